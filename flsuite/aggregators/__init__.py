@@ -1,0 +1,8 @@
+"""How updates become the next global model, one algorithm a file."""
+
+from flsuite.aggregators.base import Aggregator
+from flsuite.aggregators.bounds import Centralized, LocalOnly
+from flsuite.aggregators.fedavg import FedAvg
+from flsuite.aggregators.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
+
+__all__ = ["Aggregator", "Centralized", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "LocalOnly"]

@@ -1,0 +1,66 @@
+"""What an aggregator is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from lightning.pytorch import Callback
+
+from flsuite.messages import Client, ClientTask, ClientUpdate
+from flsuite.state import Layout, State
+
+__all__ = ["Aggregator"]
+
+
+class Aggregator(ABC):
+    """One federated algorithm: how updates become the next global model, and what its clients do differently.
+
+    A subclass takes its parameters in ``__init__`` and keeps each under its own name. What it remembers between rounds is
+    plain data in :attr:`memory`, which the checkpoint stores; there is nothing else to save.
+
+    Attributes:
+        private: Entries of the model that this algorithm keeps with the client, beside those the model declares itself.
+        memory: What the server remembers: nested dicts of tensors and numbers.
+        layout: Set by :meth:`configure`.
+    """
+
+    private: ClassVar[tuple[str, ...]] = ()
+    layout: Layout
+    memory: dict[str, Any]
+
+    def configure(self, layout: Layout) -> None:
+        """Called once before the first round, or before the memory of a checkpoint is loaded."""
+        self.layout = layout
+        self.memory = {}
+
+    def plan(self, cohort: Sequence[int], batches: Sequence[int]) -> list[ClientTask]:
+        """The fits of a round.
+
+        Args:
+            cohort: The round's clients, ascending.
+            batches: Batches in a local epoch of each of them.
+        """
+        return [ClientTask(client) for client in cohort]
+
+    def broadcast(self) -> dict[str, Any]:
+        """What travels to every client of the round beside the model; its bytes are counted."""
+        return {}
+
+    def client_callbacks(self, client: Client) -> list[Callback]:
+        """The algorithm's client half, as Lightning callbacks for that client's fit."""
+        return []
+
+    @abstractmethod
+    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
+        """The next global state.
+
+        Args:
+            global_state: What the clients started from, without private entries; not to be changed.
+            updates: In a fixed order, each already checked; to be consumed once.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.memory
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory = state

@@ -1,0 +1,141 @@
+"""Server optimizers: the mean change of the clients is a pseudo-gradient.
+
+FedAvgM: Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distribution, section 4.3.
+FedAdagrad, FedYogi, FedAdam: Reddi et al. 2021, Adaptive Federated Optimization, algorithm 2.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flsuite.aggregators.fedavg import FedAvg, Weighting
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientUpdate
+from flsuite.state import State
+
+__all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi"]
+
+
+class ServerOptimizer(FedAvg):
+    """FedAvg's mean taken as a direction: parameters move by :meth:`step`, buffers take the mean as it is."""
+
+    def __init__(self, lr: float, weighting: Weighting) -> None:
+        super().__init__(weighting)
+        if lr <= 0:
+            raise FlsuiteError(
+                f"{type(self).__name__}: lr is the server's learning rate and must be positive, got {lr}"
+            )
+        self.lr = lr
+
+    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
+        new = super().aggregate(global_state, updates)
+        for name in self.layout.parameters:
+            delta = new[name] - global_state[name]
+            new[name] = global_state[name] + self.step(name, delta)
+        return new
+
+    def slot(self, kind: str, name: str, like: Tensor, value: float = 0.0) -> Tensor:
+        """The accumulator of one parameter, made on first use."""
+        slots = self.memory.setdefault(kind, {})
+        if name not in slots:
+            slots[name] = torch.full_like(like, value)
+        return slots[name]
+
+    @abstractmethod
+    def step(self, name: str, delta: Tensor) -> Tensor:
+        """The change of parameter ``name``, given the clients' mean change ``delta``."""
+
+
+class FedAvgM(ServerOptimizer):
+    """Server momentum, ``v <- momentum * v + delta``, ``w <- w + lr * v``.
+
+    Args:
+        lr: The server's learning rate; with 1 and momentum 0 this is FedAvg.
+        momentum: In [0, 1).
+        weighting: As for FedAvg.
+    """
+
+    def __init__(self, lr: float = 1.0, momentum: float = 0.9, weighting: Weighting = "samples") -> None:
+        super().__init__(lr, weighting)
+        if not 0 <= momentum < 1:
+            raise FlsuiteError(f"FedAvgM: momentum must be in [0, 1), got {momentum}")
+        self.momentum = momentum
+
+    def step(self, name: str, delta: Tensor) -> Tensor:
+        velocity = self.slot("velocity", name, delta).mul_(self.momentum).add_(delta)
+        return self.lr * velocity
+
+
+class Adaptive(ServerOptimizer):
+    """Algorithm 2: ``m <- beta1 m + (1 - beta1) delta``, ``v`` by the subclass, ``w <- w + lr m / (sqrt(v) + tau)``.
+
+    No bias correction, and ``v`` starts at ``tau ** 2``, as in the paper.
+
+    Args:
+        lr: The server's learning rate, eta.
+        beta1: Of the first moment, in [0, 1).
+        tau: Adaptivity, positive; larger is closer to plain momentum.
+        weighting: As for FedAvg.
+    """
+
+    def __init__(self, lr: float, beta1: float, tau: float, weighting: Weighting) -> None:
+        super().__init__(lr, weighting)
+        if not 0 <= beta1 < 1:
+            raise FlsuiteError(f"{type(self).__name__}: beta1 must be in [0, 1), got {beta1}")
+        if tau <= 0:
+            raise FlsuiteError(f"{type(self).__name__}: tau must be positive, got {tau}")
+        self.beta1 = beta1
+        self.tau = tau
+
+    def step(self, name: str, delta: Tensor) -> Tensor:
+        first = self.slot("m", name, delta).mul_(self.beta1).add_(delta, alpha=1 - self.beta1)
+        second = self.slot("v", name, delta, self.tau**2)
+        self.update_second(second, delta.square())
+        return self.lr * first / (second.sqrt() + self.tau)
+
+    @abstractmethod
+    def update_second(self, v: Tensor, square: Tensor) -> None:
+        """Fold ``delta ** 2`` into the second moment, in place."""
+
+
+class FedAdagrad(Adaptive):
+    """``v <- v + delta^2``."""
+
+    def __init__(
+        self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, weighting: Weighting = "samples"
+    ) -> None:
+        super().__init__(lr, beta1, tau, weighting)
+
+    def update_second(self, v: Tensor, square: Tensor) -> None:
+        v.add_(square)
+
+
+class _SecondMoment(Adaptive):
+    def __init__(
+        self,
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        weighting: Weighting = "samples",
+    ) -> None:
+        super().__init__(lr, beta1, tau, weighting)
+        if not 0 <= beta2 < 1:
+            raise FlsuiteError(f"{type(self).__name__}: beta2 must be in [0, 1), got {beta2}")
+        self.beta2 = beta2
+
+
+class FedAdam(_SecondMoment):
+    """``v <- beta2 v + (1 - beta2) delta^2``."""
+
+    def update_second(self, v: Tensor, square: Tensor) -> None:
+        v.mul_(self.beta2).add_(square, alpha=1 - self.beta2)
+
+
+class FedYogi(_SecondMoment):
+    """``v <- v - (1 - beta2) delta^2 sign(v - delta^2)``."""
+
+    def update_second(self, v: Tensor, square: Tensor) -> None:
+        v.sub_((1 - self.beta2) * square * torch.sign(v - square))

@@ -1,0 +1,6 @@
+"""From finished runs to tables and figures: reads what a run leaves in its folder, and only that."""
+
+from flsuite.analysis.partition import partition_figure, partition_table
+from flsuite.analysis.runs import curves_figure, read_metrics, read_partition
+
+__all__ = ["curves_figure", "partition_figure", "partition_table", "read_metrics", "read_partition"]

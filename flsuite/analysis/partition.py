@@ -1,0 +1,57 @@
+"""How a dataset is dealt, to look at."""
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from flsuite.data.federated import FederatedData
+from flsuite.run_folder import partition_rows
+
+__all__ = ["partition_figure", "partition_table"]
+
+_MOST_CLIENTS = 200
+
+
+def partition_table(data: FederatedData) -> pd.DataFrame:
+    """Columns ``client, split, class, samples``: the content of a run's ``partition.csv``."""
+    return pd.DataFrame(partition_rows(data), columns=["client", "split", "class", "samples"])
+
+
+def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
+    """Class by client: area of a dot is the number of samples, beside it each client's size.
+
+    Args:
+        table: As :func:`partition_table` gives it.
+        split: ``train``, ``val`` or ``test``.
+    """
+    part = table[table["split"] == split]
+    counts = part.pivot(index="class", columns="client", values="samples").reindex(part["class"].unique())
+    counts = counts.iloc[:, :_MOST_CLIENTS]
+    clients, classes = counts.shape[1], counts.shape[0]
+    figure = Figure(
+        figsize=(min(max(5.0, 1.8 + 0.42 * clients), 24), min(max(3.6, 2.0 + 0.34 * classes), 16)), layout="constrained"
+    )
+    sizes, mix = figure.subplots(2, 1, sharex=True, height_ratios=[1, max(1.6, classes / 4)])
+    sizes.bar(range(clients), counts.sum(), color="#4c72b0", width=0.7)
+    sizes.set_ylabel("samples")
+    sizes.spines[["top", "right"]].set_visible(False)
+    stacked = counts.stack()
+    y, x = (stacked.index.codes[level] for level in (0, 1))
+    largest = max(float(counts.to_numpy().max()), 1.0)
+    mix.scatter(x, y, s=stacked.to_numpy() / largest * 320, color="#dd8452", alpha=0.85, linewidths=0)
+    mix.set_yticks(range(classes), [_short(str(name)) for name in counts.index])
+    mix.set_ylim(classes - 0.4, -0.6)
+    mix.set_xlim(-0.7, clients - 0.3)
+    step = max(1, clients // 25)
+    mix.set_xticks(range(0, clients, step), [str(client) for client in counts.columns[::step]])
+    mix.set_xlabel("client")
+    mix.set_ylabel("class")
+    mix.grid(alpha=0.25)
+    mix.set_axisbelow(True)
+    total = part["client"].nunique()
+    shown = "" if total <= _MOST_CLIENTS else f", the first {_MOST_CLIENTS} shown"
+    figure.suptitle(f"{split}: {int(part['samples'].sum())} samples, {total} clients{shown}")
+    return figure
+
+
+def _short(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"

@@ -1,0 +1,8 @@
+"""Progress, logging and stopping of a federation."""
+
+from flsuite.callbacks.base import FederationCallback
+from flsuite.callbacks.early_stopping import RoundEarlyStopping
+from flsuite.callbacks.loggers import RoundLogger
+from flsuite.callbacks.progress import RoundProgress
+
+__all__ = ["FederationCallback", "RoundEarlyStopping", "RoundLogger", "RoundProgress"]

@@ -1,0 +1,52 @@
+"""Stopping a federation that has stopped learning."""
+
+from typing import TYPE_CHECKING, Any
+
+from flsuite.callbacks.base import FederationCallback
+from flsuite.errors import FlsuiteError
+from flsuite.metrics import HIGHER_IS_BETTER
+
+if TYPE_CHECKING:
+    from flsuite.evaluation import Scores
+    from flsuite.trainer import FederatedTrainer
+
+__all__ = ["RoundEarlyStopping"]
+
+
+class RoundEarlyStopping(FederationCallback):
+    """Stop when a score on validation data has not improved for a number of evaluations.
+
+    Args:
+        monitor: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the global model.
+        patience: Evaluations without improvement.
+        min_delta: What counts as one.
+    """
+
+    def __init__(self, monitor: str = "accuracy", patience: int = 10, min_delta: float = 0.0) -> None:
+        if monitor not in HIGHER_IS_BETTER:
+            raise FlsuiteError(
+                f"RoundEarlyStopping: monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor}"
+            )
+        if patience < 1:
+            raise FlsuiteError(f"RoundEarlyStopping: patience must be at least 1, got {patience}")
+        self.monitor = monitor
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best: float | None = None
+        self.waited = 0
+
+    def on_evaluation_end(self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores") -> None:
+        if split != "val":
+            return
+        value = scores["global"][self.monitor] * (1 if HIGHER_IS_BETTER[self.monitor] else -1)
+        if self.best is None or value > self.best + self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        trainer.should_stop = trainer.should_stop or self.waited >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.waited = state_dict["best"], state_dict["waited"]

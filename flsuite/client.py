@@ -1,0 +1,210 @@
+"""One client's fit: swap its state in, train, swap it out.
+
+A worker has one model and one Lightning Trainer, whatever the number of clients. A client is a state dict and an index
+array; its tensors are copied into the resident ones.
+"""
+
+import copy
+import logging
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from flsuite.aggregators import Aggregator
+from flsuite.data.federated import FederatedData
+from flsuite.errors import FlsuiteError
+from flsuite.messages import Client, ClientFailure, ClientResult, ClientUpdate, Work
+from flsuite.models.base import ClientModel
+from flsuite.random import seed_process
+from flsuite.state import State, clone, load_, nbytes, split
+
+__all__ = ["Buffers", "ClientRunner", "Job", "private_patterns"]
+
+Buffers = Literal["average", "local", "reset"]
+
+
+@dataclass
+class Job:
+    """Everything a worker needs to train any client: sent once.
+
+    Attributes:
+        trainer_kwargs: Arguments of the per-client Lightning Trainer.
+        callbacks: The user's own Lightning callbacks; every fit starts from a fresh copy.
+        buffers: What becomes of buffers (BatchNorm statistics): ``average`` travels and is averaged like a weight;
+            ``local`` stays with the client; ``reset`` travels, but every fit starts from the initial values.
+        keep_optimizers: Whether a client's optimizer state lives on from one of its rounds to the next.
+    """
+
+    model: ClientModel
+    data: FederatedData
+    aggregator: Aggregator
+    seed: int
+    trainer_kwargs: dict[str, Any]
+    callbacks: list[Callback] = field(default_factory=list)
+    buffers: Buffers = "average"
+    keep_optimizers: bool = False
+    channels_last: bool = True
+
+
+def private_patterns(model: ClientModel, aggregator: Aggregator, buffers: Buffers) -> list[str]:
+    """Which entries stay with a client: what the model keeps, what the algorithm keeps, and local buffers."""
+    local = [name for name in _buffer_names(model)] if buffers == "local" else []
+    return [*model.private, *aggregator.private, *local]
+
+
+class ClientRunner:
+    """Carries out the fits of one worker, one after another, on the same tensors."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = job.model
+        if job.channels_last:
+            self.model.to_channels_last()
+        self.private = private_patterns(job.model, job.aggregator, job.buffers)
+        self.initial = clone(self.model.state_dict())
+        self.buffers = _buffer_names(self.model)
+        self._trainer: Trainer | None = None
+        self._data: FederatedData | None = None
+
+    def run(self, work: Work) -> ClientResult | ClientFailure:
+        """Train one client. Whatever goes wrong inside is a :class:`ClientFailure`, not an exception."""
+        try:
+            return self._run(work)
+        except FlsuiteError:
+            raise  # a setting that no client can train with: the run's error, not this client's
+        except Exception as error:
+            self._trainer = None  # what an exception leaves of a Trainer is not to be trusted
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            return ClientFailure(work.task.client, work.broadcast.round, reason, traceback.format_exc())
+
+    def _run(self, work: Work) -> ClientResult:
+        started = time.perf_counter()
+        job, task, broadcast = self.job, work.task, work.broadcast
+        trainer = self._rewound_trainer()
+        assert self._data is not None
+        client = Client(
+            id=task.client,
+            round=broadcast.round,
+            samples=self._data.samples(task.client),
+            class_counts=job.data.class_counts(task.client),
+            global_state=broadcast.state,
+            received=broadcast.extras,
+            memory=copy.deepcopy(work.memory.get("algorithm", {})),
+        )
+        seed_process(job.seed, "fit", client.round, client.id)
+        self._swap_in(broadcast.state, work.memory.get("model", {}))
+        loss = _MeanLoss()
+        keeper = [_KeepOptimizers(work.memory.get("optimizers"))] if job.keep_optimizers else []
+        own = copy.deepcopy(job.callbacks) if job.callbacks else []
+        trainer.callbacks = [*own, *keeper, *job.aggregator.client_callbacks(client), loss]  # type: ignore[attr-defined]
+        trainer.fit(self.model, self._data.loader(task.client, job.seed, client.round, task.batches))
+
+        shared, private = split(self.model.state_dict(), self.private)
+        update = ClientUpdate(
+            client=client.id,
+            round=client.round,
+            samples=client.samples,
+            steps=trainer.global_step,
+            class_counts=client.class_counts,
+            state=clone(shared),
+            extras=client.extras,
+            metrics={"loss": loss.mean(), **client.metrics},
+            bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
+        )
+        update.bytes_up = nbytes(update.state) + nbytes(update.extras)
+        update.seconds = time.perf_counter() - started
+        return ClientResult(update, self._memory(client, private, keeper))
+
+    def _memory(self, client: Client, private: State, keeper: "list[_KeepOptimizers]") -> dict[str, Any]:
+        memory: dict[str, Any] = {}
+        if private:
+            memory["model"] = clone(private)
+        if client.memory:
+            memory["algorithm"] = client.memory
+        if keeper:
+            memory["optimizers"] = keeper[0].states
+        return memory
+
+    def _swap_in(self, shared: State, private: State) -> None:
+        """Make the resident model this client's. One that was never here starts from the initial private entries."""
+        resident = self.model.state_dict()
+        load_(resident, {k: self.initial[k] for k in self.initial.keys() - shared.keys() - private.keys()})
+        load_(resident, shared)
+        load_(resident, private)
+        if self.job.buffers == "reset":
+            load_(resident, {name: self.initial[name] for name in self.buffers})
+
+    def _rewound_trainer(self) -> Trainer:
+        """The resident Trainer, as if it had never fitted anything."""
+        if self._trainer is None:
+            self._trainer = _slim_trainer(self.job.trainer_kwargs)
+            self._data = self.job.data.to(self._trainer.strategy.root_device)
+        trainer = self._trainer
+        trainer.should_stop = False
+        loop = trainer.fit_loop
+        loop.epoch_progress.reset()
+        loop.epoch_loop.batch_progress.reset()
+        loop.epoch_loop.scheduler_progress.reset()
+        loop.epoch_loop._batches_that_stepped = 0
+        loop.epoch_loop.automatic_optimization.optim_progress.reset()
+        loop.epoch_loop.manual_optimization.optim_step_progress.reset()
+        return trainer
+
+
+def _slim_trainer(kwargs: dict[str, Any]) -> Trainer:
+    """A Lightning Trainer without what belongs to the federation: loggers, checkpoints, bars, validation."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
+    trainer = Trainer(
+        **kwargs,
+        logger=False,
+        callbacks=None,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+    )
+    # Lightning moves the module to the CPU after every fit; the next client is about to use it where it is.
+    trainer.strategy.teardown = lambda: None  # type: ignore[method-assign]
+    return trainer
+
+
+def _buffer_names(model: LightningModule) -> Sequence[str]:
+    trainable = {name for name, _ in model.named_parameters()}
+    return [name for name in model.state_dict() if name not in trainable]
+
+
+class _MeanLoss(Callback):
+    """Mean training loss over the steps of a fit, without a transfer or a log call in each of them."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self.total = loss.detach().clone() if self.total is None else self.total.add_(loss.detach())
+            self.steps += 1
+
+    def mean(self) -> float:
+        return float("nan") if self.total is None else float(self.total) / self.steps
+
+
+class _KeepOptimizers(Callback):
+    """Carries a client's optimizer states from one of its fits to the next."""
+
+    def __init__(self, states: list[dict[str, Any]] | None) -> None:
+        self.states = states
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer, state in zip(trainer.optimizers, self.states or (), strict=False):
+            optimizer.load_state_dict(copy.deepcopy(state))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]

@@ -1,0 +1,19 @@
+"""How one dataset becomes many clients' datasets."""
+
+from flsuite.data.partitions.base import Partition, partition_labels
+from flsuite.data.partitions.dirichlet import Dirichlet, DirichletBalanced
+from flsuite.data.partitions.iid import IID
+from flsuite.data.partitions.natural import Natural
+from flsuite.data.partitions.pathological import Pathological
+from flsuite.data.partitions.quantity import QuantitySkew
+
+__all__ = [
+    "IID",
+    "Dirichlet",
+    "DirichletBalanced",
+    "Natural",
+    "Partition",
+    "Pathological",
+    "QuantitySkew",
+    "partition_labels",
+]

@@ -1,0 +1,77 @@
+"""Objects as plain data: the inverse of instantiating a config.
+
+It rests on one convention: whatever a config can name keeps each parameter of its ``__init__`` under the same name.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["class_name", "describe", "differences", "init_args"]
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def class_name(cls: type) -> str:
+    """The shortest public path of a class: ``flsuite.models.Classifier`` rather than the file it is written in."""
+    parts = cls.__module__.split(".")
+    if parts[0] == "flsuite" and len(parts) > 2:
+        parts = parts[:2]
+    return ".".join([*parts, cls.__qualname__])
+
+
+def init_args(obj: Any) -> dict[str, Any]:
+    """The parameters that ``obj`` was made with, described; those of base classes included where ``**kwargs`` passes them on."""
+    found: dict[str, Any] = {}
+    for cls in type(obj).__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        for parameter in parameters:
+            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if named and parameter.name != "self" and hasattr(obj, parameter.name):
+                found.setdefault(parameter.name, describe(getattr(obj, parameter.name)))
+        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def describe(obj: Any) -> Any:
+    """Plain data: numbers, strings, lists, dicts, and ``{class_path, init_args}`` for objects."""
+    if isinstance(obj, _PLAIN):
+        return obj
+    if isinstance(obj, Path):
+        return str(obj)
+    if isinstance(obj, Mapping):
+        return {str(k): describe(v) for k, v in obj.items()}
+    if isinstance(obj, (list, tuple, set, frozenset)):
+        return [describe(v) for v in obj]
+    if isinstance(obj, functools.partial):
+        # jsonargparse wraps the class in helpers of its own, as leading arguments
+        target = next((a for a in obj.args if isinstance(a, type)), obj.func)
+        given = {k: describe(v) for k, v in obj.keywords.items() if v is not None}
+        return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": given}
+    if isinstance(obj, type):
+        return f"{obj.__module__}.{obj.__qualname__}"
+    if inspect.isroutine(obj):
+        return _source(obj)
+    return {"class_path": class_name(type(obj)), "init_args": init_args(obj)}
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two descriptions differ: path, our value, their value."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for key in sorted({*ours, *theirs}):
+            name = path if key == "init_args" else f"{path}.{key}" if path else str(key)
+            yield from differences(ours.get(key), theirs.get(key), name)
+    elif ours != theirs:
+        yield path.removesuffix(".class_path"), ours, theirs
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function).strip()
+    except (OSError, TypeError):
+        return f"{function.__module__}.{function.__qualname__}"

@@ -1,0 +1,93 @@
+"""Objects with tensors as bytes, quickly: a tensor is its raw memory, not a call to torch's own serialization.
+
+cloudpickle does the rest, so that classes defined in a notebook or a script travel too.
+"""
+
+import io
+import mmap
+import os
+import pickle
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+__all__ = ["dump_shared", "dumps", "load_shared", "receive", "send"]
+
+_ALIGNMENT = 64
+
+
+def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        plain = type(obj) is Tensor and obj.device.type == "cpu" and obj.layout == torch.strided and obj.numel() > 0
+        if plain and not obj.requires_grad:
+            flat = obj.contiguous().reshape(-1)
+            return _rebuild, (pickle.PickleBuffer(flat.view(torch.uint8).numpy()), obj.dtype, tuple(obj.shape))
+        return super().reducer_override(obj)
+
+
+def dumps(obj: Any, buffers: list[pickle.PickleBuffer] | None = None) -> memoryview:
+    """Pickle; with ``buffers``, the memory of plain tensors is left out and collected there."""
+    stream = io.BytesIO()
+    collect = None if buffers is None else buffers.append
+    _Pickler(stream, protocol=5, buffer_callback=collect).dump(obj)
+    return stream.getbuffer()
+
+
+def send(connection: Connection, obj: Any) -> None:
+    connection.send_bytes(dumps(obj))
+
+
+def receive(connection: Connection) -> Any:
+    """The next object.
+
+    Raises:
+        EOFError: If the other side is gone.
+    """
+    return pickle.loads(connection.recv_bytes())
+
+
+def dump_shared(obj: Any) -> tuple[int, memoryview, list[tuple[int, int]]]:
+    """Write the tensors of ``obj`` into one anonymous file that other processes map, so that they exist once.
+
+    The file has no name: it vanishes with the last process that holds it, however that process ends.
+
+    Returns:
+        File descriptor, the rest of the object, and the place of each tensor in the file.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    head = dumps(obj, buffers)
+    descriptor = _anonymous_file()
+    places, end = [], 0
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        for buffer in buffers:
+            raw = buffer.raw()
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            file.seek(start)
+            file.write(raw)
+            end = start + len(raw)
+            places.append((start, end))
+    return descriptor, head, places
+
+
+def load_shared(descriptor: int, head: bytes | memoryview, places: Sequence[tuple[int, int]]) -> Any:
+    """The object behind :func:`dump_shared`; pages are shared until somebody writes to them."""
+    if not places:
+        return pickle.loads(head)
+    view = memoryview(mmap.mmap(descriptor, places[-1][1], access=mmap.ACCESS_COPY))
+    return pickle.loads(head, buffers=[view[start:end] for start, end in places])
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("flsuite")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,151 @@
+"""Scores of a federation: of the global model, and of every client."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flsuite.data.federated import FederatedData, Ragged
+from flsuite.data.source import Arrays
+from flsuite.metrics import HIGHER_IS_BETTER, class_accuracy, scores, summary
+from flsuite.models.base import ClientModel
+from flsuite.state import State, load_
+
+__all__ = ["GLOBAL", "Evaluator", "Scores", "Split"]
+
+GLOBAL = "global"
+Split = Literal["val", "test"]
+Scores = dict[str, dict[str, float]]
+"""Scope (``global`` or a client's number) to metric to value."""
+
+
+class Evaluator:
+    """Scores models in big batches, off the clients' path.
+
+    Args:
+        model: The resident model that states are swapped into.
+        precision: Makes the context that the forward pass runs in, e.g. autocast.
+        batch_size: Samples a forward pass.
+    """
+
+    def __init__(
+        self,
+        model: ClientModel,
+        data: FederatedData,
+        device: torch.device,
+        precision: Callable[[], AbstractContextManager[Any]],
+        batch_size: int = 1024,
+    ) -> None:
+        self.model = model
+        self.data = data
+        self.device = device
+        self.precision = precision
+        self.batch_size = batch_size
+
+    def arrays(self, split: Split) -> Arrays | None:
+        return self.data.test if split == "test" else self.data.validation()
+
+    def shared(self, state: State, split: Split, clients: Sequence[int], details: bool = False) -> Scores:
+        """Scores of one model that all clients share.
+
+        A client's own score is the model's on its part of the split, which has its own class mix; the forward pass is done
+        once. ``details`` adds the accuracy of each class.
+        """
+        arrays = self.arrays(split)
+        if arrays is None:
+            return {}
+        self.load(state)
+        outputs = self.outputs(arrays)
+        found: Scores = {GLOBAL: scores(outputs, arrays.y, self.data.spec)}
+        if details:
+            found[GLOBAL] |= self._class_rows(outputs, arrays.y)
+        rows = self._rows(split)
+        if rows is not None:
+            found |= self._local(outputs, arrays.y, rows, clients)
+            found[GLOBAL] |= _spread({c: s for c, s in found.items() if c != GLOBAL}, "client_")
+        return found
+
+    def personal(self, states: Mapping[int, Callable[[], State]], split: Split, details: bool = False) -> Scores:
+        """Scores of models with private parts, one a client.
+
+        ``global`` is the mean over clients of their own models' scores on the whole split, with worst and spread; a client's
+        row has ``accuracy`` on its own part of the split, and ``accuracy_all`` on the whole of it.
+        """
+        arrays = self.arrays(split)
+        if arrays is None or not states:
+            return {}
+        rows = self._rows(split)
+        whole: Scores = {}
+        found: Scores = {}
+        classes: list[dict[str, float]] = []
+        for client, state in states.items():
+            self.load(state())
+            outputs = self.outputs(arrays)
+            whole[str(client)] = scores(outputs, arrays.y, self.data.spec)
+            own = {} if rows is None else self._local(outputs, arrays.y, rows, [client]).get(str(client), {})
+            found[str(client)] = own | {f"{k}_all": v for k, v in whole[str(client)].items()}
+            if details:
+                classes.append(self._class_rows(outputs, arrays.y))
+        found[GLOBAL] = _means(list(whole.values())) | _means(classes) | _spread(whole, "")
+        if rows is not None:
+            found[GLOBAL] |= _spread({c: s for c, s in found.items() if "accuracy" in s and c != GLOBAL}, "client_")
+        return found
+
+    @torch.inference_mode()
+    def outputs(self, arrays: Arrays) -> dict[str, Tensor]:
+        """The model's evaluation columns for every sample, on the CPU."""
+        self.model.to(self.device).eval()
+        parts: list[dict[str, Tensor]] = []
+        for x, y in zip(arrays.x.split(self.batch_size), arrays.y.split(self.batch_size), strict=True):
+            batch = self.data.scaling(x).to(self.device), y.to(self.device)
+            with self.precision():
+                columns = self.model.evaluation_step(batch)
+            parts.append({name: column.float().cpu() for name, column in columns.items()})
+        self.model.train()
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def load(self, state: State) -> None:
+        """Make the resident model the one of this state."""
+        load_(self.model.state_dict(), state)
+
+    def _rows(self, split: Split) -> Ragged | None:
+        """Each client's rows of the split's arrays, or ``None`` where the clients have no part of their own."""
+        if split == "test":
+            return self.data.test_index
+        if self.data.val is not None:
+            return None
+        return Ragged(torch.arange(len(self.data.val_index.values)), self.data.val_index.offsets)
+
+    def _local(self, outputs: Mapping[str, Tensor], y: Tensor, rows: Ragged, clients: Sequence[int]) -> Scores:
+        found: Scores = {}
+        for client in clients:
+            own = rows[client]
+            if len(own):
+                part = {name: column[own] for name, column in outputs.items()}
+                found[str(client)] = scores(part, y[own], self.data.spec, auroc=False) | {"samples": float(len(own))}
+        return found
+
+    def _class_rows(self, outputs: Mapping[str, Tensor], y: Tensor) -> dict[str, float]:
+        by_class = class_accuracy(outputs["scores"], y, self.data.spec)
+        return {f"accuracy/{name}": value for name, value in by_class.items()}
+
+
+def _spread(clients: Scores, prefix: str) -> dict[str, float]:
+    if not clients:
+        return {}
+    found: dict[str, float] = {}
+    for metric in ("accuracy", "f1_macro", "balanced_accuracy", "loss"):
+        values = [row[metric] for row in clients.values() if metric in row]
+        for name, value in summary(values, metric, HIGHER_IS_BETTER[metric]).items():
+            stem, statistic = name.rsplit("_", 1)
+            if prefix or statistic != "mean":
+                found[f"{stem}_{prefix}{statistic}"] = value
+    return found
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+    if not rows:
+        return {}
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0] if all(name in row for row in rows)}

@@ -1,0 +1,173 @@
+"""A federation at one moment, and how it gets from one round to the next."""
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+from flsuite.aggregators import Aggregator
+from flsuite.client import Buffers, private_patterns
+from flsuite.client_memory import ClientMemories
+from flsuite.data.federated import FederatedData
+from flsuite.engines import Engine
+from flsuite.engines.base import Outcome
+from flsuite.errors import FederationError
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, ClientUpdate, Work
+from flsuite.models.base import ClientModel
+from flsuite.schedules import Schedule
+from flsuite.state import Layout, State, clone, matches, mismatch, non_finite, split
+
+__all__ = ["Federation", "RoundLog"]
+
+log = logging.getLogger("flsuite")
+
+
+class RoundLog:
+    """What came back in one round, without the tensors."""
+
+    def __init__(self) -> None:
+        self.updates: list[ClientUpdate] = []
+        self.failures: list[ClientFailure] = []
+
+    def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Scope and numbers: each client, then all of them together."""
+        for update in self.updates:
+            sizes = {"samples": update.samples, "steps": update.steps, "seconds": update.seconds}
+            traffic = {"bytes_up": update.bytes_up, "bytes_down": update.bytes_down}
+            yield str(update.client), {**update.metrics, **sizes, **traffic}
+        samples = sum(update.samples for update in self.updates)
+        names = {name for update in self.updates for name in update.metrics}
+        means = {
+            name: sum(u.samples * u.metrics[name] for u in self.updates if name in u.metrics) / samples
+            for name in sorted(names)
+        }
+        totals = {
+            name: float(sum(getattr(u, name) for u in self.updates)) for name in ("bytes_up", "bytes_down", "steps")
+        }
+        yield "global", {**means, **totals, "clients": len(self.updates), "failed": len(self.failures)}
+
+
+class Federation:
+    """The global model, what server and clients remember, and the rule that moves them on.
+
+    Attributes:
+        round: Rounds done.
+        state: The shared part of the global model.
+        initial_private: What a client's own part is before it has trained.
+    """
+
+    def __init__(
+        self,
+        model: ClientModel,
+        data: FederatedData,
+        aggregator: Aggregator,
+        schedule: Schedule,
+        buffers: Buffers,
+        memories: ClientMemories,
+        seed: int,
+    ) -> None:
+        self.data = data
+        self.aggregator = aggregator
+        self.schedule = schedule
+        self.memories = memories
+        self.round = 0
+        self.virtual_seconds = 0.0
+        self.log = RoundLog()
+        schedule.configure(data.train_index.lengths().tolist(), seed)
+        self.state, self.initial_private = split(
+            clone(model.state_dict()), private_patterns(model, aggregator, buffers)
+        )
+        aggregator.configure(_layout(model, self.state))
+
+    @property
+    def personal(self) -> bool:
+        """Whether every client has a model of its own."""
+        return bool(self.initial_private)
+
+    def client_state(self, client: int | None) -> State:
+        """The whole model of a client: the shared part as it is now, and its own. ``None``: a client that never trained."""
+        private = self.memories[client].get("model", {}) if client is not None else {}
+        return {**self.initial_private, **private, **self.state}
+
+    def advance(self, engine: Engine, notify: Callable[..., None]) -> None:
+        """One round: draw the cohort, train it, fold what comes back.
+
+        Raises:
+            FederationError: If no usable update came back, or the new state is not usable; this object is as before then.
+        """
+        round = self.round + 1
+        cohort = self.schedule.cohort(round)
+        notify("on_round_start", round, cohort)
+        broadcast = Broadcast(round, self.state, self.aggregator.broadcast())
+        tasks = self.aggregator.plan(cohort, [self.data.batches(client) for client in cohort])
+        works = [Work(task, broadcast, self.memories[task.client]) for task in tasks]
+        self.log = RoundLog()
+        accepted = self._accept(engine.run(works), notify)
+        first = next(accepted, None)
+        if first is None:
+            failure = self.log.failures[0]
+            raise FederationError(
+                f"round {round}: all {len(works)} clients failed, client {failure.client} with: {failure.reason}; "
+                f"the state of round {self.round} is kept"
+            )
+        new = self.aggregator.aggregate(self.state, chain([first], accepted))
+        if fault := mismatch(new, self.state) or non_finite(new):
+            raise FederationError(
+                f"round {round}: {type(self.aggregator).__name__} made a bad state ({fault} is not finite, or not as before; "
+                f"is its learning rate too high?); the state of round {self.round} is kept"
+            )
+        self.state = new
+        self.round = round
+        self.virtual_seconds += self.schedule.elapse(self.log.updates)
+
+    def _accept(self, outcomes: Iterator[Outcome], notify: Callable[..., None]) -> Iterator[ClientUpdate]:
+        """Updates fit to reach the aggregator; the others are named in the log, and the round goes on without them."""
+        for outcome in outcomes:
+            checked = self._checked(outcome)
+            if isinstance(checked, ClientFailure):
+                self.log.failures.append(checked)
+                log.warning("round %d: client %d failed: %s", checked.round, checked.client, checked.reason)
+                log.debug("%s", checked.details)
+                notify("on_client_end", checked)
+                continue
+            self.memories[checked.update.client] = checked.memory
+            self.log.updates.append(checked.update.without_tensors())
+            notify("on_client_end", checked)
+            yield checked.update
+
+    def _checked(self, outcome: Outcome) -> ClientResult | ClientFailure:
+        if isinstance(outcome, ClientFailure):
+            return outcome
+        fault = outcome.update.fault(self.state) or non_finite(outcome.memory.get("model", {}))
+        if fault is None:
+            return outcome
+        return ClientFailure(outcome.update.client, outcome.update.round, f"its update was refused: {fault}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "round": self.round,
+            "virtual_seconds": self.virtual_seconds,
+            "state": self.state,
+            "initial_private": self.initial_private,
+            "aggregator": self.aggregator.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "clients": dict(self.memories.versions),
+        }
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        self.round = content["round"]
+        self.virtual_seconds = content["virtual_seconds"]
+        self.state = content["state"]
+        self.initial_private = content["initial_private"]
+        self.aggregator.load_state_dict(content["aggregator"])
+        self.schedule.load_state_dict(content["schedule"])
+        self.memories.restore(content["clients"])
+
+
+def _layout(model: ClientModel, state: State) -> Layout:
+    parameters = tuple(name for name, _ in model.named_parameters() if name in state)
+    groups = {
+        group: tuple(name for name in parameters if matches(name, patterns))
+        for group, patterns in model.parameter_groups.items()
+    }
+    return Layout(parameters, groups)

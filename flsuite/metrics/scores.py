@@ -1,0 +1,93 @@
+"""Scores of predictions, by torchmetrics."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torchmetrics.functional import classification as tm
+
+from flsuite.data.source import DataSpec
+
+__all__ = ["HIGHER_IS_BETTER", "class_accuracy", "scores", "summary"]
+
+HIGHER_IS_BETTER = {"accuracy": True, "f1_macro": True, "balanced_accuracy": True, "auroc": True, "loss": False}
+
+
+def scores(outputs: Mapping[str, Tensor], y: Tensor, spec: DataSpec, auroc: bool = True) -> dict[str, float]:
+    """Accuracy, macro F1, balanced accuracy, AUROC, and the mean of every per-sample column.
+
+    Balanced accuracy is the mean recall over the classes that occur in ``y``; for multi-label data, accuracy is the mean over
+    labels of the binary accuracy at one half, and balanced accuracy that of (sensitivity + specificity) / 2. A score that is
+    not defined on these samples, such as the AUROC of a single class, is left out.
+
+    Args:
+        outputs: ``scores`` ``(n, classes)`` and per-sample columns ``(n,)``, such as ``loss``.
+        y: int64 ``(n,)``, or 0/1 ``(n, labels)``.
+        auroc: The costly one of them.
+    """
+    found = {name: float(column.double().mean()) for name, column in outputs.items() if column.ndim == 1}
+    probabilities = outputs["scores"]
+    found |= _multilabel(probabilities, y) if y.ndim == 2 else _multiclass(probabilities, y, spec.num_classes)
+    if auroc and (value := _auroc(probabilities, y, spec.num_classes)) is not None:
+        found["auroc"] = value
+    return found
+
+
+def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str, float]:
+    """Accuracy of each class that occurs: recall, or the binary accuracy of each label."""
+    names = spec.class_names or tuple(str(c) for c in range(spec.num_classes))
+    if y.ndim == 2:
+        values = tm.multilabel_accuracy(probabilities, y, num_labels=spec.num_classes, average="none")
+        present = range(spec.num_classes)
+    else:
+        values = tm.multiclass_recall(probabilities, y, num_classes=spec.num_classes, average="none")
+        present = y.unique().tolist()
+    return {names[c]: float(values[c]) for c in present}
+
+
+def summary(values: list[float], name: str, higher_is_better: bool = True) -> dict[str, float]:
+    """Mean, worst and spread (standard deviation, ddof 0) over clients."""
+    column = torch.tensor(values, dtype=torch.float64)
+    worst = column.min() if higher_is_better else column.max()
+    return {
+        f"{name}_mean": float(column.mean()),
+        f"{name}_worst": float(worst),
+        f"{name}_std": float(column.std(correction=0)),
+    }
+
+
+def _multiclass(probabilities: Tensor, y: Tensor, classes: int) -> dict[str, float]:
+    predicted = probabilities.argmax(1)
+    recall = tm.multiclass_recall(predicted, y, num_classes=classes, average="none", validate_args=False)
+    return {
+        "accuracy": float((predicted == y).double().mean()),
+        "f1_macro": float(
+            tm.multiclass_f1_score(predicted, y, num_classes=classes, average="macro", validate_args=False)
+        ),
+        "balanced_accuracy": float(recall[y.unique()].double().mean()),
+    }
+
+
+def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
+    labels = y.shape[1]
+    sensitivity = tm.multilabel_recall(probabilities, y, num_labels=labels, average="none")
+    specificity = tm.multilabel_specificity(probabilities, y, num_labels=labels, average="none")
+    return {
+        "accuracy": float(tm.multilabel_accuracy(probabilities, y, num_labels=labels, average="macro")),
+        "f1_macro": float(tm.multilabel_f1_score(probabilities, y, num_labels=labels, average="macro")),
+        "balanced_accuracy": float(((sensitivity + specificity) / 2).mean()),
+    }
+
+
+def _auroc(probabilities: Tensor, y: Tensor, classes: int) -> float | None:
+    if y.ndim == 2:
+        defined = (y.any(0) & ~y.bool().all(0)).nonzero().squeeze(1)
+        if not len(defined):
+            return None
+        values = tm.multilabel_auroc(probabilities[:, defined], y[:, defined].long(), num_labels=len(defined))
+        return float(values)
+    if len(y.unique()) < classes:
+        return None
+    if classes == 2:
+        return float(tm.binary_auroc(probabilities[:, 1], y))
+    return float(tm.multiclass_auroc(probabilities, y, num_classes=classes))

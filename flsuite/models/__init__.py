@@ -1,0 +1,7 @@
+"""The client models, and the backbones they are built from."""
+
+from flsuite.models.backbones import CNN, MLP, Backbone, LeNet5, ResNet18, ResNet20
+from flsuite.models.base import ClientModel
+from flsuite.models.classifier import Classifier
+
+__all__ = ["CNN", "MLP", "Backbone", "Classifier", "ClientModel", "LeNet5", "ResNet18", "ResNet20"]

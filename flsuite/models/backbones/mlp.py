@@ -1,0 +1,44 @@
+"""The multilayer perceptron."""
+
+from math import prod
+
+from torch import nn
+
+from flsuite.errors import FlsuiteError
+from flsuite.models.backbones.base import Backbone
+
+__all__ = ["MLP"]
+
+
+class MLP(Backbone):
+    """Fully connected layers with ReLU, on tables and, flattened, on images.
+
+    ``MLP(hidden=())`` is multinomial logistic regression; ``MLP(hidden=(200, 200))`` is the 2NN of McMahan et al. 2017.
+
+    Args:
+        hidden: Widths of the hidden layers.
+        bias: Whether the layers have a bias.
+        dropout: Probability with which a hidden unit is dropped in training, in [0, 1).
+    """
+
+    def __init__(self, hidden: tuple[int, ...] = (64,), bias: bool = True, dropout: float = 0.0) -> None:
+        if any(width < 1 for width in hidden):
+            raise FlsuiteError(f"MLP(hidden={hidden}) has a layer without units; every width must be at least 1")
+        if not 0.0 <= dropout < 1.0:
+            raise FlsuiteError(f"MLP(dropout={dropout}) is no probability below 1; choose a number in [0, 1)")
+        self.hidden = tuple(hidden)
+        self.bias = bias
+        self.dropout = dropout
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        """A network from ``(n, *shape)``, of any number of dimensions, to ``(n, outputs)``."""
+        features = prod(shape)
+        if features < 1:
+            raise FlsuiteError(f"MLP takes samples of at least one number, not data of shape {tuple(shape)}")
+        layers: list[nn.Module] = [nn.Flatten()]
+        for units in self.hidden:
+            layers += [nn.Linear(features, units, bias=self.bias), nn.ReLU()]
+            if self.dropout:
+                layers.append(nn.Dropout(self.dropout))
+            features = units
+        return nn.Sequential(*layers, nn.Linear(features, outputs, bias=self.bias))

@@ -1,0 +1,103 @@
+"""The pre-activation ResNet-20."""
+
+from torch import Tensor, nn
+
+from flsuite.errors import FlsuiteError
+from flsuite.models.backbones.base import Backbone
+from flsuite.models.backbones.cnn import image_shape
+from flsuite.models.backbones.norms import Norm, make_norm
+
+__all__ = ["PreActResNet", "ResNet20"]
+
+_GROUPS = 8  # of GroupNorm: two channels a group in the first stage, eight in the last
+
+
+class ResNet20(Backbone):
+    """Pre-activation ResNet-20, "v2" (He et al. 2016, Identity Mappings in Deep Residual Networks, arXiv:1603.05027).
+
+    Args:
+        norm: ``batch``, ``group`` (8 groups) or ``none``. Under label skew BatchNorm loses accuracy that GroupNorm
+            keeps (Hsieh et al. 2020). With ``none`` the last convolution of each block starts at zero, so that every
+            block starts as its shortcut and the depth does not make the signal grow.
+        width: Channels of the first stage; the other two have twice and four times as many.
+    """
+
+    def __init__(self, norm: Norm = "batch", width: int = 16) -> None:
+        if width < 1:
+            raise FlsuiteError(f"ResNet20(width={width}) has no channels; choose at least 1")
+        self.norm: Norm = norm
+        self.width = width
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        """A network from ``(n, channels, height, width)``, at least 4 pixels a side, to ``(n, outputs)``."""
+        channels, _, _ = image_shape(self, shape, smallest=4)
+        return PreActResNet(channels, outputs, self.norm, self.width)
+
+
+class PreActResNet(nn.Module):
+    """The network of :class:`ResNet20`, from ``(n, channels, height, width)`` to ``(n, outputs)``.
+
+    A 3x3 stem with stride 1, three stages of three blocks (the second and third halve the image), a last norm and ReLU,
+    global average pool, one linear layer. Convolutions start with Kaiming's fan-out rule.
+    """
+
+    def __init__(self, channels: int, outputs: int, norm: Norm = "batch", width: int = 16) -> None:
+        super().__init__()
+        self.stem = _conv3x3(channels, width)
+        self.stages = nn.Sequential(
+            _stage(width, width, 1, norm), _stage(width, 2 * width, 2, norm), _stage(2 * width, 4 * width, 2, norm)
+        )
+        self.norm = make_norm(norm, 4 * width, _GROUPS)
+        self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Linear(4 * width, outputs)
+        _initialise(self, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.relu(self.norm(self.stages(self.stem(x))))
+        logits: Tensor = self.head(h.mean((2, 3)))
+        return logits
+
+
+class _Block(nn.Module):
+    """norm, ReLU, 3x3 convolution, twice, plus the shortcut.
+
+    Where the shape changes, the shortcut is a 1x1 convolution of the activated input, elsewhere the raw input. A ReLU
+    works in place only on what a norm has just made: without a norm its input is the shortcut, or a convolution's
+    output, which backward hooks (K-FAC) forbid to overwrite.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.norm1 = make_norm(norm, inputs, _GROUPS)
+        self.conv1 = _conv3x3(inputs, outputs, stride)
+        self.norm2 = make_norm(norm, outputs, _GROUPS)
+        self.conv2 = _conv3x3(outputs, outputs)
+        self.relu = nn.ReLU(inplace=norm != "none")
+        same = stride == 1 and inputs == outputs
+        self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.norm1(x))
+        shortcut = x if self.shortcut is None else self.shortcut(h)
+        residual: Tensor = self.conv2(self.relu(self.norm2(self.conv1(h))))
+        return residual + shortcut
+
+
+def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+
+
+def _stage(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential:
+    return nn.Sequential(
+        _Block(inputs, outputs, stride, norm), _Block(outputs, outputs, 1, norm), _Block(outputs, outputs, 1, norm)
+    )
+
+
+def _initialise(network: nn.Module, norm: Norm) -> None:
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    if norm == "none":
+        for module in network.modules():
+            if isinstance(module, _Block):
+                nn.init.zeros_(module.conv2.weight)

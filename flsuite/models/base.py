@@ -1,0 +1,101 @@
+"""The client models' common ground: a LightningModule that is built once the data's shape is known."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from flsuite.data.source import DataSpec
+from flsuite.errors import FlsuiteError
+
+__all__ = ["ClientModel"]
+
+_SPEC_KEY = "data_spec"
+
+
+class ClientModel(LightningModule):
+    """A model that clients train. It knows nothing of a federation: a plain Lightning Trainer fits it as well.
+
+    A subclass takes its parameters in ``__init__``, keeps each under its own name, makes its networks in :meth:`build`, and
+    implements ``training_step``, ``configure_optimizers`` and :meth:`evaluation_step`.
+
+    Attributes:
+        private: Entries of the state dict that stay with the client, by prefix or wildcard; the rest travels.
+        parameter_groups: Groups of parameters that an aggregator may treat apart: name to prefixes.
+        spec: What the model was built for; ``None`` until then.
+    """
+
+    private: Sequence[str] = ()
+    parameter_groups: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec: DataSpec | None = None
+
+    @abstractmethod
+    def build(self, spec: DataSpec) -> None:
+        """Make the networks for data of this shape.
+
+        Raises:
+            FlsuiteError: If the model does not fit the data.
+        """
+
+    @abstractmethod
+    def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Score a batch, one row a sample.
+
+        Returns:
+            ``loss`` ``(n,)``; ``scores`` ``(n, classes)``, probabilities; any further ``(n,)`` entry is averaged and logged.
+        """
+
+    def ensure_built(self, spec: DataSpec) -> None:
+        """Build for ``spec``, or check that the model was built for the like of it."""
+        if self.spec is None:
+            self.build(spec)
+            self.spec = spec
+        elif (self.spec.shape, self.spec.num_classes, self.spec.task) != (spec.shape, spec.num_classes, spec.task):
+            raise FlsuiteError(
+                f"{type(self).__name__} was built for {self.spec.task} data of shape {self.spec.shape} with "
+                f"{self.spec.num_classes} classes; this data is {spec.task} of shape {spec.shape} with {spec.num_classes}"
+            )
+
+    def configure_model(self) -> None:
+        """Lightning's hook: builds the model for the Trainer's data module, where it is not built yet."""
+        if self.spec is None:
+            datamodule = getattr(self.trainer, "datamodule", None)
+            spec = getattr(datamodule, "spec", None)
+            if spec is None:
+                raise FlsuiteError(
+                    f"{type(self).__name__} is not built: call ensure_built(spec), or fit with a data module"
+                )
+            self.ensure_built(spec)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._log_evaluation("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._log_evaluation("test", batch)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.evaluation_step(batch)["scores"]
+
+    def _log_evaluation(self, prefix: str, batch: tuple[Tensor, Tensor]) -> None:
+        outputs = self.evaluation_step(batch)
+        self.log_dict({f"{prefix}/{k}": v.mean() for k, v in outputs.items() if v.ndim == 1}, batch_size=len(batch[1]))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.spec is not None:
+            checkpoint[_SPEC_KEY] = self.spec.to_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Build before the weights are loaded, so that ``load_from_checkpoint`` needs no data."""
+        if _SPEC_KEY in checkpoint:
+            self.ensure_built(DataSpec.from_dict(checkpoint[_SPEC_KEY]))
+
+    def to_channels_last(self) -> None:
+        """Convolution weights in the memory format that is fastest for images."""
+        if self.spec is not None and len(self.spec.shape) == 3:
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

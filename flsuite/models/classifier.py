@@ -1,0 +1,67 @@
+"""A plain classifier over any backbone."""
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+from torch.nn import functional as F
+
+from flsuite.data.source import DataSpec
+from flsuite.models.backbones import Backbone, LeNet5
+from flsuite.models.base import ClientModel
+
+__all__ = ["Classifier", "class_probabilities", "classification_loss"]
+
+
+def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
+    """Loss of each sample ``(n,)``: cross-entropy for classes ``(n,)``, mean binary cross-entropy for labels ``(n, labels)``."""
+    logits = logits.float()
+    if y.ndim == 1:
+        return F.cross_entropy(logits, y, reduction="none")
+    return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), reduction="none").mean(1)
+
+
+def class_probabilities(logits: Tensor, y: Tensor) -> Tensor:
+    """``(n, classes)``: softmax for classes, a sigmoid a label for labels."""
+    return logits.float().softmax(1) if y.ndim == 1 else logits.float().sigmoid()
+
+
+class Classifier(ClientModel):
+    """Cross-entropy (binary cross-entropy for multi-label data) over a backbone.
+
+    Args:
+        backbone: The network; default :class:`~flsuite.models.backbones.LeNet5`.
+        optimizer: Of the local fits; made anew for each fit.
+        private: Entries of the state dict that stay with the client, by prefix or wildcard: ``["network.fc"]`` keeps a head
+            (FedPer), ``["*bn*"]`` the normalisation (FedBN).
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone | None = None,
+        optimizer: OptimizerCallable = lambda params: torch.optim.SGD(params, lr=0.05),
+        private: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.optimizer = optimizer
+        self.private = tuple(private)
+
+    def build(self, spec: DataSpec) -> None:
+        self.network = (self.backbone or LeNet5()).build(spec.shape, spec.num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return classification_loss(self(x), y).mean()
+
+    def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self(x)
+        return {"loss": classification_loss(logits, y), "scores": class_probabilities(logits, y)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters())

@@ -1,0 +1,458 @@
+"""The federated trainer: a Lightning Trainer whose fit is rounds of per-client fits."""
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+
+from flsuite.aggregators import Aggregator, FedAvg
+from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress
+from flsuite.checkpoint import export_model, load_checkpoint, refuse_mismatch, save_checkpoint
+from flsuite.client import Buffers, Job
+from flsuite.client_memory import ClientMemories
+from flsuite.data.module import FederatedDataModule
+from flsuite.describe import describe
+from flsuite.engines import Engine, InProcess
+from flsuite.errors import FlsuiteError
+from flsuite.evaluation import GLOBAL, Evaluator, Scores, Split
+from flsuite.federation import Federation
+from flsuite.metrics import HIGHER_IS_BETTER
+from flsuite.models.base import ClientModel
+from flsuite.random import seed_process
+from flsuite.run_folder import RunFolder, new_run_dir, write_predictions
+from flsuite.schedules import Schedule, Synchronous
+from flsuite.summary import RunSummary, print_scores
+
+__all__ = ["FederatedTrainer"]
+
+log = logging.getLogger("flsuite")
+
+_PARTS: tuple[Split, ...] = ("val", "test")
+_FEDERATIONS_OWN = {  # Trainer arguments about what a client's fit has none of: validation, summaries
+    "check_val_every_n_epoch",
+    "enable_model_summary",
+    "limit_predict_batches",
+    "limit_test_batches",
+    "limit_val_batches",
+    "num_sanity_val_steps",
+    "val_check_interval",
+}
+
+
+class FederatedTrainer(Trainer):
+    """Runs a federation.
+
+    Every further argument is one of :class:`lightning.pytorch.Trainer` and holds for each client's fit: ``max_epochs`` counts
+    local epochs; ``precision``, ``gradient_clip_val``, ``accelerator`` mean what they always mean. Loggers belong to the
+    federation. A callback may have the federation's hooks (:class:`~flsuite.callbacks.FederationCallback`), Lightning's own,
+    or both.
+
+    Args:
+        rounds: Rounds of the federation.
+        aggregator: The algorithm; default FedAvg weighted by samples.
+        schedule: Who trains when; default everybody in every round.
+        engine: Where clients train; default in this process.
+        max_epochs: Local epochs of a client's fit.
+        evaluate_every: Rounds between two evaluations; the last round is always evaluated.
+        monitor: The score on validation data that picks the best round.
+        score_clients: Clients scored one by one at each evaluation; at the last one, all of them.
+        buffers: ``average``, ``local`` or ``reset``: what becomes of BatchNorm statistics and other buffers.
+        keep_optimizers: Let each client's optimizer state live on from one of its rounds to the next.
+        channels_last: The memory format of images and convolutions.
+        run_dir: The run's folder; default ``runs/<data>-<aggregator>/<time>-<seed>``.
+        seed: Default: what ``seed_everything`` was last called with, else 0.
+        enable_checkpointing: Write the run's folder; ``False`` leaves nothing on disk.
+        enable_progress_bar: Show the federation's progress and the final table.
+    """
+
+    def __init__(
+        self,
+        rounds: int = 10,
+        aggregator: Aggregator | None = None,
+        schedule: Schedule | None = None,
+        engine: Engine | None = None,
+        max_epochs: int = 1,
+        evaluate_every: int = 1,
+        monitor: str = "accuracy",
+        score_clients: int = 100,
+        buffers: Buffers = "average",
+        keep_optimizers: bool = False,
+        channels_last: bool = True,
+        run_dir: str | None = None,
+        seed: int | None = None,
+        logger: Logger | Iterable[Logger] | bool = False,
+        callbacks: list[Callback] | Callback | None = None,
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        for name, value in {"rounds": rounds, "max_epochs": max_epochs, "evaluate_every": evaluate_every}.items():
+            if value < 1:
+                raise FlsuiteError(f"trainer.{name} must be at least 1, got {value}")
+        if monitor not in HIGHER_IS_BETTER:
+            raise FlsuiteError(f"trainer.monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor!r}")
+        _quiet_lightning()
+        super().__init__(
+            max_epochs=max_epochs,
+            logger=logger,
+            callbacks=_with_defaults(callbacks, enable_progress_bar),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{name: value for name, value in kwargs.items() if name != "enable_model_summary"},
+        )
+        if self.world_size > 1:
+            raise FlsuiteError("trainer.devices must be 1: clients are spread by the engine, e.g. Processes(workers=4)")
+        self.rounds = rounds
+        self.aggregator = aggregator or FedAvg()
+        self.schedule = schedule or Synchronous()
+        self.engine = engine or InProcess()
+        self.evaluate_every = evaluate_every
+        self.monitor = monitor
+        self.score_clients = score_clients
+        self.buffers = buffers
+        self.keep_optimizers = keep_optimizers
+        self.channels_last = channels_last
+        self.run_dir = Path(run_dir) if run_dir else None
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
+        self.show = enable_progress_bar
+        self.writes = enable_checkpointing
+        self.client_kwargs = {k: v for k, v in kwargs.items() if k not in _FEDERATIONS_OWN} | {"max_epochs": max_epochs}
+        self.config: str | None = None
+        self.federation: Federation | None = None
+
+    def fit(  # type: ignore[override]
+        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
+    ) -> None:
+        """Train a federation.
+
+        Args:
+            model: What every client trains.
+            datamodule: The dealt data.
+            ckpt_path: A checkpoint to go on from; ``last`` is the one in the run's folder, if there is one yet.
+
+        Raises:
+            FlsuiteError: If the request cannot be met; nothing has been written then.
+            FederationError: If a round fails altogether; the run's folder keeps the state before it.
+        """
+        federation = self._set_up(model, datamodule)
+        self._begin(federation, ckpt_path)
+        self._notify("on_federation_start")
+        try:
+            self.engine.start(self._job())
+            while self.round < self.rounds and not self.should_stop:
+                federation.advance(self.engine, self._notify)
+                self._notify("on_round_end", self.round)
+                improved = self._evaluate() if self._due() else False
+                self._record()
+                self._save(improved)
+        finally:
+            self.engine.stop()
+            if self.round and self.run_folder.checkpoints:
+                self.export(self.run_folder.checkpoints / "model.ckpt")
+            self._notify("on_federation_end")
+        if self.show:
+            self.summary.print(self.wall_seconds, self.run_folder.path)
+
+    def validate(  # type: ignore[override]
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+    ) -> list[dict[str, float]]:
+        """Score on validation data: the federation first, then each client; see :meth:`test`."""
+        return self._scored("val", model, datamodule, ckpt_path)
+
+    def test(  # type: ignore[override]
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+    ) -> list[dict[str, float]]:
+        """Score on test data: the federation first, then each client.
+
+        Args:
+            model: Not needed after a fit.
+            datamodule: Not needed after a fit.
+            ckpt_path: ``last``, ``best`` (the round picked on validation data) or a path; default the state in memory after
+                a fit, else ``last``.
+
+        Returns:
+            The global scores, then one dict a client.
+        """
+        return self._scored("test", model, datamodule, ckpt_path)
+
+    def predict(  # type: ignore[override]
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+    ) -> torch.Tensor:
+        """Class probabilities of the global model on the test split, ``(n, classes)``; written to ``predictions.csv`` too.
+
+        Args:
+            model: Not needed after a fit.
+            datamodule: Not needed after a fit.
+            ckpt_path: As for :meth:`test`.
+        """
+        federation = self._restored(model, datamodule, ckpt_path)
+        self.evaluator.load(federation.client_state(None))
+        probabilities = self.evaluator.outputs(federation.data.test)["scores"]
+        if self.run_folder.path is not None:
+            path = write_predictions(self.run_folder.path, probabilities, federation.data)
+            if self.show:
+                print(f"predictions of round {self.round}: {path}")
+        return probabilities
+
+    @property
+    def round(self) -> int:
+        """Rounds done."""
+        return self.federation.round if self.federation else 0
+
+    @property
+    def clients(self) -> int:
+        return self.federation.data.clients if self.federation else 0
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds this run has taken, those before a resume included."""
+        return self._wall_before + time.monotonic() - self._began
+
+    def log_metric(self, metric: str, value: float, scope: str | int = GLOBAL, split: str = "train") -> None:
+        """Add a number to the current round, for the table and the loggers: the way for callbacks to log."""
+        self.run_folder.table.note(str(scope), split, {metric: value})
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that decides the run's result, as plain data."""
+        return {
+            "seed": self.seed,
+            "model": describe(self._model),
+            "data": describe(self._datamodule),
+            "aggregator": describe(self.aggregator),
+            "schedule": describe(self.schedule),
+            "buffers": self.buffers,
+            "keep_optimizers": self.keep_optimizers,
+            "client": {name: describe(value) for name, value in self.client_kwargs.items() if value is not None},
+        }
+
+    def export(self, path: str | Path) -> None:
+        """Write the global model as an ordinary Lightning checkpoint, which ``load_from_checkpoint`` reads."""
+        assert self.federation is not None, "fit first"
+        self.evaluator.load(self.federation.client_state(None))
+        export_model(self._model, Path(path))
+
+    def _set_up(self, model: LightningModule, datamodule: LightningDataModule) -> Federation:
+        """Build all that a round needs; nothing is written yet."""
+        if not isinstance(model, ClientModel):
+            raise FlsuiteError(f"the model must be a flsuite.models.ClientModel, got {type(model).__name__}")
+        if not isinstance(datamodule, FederatedDataModule):
+            raise FlsuiteError(f"the data must be a flsuite.data.FederatedDataModule, got {type(datamodule).__name__}")
+        self._model, self._datamodule = model, datamodule
+        datamodule.use_seed(self.seed)
+        datamodule.setup("fit")
+        data = datamodule.federated
+        if model.spec is None:
+            seed_process(self.seed, "model")
+        model.ensure_built(data.spec)
+        if self.channels_last:
+            model.to_channels_last()
+        self.run_folder = RunFolder(self._folder() if self.writes else None)
+        memories = ClientMemories(self.run_folder.path / "clients" if self.run_folder.path else None)
+        federation = Federation(model, data, self.aggregator, self.schedule, self.buffers, memories, self.seed)
+        self.evaluator = Evaluator(model, data, self.strategy.root_device, self.precision_plugin.forward_context)
+        self.summary = RunSummary(self.monitor)
+        self.should_stop = False
+        self._wall_before, self._began = 0.0, time.monotonic()
+        self._best_clients: dict[int, int] = {}
+        self.federation = federation
+        return federation
+
+    def _folder(self) -> Path:
+        name = f"{type(self._datamodule).__name__}-{type(self.aggregator).__name__}".lower()
+        return self.run_dir or new_run_dir(name, self.seed)
+
+    def _job(self) -> Job:
+        assert self.federation is not None
+        return Job(
+            model=self._model,
+            data=self.federation.data,
+            aggregator=self.aggregator,
+            seed=self.seed,
+            trainer_kwargs=self.client_kwargs,
+            callbacks=[c for c in self._callbacks if _has_lightning_hooks(c)],
+            buffers=self.buffers,
+            keep_optimizers=self.keep_optimizers,
+            channels_last=self.channels_last,
+        )
+
+    def _begin(self, federation: Federation, ckpt_path: str | None) -> None:
+        """Create the run's folder, or go on from a checkpoint in it."""
+        checkpoint = self._find_checkpoint(ckpt_path)
+        if checkpoint is None:
+            config = self.config or {**self.describe(), "rounds": self.rounds}
+            self.run_folder.create(config, federation.data, again=ckpt_path is not None)
+            return
+        own = self.run_folder.checkpoints
+        if own is None or checkpoint.parent.resolve() != own.resolve():
+            raise FlsuiteError(
+                f"{checkpoint} belongs to another run; resume it there, with run_dir {checkpoint.parents[1]}"
+            )
+        content = self._restore(federation, checkpoint)
+        self.run_folder.table.resume(content["table"])
+        log.info("resumed after round %d from %s", self.round, checkpoint)
+
+    def _find_checkpoint(self, ckpt_path: str | None) -> Path | None:
+        """The file that a request means; ``None`` to start anew."""
+        if ckpt_path is None or ckpt_path not in ("last", "best"):
+            return None if ckpt_path is None else Path(ckpt_path)
+        folder = self.run_folder.checkpoints
+        if folder is None:
+            raise FlsuiteError(
+                f"ckpt_path {ckpt_path} is looked for in the run's folder, but enable_checkpointing is false"
+            )
+        path = folder / f"{ckpt_path}.ckpt"
+        if path.exists() or ckpt_path == "best":
+            return path
+        log.info("no checkpoint in %s yet: starting with the first round", folder)
+        return None
+
+    def _restore(self, federation: Federation, checkpoint: Path) -> dict[str, Any]:
+        content = load_checkpoint(checkpoint)
+        refuse_mismatch(self.describe(), content["settings"], checkpoint)
+        federation.load_state_dict(content["federation"])
+        self.summary.load_state_dict(content["summary"])
+        self._wall_before, self._began = content["wall_seconds"], time.monotonic()
+        self._best_clients = content["best_clients"]
+        self.should_stop = content["should_stop"]
+        for callback in self._federation_callbacks():
+            if callback.state_key in content["callbacks"]:
+                callback.load_state_dict(content["callbacks"][callback.state_key])
+        return content
+
+    def _restored(
+        self, model: LightningModule | None, datamodule: LightningDataModule | None, ckpt_path: str | None
+    ) -> Federation:
+        """The federation in the state that a request for scores means."""
+        federation = self.federation
+        if federation is not None and ckpt_path is None:
+            return federation
+        if federation is None:
+            if model is None or datamodule is None:
+                raise FlsuiteError("nothing has been fitted yet: pass model, datamodule and ckpt_path")
+            if self.run_dir is None and ckpt_path is not None and ckpt_path not in ("last", "best"):
+                self.run_dir = Path(ckpt_path).parent.parent
+            federation = self._set_up(model, datamodule)
+        checkpoint = self._find_checkpoint(ckpt_path or "last")
+        if checkpoint is None:
+            raise FlsuiteError(
+                f"there is no checkpoint in {self.run_folder.checkpoints}: fit first, or name one with ckpt_path"
+            )
+        self._restore(federation, checkpoint)
+        return federation
+
+    def _due(self) -> bool:
+        return self.round % self.evaluate_every == 0 or self.round == self.rounds
+
+    def _evaluate(self) -> bool:
+        """Score on validation data, then on test data; whether the round is the best so far on the former."""
+        improved = False
+        for part in _PARTS:
+            last = self.round == self.rounds or self.should_stop
+            found = self._scores(part, self.clients if last else self.score_clients, details=last and part == "test")
+            for scope, row in found.items():
+                self.run_folder.table.note(scope, part, row)
+            if found and part == "val":
+                improved = self.summary.consider(self.round, found[GLOBAL])
+            elif found:
+                self.summary.score(self.round, found[GLOBAL], improved)
+            if found:
+                self._notify("on_evaluation_end", self.round, part, found)
+        return improved
+
+    def _scores(self, part: Split, clients: int, details: bool) -> Scores:
+        assert self.federation is not None
+        cohort: Sequence[int] = range(min(clients, self.clients))
+        if not self.federation.personal:
+            return self.evaluator.shared(self.federation.client_state(None), part, cohort, details)
+        return self.evaluator.personal({c: partial(self.federation.client_state, c) for c in cohort}, part, details)
+
+    def _scored(self, part: Split, *request: Any) -> list[dict[str, float]]:
+        self._restored(*request)
+        found = self._scores(part, self.clients, details=True)
+        if not found:
+            raise FlsuiteError("there is no validation data: set data.val_fraction above 0")
+        if self.show:
+            print_scores(found, part, self.round)
+        return [found[GLOBAL], *(row for scope, row in found.items() if scope != GLOBAL)]
+
+    def _record(self) -> None:
+        """All that is known of the round goes into the table and to the loggers."""
+        federation, table = self.federation, self.run_folder.table
+        assert federation is not None
+        for scope, numbers in federation.log.metrics():
+            table.note(scope, "train", numbers)
+        self.summary.transfer(federation.log.updates)
+        named = table.close_round(self.round, federation.virtual_seconds, self.wall_seconds)
+        self._notify("on_round_recorded", self.round, named)
+
+    def _save(self, best: bool) -> None:
+        federation, folder = self.federation, self.run_folder.checkpoints
+        assert federation is not None
+        federation.memories.commit(self.round)
+        table = self.run_folder.table.flush()
+        if folder is None:
+            return
+        if best:
+            self._best_clients = dict(federation.memories.versions)
+        content = {
+            "federation": federation.state_dict(),
+            "settings": self.describe(),
+            "summary": self.summary.state_dict(),
+            "callbacks": {c.state_key: c.state_dict() for c in self._federation_callbacks()},
+            "best_clients": self._best_clients,
+            "wall_seconds": self.wall_seconds,
+            "should_stop": self.should_stop,
+            "table": table,
+        }
+        save_checkpoint(content, folder, best)
+        federation.memories.collect(federation.memories.versions, self._best_clients)
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        return self.callbacks  # type: ignore[attr-defined]
+
+    def _federation_callbacks(self) -> list[FederationCallback]:
+        return [callback for callback in self._callbacks if isinstance(callback, FederationCallback)]
+
+    def _notify(self, hook: str, *args: Any) -> None:
+        for callback in self._federation_callbacks():
+            getattr(callback, hook)(self, *args)
+
+
+def _with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -> list[Callback]:
+    """The user's callbacks, and the federation's own where the user has not configured them."""
+    given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    if not any(isinstance(c, RoundLogger) for c in given):
+        given.append(RoundLogger())
+    if progress and not any(isinstance(c, RoundProgress) for c in given):
+        given.append(RoundProgress())
+    return given
+
+
+def _has_lightning_hooks(callback: Callback) -> bool:
+    """Whether a client's Trainer has anything to call on this callback."""
+    ours = set(vars(FederationCallback))
+    hooks = [name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")) and name not in ours]
+    return any(getattr(type(callback), name) is not getattr(Callback, name) for name in hooks)
+
+
+def _quiet_lightning() -> None:
+    """Lightning speaks up once per fit; here that would be once per client."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)

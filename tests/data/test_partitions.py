@@ -1,0 +1,288 @@
+"""Every partition: the promises common to all, one oracle each, and what it refuses."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from flsuite.data.partitions import (
+    IID,
+    Dirichlet,
+    DirichletBalanced,
+    Natural,
+    Partition,
+    Pathological,
+    QuantitySkew,
+    partition_labels,
+)
+from flsuite.data.partitions.iid import deal
+from flsuite.errors import FlsuiteError
+
+PARTITIONS = [
+    IID(),
+    Dirichlet(0.05),
+    Dirichlet(0.5, min_samples=2),
+    Dirichlet(1e-320, max_redraws=0),
+    DirichletBalanced(0.001),
+    DirichletBalanced(0.05),
+    DirichletBalanced(100.0),
+    Pathological(1),
+    Pathological(2),
+    QuantitySkew(),
+    QuantitySkew("lognormal", sigma=1000.0, min_samples=2),
+    QuantitySkew("dirichlet", alpha=0.1),
+    Natural(),
+]
+SWEEP = [(546, 2, 10), (200, 7, 1), (300, 5, 30), (1000, 10, 13)]
+USES_EVERYTHING = (IID, Dirichlet, QuantitySkew, Natural)
+
+
+def name(partition: Partition) -> str:
+    return type(partition).__name__ + "-".join(str(v) for v in vars(partition).values())
+
+
+def make_labels(n: int, classes: int, seed: int = 0) -> np.ndarray:
+    """Unequal classes, each present, labels with gaps."""
+    rng = np.random.default_rng(seed)
+    labels = np.minimum(rng.geometric(1.5 / classes, size=n) - 1, classes - 1)
+    labels[rng.choice(n, size=classes, replace=False)] = np.arange(classes)
+    return 3 * labels.astype(np.int64)
+
+
+def split(partition: Partition, labels: np.ndarray, clients: int, seed: int = 0) -> list[np.ndarray]:
+    ids = np.random.default_rng(9).integers(100, 100 + 2 * clients + 5, size=len(labels))
+    ids[: 2 * clients] = 100 + np.arange(2 * clients)
+    return partition(labels, clients, np.random.default_rng(seed), ids)
+
+
+def table(labels: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
+    """Counts ``(clients, classes)``."""
+    classes = np.unique(labels, return_inverse=True)[1]
+    return np.stack([np.bincount(classes[part], minlength=classes.max() + 1) for part in parts])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("n", "classes", "clients"), SWEEP)
+@pytest.mark.parametrize("partition", PARTITIONS, ids=name)
+def test_common_promises(partition: Partition, n: int, classes: int, clients: int, seed: int) -> None:
+    labels = make_labels(n, classes, seed)
+    before = labels.copy()
+    parts = split(partition, labels, clients, seed)
+    together = np.concatenate(parts)
+
+    assert len(parts) == clients
+    assert all(part.dtype == np.int64 and len(part) > 0 and (np.diff(part) > 0).all() for part in parts)
+    assert len(np.unique(together)) == len(together)
+    assert together.min() >= 0 and together.max() < n
+    assert (labels == before).all()
+    if isinstance(partition, USES_EVERYTHING):
+        assert len(together) == n
+    assert all(map(np.array_equal, parts, split(partition, labels, clients, seed)))
+    if clients > 1:
+        assert not all(map(np.array_equal, parts, split(partition, labels, clients, seed + 1)))
+
+
+@pytest.mark.parametrize("partition", [p for p in PARTITIONS if getattr(p, "min_samples", 1) == 1], ids=name)
+def test_one_sample_a_client(partition: Partition) -> None:
+    labels = np.arange(7) % getattr(partition, "classes_per_client", 1) + 4
+    parts = partition(labels, 7, np.random.default_rng(0), np.arange(7))
+    assert sorted(int(i) for part in parts for i in part) == list(range(7))
+
+
+def test_iid_sizes_and_mix() -> None:
+    labels = make_labels(20_003, 4)
+    parts = IID()(labels, 10, np.random.default_rng(0))
+    assert sorted(map(len, parts)) == [2000] * 7 + [2001] * 3
+    mix = table(labels, parts) / np.array([[len(part)] for part in parts])
+    assert np.abs(mix - np.bincount(labels // 3) / len(labels)).max() < 0.05
+
+
+def test_dirichlet_with_huge_alpha_is_iid_in_every_class() -> None:
+    labels = make_labels(20_000, 4)
+    counts = table(labels, Dirichlet(1e9)(labels, 10, np.random.default_rng(0)))
+    assert np.abs(counts - np.bincount(labels // 3) / 10).max() <= 1
+
+
+def test_dirichlet_favours_no_client_in_rare_classes() -> None:
+    labels = np.repeat(np.arange(400), 5)
+    sizes = table(labels, Dirichlet(1e9)(labels, 10, np.random.default_rng(0))).sum(axis=1)
+    assert np.abs(sizes - 200).max() < 40
+
+
+def test_dirichlet_shares_have_the_moments_of_the_distribution() -> None:
+    alpha, clients = 0.5, 10
+    labels = np.repeat(np.arange(500), 200)
+    share = table(labels, Dirichlet(alpha)(labels, clients, np.random.default_rng(0))) / 200
+    variance = (1 / clients) * (1 - 1 / clients) / (alpha * clients + 1)
+    assert share.var() == pytest.approx(variance, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("max_redraws", [0, 3])
+@pytest.mark.parametrize("min_samples", [1, 20, 54])
+def test_dirichlet_mends_what_redraws_cannot(min_samples: int, max_redraws: int, seed: int) -> None:
+    labels = np.repeat([0, 1], [147, 399])
+    parts = Dirichlet(0.05, min_samples, max_redraws)(labels, 10, np.random.default_rng(seed))
+    sizes = [len(part) for part in parts]
+    assert min(sizes) >= min_samples and sum(sizes) == 546
+
+
+def test_dirichlet_redraws_before_it_mends() -> None:
+    labels = np.repeat(np.arange(10), 20)
+    first, patient = (Dirichlet(0.2, 8, redraws)(labels, 10, np.random.default_rng(1)) for redraws in (0, 1000))
+    assert min(map(len, first)) == 8
+    assert min(map(len, patient)) >= 8
+    assert not all(map(np.array_equal, first, patient))
+
+
+def test_dirichlet_balanced_keeps_the_drawn_mix_where_data_is_abundant() -> None:
+    clients, classes, size, seed = 5, 4, 20_000, 3
+    mix = np.random.default_rng(seed).dirichlet(np.full(classes, 0.5), size=clients)
+    supply = np.ceil(mix.sum(axis=0) * size).astype(np.int64)  # as many of each class as the clients will ask for
+    labels = np.repeat(np.arange(classes), supply)
+    counts = table(labels, DirichletBalanced(0.5)(labels, clients, np.random.default_rng(seed)))
+    assert (counts.sum(axis=1) == len(labels) // clients).all()
+    assert np.abs(counts / counts.sum(axis=1, keepdims=True) - mix).max() < 0.02
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.05, 1.0, 1e6])
+@pytest.mark.parametrize(("n", "classes", "clients"), SWEEP)
+def test_dirichlet_balanced_sizes(n: int, classes: int, clients: int, alpha: float) -> None:
+    labels = make_labels(n, classes)
+    assert {len(part) for part in split(DirichletBalanced(alpha), labels, clients)} == {n // clients}
+
+
+def test_dirichlet_balanced_extremes_of_alpha() -> None:
+    labels = np.repeat(np.arange(4), 5000)
+    even = table(labels, DirichletBalanced(1e6)(labels, 10, np.random.default_rng(0)))
+    assert np.abs(even / 2000 - 0.25).max() < 0.05
+    skewed = table(labels, DirichletBalanced(1e-3)(labels, 40, np.random.default_rng(0)))
+    assert np.median(skewed.max(axis=1)) > 400  # of 500: nearly all from one class
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("classes", "clients", "each"), [(10, 10, 2), (10, 7, 3), (7, 10, 5), (9, 9, 9), (10, 2, 3)])
+def test_pathological_holdings(classes: int, clients: int, each: int, seed: int) -> None:
+    labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(classes), 103))
+    counts = table(labels, Pathological(each)(labels, clients, np.random.default_rng(seed)))
+    assert ((counts > 0).sum(axis=1) == each).all()
+    holders = (counts > 0).sum(axis=0)
+    assert np.ptp(holders) <= 1
+    assert (counts.sum(axis=0) == np.where(holders > 0, 103, 0)).all()  # a class that somebody holds is used up
+    for column in counts.T:
+        assert not column.any() or np.ptp(column[column > 0]) <= 1
+
+
+def test_pathological_pairs_vary() -> None:
+    labels = np.repeat(np.arange(10), 100)
+    counts = table(labels, Pathological(2)(labels, 50, np.random.default_rng(0)))
+    assert len(np.unique(counts > 0, axis=0)) > 15
+
+
+def test_pathological_rare_class_reaches_only_some_holders() -> None:
+    labels = np.repeat([0, 1, 2], [100, 100, 1])
+    counts = table(labels, Pathological(2)(labels, 6, np.random.default_rng(0)))
+    assert (counts.sum(axis=1) > 0).all() and counts[:, 2].sum() == 1
+
+
+@pytest.mark.parametrize(
+    "partition", [QuantitySkew(sigma=1.0), QuantitySkew("dirichlet", alpha=0.5)], ids=["lognormal", "dirichlet"]
+)
+def test_quantity_skew_sizes_and_mix(partition: QuantitySkew) -> None:
+    labels = make_labels(100_000, 4)
+    parts = partition(labels, 50, np.random.default_rng(0))
+    sizes = np.array([len(part) for part in parts])
+    assert sizes.sum() == 100_000 and sizes.max() > 5 * np.median(sizes) > 0
+    large = sizes > 1000
+    mix = table(labels, parts)[large] / sizes[large, None]
+    assert np.abs(mix - np.bincount(labels // 3) / len(labels)).max() < 0.06
+
+
+def test_quantity_skew_lognormal_has_its_sigma() -> None:
+    sizes = [len(p) for p in QuantitySkew(sigma=0.7)(np.zeros(10**6, np.int64), 1000, np.random.default_rng(0))]
+    assert np.log(sizes).std() == pytest.approx(0.7, rel=0.1)
+
+
+@pytest.mark.parametrize("partition", [QuantitySkew(sigma=0.0), QuantitySkew("dirichlet", alpha=1e12)], ids=name)
+@pytest.mark.parametrize(("n", "clients"), [(100, 10), (103, 10), (107, 49)])
+def test_quantity_skew_without_skew(partition: QuantitySkew, n: int, clients: int) -> None:
+    sizes = [len(part) for part in partition(np.zeros(n, np.int64), clients, np.random.default_rng(0))]
+    assert np.ptp(sizes) <= 1 and sum(sizes) == n
+
+
+def test_quantity_skew_min_samples() -> None:
+    parts = QuantitySkew(sigma=5.0, min_samples=9)(np.zeros(100, np.int64), 10, np.random.default_rng(0))
+    sizes = [len(part) for part in parts]
+    assert min(sizes) == 9 and max(sizes) > 15
+
+
+def test_natural_one_client_an_owner() -> None:
+    ids = np.array([7, -2, 7, 30, -2, 7])
+    parts = Natural()(np.zeros(6, np.int64), 3, np.random.default_rng(0), ids)
+    assert [part.tolist() for part in parts] == [[1, 4], [0, 2, 5], [3]]
+
+
+def test_natural_groups_whole_owners_into_near_equal_clients() -> None:
+    ids = np.random.default_rng(0).geometric(0.02, size=5000)
+    parts = Natural()(np.zeros(5000, np.int64), 8, np.random.default_rng(0), ids)
+    owners = [set(ids[part].tolist()) for part in parts]
+    assert sum(map(len, owners)) == len(np.unique(ids))
+    assert np.ptp([len(part) for part in parts]) <= 2
+
+
+def test_deal_leaves_the_rest_unused() -> None:
+    parts = deal(np.array([0, 0, 0, 1, 1]), np.array([[1, 1], [0, 1]]), np.random.default_rng(0))
+    assert [len(part) for part in parts] == [1, 2]
+    assert parts[0][0] < 3 and parts[1][1] >= 3
+
+
+def test_multilabel_targets_get_one_class_each() -> None:
+    assert partition_labels(np.array([[0, 1, 1], [0, 0, 0], [1, 0, 0]], np.uint8)).tolist() == [1, 3, 0]
+
+
+NOT_POSITIVE = [0.0, -1.0, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *[(lambda a=a: Dirichlet(a), "Dirichlet.alpha") for a in NOT_POSITIVE],
+        *[(lambda a=a: DirichletBalanced(a), "DirichletBalanced.alpha") for a in NOT_POSITIVE],
+        *[(lambda a=a: QuantitySkew("dirichlet", alpha=a), "QuantitySkew.alpha") for a in NOT_POSITIVE],
+        *[(lambda s=s: QuantitySkew(sigma=s), "QuantitySkew.sigma") for s in NOT_POSITIVE[1:]],
+        (lambda: Dirichlet(1.0, min_samples=0), "Dirichlet.min_samples"),
+        (lambda: Dirichlet(1.0, max_redraws=-1), "Dirichlet.max_redraws"),
+        (lambda: QuantitySkew(min_samples=0), "QuantitySkew.min_samples"),
+        (lambda: QuantitySkew("zipf"), "QuantitySkew.distribution"),  # type: ignore[arg-type]
+        (lambda: Pathological(0), "Pathological.classes_per_client"),
+    ],
+)
+def test_parameters_out_of_range(make: Callable[[], Partition], message: str) -> None:
+    with pytest.raises(FlsuiteError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("partition", PARTITIONS, ids=name)
+def test_more_clients_than_samples_or_none(partition: Partition) -> None:
+    labels = np.arange(6) % 2
+    with pytest.raises(FlsuiteError, match=r"lower data\.clients"):
+        partition(labels, 7, np.random.default_rng(0), np.arange(6))
+    with pytest.raises(FlsuiteError, match="clients must be at least 1"):
+        partition(labels, 0, np.random.default_rng(0), np.arange(6))
+
+
+@pytest.mark.parametrize(
+    ("partition", "labels", "ids", "message"),
+    [
+        (Dirichlet(1.0, min_samples=3), np.arange(8) % 2, None, "lower Dirichlet.min_samples or data.clients"),
+        (QuantitySkew(min_samples=3), np.arange(8) % 2, None, "lower QuantitySkew.min_samples or data.clients"),
+        (Pathological(3), np.arange(8) % 2, None, "Pathological.classes_per_client is 3, but the training data has 2"),
+        (Pathological(1), np.repeat([0, 1], [99, 1]), None, "would have no sample.*raise Pathological.classes_per_cl"),
+        (Natural(), np.arange(8), None, "no natural owners"),
+        (Natural(), np.arange(8), np.arange(8) % 2, "2 natural owners cannot make 4 clients; lower data.clients"),
+    ],
+)
+def test_infeasible(partition: Partition, labels: np.ndarray, ids: np.ndarray | None, message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        partition(labels, 4, np.random.default_rng(0), ids)

@@ -1,0 +1,273 @@
+"""The backbones: sizes, shapes, norms, errors."""
+
+import copy
+import pickle
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flsuite.errors import FlsuiteError
+from flsuite.models.backbones import CNN, MLP, Backbone, LeNet5, PreActResNet, ResNet18, ResNet20, make_norm
+from flsuite.models.backbones.norms import Norm
+
+GREY, COLOUR, LARGE, TINY = (1, 28, 28), (3, 32, 32), (3, 64, 64), (1, 8, 8)
+FEDFISHER_CNN = CNN(bias=False, hidden=(512, 128), padding=False)
+CONVOLUTIONAL = [LeNet5(), LeNet5(bias=False), CNN(), FEDFISHER_CNN]
+RESIDUAL = [kind(norm=norm) for kind in (ResNet20, ResNet18) for norm in get_args(Norm)]
+ALL = [*CONVOLUTIONAL, *RESIDUAL, MLP()]
+
+
+def name(value: object) -> str:
+    if not isinstance(value, Backbone):
+        return str(value)
+    return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in vars(value).items())})"
+
+
+def count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def batch(shape: tuple[int, ...], samples: int = 4) -> Tensor:
+    return torch.randn(samples, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_lenet5_parameters() -> None:
+    # 6*(25+1) + 16*(6*25+1) + 120*(256+1) + 84*(120+1) + 10*(84+1) = 156 + 2416 + 30840 + 10164 + 850
+    assert count(LeNet5().build(GREY, 10)) == 44_426
+    # Without its biases: 6 + 16 + 120 + 84 + 10 = 236 fewer.
+    assert count(LeNet5(bias=False).build(GREY, 10)) == 44_190
+
+
+@pytest.mark.parametrize(("side", "flat"), [(28, 256), (32, 400), (16, 16), (17, 16), (64, 16 * 13 * 13)])
+def test_lenet5_flattens(side: int, flat: int) -> None:
+    linear = next(m for m in LeNet5().build((1, side, side), 10).modules() if isinstance(m, nn.Linear))
+    assert linear.in_features == flat
+
+
+def test_cnn_parameters_are_those_of_mcmahan() -> None:
+    # 32*(25+1) + 64*(32*25+1) + 512*(64*7*7+1) + 10*(512+1) = 832 + 51264 + 1606144 + 5130
+    assert count(CNN().build(GREY, 10)) == 1_663_370
+
+
+def test_cnn_expresses_fedfishers() -> None:
+    network = FEDFISHER_CNN.build(COLOUR, 10)
+    linears = [m for m in network.modules() if isinstance(m, nn.Linear)]
+    assert [m.in_features for m in linears] + [linears[-1].out_features] == [1600, 512, 128, 10]
+
+
+def test_two_layer_mlp_has_mcmahans_parameters() -> None:
+    assert count(MLP(hidden=(200, 200)).build(GREY, 10)) == 199_210
+
+
+def test_resnet20_parameters() -> None:
+    # stem                 3*16*9                                                    =     432
+    # stage 1, each block  2*(16*16*9) + two norms 2*2*16 = 4672;               x 3  =  14 016
+    # stage 2, first       16*32*9 + 32*32*9 + shortcut 16*32 + norms 2*16 + 2*32    =  14 432
+    #          the others  2*(32*32*9) + 2*2*32 = 18 560;                       x 2  =  37 120
+    # stage 3, first       32*64*9 + 64*64*9 + shortcut 32*64 + norms 2*32 + 2*64    =  57 536
+    #          the others  2*(64*64*9) + 2*2*64 = 73 984;                       x 2  = 147 968
+    # last norm 2*64 = 128, linear 64*10 + 10 = 650                                  =     778
+    assert count(ResNet20().build(COLOUR, 10)) == 272_282
+    assert count(ResNet20(norm="group").build(COLOUR, 10)) == 272_282
+    # The norms hold 2*(6*16 + 16 + 5*32 + 32 + 5*64 + 64) = 1376 of them.
+    assert count(ResNet20(norm="none").build(COLOUR, 10)) == 272_282 - 1376
+
+
+def test_resnet18_is_torchvisions_on_large_images() -> None:
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    ours = ResNet18().build(LARGE, 10)
+    torch.manual_seed(0)
+    theirs = resnet18(num_classes=10)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert torch.equal(ours.eval()(batch(LARGE)), theirs.eval()(batch(LARGE)))
+    plain = ResNet18(norm="none").build(LARGE, 10)
+    assert plain.state_dict().keys() == {
+        key for key in theirs.state_dict() if "bn" not in key and "downsample.1" not in key
+    }
+
+
+def test_resnet18_chooses_its_stem() -> None:
+    def stem(backbone: ResNet18, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...], type]:
+        network = backbone.build(shape, 10)
+        assert isinstance(network.conv1, nn.Conv2d)
+        return network.conv1.in_channels, network.conv1.kernel_size, type(network.maxpool)
+
+    assert stem(ResNet18(), GREY) == (1, (3, 3), nn.Identity)
+    assert stem(ResNet18(), LARGE) == (3, (7, 7), nn.MaxPool2d)
+    assert stem(ResNet18(), (1, 64, 64)) == (1, (7, 7), nn.MaxPool2d)
+    assert stem(ResNet18(small_images=False), COLOUR) == (3, (7, 7), nn.MaxPool2d)
+    assert stem(ResNet18(small_images=True), LARGE) == (3, (3, 3), nn.Identity)
+
+
+@pytest.mark.parametrize("shape", [GREY, COLOUR, LARGE, (2, 20, 24)], ids=name)
+@pytest.mark.parametrize("backbone", ALL, ids=name)
+def test_output_shapes(backbone: Backbone, shape: tuple[int, ...]) -> None:
+    with torch.inference_mode():
+        assert backbone.build(shape, 7).eval()(batch(shape, 2)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("shape", [TINY, (5,), (2, 3)])
+def test_mlp_takes_any_shape(shape: tuple[int, ...]) -> None:
+    assert MLP().build(shape, 3)(batch(shape)).shape == (4, 3)
+
+
+@pytest.mark.parametrize("backbone", ALL, ids=name)
+def test_one_sample_scores_as_in_a_batch(backbone: Backbone) -> None:
+    network = backbone.build(GREY, 10).eval()
+    x = batch(GREY, 3)
+    with torch.inference_mode():
+        torch.testing.assert_close(network(x[:1]), network(x)[:1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backbone", RESIDUAL, ids=name)
+def test_norms_are_those_asked_for(backbone: ResNet20 | ResNet18) -> None:
+    network = backbone.build(COLOUR, 10)
+    found = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm | nn.GroupNorm)]
+    layers = {ResNet20: 19, ResNet18: 20}[type(backbone)]
+    expected: dict[Norm, set[type]] = {"batch": {nn.BatchNorm2d}, "group": {nn.GroupNorm}, "none": set()}
+    assert len(found) == (0 if backbone.norm == "none" else layers)
+    assert {type(m) for m in found} == expected[backbone.norm]
+    assert bool(list(network.buffers())) == (backbone.norm == "batch")
+    groups = {ResNet20: 8, ResNet18: 32}[type(backbone)]
+    assert {m.num_groups for m in found if isinstance(m, nn.GroupNorm)} <= {groups}
+
+
+def test_make_norm_finds_groups_that_divide() -> None:
+    norm = make_norm("group", 24)
+    assert isinstance(norm, nn.GroupNorm) and norm.num_groups == 8
+    assert ResNet20(norm="group", width=3).build(GREY, 2)(batch(GREY)).shape == (4, 2)
+
+
+@pytest.mark.parametrize("backbone", [LeNet5(bias=False), CNN(bias=False), MLP(bias=False)], ids=name)
+def test_bias_false_leaves_none(backbone: Backbone) -> None:
+    assert not [key for key, _ in backbone.build(GREY, 10).named_parameters() if key.endswith("bias")]
+
+
+@pytest.mark.parametrize("backbone", [ResNet20(norm="none"), ResNet18(norm="none")], ids=name)
+def test_without_norms_the_blocks_start_as_their_shortcuts(backbone: Backbone) -> None:
+    network = backbone.build(COLOUR, 10)
+    last = [m.weight for key, m in network.named_modules() if key.endswith("conv2") and isinstance(m, nn.Conv2d)]
+    assert len(last) == (9 if isinstance(backbone, ResNet20) else 8)
+    assert not any(weight.any() for weight in last)
+
+
+@pytest.mark.parametrize("backbone", ALL, ids=name)
+def test_a_gradient_step_reduces_the_loss(backbone: Backbone) -> None:
+    torch.manual_seed(0)
+    network = backbone.build(GREY, 3)
+    x, y = batch(GREY, 6), torch.arange(6) % 3
+    loss = F.cross_entropy(network(x), y)
+    gradients = torch.autograd.grad(loss, list(network.parameters()))
+    with torch.no_grad():
+        for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+            parameter.sub_(gradient, alpha=1e-3)
+        assert F.cross_entropy(network(x), y) < loss
+
+
+@pytest.mark.parametrize("backbone", ALL, ids=name)
+def test_the_input_is_left_alone(backbone: Backbone) -> None:
+    x = batch(GREY)
+    backbone.build(GREY, 2)(x)
+    assert torch.equal(x, batch(GREY))
+
+
+@pytest.mark.parametrize("backbone", ALL, ids=name)
+def test_layers_take_backward_hooks(backbone: Backbone) -> None:
+    """K-FAC's factors come from hooks on convolutions and linear layers, whose outputs may then not be overwritten."""
+    network, fired = backbone.build(GREY, 2), []
+    layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    for layer in layers:
+        layer.register_full_backward_hook(lambda module, inputs, outputs: fired.append(module))
+    x = batch(GREY).requires_grad_()
+    torch.autograd.grad(network(x).sum(), [x, *network.parameters()])
+    assert len(fired) == len(layers)
+
+
+@pytest.mark.parametrize("backbone", [b for b in ALL if not isinstance(b, MLP)], ids=name)
+def test_channels_last_flows_through(backbone: Backbone) -> None:
+    network = backbone.build(COLOUR, 10).eval()
+    expected = network(batch(COLOUR)).detach()
+    formats: list[bool] = []
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.GroupNorm | nn.MaxPool2d):
+            module.register_forward_hook(
+                lambda _, inputs, out: formats.append(out.is_contiguous(memory_format=torch.channels_last))
+            )
+    network.to(memory_format=torch.channels_last)
+    actual = network(batch(COLOUR).to(memory_format=torch.channels_last))
+    assert all(formats) and formats
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backbone", ALL, ids=name)
+def test_building_follows_the_seed(backbone: Backbone) -> None:
+    states = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        states.append(nn.utils.parameters_to_vector(backbone.build(GREY, 5).parameters()))
+    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
+
+
+@pytest.mark.parametrize("backbone", ALL, ids=name)
+def test_backbones_and_networks_pickle(backbone: Backbone) -> None:
+    again = pickle.loads(pickle.dumps(backbone))
+    assert type(again) is type(backbone) and vars(again) == vars(backbone)
+    network = backbone.build(GREY, 2).eval()
+    with torch.inference_mode():
+        for twin in (pickle.loads(pickle.dumps(network)), copy.deepcopy(network)):
+            assert torch.equal(twin(batch(GREY, 1)), network(batch(GREY, 1)))
+
+
+@pytest.mark.parametrize("backbone", [b for b in ALL if not isinstance(b, MLP)], ids=name)
+@pytest.mark.parametrize("shape", [(12,), (28, 28), (3, 3, 32, 32), (1, 3, 40), (0, 32, 32)], ids=name)
+def test_shapes_that_do_not_fit(backbone: Backbone, shape: tuple[int, ...]) -> None:
+    with pytest.raises(FlsuiteError, match=rf"{type(backbone).__name__} takes images.*at least \d+ x \d+.*MLP"):
+        backbone.build(shape, 2)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "smallest"),
+    [(LeNet5(), 16), (FEDFISHER_CNN, 16), (CNN(), 4), (ResNet20(), 4), (ResNet18(), 8)],
+    ids=name,
+)
+def test_the_smallest_image_fits(backbone: Backbone, smallest: int) -> None:
+    shape = (1, smallest, smallest)
+    assert backbone.build(shape, 2)(batch(shape)).shape == (4, 2)
+    with pytest.raises(FlsuiteError):
+        backbone.build((1, smallest, smallest - 1), 2)
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(FlsuiteError, match="dropout"):
+        MLP(dropout=1.0)
+    with pytest.raises(FlsuiteError, match="hidden"):
+        MLP(hidden=(0,))
+    with pytest.raises(FlsuiteError, match="hidden"):
+        CNN(hidden=(8, -1))
+    with pytest.raises(FlsuiteError, match="width"):
+        ResNet20(width=0)
+    with pytest.raises(FlsuiteError, match="norm='layer'"):
+        make_norm("layer", 16)  # type: ignore[arg-type]
+    with pytest.raises(FlsuiteError, match="MLP"):
+        MLP().build((0,), 2)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    network = MLP(hidden=(32,), dropout=0.5).build((5,), 3)
+    x = batch((5,))
+    assert not torch.equal(network(x), network(x))
+    network.eval()
+    assert torch.equal(network(x), network(x))
+
+
+def test_mlp_without_hidden_layers_is_linear() -> None:
+    assert count(MLP(hidden=()).build((5,), 3)) == 18
+
+
+def test_network_class_takes_any_channels() -> None:
+    assert PreActResNet(6, 10, norm="group", width=8)(batch((6, 16, 16))).shape == (4, 10)
