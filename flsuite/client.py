@@ -8,6 +8,7 @@ import copy
 import logging
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
 from flsuite.state import State, clone, load_, nbytes, split
 
-__all__ = ["Buffers", "ClientRunner", "Job", "private_patterns"]
+__all__ = ["Buffers", "ClientRunner", "Job", "private_patterns", "quiet_lightning"]
 
 Buffers = Literal["average", "local", "reset"]
 
@@ -147,6 +148,7 @@ class ClientRunner:
         trainer = self._trainer
         trainer.should_stop = False
         loop = trainer.fit_loop
+        loop.max_epochs = self.job.trainer_kwargs["max_epochs"] + self.model.extra_epochs
         loop.epoch_progress.reset()
         loop.epoch_loop.batch_progress.reset()
         loop.epoch_loop.scheduler_progress.reset()
@@ -158,7 +160,7 @@ class ClientRunner:
 
 def _slim_trainer(kwargs: dict[str, Any]) -> Trainer:
     """A Lightning Trainer without what belongs to the federation: loggers, checkpoints, bars, validation."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
+    quiet_lightning()
     trainer = Trainer(
         **kwargs,
         logger=False,
@@ -172,6 +174,15 @@ def _slim_trainer(kwargs: dict[str, Any]) -> Trainer:
     # Lightning moves the module to the CPU after every fit; the next client is about to use it where it is.
     trainer.strategy.teardown = lambda: None  # type: ignore[method-assign]
     return trainer
+
+
+def quiet_lightning() -> None:
+    """Lightning speaks up once per fit; here that would be once per client."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
 
 
 def _buffer_names(model: LightningModule) -> Sequence[str]:

@@ -77,7 +77,7 @@ class Federation:
         self.state, self.initial_private = split(
             clone(model.state_dict()), private_patterns(model, aggregator, buffers)
         )
-        aggregator.configure(_layout(model, self.state))
+        aggregator.configure(_layout(model, self.state, data.clients))
 
     @property
     def personal(self) -> bool:
@@ -164,10 +164,10 @@ class Federation:
         self.memories.restore(content["clients"])
 
 
-def _layout(model: ClientModel, state: State) -> Layout:
+def _layout(model: ClientModel, state: State, clients: int) -> Layout:
     parameters = tuple(name for name, _ in model.named_parameters() if name in state)
     groups = {
         group: tuple(name for name in parameters if matches(name, patterns))
         for group, patterns in model.parameter_groups.items()
     }
-    return Layout(parameters, groups)
+    return Layout(parameters, clients, groups)

@@ -36,10 +36,12 @@ class Layout:
 
     Attributes:
         parameters: Trainable entries, in the model's order; the rest of the state are buffers.
+        clients: How many clients there are, whether they take part or not.
         groups: The model's own groups of parameters that an aggregator may treat apart, by name.
     """
 
     parameters: tuple[str, ...]
+    clients: int
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

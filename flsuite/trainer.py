@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from flsuite.aggregators import Aggregator, FedAvg
 from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress
 from flsuite.checkpoint import export_model, load_checkpoint, refuse_mismatch, save_checkpoint
-from flsuite.client import Buffers, Job
+from flsuite.client import Buffers, Job, quiet_lightning
 from flsuite.client_memory import ClientMemories
 from flsuite.data.module import FederatedDataModule
 from flsuite.describe import describe
@@ -98,7 +98,7 @@ class FederatedTrainer(Trainer):
                 raise FlsuiteError(f"trainer.{name} must be at least 1, got {value}")
         if monitor not in HIGHER_IS_BETTER:
             raise FlsuiteError(f"trainer.monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor!r}")
-        _quiet_lightning()
+        quiet_lightning()
         super().__init__(
             max_epochs=max_epochs,
             logger=logger,
@@ -451,8 +451,3 @@ def _has_lightning_hooks(callback: Callback) -> bool:
     ours = set(vars(FederationCallback))
     hooks = [name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")) and name not in ours]
     return any(getattr(type(callback), name) is not getattr(Callback, name) for name in hooks)
-
-
-def _quiet_lightning() -> None:
-    """Lightning speaks up once per fit; here that would be once per client."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)

@@ -3,12 +3,10 @@
 import logging
 import multiprocessing
 import os
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from multiprocessing import forkserver, reduction
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,21 +15,13 @@ from flsuite.engines.base import Engine, Outcome
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import serve
 from flsuite.errors import FlsuiteError
+from flsuite.forkserver import prepare_workers, without_main
 from flsuite.messages import ClientFailure, Work
 
-__all__ = ["Processes", "prepare_workers"]
+__all__ = ["Processes"]
 
 log = logging.getLogger("flsuite")
-_WORKER = "flsuite.engines.worker"
 _AHEAD = 4  # works per worker that may be finished before their turn: bounds memory, hides uneven clients
-
-
-def prepare_workers() -> None:
-    """Start the process that workers are forked from; it imports torch and Lightning while this one does other things."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_WORKER])
-    with _without_main():
-        forkserver.ensure_running()
 
 
 @dataclass
@@ -161,7 +151,7 @@ class Processes(Engine):
         process = context.Process(
             target=serve, args=(theirs, _Descriptor(descriptor), head, places, self.threads), daemon=True
         )
-        with _without_main():
+        with without_main():
             process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -183,21 +173,3 @@ def _detach(duplicate: Any) -> int:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep multiprocessing from running the user's script again in every worker.
-
-    It would do so to find what the script defines; cloudpickle carries that along, and a script needs no ``__main__`` guard.
-    """
-    main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    main.__spec__ = None
-    if "__file__" in hidden:
-        del main.__file__
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)

@@ -25,10 +25,12 @@ class ClientModel(LightningModule):
     Attributes:
         private: Entries of the state dict that stay with the client, by prefix or wildcard; the rest travels.
         parameter_groups: Groups of parameters that an aggregator may treat apart: name to prefixes.
+        extra_epochs: Epochs that a client's fit has before those that are asked for: a warm-up.
         spec: What the model was built for; ``None`` until then.
     """
 
     private: Sequence[str] = ()
+    extra_epochs: int = 0
     parameter_groups: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def __init__(self) -> None:

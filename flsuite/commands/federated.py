@@ -1,0 +1,104 @@
+"""``flsuite fit | validate | test | predict``: a LightningCLI around the federated trainer."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+import flsuite.aggregators
+import flsuite.callbacks
+import flsuite.engines
+import flsuite.schedules  # noqa: F401  (what is imported has a short name in configs)
+from flsuite.analysis import curves_figure, partition_figure, read_partition
+from flsuite.commands.parsing import OneLineParser, config_name
+from flsuite.data import FederatedDataModule
+from flsuite.models import ClientModel
+from flsuite.run_folder import new_run_dir
+from flsuite.trainer import FederatedTrainer
+
+__all__ = ["run"]
+
+_SKIP = {"model", "datamodule"}
+
+
+def run(command: str, args: list[str]) -> None:
+    """Parse, build, and call the trainer's method of that name."""
+    sys.argv = ["flsuite", command, *args]  # LightningCLI warns when args and argv differ
+    _FederatedCLI(
+        command,
+        model_class=ClientModel,
+        datamodule_class=FederatedDataModule,
+        trainer_class=FederatedTrainer,
+        save_config_callback=None,
+        seed_everything_default=1,
+        parser_class=OneLineParser,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+    )
+
+
+class _FederatedCLI(LightningCLI):
+    def __init__(self, command: str, **kwargs: Any) -> None:
+        _FederatedCLI._command = command
+        super().__init__(**kwargs)
+
+    _command = "fit"
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Only the one that is asked for: each costs a parser of its own."""
+        return {_FederatedCLI._command: _SKIP}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--run_dir", type=str | None, default=None, help="The run's folder; default runs/NAME/TIME-SEED.")
+        parser.add_argument("--plugins", type=list[str] | str | None, default=None, help="Modules to import first.")
+
+    def _parse_ckpt_path(self) -> None:
+        """A federation's checkpoint says nothing of how to build the model; the config does."""
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        dump = self._parser(self.subcommand).dump(config, skip_none=True)
+        self._resolved = _without(dump, ("config", "run_dir", "ckpt_path"))
+        run_dir = config.run_dir or config.trainer.run_dir or str(self._default_run_dir(config))
+        config.run_dir = config.trainer.run_dir = run_dir
+        for logger in _loggers(config.trainer.logger):
+            if logger.get("init_args") is not None and logger.init_args.get("save_dir", "") in (None, "", "."):
+                logger.init_args.save_dir = run_dir
+
+    def after_instantiate_classes(self) -> None:
+        self.trainer.config = self._resolved
+
+    def after_fit(self) -> None:
+        """Two pictures beside the tables."""
+        folder = self.trainer.run_folder.path
+        if folder is not None:
+            curves_figure({"run": folder}).savefig(folder / "curves.png", dpi=130)
+            partition_figure(read_partition(folder)).savefig(folder / "partition.png", dpi=130)
+
+    def _default_run_dir(self, config: Any) -> Path:
+        """A new folder for a new run; for everything else the run that the config lies in, else the newest of its name."""
+        paths = [Path(str(path)) for path in config.get("config") or []]
+        going_on = self.subcommand != "fit" or config.get("ckpt_path") in ("last", "best")
+        inside = [path.resolve().parent for path in paths if (path.resolve().parent / "metrics.csv").exists()]
+        if going_on and inside:
+            return inside[-1]
+        name = config_name(paths, "flsuite")
+        earlier = sorted(path.parent for path in Path("runs", name).glob("*/config.yaml"))
+        if going_on and earlier:
+            return earlier[-1]
+        return new_run_dir(name, int(config.seed_everything))
+
+
+def _loggers(logger: Any) -> list[Any]:
+    found = logger if isinstance(logger, list) else [logger]
+    return [one for one in found if hasattr(one, "get")]
+
+
+def _without(dump: str, keys: tuple[str, ...]) -> str:
+    import yaml
+
+    content = yaml.safe_load(dump)
+    return yaml.safe_dump({k: v for k, v in content.items() if k not in keys}, sort_keys=False)

@@ -1,0 +1,54 @@
+"""``flsuite partition``: how a config splits the data."""
+
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ActionConfigFile
+from rich.console import Console
+from rich.table import Table
+
+from flsuite.analysis import partition_figure, partition_table
+from flsuite.commands.parsing import OneLineParser, config_name
+from flsuite.data import FederatedDataModule
+
+__all__ = ["partition"]
+
+_MOST_SHOWN = 30
+
+
+def partition(args: list[str]) -> None:
+    """Write picture and table of the partition, and print it."""
+    parser = OneLineParser()
+    parser.add_argument("-c", "--config", action=ActionConfigFile)
+    parser.add_argument("--output", type=str, default=".")
+    parser.add_argument("--seed_everything", type=int, default=1)
+    parser.add_argument("--plugins", type=Any)
+    for ignored in ("model", "trainer", "run_dir", "ckpt_path"):
+        parser.add_argument(f"--{ignored}", type=Any)
+    parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
+    config = parser.parse_args(args)
+    name = config_name(config.config, "data")
+    data: FederatedDataModule = parser.instantiate_classes(config).data
+    data.use_seed(config.seed_everything)
+    data.setup()
+    table = partition_table(data.federated)
+    folder = Path(config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    table.to_csv(folder / f"{name}-partition.csv", index=False)
+    partition_figure(table).savefig(folder / f"{name}-partition.png", dpi=150)
+    _print(table)
+    print(f"{folder / name}-partition.png\n{folder / name}-partition.csv")
+
+
+def _print(table: Any) -> None:
+    train = table[table["split"] == "train"]
+    counts = train.pivot(index="client", columns="class", values="samples")[train["class"].unique()]
+    shown = Table(title="training samples", title_justify="left")
+    for column in ("client", *(str(name)[:12] for name in counts.columns), "all"):
+        shown.add_column(column, justify="right")
+    for client, row in counts.head(_MOST_SHOWN).iterrows():
+        shown.add_row(str(client), *(str(n) if n else "·" for n in row), str(row.sum()))
+    if len(counts) > _MOST_SHOWN:
+        shown.add_row("…", *("…" for _ in counts.columns), "…")
+    shown.add_row("all", *(str(n) for n in counts.sum()), str(counts.to_numpy().sum()))
+    Console().print(shown)

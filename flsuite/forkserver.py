@@ -1,0 +1,34 @@
+"""The process that workers are forked from. Imports nothing heavy, so that it can be started before anything else."""
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+
+__all__ = ["prepare_workers", "without_main"]
+
+
+def prepare_workers() -> None:
+    """Start the process that workers are forked from; it imports torch and Lightning while this one does other things."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["flsuite.engines.worker"])
+    with without_main():
+        forkserver.ensure_running()
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Keep multiprocessing from running the user's script again in every worker.
+
+    It would do so to find what the script defines; cloudpickle carries that along, and a script needs no ``__main__`` guard.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    main.__spec__ = None
+    if "__file__" in hidden:
+        del main.__file__
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)
