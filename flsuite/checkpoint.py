@@ -40,9 +40,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise FlsuiteError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise FlsuiteError(
-            f"{path} is not a checkpoint of a federation; resume from checkpoints/last.ckpt of a run's folder"
-        )
+        raise FlsuiteError(f"{path} is not a checkpoint of a federation; resume from checkpoints/last.ckpt of a run's folder")
     return content
 
 

@@ -6,6 +6,7 @@ Importing torch and Lightning takes seconds, so nothing here does until the subc
 import importlib
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def _prepare(args: list[str]) -> None:
 
 
 def _values(args: list[str], *options: str) -> list[str]:
-    found = [after for option, after in zip(args, args[1:], strict=False) if option in options]
+    found = [after for option, after in pairwise(args) if option in options]
     return found + [arg.split("=", 1)[1] for arg in args if arg.split("=", 1)[0] in options and "=" in arg]
 
 

@@ -54,7 +54,7 @@ class Job:
 
 def private_patterns(model: ClientModel, aggregator: Aggregator, buffers: Buffers) -> list[str]:
     """Which entries stay with a client: what the model keeps, what the algorithm keeps, and local buffers."""
-    local = [name for name in _buffer_names(model)] if buffers == "local" else []
+    local = list(_buffer_names(model)) if buffers == "local" else []
     return [*model.private, *aggregator.private, *local]
 
 

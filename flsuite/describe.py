@@ -23,12 +23,12 @@ def class_name(cls: type) -> str:
 
 
 def init_args(obj: Any) -> dict[str, Any]:
-    """The parameters that ``obj`` was made with, described; those of base classes included where ``**kwargs`` passes them on."""
+    """The parameters that ``obj`` was made with, described; a base class's too, where ``**kwargs`` passes them on."""
     found: dict[str, Any] = {}
     for cls in type(obj).__mro__:
         if "__init__" not in vars(cls):
             continue
-        parameters = inspect.signature(cls.__init__).parameters.values()
+        parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
         for parameter in parameters:
             named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if named and parameter.name != "self" and hasattr(obj, parameter.name):

@@ -41,9 +41,7 @@ class RoundLog:
             name: sum(u.samples * u.metrics[name] for u in self.updates if name in u.metrics) / samples
             for name in sorted(names)
         }
-        totals = {
-            name: float(sum(getattr(u, name) for u in self.updates)) for name in ("bytes_up", "bytes_down", "steps")
-        }
+        totals = {name: float(sum(getattr(u, name) for u in self.updates)) for name in ("bytes_up", "bytes_down", "steps")}
         yield "global", {**means, **totals, "clients": len(self.updates), "failed": len(self.failures)}
 
 
@@ -74,9 +72,7 @@ class Federation:
         self.virtual_seconds = 0.0
         self.log = RoundLog()
         schedule.configure(data.train_index.lengths().tolist(), seed)
-        self.state, self.initial_private = split(
-            clone(model.state_dict()), private_patterns(model, aggregator, buffers)
-        )
+        self.state, self.initial_private = split(clone(model.state_dict()), private_patterns(model, aggregator, buffers))
         aggregator.configure(_layout(model, self.state, data.clients))
 
     @property

@@ -65,7 +65,8 @@ class MetricsTable:
         assert self.path is not None
         with self.path.open("r+") as file:
             file.truncate(size)
-        self.rows = [_parse(line) for line in self.path.read_text().splitlines()[1:]]
+        with self.path.open(newline="") as file:
+            self.rows = [_row(cells) for cells in list(csv.reader(file))[1:]]
         self._written = len(self.rows)
 
     def note(self, scope: str, split: str, numbers: Mapping[str, float]) -> None:
@@ -86,8 +87,8 @@ class MetricsTable:
         """Write what is new; the file's size in bytes."""
         if self.path is None:
             return 0
-        with self.path.open("a") as file:
-            file.writelines(_line(row) for row in self.rows[self._written :])
+        with self.path.open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(_cells(row) for row in self.rows[self._written :])
         self._written = len(self.rows)
         return self.path.stat().st_size
 
@@ -120,9 +121,10 @@ class RunFolder:
         text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
         (self.path / "config.yaml").write_text(text)
         (self.path / "versions.txt").write_text(_versions())
-        with (self.path / "partition.csv").open("w") as file:
-            file.write("client,split,class,samples\n")
-            file.writelines(f"{client},{split},{label},{n}\n" for client, split, label, n in partition_rows(data))
+        with (self.path / "partition.csv").open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["client", "split", "class", "samples"])
+            writer.writerows(partition_rows(data))
         self.table.create()
 
 
@@ -157,13 +159,13 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
     return path
 
 
-def _line(row: Row) -> str:
+def _cells(row: Row) -> tuple[object, ...]:
     round, virtual, wall, scope, split, metric, value = row
-    return f"{round},{virtual:.3f},{wall:.3f},{scope},{split},{metric},{value:.9g}\n"
+    return round, f"{virtual:.3f}", f"{wall:.3f}", scope, split, metric, f"{value:.9g}"
 
 
-def _parse(line: str) -> Row:
-    round, virtual, wall, scope, split, metric, value = line.split(",")
+def _row(cells: list[str]) -> Row:
+    round, virtual, wall, scope, split, metric, value = cells
     return int(round), float(virtual), float(wall), scope, split, metric, float(value)
 
 

@@ -106,7 +106,7 @@ class FederatedTrainer(Trainer):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **{name: value for name, value in kwargs.items() if name != "enable_model_summary"},
+            **kwargs,
         )
         if self.world_size > 1:
             raise FlsuiteError("trainer.devices must be 1: clients are spread by the engine, e.g. Processes(workers=4)")
@@ -301,9 +301,7 @@ class FederatedTrainer(Trainer):
             return
         own = self.run_folder.checkpoints
         if own is None or checkpoint.parent.resolve() != own.resolve():
-            raise FlsuiteError(
-                f"{checkpoint} belongs to another run; resume it there, with run_dir {checkpoint.parents[1]}"
-            )
+            raise FlsuiteError(f"{checkpoint} belongs to another run; resume it there, with run_dir {checkpoint.parents[1]}")
         content = self._restore(federation, checkpoint)
         self.run_folder.table.resume(content["table"])
         log.info("resumed after round %d from %s", self.round, checkpoint)
@@ -314,9 +312,7 @@ class FederatedTrainer(Trainer):
             return None if ckpt_path is None else Path(ckpt_path)
         folder = self.run_folder.checkpoints
         if folder is None:
-            raise FlsuiteError(
-                f"ckpt_path {ckpt_path} is looked for in the run's folder, but enable_checkpointing is false"
-            )
+            raise FlsuiteError(f"ckpt_path {ckpt_path} is looked for in the run's folder, but enable_checkpointing is false")
         path = folder / f"{ckpt_path}.ckpt"
         if path.exists() or ckpt_path == "best":
             return path

@@ -3,6 +3,19 @@
 from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.bounds import Centralized, LocalOnly
 from flsuite.aggregators.fedavg import FedAvg
+from flsuite.aggregators.fedprox import FedProx
+from flsuite.aggregators.scaffold import SCAFFOLD
 from flsuite.aggregators.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
-__all__ = ["Aggregator", "Centralized", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "LocalOnly"]
+__all__ = [
+    "SCAFFOLD",
+    "Aggregator",
+    "Centralized",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedProx",
+    "FedYogi",
+    "LocalOnly",
+]

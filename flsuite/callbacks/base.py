@@ -18,7 +18,8 @@ class FederationCallback(Callback):
     """A callback of the federation: the trainer calls these hooks, in its own process, once each.
 
     It is an ordinary Lightning callback too: the hooks of Lightning that a subclass implements are called by every client's
-    Trainer, wherever that runs, on a fresh copy for each fit. ``state_dict`` and ``load_state_dict`` go into the run's checkpoint.
+    Trainer, wherever that runs, on a fresh copy for each fit; ``trainer.train_dataloader`` has the ``client`` and ``round``.
+    ``state_dict`` and ``load_state_dict`` go into the run's checkpoint.
     """
 
     def on_federation_start(self, trainer: "FederatedTrainer") -> None:

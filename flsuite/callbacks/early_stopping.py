@@ -24,9 +24,7 @@ class RoundEarlyStopping(FederationCallback):
 
     def __init__(self, monitor: str = "accuracy", patience: int = 10, min_delta: float = 0.0) -> None:
         if monitor not in HIGHER_IS_BETTER:
-            raise FlsuiteError(
-                f"RoundEarlyStopping: monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor}"
-            )
+            raise FlsuiteError(f"RoundEarlyStopping: monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor}")
         if patience < 1:
             raise FlsuiteError(f"RoundEarlyStopping: patience must be at least 1, got {patience}")
         self.monitor = monitor

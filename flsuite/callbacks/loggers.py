@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 
 from flsuite.callbacks.base import FederationCallback
 
@@ -41,9 +41,7 @@ class RoundLogger(FederationCallback):
         kept = {name: value for name, value in metrics.items() if few or not name.startswith("client/")}
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_metrics(
-                    {**kept, "round": round}
-                )  # never with step=: it would bind rows to W&B's own counter
+                logger.log_metrics({**kept, "round": round})  # never with step=: it would bind rows to W&B's own counter
             else:
                 logger.log_metrics(kept, step=round)
 
@@ -70,12 +68,13 @@ class RoundLogger(FederationCallback):
             self._log_partition(logger, trainer)
 
     @staticmethod
-    def _log_partition(logger: Logger, trainer: "FederatedTrainer") -> None:
+    def _log_partition(logger: WandbLogger, trainer: "FederatedTrainer") -> None:
         import wandb
         from matplotlib import pyplot
 
         from flsuite.analysis import partition_figure, partition_table
 
+        assert trainer.federation is not None
         figure = partition_figure(partition_table(trainer.federation.data))
         logger.experiment.log({"partition": wandb.Image(figure), "round": 0})
         pyplot.close(figure)

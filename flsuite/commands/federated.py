@@ -11,7 +11,7 @@ import flsuite.callbacks
 import flsuite.engines
 import flsuite.schedules  # noqa: F401  (what is imported has a short name in configs)
 from flsuite.analysis import curves_figure, partition_figure, read_partition
-from flsuite.commands.parsing import OneLineParser, config_name
+from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
 from flsuite.models import ClientModel
 from flsuite.run_folder import new_run_dir
@@ -40,6 +40,8 @@ def run(command: str, args: list[str]) -> None:
 
 
 class _FederatedCLI(LightningCLI):
+    trainer: FederatedTrainer
+
     def __init__(self, command: str, **kwargs: Any) -> None:
         _FederatedCLI._command = command
         super().__init__(**kwargs)
@@ -67,6 +69,10 @@ class _FederatedCLI(LightningCLI):
         for logger in _loggers(config.trainer.logger):
             if logger.get("init_args") is not None and logger.init_args.get("save_dir", "") in (None, "", "."):
                 logger.init_args.save_dir = run_dir
+
+    def instantiate_classes(self) -> None:
+        with plain_errors():
+            super().instantiate_classes()
 
     def after_instantiate_classes(self) -> None:
         self.trainer.config = self._resolved

@@ -1,34 +1,104 @@
 """A parser whose errors are one line."""
 
+import difflib
+import importlib
+import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["OneLineParser", "config_name"]
+__all__ = ["OneLineParser", "config_name", "plain_errors"]
+
+_NOISE = re.compile(
+    r"(Does not validate|Subtypes:|Errors:|Given value|Got value|Expected a <class 'NoneType'>|Expected a path but|usage:)"
+)
+_NESTED = re.compile(r"[a-z_.]+: there is no ")  # a nested parser has said where already
+_KEY = re.compile(r'Parser key "([^"]+)":?')
 
 
 class OneLineParser(LightningArgumentParser):
     """LightningCLI's parser, but an error is a :class:`FlsuiteError` with what matters of jsonargparse's account."""
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
-        raise FlsuiteError(_essence(message)) from ex
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if found := re.search(r"unrecognized arguments: (\S+)", message):
+            raise FlsuiteError(f"unknown key {found[1]}{self._nearest(found[1])}") from ex
+        raise FlsuiteError(essence(message)) from ex
+
+    def _nearest(self, option: str) -> str:
+        known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        return _suggest(option.split("=")[0], known)
 
 
-def _essence(message: str) -> str:
-    """jsonargparse explains every alternative that it tried, over many lines; the last reason of the deepest key is the one."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    text = " ".join(lines)
-    text = re.sub(r"(Given value type|Got value): .*", "", text) if len(text) > 600 else text
-    return text if len(text) <= 500 else text[:497] + "..."
+def essence(message: str) -> str:
+    """What matters of an error message of jsonargparse, which explains every reading that it tried, over many lines."""
+    if found := re.search(r"Expected a dot import path string: (\S+)", message):
+        return _unknown_class(found[1], message)
+    path, reasons = [], []
+    for line in (line.strip(" -") for line in message.splitlines()):
+        if key := _KEY.match(line):
+            path.append(key[1])
+            line = line[key.end() :].strip()
+        if line and not _NOISE.match(line):
+            reasons.append(line)
+    expected = [reason for reason in reasons if reason.startswith("Expected a")]
+    text = _readable("; ".join(expected) if len(expected) > 1 else reasons[-1] if reasons else " ".join(message.split()))
+    if not path:
+        return text
+    return f"{'.'.join(path)}{'.' if _NESTED.match(text) else ': '}{text}"
+
+
+def _readable(reason: str) -> str:
+    if found := re.match(r"Option '([^']+)' is not accepted", reason):
+        return f"there is no key {found[1]!r} here"
+    return reason if len(reason) <= 400 else reason[:397] + "..."
+
+
+def _unknown_class(name: str, message: str) -> str:
+    bases = re.findall(r"<class '([\w.]+)\.(\w+)'>", message)
+    known = sorted({cls.__name__ for module, base in bases if module.startswith("flsuite") for cls in _concrete(module, base)})
+    keys = _KEY.findall(message)
+    return f"{'.'.join(keys)}: there is no class {name}{_suggest(name, known)}; there are: {', '.join(known)}, or a full path"
+
+
+def _concrete(module: str, base: str) -> Iterator[type]:
+    todo = [getattr(importlib.import_module(module), base)]
+    while todo:
+        cls = todo.pop()
+        todo.extend(cls.__subclasses__())
+        members = (inspect.getattr_static(cls, name) for name in dir(cls))
+        if not cls.__name__.startswith("_") and not any(getattr(m, "__isabstractmethod__", False) for m in members):
+            yield cls
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """While classes are instantiated, let the error that a class raised through, not the parser's account of it.
+
+    Raises:
+        FlsuiteError: For any error; what a class refuses at this point is a setting.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, FlsuiteError):
+            cause = cause.__cause__ or cause.__context__
+        raise (cause or FlsuiteError(essence(str(error)))) from None
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def config_name(paths: Any, default: str) -> str:
     """The name of the last config file given; a run folder's own ``config.yaml`` goes by the run's name."""
-    from pathlib import Path
-
     last = [Path(str(path)) for path in paths or []][-1:]
     if not last:
         return default

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 from rich.console import Console
 from rich.table import Table
 
 from flsuite.analysis import partition_figure, partition_table
-from flsuite.commands.parsing import OneLineParser, config_name
+from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
 
 __all__ = ["partition"]
@@ -28,7 +28,8 @@ def partition(args: list[str]) -> None:
     parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
     config = parser.parse_args(args)
     name = config_name(config.config, "data")
-    data: FederatedDataModule = parser.instantiate_classes(config).data
+    with plain_errors():
+        data: FederatedDataModule = parser.instantiate_classes(config).data
     data.use_seed(config.seed_everything)
     data.setup()
     table = partition_table(data.federated)

@@ -62,7 +62,7 @@ class Scaling:
 
 
 def batch_bounds(samples: int, batch_size: int) -> list[tuple[int, int]]:
-    """Where an epoch of ``samples`` is cut. A last batch of one sample, which BatchNorm cannot train on, joins its neighbour."""
+    """Where an epoch is cut. A last batch of one sample, which BatchNorm cannot train on, joins its neighbour."""
     cuts = list(range(0, samples, batch_size))
     if len(cuts) > 1 and samples - cuts[-1] == 1:
         cuts.pop()

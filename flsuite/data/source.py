@@ -33,7 +33,7 @@ class DataSpec:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "DataSpec":
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()})
+        return cls(tuple(plain["shape"]), plain["num_classes"], plain["task"], tuple(plain["class_names"]))
 
 
 @dataclass

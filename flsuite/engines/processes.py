@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
@@ -107,10 +108,8 @@ class Processes(Engine):
                 worker = self._replace(position)
             index = waiting.popleft()
             worker.index = index
-            try:
+            with suppress(BrokenPipeError, ConnectionResetError):  # it died just now; collecting from it will tell
                 self._submit(worker, works[index])
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # it died just now; collecting from it will tell
 
     @staticmethod
     def _submit(worker: _Worker, work: Work) -> None:
@@ -148,9 +147,7 @@ class Processes(Engine):
         descriptor, head, places = self._payload
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
-        process = context.Process(
-            target=serve, args=(theirs, _Descriptor(descriptor), head, places, self.threads), daemon=True
-        )
+        process = context.Process(target=serve, args=(theirs, _Descriptor(descriptor), head, places, self.threads), daemon=True)
         with without_main():
             process.start()
         theirs.close()

@@ -61,9 +61,7 @@ def _multiclass(probabilities: Tensor, y: Tensor, classes: int) -> dict[str, flo
     recall = tm.multiclass_recall(predicted, y, num_classes=classes, average="none", validate_args=False)
     return {
         "accuracy": float((predicted == y).double().mean()),
-        "f1_macro": float(
-            tm.multiclass_f1_score(predicted, y, num_classes=classes, average="macro", validate_args=False)
-        ),
+        "f1_macro": float(tm.multiclass_f1_score(predicted, y, num_classes=classes, average="macro", validate_args=False)),
         "balanced_accuracy": float(recall[y.unique()].double().mean()),
     }
 

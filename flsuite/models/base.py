@@ -70,9 +70,7 @@ class ClientModel(LightningModule):
             datamodule = getattr(self.trainer, "datamodule", None)
             spec = getattr(datamodule, "spec", None)
             if spec is None:
-                raise FlsuiteError(
-                    f"{type(self).__name__} is not built: call ensure_built(spec), or fit with a data module"
-                )
+                raise FlsuiteError(f"{type(self).__name__} is not built: call ensure_built(spec), or fit with a data module")
             self.ensure_built(spec)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -100,4 +98,4 @@ class ClientModel(LightningModule):
     def to_channels_last(self) -> None:
         """Convolution weights in the memory format that is fastest for images."""
         if self.spec is not None and len(self.spec.shape) == 3:
-            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.to(memory_format=torch.channels_last)

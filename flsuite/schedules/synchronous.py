@@ -25,9 +25,7 @@ class Synchronous(Schedule):
         if participation <= 0:
             raise FlsuiteError(f"participation must be positive, got {participation}: no client would ever train")
         if isinstance(participation, float) and participation > 1:
-            raise FlsuiteError(
-                f"participation as a fraction must be at most 1.0, got {participation}; a number is an integer"
-            )
+            raise FlsuiteError(f"participation as a fraction must be at most 1.0, got {participation}; a number is an integer")
         self.participation = participation
         self.sampling = sampling
 

@@ -26,9 +26,7 @@ class Natural(Partition):
     ) -> list[np.ndarray]:
         self.check_enough(len(labels), clients)
         if ids is None:
-            raise FlsuiteError(
-                "the dataset has no natural owners for the Natural partition; choose another data.partition"
-            )
+            raise FlsuiteError("the dataset has no natural owners for the Natural partition; choose another data.partition")
         _, owner, sizes = np.unique(ids, return_inverse=True, return_counts=True)
         if len(sizes) < clients:
             raise FlsuiteError(f"{len(sizes)} natural owners cannot make {clients} clients; lower data.clients")

@@ -1,0 +1,201 @@
+"""Arithmetic on state dicts."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flsuite.state import (
+    RunningMean,
+    State,
+    add,
+    clone,
+    difference,
+    load_,
+    matches,
+    mismatch,
+    nbytes,
+    non_finite,
+    split,
+)
+
+
+def example() -> State:
+    return {
+        "encoder.weight": torch.ones(2, 3),
+        "decoder.weight": torch.full((3,), 2.0),
+        "decoder.bn.running_mean": torch.zeros(3),
+        "decoder.bn.num_batches_tracked": torch.tensor(4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("patterns", "private"),
+    [
+        ([], set()),
+        (["encoder."], {"encoder.weight"}),
+        (["*"], set(example())),
+        (["*bn*"], {"decoder.bn.running_mean", "decoder.bn.num_batches_tracked"}),
+        (["weight"], set()),
+        (["?ecoder.weight", "encoder"], {"encoder.weight", "decoder.weight"}),
+        (["[de]*.weight"], {"encoder.weight", "decoder.weight"}),
+        (["Encoder."], set()),
+        (["decoder.bn.running_mean"], {"decoder.bn.running_mean"}),
+    ],
+)
+def test_split_by_prefix_and_wildcard(patterns: list[str], private: set[str]) -> None:
+    state = example()
+    shared, own = split(state, patterns)
+    assert set(own) == private
+    assert list(shared) == [name for name in state if name not in private]
+    assert all(part[name] is state[name] for part in (shared, own) for name in part)
+    assert all(matches(name, patterns) == (name in private) for name in state)
+
+
+def test_clone_is_a_snapshot() -> None:
+    module = nn.Linear(2, 2)
+    snapshot = clone(module.state_dict())
+    before = snapshot["weight"].tolist()
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    assert snapshot["weight"].tolist() == before
+    assert not snapshot["weight"].requires_grad
+    assert not any(a.data_ptr() == b.data_ptr() for a, b in zip(snapshot.values(), module.parameters(), strict=True))
+
+
+def test_clone_keeps_the_memory_format() -> None:
+    weight = torch.rand(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    assert clone({"weight": weight})["weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_load_copies_into_the_tensors_that_are_there() -> None:
+    module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    resident = module.state_dict()
+    pointer, source = module.weight.data_ptr(), {"weight": torch.rand(4, 3, 3, 3)}
+    bias = module.bias.tolist()
+    load_(resident, source)
+    assert torch.equal(module.weight, source["weight"])
+    assert module.weight.data_ptr() == pointer
+    assert module.weight.is_contiguous(memory_format=torch.channels_last)
+    assert module.bias.tolist() == bias
+    with pytest.raises(KeyError, match="unknown"):
+        load_(resident, {"unknown": torch.zeros(1)})
+
+
+def test_difference_and_add_return_new_tensors() -> None:
+    a = {"w": torch.tensor([3.0]), "b": torch.tensor([1.0])}
+    b = {"w": torch.tensor([1.0]), "b": torch.tensor([5.0])}
+    assert {k: v.item() for k, v in difference(a, b).items()} == {"w": 2.0, "b": -4.0}
+    assert difference(a, b, ["w"]).keys() == {"w"}
+    total = add(a, {"w": b["w"]}, -2.0)
+    assert {k: v.item() for k, v in total.items()} == {"w": 1.0, "b": 1.0}
+    total["b"].zero_()
+    total["w"].zero_()
+    assert (a["w"].item(), a["b"].item(), b["w"].item()) == (3.0, 1.0, 1.0)
+
+
+def test_running_mean_is_weighted_and_counters_take_the_maximum() -> None:
+    mean = RunningMean()
+    mean.add({"w": torch.tensor([1.0, 0.0]), "count": torch.tensor(9), "mask": torch.tensor([True, False])}, 3.0)
+    mean.add({"w": torch.tensor([5.0, 4.0]), "count": torch.tensor(2), "mask": torch.tensor([False, False])}, 1.0)
+    found = mean.mean()
+    assert mean.weight == 4.0
+    assert found["w"].tolist() == [2.0, 1.0]
+    assert found["count"].item() == 9
+    assert found["mask"].tolist() == [True, False]
+    assert [found[k].dtype for k in ("w", "count", "mask")] == [torch.float32, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_running_mean_of_one_is_it_bit_for_bit(dtype: torch.dtype) -> None:
+    value = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    mean = RunningMean()
+    mean.add({"w": value}, 37.0)
+    assert mean.mean()["w"].dtype == dtype
+    assert torch.equal(mean.mean()["w"], value)
+
+
+def test_running_mean_does_not_lose_small_updates() -> None:
+    """In float32 a sum of 2^25 would swallow each 1."""
+    mean = RunningMean()
+    mean.add({"w": torch.tensor([2.0**25])})
+    for _ in range(63):
+        mean.add({"w": torch.tensor([1.0])})
+    assert mean.mean()["w"].item() == pytest.approx((2**25 + 63) / 64, rel=1e-7)
+
+
+def test_running_mean_aliases_nothing() -> None:
+    first = {"w": torch.ones(1, dtype=torch.float64), "count": torch.tensor(1)}
+    mean = RunningMean()
+    mean.add(first)
+    found = mean.mean()
+    mean.add({"w": torch.full((1,), 3.0, dtype=torch.float64), "count": torch.tensor(5)})
+    assert (first["w"].item(), first["count"].item()) == (1.0, 1)
+    assert (found["w"].item(), found["count"].item()) == (1.0, 1)
+    mean.mean()["count"].zero_()
+    assert mean.mean()["count"].item() == 5
+
+
+def test_running_mean_of_nothing() -> None:
+    mean = RunningMean()
+    with pytest.raises(ZeroDivisionError, match="no weight"):
+        mean.mean()
+    mean.add({"w": torch.ones(1)}, 0.0)
+    with pytest.raises(ZeroDivisionError, match="no weight"):
+        mean.mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"decoder.weight": None}, "lacks decoder.weight"),
+        ({"other": torch.zeros(1)}, "has unknown entries other"),
+        (
+            {"decoder.weight": torch.zeros(4)},
+            "decoder.weight has shape (4,) where (3,) is expected",
+        ),
+        (
+            {"decoder.weight": torch.zeros(3, dtype=torch.float64)},
+            "decoder.weight has dtype torch.float64 where torch.float32 is expected",
+        ),
+    ],
+)
+def test_mismatch_in_words(change: dict[str, Tensor | None], words: str | None) -> None:
+    changed = {k: v for k, v in {**example(), **change}.items() if v is not None}
+    assert mismatch(changed, example()) == words
+
+
+def test_mismatch_names_a_few_entries_in_order() -> None:
+    assert mismatch({}, {name: torch.zeros(1) for name in "dcba"}) == "lacks a, b, c"
+
+
+@pytest.mark.parametrize(
+    ("tree", "name"),
+    [
+        (example(), None),
+        ({"a": torch.tensor([0.0, math.nan])}, "a"),
+        ({"a": {"b": [torch.zeros(1), torch.tensor(-math.inf)]}}, "a.b.1"),
+        ({"a": 1, "b": math.inf}, "b"),
+        ({"a": (1.0, {"c": math.nan})}, "a.1.c"),
+        ({"a": torch.tensor([1, 2]), "b": torch.tensor([True]), "c": "nan", "d": None}, None),
+        ({"a": torch.tensor([math.inf], dtype=torch.bfloat16)}, "a"),
+        (torch.tensor(math.nan), "value"),
+        ({}, None),
+    ],
+)
+def test_non_finite_names_the_first_bad_entry(tree: Any, name: str | None) -> None:
+    assert non_finite(tree) == name
+
+
+def test_non_finite_prefixes_the_name_it_is_given() -> None:
+    assert non_finite({"fisher": torch.tensor(math.nan)}, "extras") == "extras.fisher"
+
+
+def test_nbytes_counts_tensors_at_their_own_width() -> None:
+    assert nbytes(example()) == 4 * 6 + 4 * 3 + 4 * 3 + 8
+    assert nbytes({"half": torch.zeros(5, dtype=torch.bfloat16), "byte": torch.zeros(7, dtype=torch.uint8)}) == 17
+    assert nbytes({"a": [1, 2.0, (torch.zeros(1),)], "b": "text", "c": None}) == 20
+    assert nbytes({}) == 0
