@@ -5,10 +5,8 @@ array; its tensors are copied into the resident ones.
 """
 
 import copy
-import logging
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from flsuite.aggregators import Aggregator
+from flsuite.client_trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Client, ClientFailure, ClientResult, ClientUpdate, Work
@@ -24,7 +23,7 @@ from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
 from flsuite.state import State, clone, load_, nbytes, split
 
-__all__ = ["Buffers", "ClientRunner", "Job", "private_patterns", "quiet_lightning"]
+__all__ = ["Buffers", "ClientRunner", "Job", "private_patterns"]
 
 Buffers = Literal["average", "local", "reset"]
 
@@ -69,7 +68,7 @@ class ClientRunner:
         self.private = private_patterns(job.model, job.aggregator, job.buffers)
         self.initial = clone(self.model.state_dict())
         self.buffers = _buffer_names(self.model)
-        self._trainer: Trainer | None = None
+        self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
 
     def run(self, work: Work) -> ClientResult | ClientFailure:
@@ -140,53 +139,17 @@ class ClientRunner:
         if self.job.buffers == "reset":
             load_(resident, {name: self.initial[name] for name in self.buffers})
 
-    def _rewound_trainer(self) -> Trainer:
+    def _rewound_trainer(self) -> ClientTrainer:
         """The resident Trainer, as if it had never fitted anything."""
         if self._trainer is None:
-            self._trainer = _slim_trainer(self.job.trainer_kwargs)
+            self._trainer = ClientTrainer(**self.job.trainer_kwargs)
             self._data = self.job.data.to(self._trainer.strategy.root_device)
-        trainer = self._trainer
-        trainer.should_stop = False
-        loop = trainer.fit_loop
-        loop.max_epochs = self.job.trainer_kwargs["max_epochs"] + self.model.extra_epochs
-        loop.epoch_progress.reset()
-        loop.epoch_loop.batch_progress.reset()
-        loop.epoch_loop.scheduler_progress.reset()
-        loop.epoch_loop._batches_that_stepped = 0
-        loop.epoch_loop.automatic_optimization.optim_progress.reset()
-        loop.epoch_loop.manual_optimization.optim_step_progress.reset()
-        return trainer
-
-
-def _slim_trainer(kwargs: dict[str, Any]) -> Trainer:
-    """A Lightning Trainer without what belongs to the federation: loggers, checkpoints, bars, validation."""
-    quiet_lightning()
-    trainer = Trainer(
-        **kwargs,
-        logger=False,
-        callbacks=None,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-    )
-    # Lightning moves the module to the CPU after every fit; the next client is about to use it where it is.
-    trainer.strategy.teardown = lambda: None  # type: ignore[method-assign]
-    return trainer
-
-
-def quiet_lightning() -> None:
-    """Lightning speaks up once per fit; here that would be once per client."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*no `val_dataloader`.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
+        self._trainer.rewind(self.model.extra_epochs)
+        return self._trainer
 
 
 def _buffer_names(model: LightningModule) -> Sequence[str]:
-    trainable = {name for name, _ in model.named_parameters()}
+    trainable = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return [name for name in model.state_dict() if name not in trainable]
 
 

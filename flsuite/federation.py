@@ -161,7 +161,7 @@ class Federation:
 
 
 def _layout(model: ClientModel, state: State, clients: int) -> Layout:
-    parameters = tuple(name for name, _ in model.named_parameters() if name in state)
+    parameters = tuple(name for name, _ in model.named_parameters(remove_duplicate=False) if name in state)
     groups = {
         group: tuple(name for name in parameters if matches(name, patterns))
         for group, patterns in model.parameter_groups.items()

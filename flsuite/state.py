@@ -103,7 +103,7 @@ def non_finite(tree: Any, name: str = "") -> str | None:
     elif isinstance(tree, (list, tuple)):
         items = iter(enumerate(tree))
     else:
-        return name if isinstance(tree, float) and tree - tree != 0.0 else None
+        return (name or "value") if isinstance(tree, float) and tree - tree != 0.0 else None
     found = (non_finite(value, f"{name}.{key}" if name else str(key)) for key, value in items)
     return next((f for f in found if f is not None), None)
 

@@ -15,8 +15,9 @@ from lightning.pytorch.loggers import Logger
 from flsuite.aggregators import Aggregator, FedAvg
 from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress
 from flsuite.checkpoint import export_model, load_checkpoint, refuse_mismatch, save_checkpoint
-from flsuite.client import Buffers, Job, quiet_lightning
+from flsuite.client import Buffers, Job
 from flsuite.client_memory import ClientMemories
+from flsuite.client_trainer import quiet_lightning
 from flsuite.data.module import FederatedDataModule
 from flsuite.describe import describe
 from flsuite.engines import Engine, InProcess

@@ -1,9 +1,10 @@
 """FedAvg: McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data, algorithm 1."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from flsuite.aggregators.base import Aggregator
+from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.state import RunningMean, State
 
@@ -20,6 +21,8 @@ class FedAvg(Aggregator):
     """
 
     def __init__(self, weighting: Weighting = "samples") -> None:
+        if weighting not in get_args(Weighting):
+            raise FlsuiteError(f"{type(self).__name__}: weighting must be samples or uniform, got {weighting!r}")
         self.weighting = weighting
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:

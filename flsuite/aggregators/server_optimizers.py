@@ -4,6 +4,7 @@ FedAvgM: Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distributi
 FedAdagrad, FedYogi, FedAdam: Reddi et al. 2021, Adaptive Federated Optimization, algorithm 2.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ class ServerOptimizer(FedAvg):
 
     def __init__(self, lr: float, weighting: Weighting) -> None:
         super().__init__(weighting)
-        if lr <= 0:
+        if not 0 < lr < math.inf:
             raise FlsuiteError(f"{type(self).__name__}: lr is the server's learning rate and must be positive, got {lr}")
         self.lr = lr
 
@@ -82,7 +83,7 @@ class Adaptive(ServerOptimizer):
         super().__init__(lr, weighting)
         if not 0 <= beta1 < 1:
             raise FlsuiteError(f"{type(self).__name__}: beta1 must be in [0, 1), got {beta1}")
-        if tau <= 0:
+        if not 0 < tau < math.inf:
             raise FlsuiteError(f"{type(self).__name__}: tau must be positive, got {tau}")
         self.beta1 = beta1
         self.tau = tau

@@ -1,8 +1,9 @@
 """Progress, logging and stopping of a federation."""
 
 from flsuite.callbacks.base import FederationCallback
+from flsuite.callbacks.dissimilarity import GradientDissimilarity
 from flsuite.callbacks.early_stopping import RoundEarlyStopping
 from flsuite.callbacks.loggers import RoundLogger
 from flsuite.callbacks.progress import RoundProgress
 
-__all__ = ["FederationCallback", "RoundEarlyStopping", "RoundLogger", "RoundProgress"]
+__all__ = ["FederationCallback", "GradientDissimilarity", "RoundEarlyStopping", "RoundLogger", "RoundProgress"]

@@ -3,6 +3,7 @@
 from flsuite.data.augment import Augment, CropFlip
 from flsuite.data.digits import Digits
 from flsuite.data.federated import FederatedData
+from flsuite.data.femnist import FEMNIST
 from flsuite.data.medmnist import MedMNIST
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import (
@@ -22,6 +23,7 @@ __all__ = [
     "CIFAR10",
     "CIFAR100",
     "EMNIST",
+    "FEMNIST",
     "IID",
     "MNIST",
     "SVHN",

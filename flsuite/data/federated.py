@@ -84,22 +84,25 @@ class TrainLoader:
     batches: int | None = None
     epoch: int = field(default=0, init=False)
 
+    def __post_init__(self) -> None:
+        self._rows = self.data.train_rows(self.client)
+        if len(self._rows) == 1:  # seen twice: the mean gradient is the same, and BatchNorm has two samples to work on
+            self._rows = self._rows.repeat(2)
+        self._bounds = batch_bounds(len(self._rows), self.data.batch_size)
+        self._length = len(self._bounds) if self.batches is None else self.batches
+
     def __len__(self) -> int:
-        return self.data.batches(self.client) if self.batches is None else self.batches
+        return self._length
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, self.epoch = self.epoch, self.epoch + 1
         generator = torch_generator(self.seed, f"batches/{epoch}", self.round, self.client)
-        index = self.data.train_rows(self.client)
-        if len(index) == 1:  # seen twice: the mean gradient is the same, and BatchNorm has two samples to work on
-            index = index.repeat(2)
-        bounds = batch_bounds(len(index), self.data.batch_size)
-        left = len(self)
+        left = self._length
         while left > 0:
-            order = index[torch.randperm(len(index), generator=generator)]
-            for start, stop in bounds[:left]:
+            order = self._rows[torch.randperm(len(self._rows), generator=generator)]
+            for start, stop in self._bounds[:left]:
                 yield self.data.train_batch(order[start:stop], generator)
-            left -= len(bounds)
+            left -= len(self._bounds)
 
 
 @dataclass

@@ -3,5 +3,6 @@
 from flsuite.models.backbones import CNN, MLP, Backbone, LeNet5, ResNet18, ResNet20
 from flsuite.models.base import ClientModel
 from flsuite.models.classifier import Classifier
+from flsuite.models.fusedspacefed import FusedSpaceFed
 
-__all__ = ["CNN", "MLP", "Backbone", "Classifier", "ClientModel", "LeNet5", "ResNet18", "ResNet20"]
+__all__ = ["CNN", "MLP", "Backbone", "Classifier", "ClientModel", "FusedSpaceFed", "LeNet5", "ResNet18", "ResNet20"]

@@ -15,7 +15,7 @@ __all__ = ["Classifier", "class_probabilities", "classification_loss"]
 
 
 def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Loss of each sample ``(n,)``: cross-entropy for classes ``(n,)``, mean binary cross-entropy for labels ``(n, labels)``."""
+    """Loss of each sample ``(n,)``: cross-entropy for classes ``(n,)``, mean binary one for labels ``(n, labels)``."""
     logits = logits.float()
     if y.ndim == 1:
         return F.cross_entropy(logits, y, reduction="none")

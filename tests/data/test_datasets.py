@@ -149,9 +149,7 @@ def test_medmnist_sets(
     assert not offline
 
 
-def test_medmnist_sizes_have_their_own_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
+def test_medmnist_sizes_have_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     save_npz(tmp_path / "bloodmnist_64.npz", medmnist_arrays("bloodmnist", 64, rng))
     publish(monkeypatch, tmp_path / "bloodmnist_64.npz", "bloodmnist", "_64")
     check(read_medmnist("bloodmnist", 64, tmp_path, False), (3, 64, 64), **COUNTS)
@@ -177,18 +175,14 @@ def test_medmnist_unknown_size(size: int, tmp_path: Path) -> None:
 
 
 def test_medmnist_missing(tmp_path: Path, offline: list[str]) -> None:
-    with pytest.raises(
-        FlsuiteError, match=r"breastmnist_64.npz is not in .*; set data.download or put https://\S+_64.npz"
-    ):
+    with pytest.raises(FlsuiteError, match=r"breastmnist_64.npz is not in .*; set data.download or put https://\S+_64.npz"):
         read_medmnist("breastmnist", 64, tmp_path, download=False)
     assert not offline
 
 
 def test_medmnist_no_network(tmp_path: Path, offline: list[str]) -> None:
     root = tmp_path / "new"
-    with pytest.raises(
-        FlsuiteError, match=r"breastmnist.npz is not in .*new.*no network in tests.*put https://\S+ there"
-    ):
+    with pytest.raises(FlsuiteError, match=r"breastmnist.npz is not in .*new.*no network in tests.*put https://\S+ there"):
         read_medmnist("breastmnist", 28, root, download=True)
     assert offline and not list(root.iterdir()), "nothing is left of a failed download"
 
@@ -218,9 +212,7 @@ def test_medmnist_download(
 def test_medmnist_wrong_checksum(tmp_path: Path, rng: np.random.Generator, offline: list[str]) -> None:
     save_npz(tmp_path / "breastmnist.npz", medmnist_arrays("breastmnist", 28, rng))
     before = (tmp_path / "breastmnist.npz").read_bytes()
-    with pytest.raises(
-        FlsuiteError, match=r"breastmnist.npz is damaged .*MD5 is \w+, the published one 750601b1.*delete it"
-    ):
+    with pytest.raises(FlsuiteError, match=r"breastmnist.npz is damaged .*MD5 is \w+, the published one 750601b1.*delete it"):
         read_medmnist("breastmnist", 28, tmp_path, download=True)
     assert (tmp_path / "breastmnist.npz").read_bytes() == before and not offline
 
@@ -237,9 +229,7 @@ def test_medmnist_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("keep", [0, 10, 1000, -30])
-def test_medmnist_truncated(
-    keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
+def test_medmnist_truncated(keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     file = tmp_path / "breastmnist.npz"
     save_npz(file, medmnist_arrays("breastmnist", 28, rng))
     file.write_bytes(file.read_bytes()[:keep])
@@ -271,9 +261,7 @@ BAD_ARRAYS = {
 
 
 @pytest.mark.parametrize("case", BAD_ARRAYS)
-def test_medmnist_bad_arrays(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
+def test_medmnist_bad_arrays(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     key, value, message = BAD_ARRAYS[case]
     arrays = medmnist_arrays("breastmnist", 28, rng) | {key: value}
     save_npz(tmp_path / "breastmnist.npz", {k: v for k, v in arrays.items() if v is not None})
@@ -357,9 +345,7 @@ def test_missing(module: type[MNIST], tmp_path: Path, offline: list[str]) -> Non
     with pytest.raises(FlsuiteError, match=rf"^{name} is not in {tmp_path} \(\S+ is missing\); set data.download"):
         module(root=str(tmp_path), download=False).load()
     assert not offline
-    with pytest.raises(
-        FlsuiteError, match=rf"^{name} is not in {tmp_path} .*no network in tests.*set data.root"
-    ) as caught:
+    with pytest.raises(FlsuiteError, match=rf"^{name} is not in {tmp_path} .*no network in tests.*set data.root") as caught:
         module(root=str(tmp_path), download=True).load()
     assert offline and "\n" not in str(caught.value)
 
@@ -578,9 +564,7 @@ def test_synthetic_bad_arguments(arguments: dict[str, Any], message: str) -> Non
 # Where the files are looked for
 
 
-def test_root_argument_before_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
+def test_root_argument_before_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     write_mnist(tmp_path / "argument", "MNIST", rng, train=3)
     write_mnist(tmp_path / "environment", "MNIST", rng, train=4)
     monkeypatch.setenv("FLSUITE_DATA_ROOT", str(tmp_path / "environment"))

@@ -86,9 +86,7 @@ def test_resnet18_is_torchvisions_on_large_images() -> None:
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert torch.equal(ours.eval()(batch(LARGE)), theirs.eval()(batch(LARGE)))
     plain = ResNet18(norm="none").build(LARGE, 10)
-    assert plain.state_dict().keys() == {
-        key for key in theirs.state_dict() if "bn" not in key and "downsample.1" not in key
-    }
+    assert plain.state_dict().keys() == {key for key in theirs.state_dict() if "bn" not in key and "downsample.1" not in key}
 
 
 def test_resnet18_chooses_its_stem() -> None:

@@ -1,0 +1,76 @@
+"""The Lightning Trainer of a worker: one object that fits client after client, without what a fit of its own would need."""
+
+import logging
+import warnings
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+__all__ = ["ClientTrainer", "quiet_lightning"]
+
+
+class ClientTrainer(Trainer):
+    """Lightning's own Trainer, slim and reusable.
+
+    Loggers, checkpoints, bars and validation belong to the federation. What Lightning does once per fit, and a federation
+    would pay for once per client, is left out: the sanity check's snapshot of all generators, signal handlers, and the
+    module's way back to the CPU. Everything that concerns training is Lightning's.
+
+    Args:
+        kwargs: Of :class:`lightning.pytorch.Trainer`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        quiet_lightning()
+        super().__init__(
+            **kwargs,
+            logger=False,
+            callbacks=None,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+        )
+        self.local_epochs = self.max_epochs or 1
+        # The next client is about to use the module where it is.
+        self.strategy.teardown = _nothing  # type: ignore[method-assign]
+        self.strategy.model_to_device = self._model_to_device  # type: ignore[method-assign]
+        self._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+        self._signal_connector.teardown = _nothing  # type: ignore[method-assign]
+
+    def rewind(self, extra_epochs: int = 0) -> None:
+        """As if nothing had been fitted: a second ``fit`` of a finished Trainer would silently do nothing."""
+        self.should_stop = False
+        loop = self.fit_loop
+        loop.max_epochs = self.local_epochs + extra_epochs
+        loop.epoch_progress.reset()
+        loop.epoch_loop.batch_progress.reset()
+        loop.epoch_loop.scheduler_progress.reset()
+        loop.epoch_loop._batches_that_stepped = 0
+        loop.epoch_loop.automatic_optimization.optim_progress.reset()
+        loop.epoch_loop.manual_optimization.optim_step_progress.reset()
+
+    def _model_to_device(self) -> None:
+        """Move the module, unless it is there already: walking through it takes longer than a small step."""
+        device, module = self.strategy.root_device, self.lightning_module
+        if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
+            module.to(device)
+
+    def _run_stage(self) -> None:
+        self.lightning_module.zero_grad()
+        with torch.autograd.set_detect_anomaly(self._detect_anomaly):
+            self.fit_loop.run()
+
+
+def quiet_lightning() -> None:
+    """Lightning speaks up once per fit; here that would be once per client."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for message in (".*no `val_dataloader`.*", ".*LeafSpec.*", ".*does not have many workers.*", ".*GPU available but.*"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,228 @@
+"""``python -m tests.benchmarks [CASE ...]``: how fast flsuite is, beside a hand-written loop on the same machine.
+
+Every case alternates its sides round by round in one run, and reports medians (in brackets: the quartiles) and their ratio.
+Seconds depend on the machine and on what else it does; ratios less so.
+"""
+
+import argparse
+import logging
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+
+from flsuite.aggregators import FedAvg
+from flsuite.callbacks import FederationCallback
+from flsuite.data import IID, Arrays, DataSpec, FederatedDataModule, Source
+from flsuite.engines import Engine, InProcess, Processes
+from flsuite.models import Classifier, LeNet5, ResNet20
+from flsuite.models.backbones import Backbone
+from flsuite.schedules import Synchronous
+from flsuite.trainer import FederatedTrainer
+from tests.benchmarks.loop import HandWrittenLoop
+
+BATCH = 64
+
+
+class RandomImages(FederatedDataModule):
+    """Bytes of the right shape: speed does not depend on what they show."""
+
+    def __init__(self, samples: int, shape: tuple[int, int, int], **kwargs: Any) -> None:
+        super().__init__(partition=IID(), batch_size=BATCH, val_fraction=0.0, **kwargs)
+        self.samples, self.shape = samples, shape
+
+    def load(self) -> Source:
+        channels, height, width = self.shape
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(0, 256, (self.samples, height, width, channels), dtype=torch.uint8, generator=generator)
+        y = torch.randint(0, 10, (self.samples,), generator=generator)
+        return Source(DataSpec(self.shape, 10), Arrays(x, y), Arrays(x[:64], y[:64]))
+
+
+class Clock(FederationCallback):
+    """Seconds of each whole round: training, aggregation, table, checkpoint. Between two rounds, ``between`` runs."""
+
+    def __init__(self, between: Callable[[Sequence[int]], None] | None = None) -> None:
+        self.between = between
+        self.seconds: list[float] = []
+        self.other: list[float] = []
+        self._mark: float | None = None
+
+    def on_round_start(self, trainer: Any, round: int, cohort: Sequence[int]) -> None:
+        self._stop()
+        if self.between is not None:
+            started = time.perf_counter()
+            self.between(cohort)
+            self.other.append(time.perf_counter() - started)
+        self._mark = time.perf_counter()
+
+    def on_federation_end(self, trainer: Any) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._mark is not None:
+            self.seconds.append(time.perf_counter() - self._mark)
+
+
+def federation(
+    module: RandomImages, backbone: Backbone, rounds: int, engine: Engine, clock: Clock, **kwargs: Any
+) -> FederatedTrainer:
+    """A federation that only trains: evaluation is off the critical path and not what the loop does."""
+    trainer = FederatedTrainer(
+        rounds=rounds,
+        engine=engine,
+        aggregator=FedAvg(),
+        callbacks=[clock],
+        evaluate_every=10**9,
+        run_dir=tempfile.mkdtemp(),
+        enable_progress_bar=False,
+        accelerator="cpu",
+        seed=0,
+        **kwargs,
+    )
+    trainer.fit(Classifier(backbone, lambda p: torch.optim.SGD(p, lr=0.05)), module)
+    return trainer
+
+
+def loop_for(module: RandomImages, backbone: Backbone) -> HandWrittenLoop:
+    module.setup()
+    data = module.federated
+    rows = [data.train_rows(c) for c in range(data.clients)]
+    network = backbone.build(data.spec.shape, 10)
+    return HandWrittenLoop(network, data.train.x, data.train.y, rows, data.scaling.scale, data.scaling.shift, BATCH)
+
+
+def beside_loop(
+    name: str, module: RandomImages, backbone: Backbone, rounds: int, threads: int, participation: int | float = 1.0
+) -> None:
+    """A round in this process beside the loop's, with the same threads."""
+    loop = loop_for(module, backbone)
+
+    def between(cohort: Sequence[int]) -> None:
+        torch.set_num_threads(threads)
+        loop.round(cohort)
+
+    clock = Clock(between)
+    federation(module, backbone, rounds, InProcess(threads), clock, schedule=Synchronous(participation))
+    cohort = participation if isinstance(participation, int) else module.clients
+    ours, theirs = clock.seconds[1:], clock.other[1:]
+    extra = statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) / cohort * 1e3
+    report(f"{name}, {threads} thread(s)", flsuite=ours, loop=theirs)
+    print(f"    flsuite is {ratio(ours, theirs):.3f} x the loop; {extra:+.2f} ms a client")
+
+
+def workers(name: str, module: RandomImages, backbone: Backbone, rounds: int, participation: int | float = 1.0) -> None:
+    """One one-thread worker, then two, alternating in blocks of rounds, each with its pool warm."""
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(3):
+        for number in seconds:
+            clock = Clock()
+            federation(module, backbone, rounds // 2, Processes(number), clock, schedule=Synchronous(participation))
+            seconds[number] += clock.seconds[1:]
+    report(name, one=seconds[1], two=seconds[2])
+    print(f"    two workers are {ratio(seconds[1], seconds[2]):.2f} x as fast as one")
+
+
+def lenet(rounds: int) -> None:
+    module = RandomImages(12000, (1, 28, 28), clients=20)
+    for threads in (1, 2):
+        beside_loop("LeNet-5, 20 clients x 600", module, LeNet5(), rounds, threads)
+    workers("LeNet-5, 20 clients x 600, workers", module, LeNet5(), rounds)
+
+
+def resnet(rounds: int) -> None:
+    module = RandomImages(2560, (3, 32, 32), clients=10)
+    for threads in (1, 2):
+        beside_loop("ResNet-20, 10 clients x 256", module, ResNet20(), max(4, rounds // 3), threads)
+
+
+def many(rounds: int) -> None:
+    module = RandomImages(60000, (1, 28, 28), clients=1000)
+    for threads in (1, 2):
+        beside_loop("LeNet-5, 1000 clients x 60, 100 a round", module, LeNet5(), rounds, threads, 100)
+    workers("LeNet-5, 1000 clients x 60, 100 a round, workers", module, LeNet5(), rounds, 100)
+
+
+def precision(rounds: int) -> None:
+    """bf16-mixed beside float32, in blocks."""
+    module = RandomImages(2560, (3, 32, 32), clients=10)
+    seconds: dict[str, list[float]] = {"32-true": [], "bf16-mixed": []}
+    for _ in range(3):
+        for kind in seconds:
+            clock = Clock()
+            federation(module, ResNet20(), max(3, rounds // 5), InProcess(2), clock, precision=kind)
+            seconds[kind] += clock.seconds[1:]
+    report(
+        f"ResNet-20, 10 clients x 256, two threads, AMX: {has_amx()}", float32=seconds["32-true"], bf16=seconds["bf16-mixed"]
+    )
+    print(f"    bf16-mixed is {ratio(seconds['32-true'], seconds['bf16-mixed']):.2f} x as fast as float32")
+
+
+def registered(rounds: int) -> None:
+    """Ten clients a round out of 10 and out of 10,000, with the same samples each."""
+    process, found = psutil.Process(), {}
+    for clients in (10, 10_000, 10, 10_000):
+        module = RandomImages(60 * 10_000, (1, 8, 8), clients=10_000)
+        module.setup()
+        if clients == 10:
+            data = module.federated
+            data.train_index.offsets, data.test_index.offsets = data.train_index.offsets[:11], data.test_index.offsets[:11]
+            data.val_index.offsets = data.val_index.offsets[:11]
+        clock = Clock()
+        before = process.memory_info().rss
+        made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=Synchronous(10))
+        found.setdefault(clients, []).append((clock.seconds[1:], (process.memory_info().rss) / 1e6, before))
+        del made, module
+    few, lots = found[10][-1], found[10_000][-1]
+    report("10 clients a round, registered", ten=found[10][0][0] + few[0], ten_thousand=found[10_000][0][0] + lots[0])
+    print(f"    memory of the process: {few[1]:.0f} MB with 10, {lots[1]:.0f} MB with 10,000: {lots[1] - few[1]:+.0f} MB")
+
+
+def _mlp() -> Backbone:
+    from flsuite.models import MLP
+
+    return MLP(hidden=(32,))
+
+
+def has_amx() -> bool:
+    return os.path.exists("/proc/cpuinfo") and "amx_bf16" in open("/proc/cpuinfo").read()
+
+
+def ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    return statistics.median(a) / statistics.median(b)
+
+
+def report(title: str, **sides: Sequence[float]) -> None:
+    print(f"{title}")
+    for side, seconds in sides.items():
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        print(f"    {side:<12} {middle:.4f} s a round  [{low:.4f}, {high:.4f}]  {len(seconds)} rounds", flush=True)
+
+
+CASES = {"lenet": lenet, "resnet": resnet, "many": many, "precision": precision, "registered": registered}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds a side, more for the small cases")
+    options = parser.parse_args()
+    if unknown := set(options.cases) - set(CASES):
+        sys.exit(f"unknown case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    warnings.filterwarnings("ignore")
+    logging.getLogger("flsuite").setLevel(logging.ERROR)
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    for name in options.cases or CASES:
+        CASES[name](options.rounds)
+
+
+if __name__ == "__main__":
+    main()
