@@ -17,7 +17,16 @@ from torch import Tensor
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FlsuiteError
 
-__all__ = ["COLUMNS", "MetricsTable", "RunFolder", "atomic_save", "new_run_dir", "partition_rows", "write_predictions"]
+__all__ = [
+    "COLUMNS",
+    "MetricsTable",
+    "RunFolder",
+    "atomic_save",
+    "make_folder",
+    "new_run_dir",
+    "partition_rows",
+    "write_predictions",
+]
 
 COLUMNS = ("round", "virtual_s", "wall_s", "scope", "split", "metric", "value")
 _PACKAGES = ("flsuite", "torch", "lightning", "torchmetrics", "numpy", "medmnist", "torchvision", "wandb")
@@ -30,6 +39,19 @@ def new_run_dir(name: str, seed: int, parent: str | Path = "runs") -> Path:
     stem = Path(parent) / name / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
     candidates: Iterator[Path] = (stem.with_name(f"{stem.name}-{n}") if n else stem for n in range(1000))
     return next(path for path in candidates if not path.exists())
+
+
+def make_folder(path: Path) -> Path:
+    """Make the folder where it is missing, with all above it.
+
+    Raises:
+        FlsuiteError: If that cannot be done.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FlsuiteError(f"cannot write to {path}: {error.strerror}") from error
+    return path
 
 
 def atomic_save(write: Any, path: Path) -> None:
@@ -117,7 +139,7 @@ class RunFolder:
                 f"{self.path} already holds a run: resume it with --ckpt_path last, or name another folder with --run_dir"
             )
         assert self.checkpoints is not None
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        make_folder(self.checkpoints)
         text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
         (self.path / "config.yaml").write_text(text)
         (self.path / "versions.txt").write_text(_versions())

@@ -147,6 +147,7 @@ class FederatedTrainer(Trainer):
         self._begin(federation, ckpt_path)
         self._notify("on_federation_start")
         try:
+            self.evaluator.load(federation.client_state(None))  # what a client that never trained starts from
             self.engine.start(self._job())
             while self.round < self.rounds and not self.should_stop:
                 federation.advance(self.engine, self._notify)
@@ -196,7 +197,9 @@ class FederatedTrainer(Trainer):
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | None = None,
     ) -> torch.Tensor:
-        """Class probabilities of the global model on the test split, ``(n, classes)``; written to ``predictions.csv`` too.
+        """Class probabilities on the test split, ``(n, classes)``: the global model's; written to ``predictions.csv`` too.
+
+        Where every client has a model of its own, the mean over their probabilities.
 
         Args:
             model: Not needed after a fit.
@@ -204,8 +207,11 @@ class FederatedTrainer(Trainer):
             ckpt_path: As for :meth:`test`.
         """
         federation = self._restored(model, datamodule, ckpt_path)
-        self.evaluator.load(federation.client_state(None))
-        probabilities = self.evaluator.outputs(federation.data.test)["scores"]
+        clients = range(self.clients) if federation.personal else [None]
+        probabilities = torch.zeros(())
+        for client in clients:
+            self.evaluator.load(federation.client_state(client))
+            probabilities = probabilities + self.evaluator.outputs(federation.data.test)["scores"] / len(clients)
         if self.run_folder.path is not None:
             path = write_predictions(self.run_folder.path, probabilities, federation.data)
             if self.show:

@@ -27,6 +27,8 @@ def real_data() -> Path:
     """The root of the published data sets."""
     root = os.environ.get("FLSUITE_DATA_ROOT")
     if not root:
+        if os.environ.get("CI"):
+            pytest.fail("in CI the published data sets must be there: set FLSUITE_DATA_ROOT")
         pytest.skip("needs the published data sets: set FLSUITE_DATA_ROOT to a folder that holds them")
     return Path(root)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from flsuite.errors import FlsuiteError
 
@@ -45,6 +46,7 @@ def curves_figure(
             xlabel={"virtual_s": "virtual seconds", "wall_s": "seconds"}.get(x, x),
             ylabel=f"{split} {metric.replace('_', ' ')}",
         )
+        panel.xaxis.set_major_locator(MaxNLocator(integer=x == "round"))
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     if len(runs) > 1:

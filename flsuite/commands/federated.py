@@ -1,5 +1,6 @@
 """``flsuite fit | validate | test | predict``: a LightningCLI around the federated trainer."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import flsuite.schedules  # noqa: F401  (what is imported has a short name in co
 from flsuite.analysis import curves_figure, partition_figure, read_partition
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
+from flsuite.errors import FlsuiteError
 from flsuite.models import ClientModel
 from flsuite.run_folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
@@ -25,6 +27,7 @@ _SKIP = {"model", "datamodule"}
 def run(command: str, args: list[str]) -> None:
     """Parse, build, and call the trainer's method of that name."""
     sys.argv = ["flsuite", command, *args]  # LightningCLI warns when args and argv differ
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)  # "Seed set to 1", on stderr
     _FederatedCLI(
         command,
         model_class=ClientModel,
@@ -36,6 +39,7 @@ def run(command: str, args: list[str]) -> None:
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,  # the trainer exports models itself; the hook would tie each optimizer to the CLI
     )
 
 
@@ -56,6 +60,12 @@ class _FederatedCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run_dir", type=str | None, default=None, help="The run's folder; default runs/NAME/TIME-SEED.")
         parser.add_argument("--plugins", type=list[str] | str | None, default=None, help="Modules to import first.")
+
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything")
+        if not 0 <= int(seed) < 1 << 32:
+            raise FlsuiteError(f"seed_everything must be from 0 to {(1 << 32) - 1}, got {seed}")
+        super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
         """A federation's checkpoint says nothing of how to build the model; the config does."""

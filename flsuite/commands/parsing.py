@@ -63,7 +63,8 @@ def _unknown_class(name: str, message: str) -> str:
     bases = re.findall(r"<class '([\w.]+)\.(\w+)'>", message)
     known = sorted({cls.__name__ for module, base in bases if module.startswith("flsuite") for cls in _concrete(module, base)})
     keys = _KEY.findall(message)
-    return f"{'.'.join(keys)}: there is no class {name}{_suggest(name, known)}; there are: {', '.join(known)}, or a full path"
+    there_are = f"there are: {', '.join(known)}, or a full path" if known else "give its full path"
+    return f"{'.'.join(keys)}: there is no class {name}{_suggest(name, known)}; {there_are}"
 
 
 def _concrete(module: str, base: str) -> Iterator[type]:

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from rich.console import Console
 from rich.table import Table
 
 from flsuite.analysis import partition_figure, partition_table
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
+from flsuite.run_folder import make_folder
 
 __all__ = ["partition"]
 
@@ -29,12 +30,11 @@ def partition(args: list[str]) -> None:
     config = parser.parse_args(args)
     name = config_name(config.config, "data")
     with plain_errors():
-        data: FederatedDataModule = parser.instantiate_classes(config).data
+        data: FederatedDataModule = parser.instantiate_classes(Namespace(data=config.data)).data
     data.use_seed(config.seed_everything)
     data.setup()
     table = partition_table(data.federated)
-    folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folder(Path(config.output))
     table.to_csv(folder / f"{name}-partition.csv", index=False)
     partition_figure(table).savefig(folder / f"{name}-partition.png", dpi=150)
     _print(table)

@@ -124,7 +124,10 @@ class FederatedDataModule(LightningDataModule):
         ids = None if train.ids is None else train.ids.numpy()
         rows = (self.partition or IID())(labels, self.clients, rng, ids)
         train_rows, val_rows = self._hold_out(rows, published=val is not None)
-        test_rows = deal_like(labels, train_rows, partition_labels(test.y.numpy()), self.partition_seed)
+        if ids is not None and test.ids is not None:
+            test_rows = deal_by_owner(ids, train_rows, test.ids.numpy())
+        else:
+            test_rows = deal_like(labels, train_rows, partition_labels(test.y.numpy()), self.partition_seed)
         scaling = self._scaling(train.x)
         return FederatedData(
             spec=self._spec(source.spec, train.x, scaling),
@@ -194,6 +197,15 @@ def deal_like(labels: np.ndarray, rows: list[np.ndarray], test_labels: np.ndarra
         for client, part in zip(order, np.split(samples, cuts[:-1]), strict=True):
             dealt[client].append(part)
     return [np.sort(np.concatenate(parts)) if parts else np.zeros(0, np.int64) for parts in dealt]
+
+
+def deal_by_owner(ids: np.ndarray, rows: list[np.ndarray], test_ids: np.ndarray) -> list[np.ndarray]:
+    """Give each natural owner's test samples to the client that trains on most of the owner's samples."""
+    owners, index = np.unique(ids, return_inverse=True)
+    held = np.stack([np.bincount(index[own], minlength=len(owners)) for own in rows])
+    keeper = dict(zip(owners.tolist(), held.argmax(0).tolist(), strict=True))
+    client = np.array([keeper.get(owner, -1) for owner in test_ids.tolist()])
+    return [np.flatnonzero(client == number) for number in range(len(rows))]
 
 
 def _resize(x: Tensor, side: int) -> Tensor:

@@ -66,7 +66,7 @@ class ClientModel(LightningModule):
 
     def configure_model(self) -> None:
         """Lightning's hook: builds the model for the Trainer's data module, where it is not built yet."""
-        if self.spec is None:
+        if self.spec is None and self._trainer is not None:  # without a Trainer, a checkpoint is about to say it
             datamodule = getattr(self.trainer, "datamodule", None)
             spec = getattr(datamodule, "spec", None)
             if spec is None:

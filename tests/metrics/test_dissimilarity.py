@@ -1,0 +1,293 @@
+"""Gradient dissimilarity: a case by hand, the exact decomposition, and a callback that leaves no trace."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flsuite.callbacks import GradientDissimilarity
+from flsuite.callbacks.dissimilarity import gradient_batches, head_gradients, head_parameters
+from flsuite.data import Arrays, DataSpec, Dirichlet, FederatedDataModule, MedMNIST, Source
+from flsuite.data.federated import Ragged
+from flsuite.errors import FlsuiteError
+from flsuite.metrics import RunningDissimilarity, decompose, gradient_dissimilarity, relative_dissimilarity
+from flsuite.models import MLP, Backbone, Classifier, ClientModel, FusedSpaceFed, ResNet20
+from flsuite.trainer import FederatedTrainer
+from tests.conftest import equal_states, trainer
+
+FUSED = ("gamma", "gamma_relative", "gamma_orig", "R", "Phi", "calibrated", "gamma_seconds")
+
+
+class Images(FederatedDataModule):
+    """Random 8x8 images of two classes, one of them brighter; clients of unequal class mix."""
+
+    def __init__(self, clients: int = 3, partition: Any = None, **kwargs: Any) -> None:
+        partition = partition or Dirichlet(0.5)
+        super().__init__(clients=clients, partition=partition, batch_size=8, val_fraction=0, standardize=False, **kwargs)
+
+    def load(self) -> Source:
+        g = torch.Generator().manual_seed(0)
+        y = torch.arange(60) % 2
+        x = torch.randint(0, 128, (60, 8, 8, 1), generator=g) + 127 * y.view(-1, 1, 1, 1)
+        part = Arrays(x.to(torch.uint8), y)
+        return Source(DataSpec((1, 8, 8), 2), part, part)
+
+
+def fused(**kwargs: Any) -> FusedSpaceFed:
+    return FusedSpaceFed(backbone=ResNet20(width=4), latent_dim=4, **kwargs)
+
+
+def fit(model: ClientModel, data: Any = None, callback: Any = None, **kwargs: Any) -> FederatedTrainer:
+    made = trainer(**{"rounds": 2, "evaluate_every": 100, "callbacks": [callback] if callback else None, **kwargs})
+    made.fit(model, data or Images())
+    return made
+
+
+def logged(made: FederatedTrainer, metric: str) -> dict[int, float]:
+    """Round to value."""
+    rows = made.run_folder.table.rows
+    return {row[0]: row[6] for row in rows if (row[3], row[4], row[5]) == ("global", "train", metric)}
+
+
+def assert_identity(found: dict[str, float], fused_gamma: str) -> None:
+    """To 1e-5 of the largest term."""
+    largest = max(abs(found[name]) for name in (fused_gamma, "gamma_orig", "R", "Phi"))
+    assert largest > 0
+    assert found[fused_gamma] == pytest.approx(found["gamma_orig"] + found["R"] + found["Phi"], rel=1e-5, abs=1e-5 * largest)
+
+
+# The metric
+
+
+def test_by_hand() -> None:
+    """Two clients at (1, 0) and (3, 4): the mean is (2, 2), each lies 5 from it, squared; ||m||^2 is 8."""
+    gradients = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+    assert gradient_dissimilarity(gradients) == 5
+    assert relative_dissimilarity(gradients) == 5 / 8
+    # At the fused input both give (2, 1): r = (1, 1), (-1, -3) with mean (0, -1), so R = 5 and Phi = -10.
+    found = decompose(gradients, torch.tensor([[2.0, 1.0], [2.0, 1.0]]))
+    assert found == {"gamma_orig": 5, "R": 5, "Phi": -10, "gamma_fused": 0, "calibrated": 1}
+    assert decompose(gradients, 2 * gradients)["calibrated"] == 0
+
+
+def test_equal_clients_give_exactly_zero() -> None:
+    gradient = torch.randn(7, generator=torch.Generator().manual_seed(0))
+    assert gradient_dissimilarity(gradient.expand(4, 7)) == pytest.approx(0, abs=1e-12)
+    running = RunningDissimilarity()
+    for _ in range(5):
+        running.add(gradient, gradient)
+    found = running.summary()
+    assert [found[k] for k in ("gamma", "gamma_relative", "gamma_orig", "R", "Phi", "calibrated")] == [0] * 6
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_running_equals_stacked(offset: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    original = torch.randn(9, 50, generator=g, dtype=torch.float64) + offset
+    other = original + 0.5 * torch.randn(9, 50, generator=g, dtype=torch.float64)
+    running = RunningDissimilarity()
+    for o, f in zip(original, other, strict=True):
+        running.add(f, o)
+    found, expected = running.summary(), decompose(original, other)
+    assert found["gamma"] == pytest.approx(expected["gamma_fused"], rel=1e-8)
+    assert found["gamma_relative"] == pytest.approx(relative_dissimilarity(other), rel=1e-8)
+    for name in ("gamma_orig", "R", "Phi", "calibrated"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-8)
+    assert_identity(found, "gamma")
+    assert_identity(expected, "gamma_fused")
+
+
+def test_no_mean_gradient() -> None:
+    assert relative_dissimilarity(torch.tensor([[1.0], [-1.0]])) == float("inf")
+    assert relative_dissimilarity(torch.zeros(2, 3)) == 0
+
+
+# The callback
+
+
+@pytest.mark.parametrize("batch_norm", ["train", "eval"])
+@pytest.mark.parametrize("options", [{}, {"autoencoder": "unet", "fusion": "concat"}], ids=["sum", "concat"])
+def test_decomposition_of_a_federation(options: dict[str, Any], batch_norm: Any) -> None:
+    callback = GradientDissimilarity(every=1, batches=None, batch_norm=batch_norm)
+    made = fit(fused(**options), callback=callback)
+    for round in (1, 2):
+        found = {name: logged(made, name)[round] for name in FUSED}
+        assert_identity(found, "gamma")
+        assert found["gamma"] > 0 and found["gamma_seconds"] > 0
+        assert found["calibrated"] == float(found["R"] + found["Phi"] < 0)
+
+
+def test_decomposition_on_breastmnist(real_data: Path) -> None:
+    data = MedMNIST(
+        "breastmnist",
+        clients=3,
+        partition=Dirichlet(0.3),
+        batch_size=64,
+        root=str(real_data),
+        download=False,
+        standardize=False,
+        resize=16,
+    )
+    made = fit(fused(), data, GradientDissimilarity(every=1), rounds=1)
+    assert_identity({name: logged(made, name)[1] for name in FUSED}, "gamma")
+
+
+def test_callback_equals_the_stacked_gradients() -> None:
+    """Against gradients of a fresh copy of each client's model, stacked."""
+    made = fit(fused(fusion="concat"))
+    callback = GradientDissimilarity(batches=2, batch_norm="eval")
+    found = callback.measure(made, 2)
+    assert made.federation is not None
+    plain, both = [], []
+    for client in range(3):
+        model = fused(fusion="concat")
+        model.ensure_built(made.federation.data.spec)
+        model.load_state_dict(made.federation.client_state(client))
+        model.eval()
+        batches = list(gradient_batches(made.federation.data, client, made.seed, 2, 2))
+        samples = sum(len(y) for _, y in batches)
+        for k, rows in enumerate((plain, both)):
+            loss = sum(model.head_losses(b)[k] * len(b[1]) for b in batches) / samples
+            parts = torch.autograd.grad(loss, list(model.classifier.parameters()))
+            rows.append(torch.cat([part.reshape(-1) for part in parts]))
+    expected = decompose(torch.stack(plain), torch.stack(both))
+    assert found["gamma"] == pytest.approx(expected.pop("gamma_fused"), rel=1e-4)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", [fused, lambda: Classifier(ResNet20(width=4))], ids=["fused", "classifier"])
+def test_leaves_no_trace(model: Any) -> None:
+    """Weights, BatchNorm statistics and private parts are those of a run without the callback, bit for bit."""
+    without = fit(model())
+    with_it = fit(model(), callback=GradientDissimilarity(every=1, batches=None))
+    assert without.federation is not None and with_it.federation is not None
+    for client in range(3):
+        assert equal_states(without.federation.client_state(client), with_it.federation.client_state(client))
+
+
+def test_resident_model_and_random_numbers_are_given_back() -> None:
+    made = fit(fused())
+    model = made.evaluator.model.train()
+    model.decoder.eval()  # type: ignore[union-attr]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    model.zero_grad()
+    GradientDissimilarity().measure(made, 2)
+    assert torch.equal(torch.rand(1), expected)
+    assert all(p.grad is None for p in model.parameters())
+    assert equal_states(dict(model.state_dict()), before)
+    assert model.encoder.training and not model.decoder.training  # type: ignore[union-attr]
+    assert model._trainer is not None
+
+
+def test_same_batches_every_time() -> None:
+    made = fit(fused())
+    callback = GradientDissimilarity()
+    assert callback.measure(made, 2) == callback.measure(made, 2)
+    assert callback.measure(made, 2) != callback.measure(made, 3)
+
+
+def test_classifier_has_no_decomposition() -> None:
+    made = fit(Classifier(MLP(hidden=(8,))), callback=GradientDissimilarity(every=1))
+    assert len(logged(made, "gamma")) == len(logged(made, "gamma_relative")) == 2
+    assert not logged(made, "gamma_orig") and not logged(made, "Phi")
+
+
+def test_identical_clients() -> None:
+    """Clients with the same samples, each in its own order: what is left is rounding."""
+    data = Images()
+    data.setup()
+    data.federated.train_index = Ragged.of([np.arange(60)] * 3)
+    made = fit(Classifier(MLP(hidden=(8,))), data, GradientDissimilarity(every=1, batches=None))
+    assert len(logged(made, "gamma_relative")) == 2
+    assert all(value < 1e-10 for value in logged(made, "gamma_relative").values())
+
+
+def test_only_shared_parameters_count() -> None:
+    model = Classifier(MLP(hidden=(8,)), private=["network.1"])
+    made = fit(model, callback=GradientDissimilarity(every=1))
+    assert made.federation is not None
+    counted = sum(p.numel() for p in head_parameters(model, made.federation.state))
+    assert 0 < counted < sum(p.numel() for p in model.parameters())
+    whole = fused()
+    other = fit(whole).federation
+    assert other is not None
+    found = {id(p) for p in head_parameters(whole, other.state)}
+    assert found == {id(p) for p in whole.classifier.parameters()}
+
+
+def test_rounds_and_clients() -> None:
+    made = fit(fused(), Images(clients=4), GradientDissimilarity(every=2, clients=2), rounds=3)
+    assert list(logged(made, "gamma")) == [2, 3]
+    drawn = GradientDissimilarity(clients=2)._measured(4, 3)
+    assert len(drawn) == 2 and drawn == GradientDissimilarity(clients=2)._measured(4, 3)
+    assert list(GradientDissimilarity(clients=9)._measured(4, 3)) == [0, 1, 2, 3]
+
+
+def test_gradient_of_batches_is_that_of_all_samples() -> None:
+    """Where samples do not meet (no BatchNorm), batches of any size give the gradient of the whole."""
+    data = Images(clients=1)
+    data.setup()
+    model = Classifier(MLP(hidden=(8,)))
+    model.ensure_built(data.spec)
+    parameters = list(model.parameters())
+    cut = gradient_batches(data.federated, 0, 0, 1, None)
+    (found,) = head_gradients(model, parameters, cut, torch.device("cpu"))
+    x, y = data.federated.scaling(data.federated.train.x), data.federated.train.y
+    parts = torch.autograd.grad(model.training_step((x, y), 0), parameters)
+    expected = torch.cat([part.reshape(-1) for part in parts]).double()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_client_of_one_sample() -> None:
+    data = Images(clients=1)
+    data.setup()
+    data.federated.train_index.values = data.federated.train_index.values[:1]
+    data.federated.train_index.offsets = torch.tensor([0, 1])
+    ((x, y),) = gradient_batches(data.federated, 0, 0, 1, 1)
+    assert len(x) == len(y) == 2
+
+
+class _Silent(Classifier):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        return None
+
+
+class _Logging(Classifier):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mine", loss)
+        return {"loss": loss}
+
+
+class _Dropout(Backbone):
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, outputs))
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_any_training_step_will_do() -> None:
+    made = fit(_Logging(_Dropout()), callback=GradientDissimilarity(every=1))
+    assert len(logged(made, "gamma")) == 2
+
+
+def test_errors() -> None:
+    for kwargs, named in (
+        ({"every": 0}, "every"),
+        ({"batches": 0}, "batches"),
+        ({"clients": 1}, "clients"),
+        ({"batch_norm": "off"}, "batch_norm"),
+    ):
+        with pytest.raises(FlsuiteError, match=named):
+            GradientDissimilarity(**kwargs)  # type: ignore[arg-type]
+    made = fit(_Silent(MLP(hidden=(8,))), rounds=1)
+    with pytest.raises(FlsuiteError, match="head_losses"):
+        GradientDissimilarity().measure(made, 1)
+    with pytest.raises(FlsuiteError, match="shares no"):
+        head_parameters(made.evaluator.model, {})

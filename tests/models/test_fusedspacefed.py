@@ -1,0 +1,346 @@
+"""FusedSpaceFed: what a client keeps, what the warm-up moves, which gradients flow, and that it all resumes."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from flsuite.aggregators import FedAvg, FedProx
+from flsuite.data import Arrays, DataSpec, FederatedDataModule, Source
+from flsuite.errors import FlsuiteError
+from flsuite.messages import Client, ClientUpdate
+from flsuite.models import FusedSpaceFed, ResNet20
+from flsuite.models.autoencoders import BottleneckDecoder, BottleneckEncoder, UNetDecoder, UNetEncoder
+from flsuite.models.fusedspacefed import reconstruction_error
+from flsuite.state import State, clone
+from flsuite.trainer import FederatedTrainer
+from tests.conftest import equal_states, trainer
+
+SPEC = DataSpec((1, 8, 8), 3)
+KINDS = list(itertools.product(["unet", "bottleneck"], ["sum", "concat"]))
+
+
+class Images(FederatedDataModule):
+    """Random 8x8 images whose class is their brightness; or with three labels each."""
+
+    def __init__(self, samples: int = 48, labels: bool = False, **kwargs: Any) -> None:
+        super().__init__(clients=3, batch_size=8, val_fraction=0, standardize=False, **kwargs)
+        self.samples = samples
+        self.labels = labels
+
+    def load(self) -> Source:
+        g = torch.Generator().manual_seed(0)
+        y = torch.arange(self.samples) % 3
+        x = torch.randint(0, 86, (self.samples, 8, 8, 1), generator=g) + 85 * y.view(-1, 1, 1, 1)
+        if self.labels:
+            y = torch.randint(0, 2, (self.samples, 3), generator=g)
+        task = "multilabel" if self.labels else "multiclass"
+        part = Arrays(x.to(torch.uint8), y.to(torch.uint8) if self.labels else y)
+        return Source(DataSpec((1, 8, 8), 3, task), part, part)
+
+
+class Recorder(FedAvg):
+    """FedAvg that keeps all it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[ClientUpdate] = []
+
+    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
+        self.seen = [*self.seen, *(kept := list(updates))]
+        return super().aggregate(global_state, iter(kept))
+
+
+def small(**kwargs: Any) -> FusedSpaceFed:
+    return FusedSpaceFed(**{"backbone": ResNet20(width=4), "latent_dim": 5, **kwargs})
+
+
+def built(**kwargs: Any) -> FusedSpaceFed:
+    torch.manual_seed(0)
+    model = small(**kwargs)
+    model.ensure_built(SPEC)
+    return model
+
+
+def batch(samples: int = 6) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return torch.rand(samples, 1, 8, 8, generator=g), torch.arange(samples) % 3
+
+
+def federate(model: FusedSpaceFed, data: Images | None = None, **kwargs: Any) -> FederatedTrainer:
+    made = trainer(**{"rounds": 1, "evaluate_every": 100, **kwargs})
+    made.fit(model, data or Images())
+    return made
+
+
+def has_gradient(model: FusedSpaceFed, prefix: str) -> bool:
+    named = [p for name, p in model.named_parameters() if name.startswith(prefix)]
+    return any(p.grad is not None and bool(p.grad.any()) for p in named)
+
+
+# The networks
+
+
+@pytest.mark.parametrize("side", [4, 7, 8, 28, 33])
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_autoencoders_return_the_shape_they_got(side: int, norm: Any) -> None:
+    x = torch.rand(2, 3, side, side + 1)
+    shape = (3, side, side + 1)
+    latent = BottleneckEncoder(shape, 7, norm)(x)
+    assert latent.shape == (2, 7)
+    assert BottleneckDecoder(shape, 7, norm)(latent).shape == x.shape
+    features = UNetEncoder(3, norm)(x)
+    assert [f.shape[1] for f in features] == [64, 32, 16]
+    assert UNetDecoder(3, norm)(features).shape == x.shape
+
+
+@pytest.mark.parametrize(("autoencoder", "fusion"), KINDS)
+def test_logits_and_columns(autoencoder: Any, fusion: Any) -> None:
+    model = built(autoencoder=autoencoder, fusion=fusion)
+    assert model(batch()[0]).shape == (6, 3)
+    columns = model.eval().evaluation_step(batch())
+    assert {k: v.shape for k, v in columns.items()} == {"loss": (6,), "scores": (6, 3), "reconstruction": (6,)}
+
+
+def test_fusion() -> None:
+    x, other = batch()[0], torch.rand(6, 1, 8, 8)
+    added, stacked = built(fusion="sum"), built(fusion="concat")
+    assert torch.equal(added.fuse(x, other), x + other)
+    assert torch.equal(stacked.fuse(x, other), torch.cat([x, other], 1))
+    assert torch.equal(added.classifier_inputs(x)[0], x)
+    assert torch.equal(stacked.classifier_inputs(x)[0], torch.cat([x, torch.zeros_like(x)], 1))
+    assert torch.equal(added.eval().classifier_inputs(x)[1], x + added.reconstruct(x))
+    stems = [model.state_dict()["classifier.stem.weight"].shape[1] for model in (added, stacked)]
+    assert stems == [1, 2]
+
+
+def test_reconstruction_error_stays_in_float32() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        error = reconstruction_error(torch.full((2, 1, 4, 4), 0.5, dtype=torch.bfloat16), torch.zeros(2, 1, 4, 4))
+    assert error.dtype == torch.float32 and error.tolist() == [0.25, 0.25]
+
+
+# The losses
+
+
+def test_joint_loss_is_the_sum_of_its_terms() -> None:
+    model = built(lambda_rec=2.0, lambda_sp=3.0).eval()
+    x, y = batch()
+    with torch.no_grad():
+        next(model.encoder.parameters()).add_(0.1)
+        columns = model.evaluation_step((x, y))
+        moved = 0.01 * next(model.encoder.parameters()).numel()
+        expected = columns["loss"].mean() + 2 * columns["reconstruction"].mean() + 3 * moved
+    torch.testing.assert_close(model.joint_loss(x, y), expected)
+
+
+def test_l2_sp_is_zero_at_start() -> None:
+    model = built(lambda_sp=1.0)
+    assert model.drift().item() == 0
+    assert "initial_encoder" not in model.state_dict()
+
+
+def test_task_aware_sends_classification_gradients_to_the_autoencoder() -> None:
+    for aware in (True, False):
+        model = built(task_aware=aware, lambda_rec=0.0)
+        model.joint_loss(*batch()).backward()
+        assert has_gradient(model, "classifier.")
+        assert has_gradient(model, "encoder.") is has_gradient(model, "decoder.") is aware
+
+
+def test_without_task_awareness_the_reconstruction_alone_trains_the_autoencoder() -> None:
+    model, alone = built(task_aware=False), built(task_aware=False)
+    x, y = batch()
+    model.joint_loss(x, y).backward()
+    reconstruction_error(alone.reconstruct(x), x).mean().backward()
+    for a, b in zip(model.decoder.parameters(), alone.decoder.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_two_learning_rates() -> None:
+    model = built(lr=0.3, autoencoder_lr=0.02)
+    groups = model.configure_optimizers().param_groups
+    assert [group["lr"] for group in groups] == [0.02, 0.3]
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+# The warm-up
+
+
+@pytest.mark.parametrize("autoencoder", ["unet", "bottleneck"])
+@pytest.mark.parametrize("aggregator", [FedAvg(), FedProx(mu=1.0)], ids=["plain", "proximal"])
+def test_warm_up_moves_the_encoder_only(autoencoder: Any, aggregator: FedAvg) -> None:
+    """Weights and BatchNorm statistics of decoder and classifier stay, whatever an algorithm adds to the gradients."""
+    model = small(autoencoder=autoencoder, warmup_epochs=50)
+    model.ensure_built(SPEC)
+    before, error = clone(model.state_dict()), _error(model)
+    plain = Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=aggregator.client_callbacks(_client(before)),
+    )
+    plain.fit(model, datamodule=Images())
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert _error(model) < error
+    assert changed and all(name.startswith("encoder.") for name in changed)
+    assert any("running_mean" in name for name in changed)
+    assert all(p.requires_grad for p in model.parameters()) and model.decoder.training
+
+
+def _error(model: FusedSpaceFed) -> float:
+    """In the mode of the warm-up: statistics of the batch in the encoder, running ones in the decoder; a copy, unchanged."""
+    model = copy.deepcopy(model).train()
+    model.decoder.eval()
+    x = batch(24)[0]
+    return reconstruction_error(model.reconstruct(x), x).mean().item()
+
+
+def _client(state: State) -> Any:
+    far = {k: v + 1 for k, v in state.items() if not k.startswith("encoder.")}
+    return Client(0, 1, 48, torch.ones(3, dtype=torch.int64), far, {}, {})
+
+
+def test_nothing_moves_a_frozen_part_even_if_a_callback_gives_it_a_gradient() -> None:
+    model = built()
+    optimizer = model.configure_optimizers()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert model.warming_up
+    model.on_before_optimizer_step(optimizer)
+    assert has_gradient(model, "encoder.")
+    assert not has_gradient(model, "decoder.") and not has_gradient(model, "classifier.")
+
+
+def test_local_epochs_come_on_top_of_the_warm_up() -> None:
+    """16 samples in batches of 8 make two steps an epoch."""
+    recorder = Recorder()
+    federate(small(warmup_epochs=2), aggregator=recorder, max_epochs=3)
+    assert [update.steps for update in recorder.seen] == [2 * (2 + 3)] * 3
+
+
+def test_no_warm_up() -> None:
+    recorder = Recorder()
+    federate(small(warmup_epochs=0), aggregator=recorder)
+    assert [update.steps for update in recorder.seen] == [2] * 3
+
+
+def test_joint_epochs_move_everything() -> None:
+    model = small()
+    model.ensure_built(SPEC)
+    before = clone(model.state_dict())
+    made = federate(model)
+    after = made.federation.client_state(0)  # type: ignore[union-attr]
+    moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"encoder", "decoder", "classifier"}
+
+
+# The federation
+
+
+def tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of nested data, with the path to each."""
+    if isinstance(tree, Tensor):
+        yield "", tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from ((f"{key}.{path}".rstrip("."), tensor) for path, tensor in tensors(value))
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors(value)
+
+
+def test_no_encoder_tensor_leaves_a_client() -> None:
+    """By name, by key and by value: the same weights under another name would be found too."""
+    recorder = Recorder()
+    made = federate(small(latent_dim=5, lambda_sp=0.1), aggregator=recorder, rounds=2, keep_optimizers=True)
+    assert len(recorder.seen) == 6
+    encoders = [
+        {k: v for k, v in made.federation.client_state(c).items() if k.startswith("encoder.")}  # type: ignore[union-attr]
+        for c in range(3)
+    ]
+    sizes = {v.shape for v in encoders[0].values() if v.ndim > 1} | {(sum(v.numel() for v in encoders[0].values()),)}
+    shared = {v.shape for k, v in made.federation.state.items()}  # type: ignore[union-attr]
+    own = sizes - shared  # shapes that only the encoder has, the latent's among them
+    assert torch.Size((5, 64)) in own
+    last = {update.client: update for update in recorder.seen}
+    for update in recorder.seen:
+        sent = list(tensors({"state": update.state, "extras": update.extras}))
+        assert sent and not any("encoder" in name or tensor.shape in own for name, tensor in sent)
+    for client, encoder in enumerate(encoders):
+        learned = [v for v in encoder.values() if v.ndim > 1]
+        for _, tensor in tensors([last[client].state, last[client].extras]):
+            assert not any(tensor.shape == v.shape and torch.equal(tensor, v) for v in learned)
+
+
+def test_encoders_differ_between_clients_and_the_rest_does_not() -> None:
+    federation = federate(small()).federation
+    assert federation is not None
+    first, second = federation.client_state(0), federation.client_state(1)
+    differ = {name for name in first if not torch.equal(first[name], second[name])}
+    assert differ and all(name.startswith("encoder.") for name in differ)
+
+
+def test_resume_keeps_private_encoders_bit_for_bit(tmp_path: Path) -> None:
+    def fit(folder: Path, rounds: int, ckpt_path: str | None = None) -> list[State]:
+        made = trainer(rounds=rounds, evaluate_every=100, run_dir=str(folder), keep_optimizers=True)
+        made.fit(small(lambda_sp=0.01), Images(), ckpt_path=ckpt_path)
+        assert made.federation is not None
+        return [made.federation.client_state(client) for client in range(3)]
+
+    whole = fit(tmp_path / "whole", 3)
+    fit(tmp_path / "parts", 1)
+    parts = fit(tmp_path / "parts", 3, "last")
+    assert all(equal_states(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_multi_label() -> None:
+    made = federate(small(), Images(labels=True))
+    found = made.test()[0]
+    assert {"accuracy", "f1_macro", "reconstruction", "loss"} <= found.keys()
+
+
+def test_exported_model_is_read_back(tmp_path: Path) -> None:
+    made = federate(small(autoencoder="unet", fusion="concat", lambda_sp=0.1))
+    made.export(tmp_path / "model.ckpt")
+    model = FusedSpaceFed.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    assert model.fusion == "concat" and model(batch()[0]).shape == (6, 3)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "named"),
+    [
+        ({"autoencoder": "vae"}, "autoencoder"),
+        ({"fusion": "product"}, "fusion"),
+        ({"norm": "layer"}, "norm"),
+        ({"latent_dim": 0}, "latent_dim"),
+        ({"warmup_epochs": -1}, "warmup_epochs"),
+        ({"lambda_rec": -1.0}, "lambda_rec"),
+        ({"lambda_sp": float("nan")}, "lambda_sp"),
+        ({"lr": 0.0}, "lr"),
+        ({"autoencoder_lr": -0.1}, "autoencoder_lr"),
+        ({"momentum": -0.1}, "momentum"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], named: str) -> None:
+    with pytest.raises(FlsuiteError, match=named):
+        FusedSpaceFed(**kwargs)
+
+
+@pytest.mark.parametrize("shape", [(20,), (1, 3, 3)])
+def test_data_that_it_cannot_take(shape: tuple[int, ...]) -> None:
+    with pytest.raises(FlsuiteError, match="4 x 4"):
+        FusedSpaceFed().ensure_built(DataSpec(shape, 3))

@@ -1,0 +1,43 @@
+"""End to end on published data."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from flsuite.cli import main
+from flsuite.data import CIFAR10, MNIST, Dirichlet, FashionMNIST, Pathological
+from flsuite.models import CNN, Classifier, LeNet5
+from tests.conftest import trainer
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.mark.parametrize("name", ["breastmnist", "retinamnist"])
+def test_the_medical_configs_learn(name: str, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ["--trainer.rounds", "2", "--trainer.max_epochs", "1", "--run_dir", "run", "--trainer.enable_progress_bar", "false"]
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", str(CONFIGS / f"{name}.yaml"), *short])
+    assert exit.value.code == 0
+    with open("run/metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["scope"] == "global"]
+    losses = [float(row["value"]) for row in rows if (row["split"], row["metric"]) == ("train", "loss")]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert {row["metric"] for row in rows if row["split"] == "test"} >= {"accuracy", "f1_macro", "balanced_accuracy", "auroc"}
+    assert list(Path("run/wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_mnist_with_lenet_is_learned_in_two_rounds(real_data: Path) -> None:
+    made = trainer(rounds=2)
+    made.fit(Classifier(LeNet5()), MNIST(clients=20, partition=Dirichlet(1.0)))
+    assert made.test()[0]["accuracy"] > 0.9
+
+
+def test_cifar10_and_fashion_mnist_train(real_data: Path) -> None:
+    made = trainer(rounds=1, schedule=None, max_steps=3)
+    made.fit(Classifier(CNN(hidden=(64,))), CIFAR10(clients=5, partition=Pathological(2), batch_size=32))
+    assert made.round == 1
+    again = trainer(rounds=1, max_steps=3)
+    again.fit(Classifier(LeNet5()), FashionMNIST(clients=5, batch_size=32))
+    assert again.round == 1
