@@ -11,7 +11,16 @@ from flsuite.data import Arrays, DataSpec, MedMNIST, Source
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-SHORT = ["--trainer.rounds", "1", "--trainer.max_epochs", "1", "--trainer.engine", "InProcess", "--trainer.enable_progress_bar", "false"]
+SHORT = [
+    "--trainer.rounds",
+    "1",
+    "--trainer.max_epochs",
+    "1",
+    "--trainer.engine",
+    "InProcess",
+    "--trainer.enable_progress_bar",
+    "false",
+]
 
 
 def stand_in(self: MedMNIST) -> Source:

@@ -106,7 +106,13 @@ def test_wandb_has_one_row_a_round(wandb_runs: list[Recorded]) -> None:
         scored = [row for row in run.rows if "train/loss" in row]
         assert [row["round"] for row in scored] == list(range(1, ROUNDS + 1))
         for row in scored:
-            assert {"train/loss", "val/accuracy", "test/accuracy", "client/0/train/loss", "client/4/test/accuracy"} <= row.keys()
+            assert {
+                "train/loss",
+                "val/accuracy",
+                "test/accuracy",
+                "client/0/train/loss",
+                "client/4/test/accuracy",
+            } <= row.keys()
         assert run.step_metrics["*"] == "round"
 
 

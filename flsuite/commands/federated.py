@@ -1,6 +1,7 @@
 """``flsuite fit | validate | test | predict``: a LightningCLI around the federated trainer."""
 
 import logging
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _SKIP = {"model", "datamodule"}
 
 def run(command: str, args: list[str]) -> None:
     """Parse, build, and call the trainer's method of that name."""
+    _speak()
     sys.argv = ["flsuite", command, *args]  # LightningCLI warns when args and argv differ
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)  # "Seed set to 1", on stderr
     _FederatedCLI(
@@ -72,13 +74,13 @@ class _FederatedCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        dump = self._parser(self.subcommand).dump(config, skip_none=True)
+        dump = self._parser(self.subcommand).dump(config, skip_unset=True)
         self._resolved = _without(dump, ("config", "run_dir", "ckpt_path"))
         run_dir = config.run_dir or config.trainer.run_dir or str(self._default_run_dir(config))
         config.run_dir = config.trainer.run_dir = run_dir
         for logger in _loggers(config.trainer.logger):
             if logger.get("init_args") is not None and logger.init_args.get("save_dir", "") in (None, "", "."):
-                logger.init_args.save_dir = run_dir
+                logger.init_args.save_dir = str(Path(run_dir).resolve())
 
     def instantiate_classes(self) -> None:
         with plain_errors():
@@ -106,6 +108,17 @@ class _FederatedCLI(LightningCLI):
         if going_on and earlier:
             return earlier[-1]
         return new_run_dir(name, int(config.seed_everything))
+
+
+def _speak() -> None:
+    """What the federation has to say goes to the terminal as plain lines."""
+    logger = logging.getLogger("flsuite")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
 
 
 def _loggers(logger: Any) -> list[Any]:

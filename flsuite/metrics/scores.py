@@ -17,8 +17,9 @@ def scores(outputs: Mapping[str, Tensor], y: Tensor, spec: DataSpec, auroc: bool
     """Accuracy, macro F1, balanced accuracy, AUROC, and the mean of every per-sample column.
 
     Balanced accuracy is the mean recall over the classes that occur in ``y``; for multi-label data, accuracy is the mean over
-    labels of the binary accuracy at one half, and balanced accuracy that of (sensitivity + specificity) / 2. A score that is
-    not defined on these samples, such as the AUROC of a single class, is left out.
+    labels of the binary accuracy at one half, and balanced accuracy that of (sensitivity + specificity) / 2, or of the one of
+    them that the label's samples define. A score that is not defined on these samples, such as the AUROC of a single class, is
+    left out.
 
     Args:
         outputs: ``scores`` ``(n, classes)`` and per-sample columns ``(n,)``, such as ``loss``.
@@ -70,10 +71,11 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
     labels = y.shape[1]
     sensitivity = tm.multilabel_recall(probabilities, y, num_labels=labels, average="none")
     specificity = tm.multilabel_specificity(probabilities, y, num_labels=labels, average="none")
+    there = torch.stack([y.bool().any(0), ~y.bool().all(0)])  # of a label's two classes
     return {
         "accuracy": float(tm.multilabel_accuracy(probabilities, y, num_labels=labels, average="macro")),
         "f1_macro": float(tm.multilabel_f1_score(probabilities, y, num_labels=labels, average="macro")),
-        "balanced_accuracy": float(((sensitivity + specificity) / 2).mean()),
+        "balanced_accuracy": float(((torch.stack([sensitivity, specificity]) * there).sum(0) / there.sum(0)).mean()),
     }
 
 

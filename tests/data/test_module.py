@@ -1,0 +1,318 @@
+"""From a published split to clients: validation, test, scaling, batches."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flsuite.data import IID, Arrays, CropFlip, DataSpec, Digits, Dirichlet, FederatedDataModule, Natural, Source, Synthetic
+from flsuite.data.federated import batch_bounds
+from flsuite.data.module import deal_like
+from flsuite.errors import FlsuiteError
+from flsuite.messages import POOLED
+
+
+class Images(FederatedDataModule):
+    """Random pictures of three classes: 120 training, 60 test and, on request, 30 validation samples."""
+
+    def __init__(self, channels: int = 3, published: bool = False, owners: Sequence[int] = (), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.channels, self.published, self.owners = channels, published, owners
+
+    def load(self) -> Source:
+        generator = torch.Generator().manual_seed(0)
+        train, test, val = (self._split(n, generator) for n in (sum(self.owners) or 120, 60, 30))
+        if self.owners:
+            train.ids = torch.arange(len(self.owners)).repeat_interleave(torch.tensor(self.owners))
+        return Source(DataSpec((self.channels, 8, 8), 3), train, test, val if self.published else None)
+
+    def _split(self, samples: int, generator: torch.Generator) -> Arrays:
+        ceiling = torch.tensor([256, 128, 64])[: self.channels]
+        x = torch.rand(samples, 8, 8, self.channels, generator=generator) * ceiling
+        return Arrays(x.to(torch.uint8), torch.randint(0, 3, (samples,), generator=generator))
+
+
+def dealt(**kwargs: Any) -> Images:
+    module = Images(**{"clients": 4, "batch_size": 16, **kwargs})
+    module.setup()
+    return module
+
+
+def all_rows(module: FederatedDataModule, split: str) -> Tensor:
+    return getattr(module.federated, f"{split}_index").values
+
+
+# Validation
+
+
+@pytest.mark.parametrize(
+    ("published", "val_fraction", "train", "held", "validation"),
+    [
+        (False, None, 108, 12, 12),
+        (False, 0.0, 120, 0, None),
+        (False, 0.5, 60, 60, 60),
+        (True, None, 120, 0, 30),
+        (True, 0.0, 120, 0, None),
+        (True, 0.5, 60, 60, 60),
+    ],
+)
+def test_what_is_held_out(published: bool, val_fraction: float | None, train: int, held: int, validation: int | None) -> None:
+    data = dealt(published=published, val_fraction=val_fraction).federated
+    assert (len(data.train_index.values), len(data.val_index.values)) == (train, held)
+    assert not set(data.train_index.values.tolist()) & set(data.val_index.values.tolist())
+    found = data.validation()
+    assert (None if found is None else len(found)) == validation
+    for client in range(4):
+        assert len(data.train_index[client]) == train / 4 and len(data.val_index[client]) == held / 4
+
+
+@pytest.mark.parametrize("val_fraction", [None, 0.5, 0.9])
+def test_a_client_keeps_a_sample_to_train_on(val_fraction: float | None) -> None:
+    module = dealt(clients=4, owners=(1, 2, 5, 40), partition=Natural(), val_fraction=val_fraction)
+    sizes = [module.federated.samples(client) for client in range(4)]
+    fraction = 0.1 if val_fraction is None else val_fraction
+    assert sizes == [n - min(round(fraction * n), n - 1) for n in (1, 2, 5, 40)] and min(sizes) >= 1
+
+
+@pytest.mark.parametrize("val_fraction", [-0.1, 1.0, float("nan")])
+def test_impossible_fractions_are_refused(val_fraction: float) -> None:
+    with pytest.raises(FlsuiteError, match=r"data\.val_fraction must be in \[0, 1\)"):
+        Images(val_fraction=val_fraction)
+
+
+# Test samples
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.5, 100.0])
+def test_test_samples_follow_each_clients_class_mix(alpha: float) -> None:
+    module = Digits(clients=8, partition=Dirichlet(alpha), val_fraction=0.0)
+    module.setup()
+    data = module.federated
+    rows = data.test_index.values
+    assert len(rows.unique()) == len(rows) == 360, "every sample goes to exactly one client"
+    train = torch.stack([torch.bincount(data.train.y[data.train_index[c]], minlength=10) for c in range(8)]).double()
+    test = torch.stack([torch.bincount(data.test.y[data.test_index[c]], minlength=10) for c in range(8)]).double()
+    expected = train / train.sum(0) * torch.bincount(data.test.y, minlength=10)
+    assert (test - expected).abs().max() <= 1
+    assert (test[train == 0] == 0).all(), "no test sample of a class that the client does not know"
+
+
+def test_test_samples_of_a_class_that_nobody_holds_go_to_nobody() -> None:
+    labels, test_labels = np.array([0, 0, 1, 1]), np.array([0, 0, 1, 2, 2])
+    parts = deal_like(labels, [np.array([0, 1]), np.array([2])], test_labels, seed=0)
+    assert [part.tolist() for part in parts] == [[0, 1], [2]]
+
+
+def test_the_training_rows_alone_decide_who_tests_what() -> None:
+    labels = np.repeat([0, 1], 50)
+    rows = [np.arange(0, 30), np.arange(30, 90)]  # rows 90 to 99 belong to nobody
+    parts = deal_like(labels, rows, np.repeat([0, 1], 10), seed=1)
+    assert [np.bincount(np.repeat([0, 1], 10)[part], minlength=2).tolist() for part in parts] == [[6, 0], [4, 10]]
+
+
+# Pixels
+
+
+def test_resize() -> None:
+    module = dealt(resize=16)
+    data = module.federated
+    assert data.train.x.shape == (120, 16, 16, 3) and data.train.x.dtype == torch.uint8 and data.test.x.shape[1:3] == (16, 16)
+    assert module.spec.shape == (3, 16, 16)
+    batch, _ = next(iter(module.train_dataloader()))
+    assert batch.shape == (16, 3, 16, 16)
+    means = [d.train.x.double().mean((0, 1, 2)) for d in (data, dealt().federated)]
+    assert torch.allclose(*means, atol=1.0), "the picture stays as bright as it was"
+    assert dealt(resize=8).federated.train.x.equal(dealt().federated.train.x)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_rgb(channels: int) -> None:
+    module = dealt(channels=channels, rgb=True)
+    assert module.spec.shape == (3, 8, 8) and module.federated.train.x.shape[-1] == channels
+    batch, _ = next(iter(module.train_dataloader()))
+    assert batch.shape == (16, 3, 8, 8)
+    assert (channels == 1) == bool(batch[:, 0].equal(batch[:, 1]) and batch[:, 0].equal(batch[:, 2]))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"channels": 1}, {"channels": 1, "rgb": True}, {"resize": 12}])
+def test_standardized_pixels(kwargs: dict[str, Any]) -> None:
+    data = dealt(**kwargs).federated
+    x = data.scaling(data.train.x).double()
+    assert x.mean((0, 2, 3)).abs().max() < 1e-5
+    assert (x.std((0, 2, 3), correction=0) - 1).abs().max() < 1e-5
+    test = data.scaling(data.test.x).double()
+    assert 0 < test.mean((0, 2, 3)).abs().max() < 0.2, "the test split has the training split's scale"
+
+
+def test_plain_pixels() -> None:
+    data = dealt(standardize=False).federated
+    x = data.scaling(data.train.x)
+    assert x.min() >= 0 and x.max() <= 1
+    assert torch.allclose(x, data.train.x.permute(0, 3, 1, 2) / 255)
+
+
+def test_a_channel_without_contrast_stays_finite() -> None:
+    class Flat(Images):
+        def load(self) -> Source:
+            source = super().load()
+            source.train.x[..., 0] = 7
+            return source
+
+    module = Flat(clients=2)
+    module.setup()
+    x = module.federated.scaling(module.federated.train.x)
+    assert torch.isfinite(x).all() and x[:, 0].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("augment", [None, CropFlip(2)], ids=["plain", "augmented"])
+@pytest.mark.parametrize(("channels", "rgb"), [(1, False), (1, True), (3, False)])
+def test_batches_are_float_and_channels_last(channels: int, rgb: bool, augment: CropFlip | None) -> None:
+    module = dealt(channels=channels, rgb=rgb, augment=augment)
+    for x, y in module.federated.loader(1, seed=0, round=1):
+        assert x.dtype == torch.float32 and y.dtype == torch.int64
+        assert x.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_tables_pass_through() -> None:
+    module = Synthetic(features=6, clients=3, batch_size=10)
+    module.setup()
+    x, _ = next(iter(module.train_dataloader()))
+    assert x.shape == (10, 6) and x.dtype == torch.float32 and module.spec.shape == (6,)
+    rows = module.federated.train.x
+    assert all((rows == sample).all(1).any() for sample in x), "as they are"
+
+
+# Batches
+
+
+def rows_of(module: Images, **kwargs: Any) -> list[list[int]]:
+    """The rows of each batch of an epoch, recognised by their pixels."""
+    loader = kwargs.pop("loader", None) or module.federated.loader(**kwargs)
+    known = {module.federated.scaling(module.federated.train.x[i : i + 1]).numpy().tobytes(): i for i in range(120)}
+    return [[known[x[i : i + 1].numpy().tobytes()] for i in range(len(x))] for x, _ in loader]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    """All rows of the batches, ascending."""
+    return sorted(row for batch in batches for row in batch)
+
+
+def test_epochs_differ_and_repeat() -> None:
+    module = dealt()
+    loader = module.federated.loader(2, seed=5, round=3)
+    first, second = rows_of(module, loader=loader), rows_of(module, loader=loader)
+    assert len(loader) == len(first) == 2
+    own = sorted(module.federated.train_rows(2).tolist())
+    assert flat(first) == flat(second) == own and first != second
+    again = module.federated.loader(2, seed=5, round=3)
+    torch.rand(3)  # nothing that is drawn elsewhere matters
+    assert [rows_of(module, loader=again), rows_of(module, loader=again)] == [first, second]
+    assert rows_of(module, client=2, seed=6, round=3) != first != rows_of(module, client=2, seed=5, round=4)
+
+
+def test_a_number_of_batches_instead_of_a_pass() -> None:
+    module = dealt()
+    few, many = (rows_of(module, client=0, seed=0, round=1, batches=n) for n in (1, 7))
+    assert [len(batch) for batch in few] == [16] and len(many) == 7
+    whole = rows_of(module, client=0, seed=0, round=1)
+    assert many[:2] == whole and flat(many[2:4]) == flat(whole) and many[2:4] != whole
+
+
+def test_the_pooled_client_holds_everything() -> None:
+    module = dealt()
+    data = module.federated
+    seen = flat(rows_of(module, client=POOLED, seed=0, round=1))
+    assert seen == sorted(data.train_index.values.tolist()) and data.samples(POOLED) == 108
+    assert data.class_counts(POOLED).equal(sum(data.class_counts(c) for c in range(4)))
+    assert len(module.train_dataloader()) == data.batches(POOLED) == 7
+
+
+@pytest.mark.parametrize(
+    ("samples", "bounds"), [(1, [(0, 1)]), (4, [(0, 4)]), (5, [(0, 5)]), (6, [(0, 4), (4, 6)]), (9, [(0, 4), (4, 9)])]
+)
+def test_no_batch_of_one(samples: int, bounds: list[tuple[int, int]]) -> None:
+    assert batch_bounds(samples, 4) == bounds
+
+
+def test_a_single_sample_is_seen_twice() -> None:
+    module = dealt(clients=2, owners=(1, 119), partition=Natural(), val_fraction=0.0)
+    ((first, second),) = rows_of(module, client=0, seed=0, round=1)
+    assert first == second == 0 and module.federated.samples(0) == 1
+
+
+# Augmentation
+
+
+def test_crop_flip_repeats_and_keeps_the_shape() -> None:
+    x = torch.randn(32, 3, 8, 10)
+    one, two = (CropFlip(2)(x, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert one.shape == x.shape and one.equal(two)
+    assert not one.equal(CropFlip(2)(x, torch.Generator().manual_seed(2)))
+    assert CropFlip(0, flip=False)(x, torch.Generator()).equal(x)
+    mirrored = CropFlip(0)(x, torch.Generator().manual_seed(0))
+    kinds = [("same" if a.equal(b) else "mirrored" if a.equal(b.flip(2)) else "?") for a, b in zip(mirrored, x, strict=True)]
+    assert set(kinds) == {"same", "mirrored"}
+
+
+def test_crop_shifts_and_pads_with_zeros() -> None:
+    x = torch.ones(200, 1, 6, 6)
+    cropped = CropFlip(2, flip=False)(x, torch.Generator().manual_seed(0))
+    rows, columns = cropped.amax(3).sum((1, 2)), cropped.amax(2).sum((1, 2))
+    assert set(rows.tolist()) == set(columns.tolist()) == {4.0, 5.0, 6.0}
+    assert torch.equal(cropped.sum((1, 2, 3)), rows * columns), "what is left of the picture is one rectangle"
+
+
+def test_augmentation_follows_the_loaders_seed() -> None:
+    module = dealt(augment=CropFlip(2))
+    one, two = (torch.cat([x for x, _ in module.federated.loader(0, seed=1, round=1)]) for _ in range(2))
+    assert one.equal(two)
+    with pytest.raises(FlsuiteError, match="padding must not be negative"):
+        CropFlip(-1)
+
+
+# Seeds and folders
+
+
+def test_the_partition_follows_its_own_seed_before_the_runs() -> None:
+    def made(run: int, **kwargs: Any) -> Images:
+        module = Images(clients=4, partition=IID(), **kwargs)
+        module.use_seed(run)
+        module.setup()
+        return module
+
+    for split in ("train", "val", "test"):
+        assert all_rows(made(1), split).equal(all_rows(made(1), split))
+        assert all_rows(made(1, seed=5), split).equal(all_rows(made(2, seed=5), split))
+        assert not all_rows(made(1), split).equal(all_rows(made(2), split))
+    assert all_rows(made(7), "train").equal(all_rows(made(0, seed=7), "train"))
+
+
+def test_the_argument_comes_before_the_environment_before_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FLSUITE_DATA_ROOT", "~/environment")
+    assert Images(root="~/argument").data_root("~/default") == tmp_path / "argument"
+    assert Images().data_root("~/default") == tmp_path / "environment"
+    monkeypatch.setenv("FLSUITE_DATA_ROOT", "")
+    assert Images().data_root("~/default") == tmp_path / "default"
+    monkeypatch.delenv("FLSUITE_DATA_ROOT")
+    assert Images().data_root(Path("default")) == Path("default")
+
+
+def test_data_is_dealt_once_and_not_before_setup() -> None:
+    module = Images(clients=4)
+    with pytest.raises(FlsuiteError, match=r"call setup\(\)"):
+        _ = module.federated
+    module.setup("fit")
+    before = module.federated
+    module.setup("test")
+    assert module.federated is before
+
+
+@pytest.mark.parametrize("kwargs", [{"clients": 0}, {"batch_size": 0}])
+def test_impossible_numbers_are_refused(kwargs: dict[str, int]) -> None:
+    with pytest.raises(FlsuiteError, match=rf"data\.{next(iter(kwargs))} must be at least 1"):
+        Images(**kwargs)
