@@ -111,8 +111,10 @@ def _prepare(args: list[str]) -> None:
         for plugin in [plugins] if isinstance(plugins, str) else plugins or []:
             try:
                 importlib.import_module(plugin)
-            except ModuleNotFoundError as error:
-                raise FlsuiteError(f"plugins: cannot import {plugin!r} ({error}); install it or run where it lies") from error
+            except (ImportError, SyntaxError) as error:
+                raise FlsuiteError(
+                    f"plugins: cannot import {plugin!r} ({error}); mend it, install it, or run where it lies"
+                ) from error
 
 
 def _values(args: list[str], *options: str) -> list[str]:

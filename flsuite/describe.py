@@ -70,8 +70,20 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
         yield path.removesuffix(".class_path"), ours, theirs
 
 
-def _source(function: Any) -> str:
+@functools.cache
+def _text(function: Any) -> str:
+    """Read once: the file may change while the program runs."""
     try:
         return inspect.getsource(function).strip()
     except (OSError, TypeError):
         return f"{function.__module__}.{function.__qualname__}"
+
+
+def _source(function: Any) -> str:
+    """The source, and the values that it takes from where it was written: ``lambda p: SGD(p, lr=lr)`` says little without."""
+    try:
+        found = inspect.getclosurevars(function)
+    except (TypeError, ValueError):
+        return _text(function)
+    values = {k: v for k, v in {**found.nonlocals, **found.globals}.items() if isinstance(v, _PLAIN)}
+    return _text(function) + (f" with {values}" if values else "")

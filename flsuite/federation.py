@@ -11,7 +11,7 @@ from flsuite.client_memory import ClientMemories
 from flsuite.data.federated import FederatedData
 from flsuite.engines import Engine
 from flsuite.engines.base import Outcome
-from flsuite.errors import FederationError
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, ClientUpdate, Work
 from flsuite.models.base import ClientModel
 from flsuite.schedules import Schedule
@@ -72,6 +72,7 @@ class Federation:
         self.virtual_seconds = 0.0
         self.log = RoundLog()
         schedule.configure(data.train_index.lengths().tolist(), seed)
+        _refuse_idle_patterns(model)
         self.state, self.initial_private = split(clone(model.state_dict()), private_patterns(model, aggregator, buffers))
         aggregator.configure(_layout(model, self.state, data.clients))
 
@@ -158,6 +159,15 @@ class Federation:
         self.aggregator.load_state_dict(content["aggregator"])
         self.schedule.load_state_dict(content["schedule"])
         self.memories.restore(content["clients"])
+
+
+def _refuse_idle_patterns(model: ClientModel) -> None:
+    """A pattern that keeps nothing private would silently make a personalised method a plain one."""
+    names = list(model.state_dict())
+    for pattern in model.private:
+        if not any(matches(name, (pattern,)) for name in names):
+            some = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
+            raise FlsuiteError(f"model.private: {pattern!r} matches no entry of {type(model).__name__}; it has {some[:300]}")
 
 
 def _layout(model: ClientModel, state: State, clients: int) -> Layout:

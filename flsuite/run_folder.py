@@ -121,6 +121,7 @@ class RunFolder:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.table = MetricsTable(path / "metrics.csv" if path else None)
+        self._made: list[Path] = []
 
     @property
     def checkpoints(self) -> Path | None:
@@ -139,6 +140,7 @@ class RunFolder:
                 f"{self.path} already holds a run: resume it with --ckpt_path last, or name another folder with --run_dir"
             )
         assert self.checkpoints is not None
+        self._made = [folder for folder in (self.checkpoints, *self.checkpoints.parents) if not folder.exists()]
         make_folder(self.checkpoints)
         text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
         (self.path / "config.yaml").write_text(text)
@@ -148,6 +150,16 @@ class RunFolder:
             writer.writerow(["client", "split", "class", "samples"])
             writer.writerows(partition_rows(data))
         self.table.create()
+
+    def discard(self) -> None:
+        """Take back what :meth:`create` wrote."""
+        if self.path is None or not self._made:
+            return
+        for name in ("config.yaml", "versions.txt", "partition.csv", "metrics.csv"):
+            (self.path / name).unlink(missing_ok=True)
+        for folder in self._made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def partition_rows(data: FederatedData) -> Iterator[tuple[int, str, str, int]]:
@@ -170,7 +182,7 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
     path = folder / "predictions.csv"
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["sample", "target", "prediction", *(f"p_{c}" for c in range(data.spec.num_classes))])
         for sample, (row, target) in enumerate(zip(probabilities, data.test.y, strict=True)):
             if target.ndim:

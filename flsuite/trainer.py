@@ -155,6 +155,10 @@ class FederatedTrainer(Trainer):
                 improved = self._evaluate() if self._due() else False
                 self._record()
                 self._save(improved)
+        except FlsuiteError:  # a setting that shows only in training: nothing has been trained, nothing is left
+            if not self.round:
+                self.run_folder.discard()
+            raise
         finally:
             self.engine.stop()
             if self.round and self.run_folder.checkpoints:
@@ -307,8 +311,9 @@ class FederatedTrainer(Trainer):
             self.run_folder.create(config, federation.data, again=ckpt_path is not None)
             return
         own = self.run_folder.checkpoints
-        if own is None or checkpoint.parent.resolve() != own.resolve():
-            raise FlsuiteError(f"{checkpoint} belongs to another run; resume it there, with run_dir {checkpoint.parents[1]}")
+        home = checkpoint.resolve().parent
+        if checkpoint.is_file() and (own is None or home != own.resolve()):
+            raise FlsuiteError(f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}")
         content = self._restore(federation, checkpoint)
         self.run_folder.table.resume(content["table"])
         log.info("resumed after round %d from %s", self.round, checkpoint)

@@ -1,7 +1,6 @@
 """``flsuite fit | validate | test | predict``: a LightningCLI around the federated trainer."""
 
 import logging
-import logging
 import sys
 from pathlib import Path
 from typing import Any

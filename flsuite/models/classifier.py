@@ -33,8 +33,9 @@ class Classifier(ClientModel):
     Args:
         backbone: The network; default :class:`~flsuite.models.backbones.LeNet5`.
         optimizer: Of the local fits; made anew for each fit.
-        private: Entries of the state dict that stay with the client, by prefix or wildcard: ``["network.fc"]`` keeps a head
-            (FedPer), ``["*bn*"]`` the normalisation (FedBN).
+        private: Entries of the state dict that stay with the client, by prefix or wildcard: ``["network.fc"]`` keeps the
+            head of a ResNet-18 (FedPer), ``["*norm"]`` the normalisation of a ResNet-20 (FedBN). One that matches nothing is
+            an error.
     """
 
     def __init__(
