@@ -113,7 +113,7 @@ class ClientRunner:
             class_counts=client.class_counts,
             state=clone(shared),
             extras=client.extras,
-            metrics={"loss": loss.mean(), **client.metrics},
+            metrics={"loss": loss.mean(), **{k: float(v) for k, v in trainer.logged_metrics.items()}, **client.metrics},
             bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
         )
         update.bytes_up = nbytes(update.state) + nbytes(update.extras)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from flsuite.local_loop import LocalLoop
+
 __all__ = ["ClientTrainer", "quiet_lightning"]
 
 
@@ -16,10 +18,14 @@ class ClientTrainer(Trainer):
 
     Loggers, checkpoints, bars and validation belong to the federation. What Lightning does once per fit, and a federation
     would pay for once per client, is left out: the sanity check's snapshot of all generators, signal handlers, and the
-    module's way back to the CPU. Everything that concerns training is Lightning's.
+    module's way back to the CPU. In the plain case the steps themselves are :class:`~flsuite.local_loop.LocalLoop`'s; a model
+    that calls ``self.log`` stays with Lightning's loop, and what it logs becomes metrics of the client.
 
     Args:
         kwargs: Of :class:`lightning.pytorch.Trainer`.
+
+    Attributes:
+        lean: Whether the local loop may be used.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -35,6 +41,8 @@ class ClientTrainer(Trainer):
             limit_val_batches=0,
         )
         self.local_epochs = self.max_epochs or 1
+        self.lean = True
+        self._logs = True  # the first fit takes Lightning's loop, which tells whether the model logs
         # The next client is about to use the module where it is.
         self.strategy.teardown = _nothing  # type: ignore[method-assign]
         self.strategy.model_to_device = self._model_to_device  # type: ignore[method-assign]
@@ -62,7 +70,13 @@ class ClientTrainer(Trainer):
     def _run_stage(self) -> None:
         self.lightning_module.zero_grad()
         with torch.autograd.set_detect_anomaly(self._detect_anomaly):
-            self.fit_loop.run()
+            local = LocalLoop(self)
+            if self.lean and not self._logs and local.fits():
+                local.run()
+            else:
+                self.fit_loop.run()
+        self.lightning_module._current_fx_name = None
+        self._logs = bool(self.fit_loop.epoch_loop._results)
 
 
 def quiet_lightning() -> None:
