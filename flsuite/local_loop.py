@@ -68,13 +68,17 @@ class LocalLoop:
             self._call(self._epoch_start)
             progress.increment_started()
             for index, batch in enumerate(loader):
-                self._step(trainer.strategy.batch_to_device(batch), index)
+                self._step(batch if self._is_here(batch) else trainer.strategy.batch_to_device(batch), index)
                 if trainer.should_stop:
                     break
             progress.increment_processed()
             self._call(self._epoch_end)
             progress.increment_completed()
         self._call(self._train_end)
+
+    def _is_here(self, batch: Any) -> bool:
+        device = self.trainer.strategy.root_device
+        return isinstance(batch, tuple) and all(isinstance(part, Tensor) and part.device == device for part in batch)
 
     def _step(self, batch: Any, index: int) -> None:
         trainer, module = self.trainer, self.module

@@ -11,7 +11,7 @@ from flsuite.data.source import DataSpec
 from flsuite.models.backbones import Backbone, LeNet5
 from flsuite.models.base import ClientModel
 
-__all__ = ["Classifier", "class_probabilities", "classification_loss"]
+__all__ = ["Classifier", "class_probabilities", "classification_loss", "mean_classification_loss"]
 
 
 def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
@@ -20,6 +20,12 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     if y.ndim == 1:
         return F.cross_entropy(logits, y, reduction="none")
     return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), reduction="none").mean(1)
+
+
+def mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
+    """The mean of :func:`classification_loss` over the batch, in one operation."""
+    logits = logits.float()
+    return F.cross_entropy(logits, y) if y.ndim == 1 else F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
 
 
 def class_probabilities(logits: Tensor, y: Tensor) -> Tensor:
@@ -57,7 +63,7 @@ class Classifier(ClientModel):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
-        return classification_loss(self(x), y).mean()
+        return mean_classification_loss(self(x), y)
 
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         x, y = batch
