@@ -43,8 +43,8 @@ class RunSummary:
         self.bytes_up = 0
         self.bytes_down = 0
 
-    def consider(self, round: int, validation: dict[str, float]) -> bool:
-        """Whether this round's validation score beats all before it."""
+    def consider(self, validation: dict[str, float]) -> bool:
+        """Whether this validation score beats all before it."""
         value = validation.get(self.monitor, float("nan")) * (1 if HIGHER_IS_BETTER[self.monitor] else -1)
         improved = self.best_value is None or value > self.best_value
         if improved:

@@ -2,9 +2,7 @@
 
 import logging
 import os
-import time
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from lightning.pytorch.loggers import Logger
 
 from flsuite.aggregators import Aggregator, FedAvg
 from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress
-from flsuite.checkpoint import export_model, load_checkpoint, refuse_mismatch, save_checkpoint
 from flsuite.client import Buffers, Job
 from flsuite.client_memory import ClientMemories
 from flsuite.client_trainer import quiet_lightning
@@ -22,20 +19,20 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.describe import describe
 from flsuite.engines import Engine, InProcess
 from flsuite.errors import FlsuiteError
-from flsuite.evaluation import GLOBAL, Evaluator, Scores, Split
+from flsuite.evaluation import GLOBAL, Evaluator, Split
 from flsuite.federation import Federation
 from flsuite.metrics import HIGHER_IS_BETTER
 from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
-from flsuite.run_folder import RunFolder, new_run_dir, write_predictions
+from flsuite.run import Run
+from flsuite.run_folder import RunFolder, new_run_dir
 from flsuite.schedules import Schedule, Synchronous
-from flsuite.summary import RunSummary, print_scores
+from flsuite.summary import print_scores
 
 __all__ = ["FederatedTrainer"]
 
 log = logging.getLogger("flsuite")
 
-_PARTS: tuple[Split, ...] = ("val", "test")
 _FEDERATIONS_OWN = {  # Trainer arguments about what a client's fit has none of: validation, summaries
     "check_val_every_n_epoch",
     "enable_model_summary",
@@ -127,7 +124,7 @@ class FederatedTrainer(Trainer):
         self.writes = enable_checkpointing
         self.client_kwargs = {k: v for k, v in kwargs.items() if k not in _FEDERATIONS_OWN} | {"max_epochs": max_epochs}
         self.config: str | None = None
-        self.federation: Federation | None = None
+        self.run: Run | None = None
 
     def fit(  # type: ignore[override]
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
@@ -143,29 +140,33 @@ class FederatedTrainer(Trainer):
             FlsuiteError: If the request cannot be met; nothing has been written then.
             FederationError: If a round fails altogether; the run's folder keeps the state before it.
         """
-        federation = self._set_up(model, datamodule)
-        self._begin(federation, ckpt_path)
+        run = self._set_up(model, datamodule)
+        self._begin(run, ckpt_path)
         self._notify("on_federation_start")
         try:
-            self.evaluator.load(federation.client_state(None))  # what a client that never trained starts from
-            self.engine.start(self._job())
-            while self.round < self.rounds and not self.should_stop:
-                federation.advance(self.engine, self._notify)
+            run.evaluator.load(run.federation.client_state(None))  # what a client that never trained starts from
+            self.engine.start(self._job(run))
+            while not self._is_last():
+                run.federation.advance(self.engine, self._notify)
                 self._notify("on_round_end", self.round)
-                improved = self._evaluate() if self._due() else False
-                self._record()
-                self._save(improved)
+                due = self.round % self.evaluate_every == 0 or self._is_last()
+                improved = run.evaluate(self._is_last, self.score_clients, self._notify) if due else False
+                run.record(self._notify)
+                run.save(improved, **self._beside())
         except FlsuiteError:  # a setting that shows only in training: nothing has been trained, nothing is left
             if not self.round:
-                self.run_folder.discard()
+                run.folder.discard()
             raise
         finally:
             self.engine.stop()
-            if self.round and self.run_folder.checkpoints:
-                self.export(self.run_folder.checkpoints / "model.ckpt")
+            if self.round and run.folder.checkpoints:
+                run.export(run.folder.checkpoints / "model.ckpt")
             self._notify("on_federation_end")
         if self.show:
-            self.summary.print(self.wall_seconds, self.run_folder.path)
+            run.summary.print(run.wall_seconds, run.folder.path)
+
+    def _is_last(self) -> bool:
+        return self.round >= self.rounds or bool(self.should_stop)
 
     def validate(  # type: ignore[override]
         self,
@@ -210,31 +211,41 @@ class FederatedTrainer(Trainer):
             datamodule: Not needed after a fit.
             ckpt_path: As for :meth:`test`.
         """
-        federation = self._restored(model, datamodule, ckpt_path)
-        clients = range(self.clients) if federation.personal else [None]
-        probabilities = torch.zeros(())
-        for client in clients:
-            self.evaluator.load(federation.client_state(client))
-            probabilities = probabilities + self.evaluator.outputs(federation.data.test)["scores"] / len(clients)
-        if self.run_folder.path is not None:
-            path = write_predictions(self.run_folder.path, probabilities, federation.data)
-            if self.show:
-                print(f"predictions of round {self.round}: {path}")
+        run = self._restored(model, datamodule, ckpt_path)
+        probabilities = run.predict()
+        if self.show and run.folder.path is not None:
+            print(f"predictions of round {self.round}: {run.folder.path / 'predictions.csv'}")
         return probabilities
+
+    @property
+    def federation(self) -> Federation | None:
+        """The federation as it is now; ``None`` before the first fit."""
+        return self.run.federation if self.run else None
 
     @property
     def round(self) -> int:
         """Rounds done."""
-        return self.federation.round if self.federation else 0
+        return self.run.federation.round if self.run else 0
 
     @property
     def clients(self) -> int:
-        return self.federation.data.clients if self.federation else 0
+        """How many clients there are."""
+        return self.run.federation.data.clients if self.run else 0
 
     @property
-    def wall_seconds(self) -> float:
-        """Seconds this run has taken, those before a resume included."""
-        return self._wall_before + time.monotonic() - self._began
+    def run_folder(self) -> RunFolder:
+        """Where the run is recorded."""
+        return self._fitted().folder
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """Scores the federation's models; its resident model is free for use between rounds."""
+        return self._fitted().evaluator
+
+    def _fitted(self) -> Run:
+        if self.run is None:
+            raise FlsuiteError("nothing has been fitted yet: call fit(model, datamodule) first")
+        return self.run
 
     def log_metric(self, metric: str, value: float, scope: str | int = GLOBAL, split: str = "train") -> None:
         """Add a number to the current round, for the table and the loggers: the way for callbacks to log."""
@@ -255,11 +266,9 @@ class FederatedTrainer(Trainer):
 
     def export(self, path: str | Path) -> None:
         """Write the global model as an ordinary Lightning checkpoint, which ``load_from_checkpoint`` reads."""
-        assert self.federation is not None, "fit first"
-        self.evaluator.load(self.federation.client_state(None))
-        export_model(self._model, Path(path))
+        self._fitted().export(Path(path))
 
-    def _set_up(self, model: LightningModule, datamodule: LightningDataModule) -> Federation:
+    def _set_up(self, model: LightningModule, datamodule: LightningDataModule) -> Run:
         """Build all that a round needs; nothing is written yet."""
         if not isinstance(model, ClientModel):
             raise FlsuiteError(f"the model must be a flsuite.models.ClientModel, got {type(model).__name__}")
@@ -274,26 +283,22 @@ class FederatedTrainer(Trainer):
         model.ensure_built(data.spec)
         if self.channels_last:
             model.to_channels_last()
-        self.run_folder = RunFolder(self._folder() if self.writes else None)
-        memories = ClientMemories(self.run_folder.path / "clients" if self.run_folder.path else None)
+        folder = RunFolder(self._folder() if self.writes else None)
+        memories = ClientMemories(folder.path / "clients" if folder.path else None)
         federation = Federation(model, data, self.aggregator, self.schedule, self.buffers, memories, self.seed)
-        self.evaluator = Evaluator(model, data, self.strategy.root_device, self.precision_plugin.forward_context)
-        self.summary = RunSummary(self.monitor)
+        evaluator = Evaluator(model, data, self.strategy.root_device, self.precision_plugin.forward_context)
         self.should_stop = False
-        self._wall_before, self._began = 0.0, time.monotonic()
-        self._best_clients: dict[int, int] = {}
-        self.federation = federation
-        return federation
+        self.run = Run(federation, evaluator, folder, self.monitor)
+        return self.run
 
     def _folder(self) -> Path:
         name = f"{type(self._datamodule).__name__}-{type(self.aggregator).__name__}".lower()
         return self.run_dir or new_run_dir(name, self.seed)
 
-    def _job(self) -> Job:
-        assert self.federation is not None
+    def _job(self, run: Run) -> Job:
         return Job(
             model=self._model,
-            data=self.federation.data,
+            data=run.federation.data,
             aggregator=self.aggregator,
             seed=self.seed,
             trainer_kwargs=self.client_kwargs,
@@ -303,134 +308,50 @@ class FederatedTrainer(Trainer):
             channels_last=self.channels_last,
         )
 
-    def _begin(self, federation: Federation, ckpt_path: str | None) -> None:
+    def _begin(self, run: Run, ckpt_path: str | None) -> None:
         """Create the run's folder, or go on from a checkpoint in it."""
-        checkpoint = self._find_checkpoint(ckpt_path)
-        if checkpoint is None:
+        checkpoint = run.find(ckpt_path)
+        if checkpoint is not None:
+            self._take_back(run.resume(checkpoint, self.describe()))
+        else:
             config = self.config or {**self.describe(), "rounds": self.rounds}
-            self.run_folder.create(config, federation.data, again=ckpt_path is not None)
-            return
-        own = self.run_folder.checkpoints
-        home = checkpoint.resolve().parent
-        if checkpoint.is_file() and (own is None or home != own.resolve()):
-            raise FlsuiteError(f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}")
-        content = self._restore(federation, checkpoint)
-        self.run_folder.table.resume(content["table"])
-        log.info("resumed after round %d from %s", self.round, checkpoint)
+            run.folder.create(config, run.federation.data, again=ckpt_path is not None)
 
-    def _find_checkpoint(self, ckpt_path: str | None) -> Path | None:
-        """The file that a request means; ``None`` to start anew."""
-        if ckpt_path is None or ckpt_path not in ("last", "best"):
-            return None if ckpt_path is None else Path(ckpt_path)
-        folder = self.run_folder.checkpoints
-        if folder is None:
-            raise FlsuiteError(f"ckpt_path {ckpt_path} is looked for in the run's folder, but enable_checkpointing is false")
-        path = folder / f"{ckpt_path}.ckpt"
-        if path.exists() or ckpt_path == "best":
-            return path
-        log.info("no checkpoint in %s yet: starting with the first round", folder)
-        return None
-
-    def _restore(self, federation: Federation, checkpoint: Path) -> dict[str, Any]:
-        content = load_checkpoint(checkpoint)
-        refuse_mismatch(self.describe(), content["settings"], checkpoint)
-        federation.load_state_dict(content["federation"])
-        self.summary.load_state_dict(content["summary"])
-        self._wall_before, self._began = content["wall_seconds"], time.monotonic()
-        self._best_clients = content["best_clients"]
-        self.should_stop = content["should_stop"]
-        for callback in self._federation_callbacks():
-            if callback.state_key in content["callbacks"]:
-                callback.load_state_dict(content["callbacks"][callback.state_key])
-        return content
-
-    def _restored(
-        self, model: LightningModule | None, datamodule: LightningDataModule | None, ckpt_path: str | None
-    ) -> Federation:
-        """The federation in the state that a request for scores means."""
-        federation = self.federation
-        if federation is not None and ckpt_path is None:
-            return federation
-        if federation is None:
+    def _restored(self, model: LightningModule | None, datamodule: LightningDataModule | None, ckpt_path: str | None) -> Run:
+        """The run in the state that a request for scores means."""
+        run = self.run
+        if run is not None and ckpt_path is None:
+            return run
+        if run is None:
             if model is None or datamodule is None:
                 raise FlsuiteError("nothing has been fitted yet: pass model, datamodule and ckpt_path")
             if self.run_dir is None and ckpt_path is not None and ckpt_path not in ("last", "best"):
                 self.run_dir = Path(ckpt_path).parent.parent
-            federation = self._set_up(model, datamodule)
-        checkpoint = self._find_checkpoint(ckpt_path or "last")
+            run = self._set_up(model, datamodule)
+        checkpoint = run.find(ckpt_path or "last")
         if checkpoint is None:
-            raise FlsuiteError(
-                f"there is no checkpoint in {self.run_folder.checkpoints}: fit first, or name one with ckpt_path"
-            )
-        self._restore(federation, checkpoint)
-        return federation
-
-    def _due(self) -> bool:
-        return self.round % self.evaluate_every == 0 or self.round == self.rounds
-
-    def _evaluate(self) -> bool:
-        """Score on validation data, then on test data; whether the round is the best so far on the former."""
-        improved = False
-        for part in _PARTS:
-            last = self.round == self.rounds or self.should_stop
-            found = self._scores(part, self.clients if last else self.score_clients, details=last and part == "test")
-            for scope, row in found.items():
-                self.run_folder.table.note(scope, part, row)
-            if found and part == "val":
-                improved = self.summary.consider(self.round, found[GLOBAL])
-            elif found:
-                self.summary.score(self.round, found[GLOBAL], improved)
-            if found:
-                self._notify("on_evaluation_end", self.round, part, found)
-        return improved
-
-    def _scores(self, part: Split, clients: int, details: bool) -> Scores:
-        assert self.federation is not None
-        cohort: Sequence[int] = range(min(clients, self.clients))
-        if not self.federation.personal:
-            return self.evaluator.shared(self.federation.client_state(None), part, cohort, details)
-        return self.evaluator.personal({c: partial(self.federation.client_state, c) for c in cohort}, part, details)
+            raise FlsuiteError(f"there is no checkpoint in {run.folder.checkpoints}: fit first, or name one with ckpt_path")
+        self._take_back(run.restore(checkpoint, self.describe()))
+        return run
 
     def _scored(self, part: Split, *request: Any) -> list[dict[str, float]]:
-        self._restored(*request)
-        found = self._scores(part, self.clients, details=True)
+        found = self._restored(*request).scores(part, self.clients, details=True)
         if not found:
             raise FlsuiteError("there is no validation data: set data.val_fraction above 0")
         if self.show:
             print_scores(found, part, self.round)
         return [found[GLOBAL], *(row for scope, row in found.items() if scope != GLOBAL)]
 
-    def _record(self) -> None:
-        """All that is known of the round goes into the table and to the loggers."""
-        federation, table = self.federation, self.run_folder.table
-        assert federation is not None
-        for scope, numbers in federation.log.metrics():
-            table.note(scope, "train", numbers)
-        self.summary.transfer(federation.log.updates)
-        named = table.close_round(self.round, federation.virtual_seconds, self.wall_seconds)
-        self._notify("on_round_recorded", self.round, named)
+    def _beside(self) -> dict[str, Any]:
+        """What a checkpoint holds of the trainer itself."""
+        callbacks = {callback.state_key: callback.state_dict() for callback in self._federation_callbacks()}
+        return {"settings": self.describe(), "should_stop": bool(self.should_stop), "callbacks": callbacks}
 
-    def _save(self, best: bool) -> None:
-        federation, folder = self.federation, self.run_folder.checkpoints
-        assert federation is not None
-        federation.memories.commit(self.round)
-        table = self.run_folder.table.flush()
-        if folder is None:
-            return
-        if best:
-            self._best_clients = dict(federation.memories.versions)
-        content = {
-            "federation": federation.state_dict(),
-            "settings": self.describe(),
-            "summary": self.summary.state_dict(),
-            "callbacks": {c.state_key: c.state_dict() for c in self._federation_callbacks()},
-            "best_clients": self._best_clients,
-            "wall_seconds": self.wall_seconds,
-            "should_stop": self.should_stop,
-            "table": table,
-        }
-        save_checkpoint(content, folder, best)
-        federation.memories.collect(federation.memories.versions, self._best_clients)
+    def _take_back(self, content: dict[str, Any]) -> None:
+        self.should_stop = content["should_stop"]
+        for callback in self._federation_callbacks():
+            if callback.state_key in content["callbacks"]:
+                callback.load_state_dict(content["callbacks"][callback.state_key])
 
     @property
     def _callbacks(self) -> list[Callback]:
