@@ -23,7 +23,7 @@ from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
 from flsuite.state import State, clone, load_, nbytes, split
 
-__all__ = ["Buffers", "ClientRunner", "Job", "private_patterns"]
+__all__ = ["Buffers", "ClientRunner", "Job", "buffer_names", "private_patterns"]
 
 Buffers = Literal["average", "local", "reset"]
 
@@ -33,6 +33,7 @@ class Job:
     """Everything a worker needs to train any client: sent once.
 
     Attributes:
+        initial: What a fit starts from where neither server nor client says: see :class:`~flsuite.federation.Federation`.
         trainer_kwargs: Arguments of the per-client Lightning Trainer.
         callbacks: The user's own Lightning callbacks; every fit starts from a fresh copy.
         buffers: What becomes of buffers (BatchNorm statistics): ``average`` travels and is averaged like a weight;
@@ -44,6 +45,7 @@ class Job:
     data: FederatedData
     aggregator: Aggregator
     seed: int
+    initial: State
     trainer_kwargs: dict[str, Any]
     callbacks: list[Callback] = field(default_factory=list)
     buffers: Buffers = "average"
@@ -53,7 +55,7 @@ class Job:
 
 def private_patterns(model: ClientModel, aggregator: Aggregator, buffers: Buffers) -> list[str]:
     """Which entries stay with a client: what the model keeps, what the algorithm keeps, and local buffers."""
-    local = list(_buffer_names(model)) if buffers == "local" else []
+    local = list(buffer_names(model)) if buffers == "local" else []
     return [*model.private, *aggregator.private, *local]
 
 
@@ -66,8 +68,7 @@ class ClientRunner:
         if job.channels_last:
             self.model.to_channels_last()
         self.private = private_patterns(job.model, job.aggregator, job.buffers)
-        self.initial = clone(self.model.state_dict())
-        self.buffers = _buffer_names(self.model)
+        self.buffers = buffer_names(self.model)
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
 
@@ -133,11 +134,12 @@ class ClientRunner:
     def _swap_in(self, shared: State, private: State) -> None:
         """Make the resident model this client's. One that was never here starts from the initial private entries."""
         resident = self.model.state_dict()
-        load_(resident, {k: self.initial[k] for k in self.initial.keys() - shared.keys() - private.keys()})
+        initial = self.job.initial
+        load_(resident, {k: initial[k] for k in initial.keys() - shared.keys() - private.keys()})
         load_(resident, shared)
         load_(resident, private)
         if self.job.buffers == "reset":
-            load_(resident, {name: self.initial[name] for name in self.buffers})
+            load_(resident, {name: initial[name] for name in self.buffers})
 
     def _rewound_trainer(self) -> ClientTrainer:
         """The resident Trainer, as if it had never fitted anything."""
@@ -148,7 +150,8 @@ class ClientRunner:
         return self._trainer
 
 
-def _buffer_names(model: LightningModule) -> Sequence[str]:
+def buffer_names(model: LightningModule) -> Sequence[str]:
+    """Entries of the state that no optimizer trains: running statistics, counters."""
     trainable = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return [name for name in model.state_dict() if name not in trainable]
 

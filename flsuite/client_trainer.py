@@ -1,6 +1,7 @@
 """The Lightning Trainer of a worker: one object that fits client after client, without what a fit of its own would need."""
 
 import logging
+import signal
 import warnings
 from itertools import chain
 from typing import Any
@@ -66,6 +67,14 @@ class ClientTrainer(Trainer):
         device, module = self.strategy.root_device, self.lightning_module
         if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
             module.to(device)
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning answers Ctrl-C by exiting, and deaf to the next one; the federation wants to close its books first."""
+        try:
+            super().fit(*args, **kwargs)
+        except SystemExit:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise KeyboardInterrupt from None
 
     def _run_stage(self) -> None:
         self.lightning_module.zero_grad()

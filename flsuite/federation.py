@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from flsuite.aggregators import Aggregator
-from flsuite.client import Buffers, private_patterns
+from flsuite.client import Buffers, buffer_names, private_patterns
 from flsuite.client_memory import ClientMemories
 from flsuite.data.federated import FederatedData
 from flsuite.engines import Engine
@@ -51,7 +51,8 @@ class Federation:
     Attributes:
         round: Rounds done.
         state: The shared part of the global model.
-        initial_private: What a client's own part is before it has trained.
+        initial: What a fit starts from where nothing else is known: a client's own part before it has trained, and buffers.
+        personal: Whether every client has a model of its own.
     """
 
     def __init__(
@@ -73,18 +74,16 @@ class Federation:
         self.log = RoundLog()
         schedule.configure(data.train_index.lengths().tolist(), seed)
         _refuse_idle_patterns(model)
-        self.state, self.initial_private = split(clone(model.state_dict()), private_patterns(model, aggregator, buffers))
+        whole = clone(model.state_dict())
+        self.state, private = split(whole, private_patterns(model, aggregator, buffers))
+        self.personal = bool(private)
+        self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
         aggregator.configure(_layout(model, self.state, data.clients))
-
-    @property
-    def personal(self) -> bool:
-        """Whether every client has a model of its own."""
-        return bool(self.initial_private)
 
     def client_state(self, client: int | None) -> State:
         """The whole model of a client: the shared part as it is now, and its own. ``None``: a client that never trained."""
         private = self.memories[client].get("model", {}) if client is not None else {}
-        return {**self.initial_private, **private, **self.state}
+        return {**self.initial, **private, **self.state}
 
     def advance(self, engine: Engine, notify: Callable[..., None]) -> None:
         """One round: draw the cohort, train it, fold what comes back.
@@ -145,7 +144,7 @@ class Federation:
             "round": self.round,
             "virtual_seconds": self.virtual_seconds,
             "state": self.state,
-            "initial_private": self.initial_private,
+            "initial": self.initial,
             "aggregator": self.aggregator.state_dict(),
             "schedule": self.schedule.state_dict(),
             "clients": dict(self.memories.versions),
@@ -155,7 +154,7 @@ class Federation:
         self.round = content["round"]
         self.virtual_seconds = content["virtual_seconds"]
         self.state = content["state"]
-        self.initial_private = content["initial_private"]
+        self.initial = content["initial"]
         self.aggregator.load_state_dict(content["aggregator"])
         self.schedule.load_state_dict(content["schedule"])
         self.memories.restore(content["clients"])

@@ -144,7 +144,6 @@ class FederatedTrainer(Trainer):
         self._begin(run, ckpt_path)
         self._notify("on_federation_start")
         try:
-            run.evaluator.load(run.federation.client_state(None))  # what a client that never trained starts from
             self.engine.start(self._job(run))
             while not self._is_last():
                 run.federation.advance(self.engine, self._notify)
@@ -301,6 +300,7 @@ class FederatedTrainer(Trainer):
             data=run.federation.data,
             aggregator=self.aggregator,
             seed=self.seed,
+            initial=run.federation.initial,
             trainer_kwargs=self.client_kwargs,
             callbacks=[c for c in self._callbacks if _has_lightning_hooks(c)],
             buffers=self.buffers,

@@ -67,7 +67,9 @@ def job(callbacks: list[Callback] | None = None) -> tuple[Job, dict[str, Tensor]
     module.setup()
     torch.manual_seed(0)
     net.ensure_built(module.federated.spec)
-    made = Job(net, module.federated, FedAvg(), 3, {"max_epochs": 2, "accelerator": "cpu"}, callbacks or [])
+    made = Job(
+        net, module.federated, FedAvg(), 3, clone(net.state_dict()), {"max_epochs": 2, "accelerator": "cpu"}, callbacks or []
+    )
     return made, clone(net.state_dict())
 
 

@@ -65,7 +65,7 @@ def fits(model: ClientModel, lean: bool, aggregator: Aggregator, **kwargs: Any) 
     state = clone(model.state_dict())
     aggregator.configure(Layout(tuple(name for name, _ in model.named_parameters()), 3))
     settings = {"max_epochs": 2, "accelerator": "cpu", **kwargs}
-    runner = ClientRunner(Job(model, module.federated, aggregator, 0, settings, callbacks=[Diary()]))
+    runner = ClientRunner(Job(model, module.federated, aggregator, 0, state, settings, callbacks=[Diary()]))
     Diary.lines = []
     results = []
     for client in range(3):

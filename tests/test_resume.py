@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from flsuite.client_memory import ClientMemories
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
-from flsuite.models import MLP, Classifier
+from flsuite.models import MLP, Classifier, ResNet20
 from flsuite.schedules import Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -88,6 +90,34 @@ def _rounds_on_disk(folder: Path) -> int:
 def _scores(folder: Path) -> pd.DataFrame:
     table = pd.read_csv(folder / "metrics.csv")
     return table[~table["metric"].isin(["seconds"])].drop(columns=["wall_s", "virtual_s"]).reset_index(drop=True)
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "reset"])
+def test_statistics_resume_under_every_policy(buffers: str, tmp_path: Path) -> None:
+    def fit(rounds: int, folder: str, ckpt_path: str | None = None) -> FederatedTrainer:
+        made = trainer(rounds=rounds, buffers=buffers, run_dir=tmp_path / folder, schedule=Synchronous(2))
+        made.fit(Classifier(ResNet20(width=4)), digits(clients=4), ckpt_path=ckpt_path)
+        return made
+
+    whole = fit(3, "whole")
+    fit(1, "halves")
+    resumed = fit(3, "halves", "last")
+    for client in range(4):
+        assert equal_states(resumed.federation.client_state(client), whole.federation.client_state(client))
+
+
+def test_an_interrupt_closes_the_books(tmp_path: Path) -> None:
+    config = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+    command = [sys.executable, "-m", "flsuite", "fit", "--config", str(config), "--run_dir", "run", "--trainer.rounds", "5000"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while _rounds_on_disk(tmp_path / "run") < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "interrupted" in said.splitlines()[-1] and "Traceback" not in said
+    assert (tmp_path / "run" / "checkpoints" / "model.ckpt").exists()
 
 
 def test_killed_before_the_first_checkpoint_starts_over(tmp_path: Path) -> None:
