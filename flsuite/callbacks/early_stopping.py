@@ -1,5 +1,6 @@
 """Stopping a federation that has stopped learning."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from flsuite.callbacks.base import FederationCallback
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from flsuite.trainer import FederatedTrainer
 
 __all__ = ["RoundEarlyStopping"]
+
+log = logging.getLogger("flsuite")
 
 
 class RoundEarlyStopping(FederationCallback):
@@ -41,7 +44,11 @@ class RoundEarlyStopping(FederationCallback):
             self.best, self.waited = value, 0
             return
         self.waited += 1
-        trainer.should_stop = trainer.should_stop or self.waited >= self.patience
+        if self.waited >= self.patience:
+            log.info(
+                "validation %s has not improved for %d evaluations: stopping after round %d", self.monitor, self.waited, round
+            )
+            trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited}

@@ -68,7 +68,7 @@ class RoundProgress(FederationCallback):
             self._bar.update(self._rounds, completed=round, note=f"{'  '.join(shown)}  {left} left")
             return
         now = time.monotonic()
-        if now - self._printed >= self.interval or round == trainer.rounds:
+        if now - self._printed >= self.interval or round == trainer.rounds or trainer.should_stop:
             self._printed = now
             print(
                 f"round {round}/{trainer.rounds}  {self._cohort} clients  {'  '.join(shown)}  {left} left",
