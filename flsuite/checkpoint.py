@@ -1,6 +1,7 @@
 """A federation on disk, from which it goes on as if it had never stopped."""
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,25 @@ _FORMAT = 1
 
 
 def save_checkpoint(content: dict[str, Any], folder: Path, best: bool) -> None:
-    """Write ``last.ckpt`` whole or not at all; with ``best``, ``best.ckpt`` becomes the same file."""
+    """Write ``last.ckpt`` whole or not at all; with ``best``, ``best.ckpt`` is the same file.
+
+    ``best`` comes first: a run killed between the two does its round again, and finds the same best.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    last = folder / "last.ckpt"
-    atomic_save(lambda path: torch.save({"format": _FORMAT, **content}, path), last)
-    if best:
-        atomic_save(lambda path: os.link(last, path), folder / "best.ckpt")
+
+    def write(path: Path) -> None:
+        torch.save({"format": _FORMAT, **content}, path)
+        if best:
+            atomic_save(lambda twin: _link(path, twin), folder / "best.ckpt")
+
+    atomic_save(write, folder / "last.ckpt")
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -55,8 +57,9 @@ class Job:
 
 def private_patterns(model: ClientModel, aggregator: Aggregator, buffers: Buffers) -> list[str]:
     """Which entries stay with a client: what the model keeps, what the algorithm keeps, and local buffers."""
-    local = list(buffer_names(model)) if buffers == "local" else []
-    return [*model.private, *aggregator.private, *local]
+    if aggregator.pooled:
+        return []
+    return [*model.private, *aggregator.private, *(buffer_names(model) if buffers == "local" else ())]
 
 
 class ClientRunner:
@@ -184,4 +187,5 @@ class _KeepOptimizers(Callback):
             optimizer.load_state_dict(copy.deepcopy(state))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+        self.states = move_data_to_device(states, torch.device("cpu"))

@@ -65,6 +65,10 @@ class ClientMemories:
             self._keep(client, memory)
         self._fresh = {}
 
+    def forget(self) -> None:
+        """Drop what was set since the last commit."""
+        self._fresh = {}
+
     def restore(self, versions: dict[int, int]) -> None:
         self.versions = dict(versions)
         self._resident.clear()
@@ -91,7 +95,7 @@ class ClientMemories:
             self._bytes -= nbytes(oldest)
 
     def _read(self, round: int) -> dict[int, Memory]:
-        return torch.load(self._path(round), weights_only=True, mmap=True)
+        return torch.load(self._path(round), weights_only=True, mmap=True, map_location="cpu")
 
     def _path(self, round: int) -> Path:
         assert self.folder is not None

@@ -93,17 +93,24 @@ class Evaluator:
             found[GLOBAL] |= _spread({c: s for c, s in found.items() if "accuracy" in s and c != GLOBAL}, "client_")
         return found
 
-    @torch.inference_mode()
     def outputs(self, arrays: Arrays) -> dict[str, Tensor]:
-        """The model's evaluation columns for every sample, on the CPU."""
-        self.model.to(self.device).eval()
+        """The model's evaluation columns for every sample, on the CPU; leaves the model's modes as they are."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.to(self.device).eval()  # outside inference mode, which would mark moved parameters for ever
+        try:
+            return self._outputs(arrays)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    @torch.inference_mode()
+    def _outputs(self, arrays: Arrays) -> dict[str, Tensor]:
         parts: list[dict[str, Tensor]] = []
         for x, y in zip(arrays.x.split(self.batch_size), arrays.y.split(self.batch_size), strict=True):
             batch = self.data.scaling(x).to(self.device), y.to(self.device)
             with self.precision():
                 columns = self.model.evaluation_step(batch)
             parts.append({name: column.float().cpu() for name, column in columns.items()})
-        self.model.train()
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def load(self, state: State) -> None:

@@ -35,12 +35,10 @@ class RoundLog:
             sizes = {"samples": update.samples, "steps": update.steps, "seconds": update.seconds}
             traffic = {"bytes_up": update.bytes_up, "bytes_down": update.bytes_down}
             yield str(update.client), {**update.metrics, **sizes, **traffic}
-        samples = sum(update.samples for update in self.updates)
-        names = {name for update in self.updates for name in update.metrics}
-        means = {
-            name: sum(u.samples * u.metrics[name] for u in self.updates if name in u.metrics) / samples
-            for name in sorted(names)
-        }
+        means = {}
+        for name in sorted({name for update in self.updates for name in update.metrics}):
+            have = [update for update in self.updates if name in update.metrics]
+            means[name] = sum(u.samples * u.metrics[name] for u in have) / sum(u.samples for u in have)
         totals = {name: float(sum(getattr(u, name) for u in self.updates)) for name in ("bytes_up", "bytes_down", "steps")}
         yield "global", {**means, **totals, "clients": len(self.updates), "failed": len(self.failures)}
 
@@ -89,8 +87,16 @@ class Federation:
         """One round: draw the cohort, train it, fold what comes back.
 
         Raises:
-            FederationError: If no usable update came back, or the new state is not usable; this object is as before then.
+            FederationError: If no usable update came back, or the new state is not usable. State and clients' memories are
+                as before then.
         """
+        try:
+            self._advance(engine, notify)
+        except BaseException:
+            self.memories.forget()
+            raise
+
+    def _advance(self, engine: Engine, notify: Callable[..., None]) -> None:
         round = self.round + 1
         cohort = self.schedule.cohort(round)
         notify("on_round_start", round, cohort)
@@ -107,6 +113,8 @@ class Federation:
                 f"the state of round {self.round} is kept"
             )
         new = self.aggregator.aggregate(self.state, chain([first], accepted))
+        for _ in accepted:  # what an aggregator does not look at has been trained all the same
+            pass
         if fault := mismatch(new, self.state) or non_finite(new):
             raise FederationError(
                 f"round {round}: {type(self.aggregator).__name__} made a bad state ({fault} is not finite, or not as before; "

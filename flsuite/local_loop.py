@@ -8,6 +8,7 @@ the same weights, bit for bit. Everything else takes Lightning's.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -21,6 +22,7 @@ _OWN_STEPS = (  # a model that overrides one of these takes Lightning's loop
     "configure_gradient_clipping",
     "on_after_batch_transfer",
     "on_before_batch_transfer",
+    "on_train_batch_start",
     "optimizer_step",
     "optimizer_zero_grad",
     "transfer_batch_to_device",
@@ -40,6 +42,7 @@ class LocalLoop:
         return (
             module.automatic_optimization
             and len(trainer.optimizers) == 1
+            and _steps_alone(trainer.optimizers[0])
             and not trainer.lr_scheduler_configs
             and trainer.accumulate_grad_batches == 1
             and trainer.limit_train_batches == 1.0
@@ -132,6 +135,11 @@ class LocalLoop:
     def _call(hooks: list[Callable[..., Any]], *args: Any) -> None:
         for hook in hooks:
             hook(*args)
+
+
+def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` needs no closure: torch's own but LBFGS; third-party ones may insist on it."""
+    return type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _bind(hook: Callable[..., Any], trainer: Trainer, module: LightningModule) -> Callable[..., Any]:

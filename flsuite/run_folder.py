@@ -78,9 +78,11 @@ class MetricsTable:
         self._open: list[tuple[str, str, str, float]] = []
         self._written = 0
 
-    def create(self) -> None:
+    def create(self, again: bool = False) -> None:
+        """Begin the file; only ``again`` may take the place of one that is there."""
         if self.path is not None:
-            self.path.write_text(",".join(COLUMNS) + "\n")
+            with self.path.open("w" if again else "x") as file:
+                file.write(",".join(COLUMNS) + "\n")
 
     def resume(self, size: int) -> None:
         """Go on behind byte ``size``, and forget what a killed run wrote after it."""
@@ -149,7 +151,7 @@ class RunFolder:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["client", "split", "class", "samples"])
             writer.writerows(partition_rows(data))
-        self.table.create()
+        self.table.create(again)
 
     def discard(self) -> None:
         """Take back what :meth:`create` wrote."""

@@ -1,5 +1,7 @@
 """What a run came to: the last round and the round picked on validation data, and what they cost."""
 
+import logging
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from flsuite.messages import ClientUpdate
 from flsuite.metrics import HIGHER_IS_BETTER
 
 __all__ = ["RunSummary", "print_scores"]
+
+log = logging.getLogger("flsuite")
 
 _ROWS = {
     "accuracy": "global accuracy",
@@ -46,6 +50,9 @@ class RunSummary:
     def consider(self, validation: dict[str, float]) -> bool:
         """Whether this validation score beats all before it."""
         value = validation.get(self.monitor, float("nan")) * (1 if HIGHER_IS_BETTER[self.monitor] else -1)
+        if math.isnan(value):
+            log.warning("%s is not defined on this validation data, or not finite: this round cannot be picked", self.monitor)
+            return False
         improved = self.best_value is None or value > self.best_value
         if improved:
             self.best_value = value

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,7 @@ class FederatedTrainer(Trainer):
                 raise FlsuiteError(f"trainer.{name} must be at least 1, got {value}")
         if monitor not in HIGHER_IS_BETTER:
             raise FlsuiteError(f"trainer.monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor!r}")
+        _refuse_unfit(kwargs)
         quiet_lightning()
         super().__init__(
             max_epochs=max_epochs,
@@ -187,8 +188,8 @@ class FederatedTrainer(Trainer):
         Args:
             model: Not needed after a fit.
             datamodule: Not needed after a fit.
-            ckpt_path: ``last``, ``best`` (the round picked on validation data) or a path; default the state in memory after
-                a fit, else ``last``.
+            ckpt_path: ``last``, ``best`` (the round picked on validation data) or a path, which becomes the state in memory;
+                default that state, after a fit the last round's, else ``last``.
 
         Returns:
             The global scores, then one dict a client.
@@ -255,12 +256,13 @@ class FederatedTrainer(Trainer):
         return {
             "seed": self.seed,
             "model": describe(self._model),
-            "data": describe(self._datamodule),
+            "data": _without_place(describe(self._datamodule)),
             "aggregator": describe(self.aggregator),
             "schedule": describe(self.schedule),
             "buffers": self.buffers,
             "keep_optimizers": self.keep_optimizers,
-            "client": {name: describe(value) for name, value in self.client_kwargs.items() if value is not None},
+            "channels_last": self.channels_last,
+            "client": {k: describe(v) for k, v in self.client_kwargs.items() if v is not None and k != "default_root_dir"},
         }
 
     def export(self, path: str | Path) -> None:
@@ -320,6 +322,8 @@ class FederatedTrainer(Trainer):
     def _restored(self, model: LightningModule | None, datamodule: LightningDataModule | None, ckpt_path: str | None) -> Run:
         """The run in the state that a request for scores means."""
         run = self.run
+        if run is not None and (model not in (None, self._model) or datamodule not in (None, self._datamodule)):
+            raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer for this model and data")
         if run is not None and ckpt_path is None:
             return run
         if run is None:
@@ -363,6 +367,24 @@ class FederatedTrainer(Trainer):
     def _notify(self, hook: str, *args: Any) -> None:
         for callback in self._federation_callbacks():
             getattr(callback, hook)(self, *args)
+
+
+def _without_place(data: dict[str, Any]) -> dict[str, Any]:
+    """Where the files lie does not decide the result."""
+    kept = {name: value for name, value in data["init_args"].items() if name not in ("root", "download")}
+    return {**data, "init_args": kept}
+
+
+def _refuse_unfit(kwargs: Mapping[str, Any]) -> None:
+    """Arguments of Lightning's Trainer that a federation cannot honour."""
+    precision = str(kwargs.get("precision") or "32-true")
+    if precision not in ("32-true", "32", "bf16-mixed", "bf16", "transformer-engine"):
+        raise FlsuiteError(
+            f"trainer.precision {precision} is not supported: weights travel and are averaged in float32, and a gradient "
+            "scaler would pass from client to client; use bf16-mixed or 32-true"
+        )
+    if kwargs.get("max_time") is not None:
+        raise FlsuiteError("trainer.max_time would make results depend on the machine; limit trainer.rounds or max_steps")
 
 
 def _with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -> list[Callback]:

@@ -20,11 +20,13 @@ class Aggregator(ABC):
 
     Attributes:
         private: Entries of the model that this algorithm keeps with the client, beside those the model declares itself.
+        pooled: Whether one fit on everybody's data takes the place of the clients'; then nothing stays with a client.
         memory: What the server remembers: nested dicts of tensors and numbers.
         layout: Set by :meth:`configure`.
     """
 
     private: ClassVar[tuple[str, ...]] = ()
+    pooled: ClassVar[bool] = False
     layout: Layout
     memory: dict[str, Any]
 

@@ -29,6 +29,8 @@ class Centralized(FedAvg):
     as many steps as the cohort would have taken together.
     """
 
+    pooled: ClassVar[bool] = True
+
     def __init__(self) -> None:
         super().__init__()
 

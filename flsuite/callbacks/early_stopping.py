@@ -1,6 +1,7 @@
 """Stopping a federation that has stopped learning."""
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 from flsuite.callbacks.base import FederationCallback
@@ -36,11 +37,15 @@ class RoundEarlyStopping(FederationCallback):
         self.best: float | None = None
         self.waited = 0
 
+    def on_federation_start(self, trainer: "FederatedTrainer") -> None:
+        if trainer.round == 0:
+            self.best, self.waited = None, 0
+
     def on_evaluation_end(self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores") -> None:
         if split != "val":
             return
-        value = scores["global"][self.monitor] * (1 if HIGHER_IS_BETTER[self.monitor] else -1)
-        if self.best is None or value > self.best + self.min_delta:
+        value = scores["global"].get(self.monitor, math.nan) * (1 if HIGHER_IS_BETTER[self.monitor] else -1)
+        if not math.isnan(value) and (self.best is None or value > self.best + self.min_delta):
             self.best, self.waited = value, 0
             return
         self.waited += 1

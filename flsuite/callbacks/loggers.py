@@ -31,6 +31,8 @@ class RoundLogger(FederationCallback):
         self._wandb_id: str | None = None
 
     def on_federation_start(self, trainer: "FederatedTrainer") -> None:
+        if trainer.round == 0:
+            self._wandb_id = None
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 self._start_wandb(logger, trainer)

@@ -97,6 +97,9 @@ class _FederatedCLI(LightningCLI):
 
     def _default_run_dir(self, config: Any) -> Path:
         """A new folder for a new run; for everything else the run that the config lies in, else the newest of its name."""
+        ckpt_path = config.get("ckpt_path")
+        if self.subcommand != "fit" and ckpt_path not in (None, "last", "best"):
+            return Path(ckpt_path).resolve().parent.parent
         paths = [Path(str(path)) for path in config.get("config") or []]
         going_on = self.subcommand != "fit" or config.get("ckpt_path") in ("last", "best")
         inside = [path.resolve().parent for path in paths if (path.resolve().parent / "metrics.csv").exists()]

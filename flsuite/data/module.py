@@ -100,7 +100,9 @@ class FederatedDataModule(LightningDataModule):
         return self.federated.spec
 
     def use_seed(self, seed: int) -> None:
-        """The seed of partition and splits where the argument leaves it open."""
+        """The seed of partition and splits where the argument leaves it open; another one deals anew."""
+        if self.seed is None and seed != self._default_seed:
+            self._federated = None
         self._default_seed = seed
 
     def setup(self, stage: str | None = None) -> None:
