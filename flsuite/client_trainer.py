@@ -18,9 +18,10 @@ class ClientTrainer(Trainer):
     """Lightning's own Trainer, slim and reusable.
 
     Loggers, checkpoints, bars and validation belong to the federation. What Lightning does once per fit, and a federation
-    would pay for once per client, is left out: the sanity check's snapshot of all generators, signal handlers, and the
-    module's way back to the CPU. In the plain case the steps themselves are :class:`~flsuite.local_loop.LocalLoop`'s; a model
-    that calls ``self.log`` stays with Lightning's loop, and what it logs becomes metrics of the client.
+    would pay for once per client, is left out: the sanity check's snapshot of all generators, signal handlers, the search
+    for checkpoints, and the module's way back to the CPU. In the plain case the steps themselves are
+    :class:`~flsuite.local_loop.LocalLoop`'s; a model that calls ``self.log`` stays with Lightning's loop, and what it logs
+    becomes metrics of the client.
 
     Args:
         kwargs: Of :class:`lightning.pytorch.Trainer`.
@@ -49,6 +50,9 @@ class ClientTrainer(Trainer):
         self.strategy.model_to_device = self._model_to_device  # type: ignore[method-assign]
         self._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
         self._signal_connector.teardown = _nothing  # type: ignore[method-assign]
+        connector = self._checkpoint_connector  # looks for checkpoints, and for a cluster that left one, in every fit
+        for name in ("_restore_modules_and_callbacks", "_select_ckpt_path", "restore_training_state", "resume_end"):
+            setattr(connector, name, _nothing)
 
     def rewind(self, extra_epochs: int = 0) -> None:
         """As if nothing had been fitted: a second ``fit`` of a finished Trainer would silently do nothing."""
@@ -95,5 +99,5 @@ def quiet_lightning() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def _nothing() -> None:
+def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
