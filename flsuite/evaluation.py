@@ -1,8 +1,8 @@
 """Scores of a federation: of the global model, and of every client."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,26 @@ from flsuite.metrics import HIGHER_IS_BETTER, class_accuracy, scores, summary
 from flsuite.models.base import ClientModel
 from flsuite.state import State, load_
 
-__all__ = ["GLOBAL", "Evaluator", "Scores", "Split"]
+__all__ = ["GLOBAL", "Evaluator", "OwnScores", "Scores", "Split", "gathered"]
 
 GLOBAL = "global"
 Split = Literal["val", "test"]
 Scores = dict[str, dict[str, float]]
 """Scope (``global`` or a client's number) to metric to value."""
+
+
+class OwnScores(NamedTuple):
+    """What a client's own model scores on one split.
+
+    Attributes:
+        whole: On the whole split.
+        part: On the client's part of it; empty where it has none.
+        classes: Accuracy of each class, if asked for.
+    """
+
+    whole: dict[str, float]
+    part: dict[str, float]
+    classes: dict[str, float]
 
 
 class Evaluator:
@@ -70,35 +84,49 @@ class Evaluator:
     def personal(self, states: Mapping[int, Callable[[], State]], split: Split, details: bool = False) -> Scores:
         """Scores of models with private parts, one a client.
 
-        ``global`` is the mean over clients of their own models' scores on the whole split, with worst and spread; a client's
-        row has ``accuracy`` on its own part of the split, and ``accuracy_all`` on the whole of it.
+        ``global`` is the mean over clients of their own models' scores on the whole split, with worst and spread, and as
+        ``accuracy_first_five`` the mean over the first five clients, which some published tables report; a client's row has
+        ``accuracy`` on its own part of the split, and ``accuracy_all`` on the whole of it.
         """
+        found = {client: self.own(client, state(), split, details) for client, state in states.items()}
+        return gathered({client: scores for client, scores in found.items() if scores is not None})
+
+    def own(self, client: int, state: State, split: Split, details: bool = False) -> OwnScores | None:
+        """Scores of one client's own model; ``None`` where there is no such split."""
         arrays = self.arrays(split)
-        if arrays is None or not states:
-            return {}
+        if arrays is None:
+            return None
+        self.load(state)
+        outputs = self.outputs(arrays)
         rows = self._rows(split)
-        whole: Scores = {}
-        found: Scores = {}
-        classes: list[dict[str, float]] = []
-        for client, state in states.items():
-            self.load(state())
-            outputs = self.outputs(arrays)
-            whole[str(client)] = scores(outputs, arrays.y, self.data.spec)
-            own = {} if rows is None else self._local(outputs, arrays.y, rows, [client]).get(str(client), {})
-            found[str(client)] = own | {f"{k}_all": v for k, v in whole[str(client)].items()}
-            if details:
-                classes.append(self._class_rows(outputs, arrays.y))
-        found[GLOBAL] = _means(list(whole.values())) | _means(classes) | _spread(whole, "")
-        if rows is not None:
-            found[GLOBAL] |= _spread({c: s for c, s in found.items() if "accuracy" in s and c != GLOBAL}, "client_")
-        return found
+        part = {} if rows is None else self._local(outputs, arrays.y, rows, [client]).get(str(client), {})
+        classes = self._class_rows(outputs, arrays.y) if details else {}
+        return OwnScores(scores(outputs, arrays.y, self.data.spec), part, classes)
 
     def outputs(self, arrays: Arrays) -> dict[str, Tensor]:
         """The model's evaluation columns for every sample, on the CPU; leaves the model's modes as they are."""
+        with self._scoring():
+            return self._outputs(arrays)
+
+    def latents(self, x: Tensor) -> Tensor:
+        """The latent variables of stored samples ``(n, latent)``, on the CPU; of a model that has ``latent(x)``."""
+        with self._scoring(), torch.inference_mode(), self.precision():
+            parts = [self.model.latent(self.data.scaling(part).to(self.device)) for part in x.split(self.batch_size)]
+            return torch.cat([part.float().cpu() for part in parts])
+
+    def pictures(self, arrays: Arrays) -> dict[str, Tensor]:
+        """The model's pictures of these samples, on the CPU."""
+        with self._scoring(), torch.inference_mode(), self.precision():
+            found = self.model.pictures(self.data.scaling(arrays.x).to(self.device))
+            return {name: grid.float().cpu() for name, grid in found.items()}
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """The model on its device and in evaluation mode; its modes as they were behind that."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.to(self.device).eval()  # outside inference mode, which would mark moved parameters for ever
         try:
-            return self._outputs(arrays)
+            yield
         finally:
             for module, training in modes:
                 module.training = training
@@ -139,6 +167,19 @@ class Evaluator:
         return {f"accuracy/{name}": value for name, value in by_class.items()}
 
 
+def gathered(clients: Mapping[int, OwnScores]) -> Scores:
+    """What the clients' own models come to together: see :meth:`Evaluator.personal`."""
+    if not clients:
+        return {}
+    found = {str(c): row.part | {f"{k}_all": v for k, v in row.whole.items()} for c, row in clients.items()}
+    whole = {str(c): row.whole for c, row in clients.items()}
+    parts = {str(c): row.part for c, row in clients.items() if row.part}
+    classes = [row.classes for row in clients.values() if row.classes]
+    found[GLOBAL] = _means(list(whole.values())) | _means(classes) | _spread(whole, "") | _first_five(whole)
+    found[GLOBAL] |= _spread(parts, "client_")
+    return found
+
+
 def _spread(clients: Scores, prefix: str) -> dict[str, float]:
     if not clients:
         return {}
@@ -150,6 +191,11 @@ def _spread(clients: Scores, prefix: str) -> dict[str, float]:
             if prefix or statistic != "mean":
                 found[f"{stem}_{prefix}{statistic}"] = value
     return found
+
+
+def _first_five(clients: Scores) -> dict[str, float]:
+    first = [row["accuracy"] for row in clients.values() if "accuracy" in row][:5]
+    return {"accuracy_first_five": sum(first) / 5} if len(first) == 5 else {}
 
 
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:

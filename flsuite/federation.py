@@ -12,7 +12,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.engines import Engine
 from flsuite.engines.base import Outcome
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.messages import Broadcast, ClientFailure, ClientResult, ClientUpdate, Work
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, ClientTask, ClientUpdate, Work
 from flsuite.models.base import ClientModel
 from flsuite.schedules import Schedule
 from flsuite.state import Layout, State, clone, matches, mismatch, non_finite, split
@@ -28,6 +28,7 @@ class RoundLog:
     def __init__(self) -> None:
         self.updates: list[ClientUpdate] = []
         self.failures: list[ClientFailure] = []
+        self.server: dict[str, float] = {}
 
     def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Scope and numbers: each client, then all of them together."""
@@ -40,7 +41,7 @@ class RoundLog:
             have = [update for update in self.updates if name in update.metrics]
             means[name] = sum(u.samples * u.metrics[name] for u in have) / sum(u.samples for u in have)
         totals = {name: float(sum(getattr(u, name) for u in self.updates)) for name in ("bytes_up", "bytes_down", "steps")}
-        yield "global", {**means, **totals, "clients": len(self.updates), "failed": len(self.failures)}
+        yield "global", {**means, **self.server, **totals, "clients": len(self.updates), "failed": len(self.failures)}
 
 
 class Federation:
@@ -90,28 +91,38 @@ class Federation:
             FederationError: If no usable update came back, or the new state is not usable. State and clients' memories are
                 as before then.
         """
+        broadcast, tasks = self.open_round(notify)
+        works = [Work(task, broadcast, self.memories[task.client]) for task in tasks]
+        self.close_round(engine.run(works), notify)
+
+    def open_round(self, notify: Callable[..., None]) -> tuple[Broadcast, list[ClientTask]]:
+        """The first half of a round: draw the cohort, and say what it is sent and what it is to do."""
+        round = self.round + 1
+        cohort = self.schedule.cohort(round)
+        notify("on_round_start", round, cohort)
+        self.log = RoundLog()
+        broadcast = Broadcast(round, self.state, self.aggregator.broadcast())
+        return broadcast, self.aggregator.plan(cohort, [self.data.batches(client) for client in cohort])
+
+    def close_round(self, outcomes: Iterator[Outcome], notify: Callable[..., None]) -> None:
+        """The second half: fold what comes back, in the order of the tasks. Raises as :meth:`advance` does."""
         try:
-            self._advance(engine, notify)
+            self._fold(outcomes, notify)
         except BaseException:
             self.memories.forget()
             raise
 
-    def _advance(self, engine: Engine, notify: Callable[..., None]) -> None:
+    def _fold(self, outcomes: Iterator[Outcome], notify: Callable[..., None]) -> None:
         round = self.round + 1
-        cohort = self.schedule.cohort(round)
-        notify("on_round_start", round, cohort)
-        broadcast = Broadcast(round, self.state, self.aggregator.broadcast())
-        tasks = self.aggregator.plan(cohort, [self.data.batches(client) for client in cohort])
-        works = [Work(task, broadcast, self.memories[task.client]) for task in tasks]
-        self.log = RoundLog()
-        accepted = self._accept(engine.run(works), notify)
+        accepted = self._accept(outcomes, notify)
         first = next(accepted, None)
         if first is None:
             failure = self.log.failures[0]
             raise FederationError(
-                f"round {round}: all {len(works)} clients failed, client {failure.client} with: {failure.reason}; "
+                f"round {round}: all {len(self.log.failures)} clients failed, client {failure.client} with: {failure.reason}; "
                 f"the state of round {self.round} is kept"
             )
+        self.aggregator.metrics = self.log.server
         new = self.aggregator.aggregate(self.state, chain([first], accepted))
         for _ in accepted:  # what an aggregator does not look at has been trained all the same
             pass
@@ -127,7 +138,7 @@ class Federation:
     def _accept(self, outcomes: Iterator[Outcome], notify: Callable[..., None]) -> Iterator[ClientUpdate]:
         """Updates fit to reach the aggregator; the others are named in the log, and the round goes on without them."""
         for outcome in outcomes:
-            checked = self._checked(outcome)
+            checked = self.checked(outcome)
             if isinstance(checked, ClientFailure):
                 self.log.failures.append(checked)
                 log.warning("round %d: client %d failed: %s", checked.round, checked.client, checked.reason)
@@ -139,7 +150,8 @@ class Federation:
             notify("on_client_end", checked)
             yield checked.update
 
-    def _checked(self, outcome: Outcome) -> ClientResult | ClientFailure:
+    def checked(self, outcome: Outcome) -> ClientResult | ClientFailure:
+        """The same, or a failure if its update must not reach the global model."""
         if isinstance(outcome, ClientFailure):
             return outcome
         fault = outcome.update.fault(self.state) or non_finite(outcome.memory.get("model", {}))

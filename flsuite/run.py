@@ -13,13 +13,15 @@ from flsuite.checkpoint import export_model, load_checkpoint, refuse_mismatch, s
 from flsuite.errors import FlsuiteError
 from flsuite.evaluation import GLOBAL, Evaluator, Scores, Split
 from flsuite.federation import Federation
-from flsuite.run_folder import RunFolder, write_predictions
+from flsuite.random import seed_process
+from flsuite.run_folder import RunFolder, write_pictures, write_predictions
 from flsuite.summary import RunSummary
 
 __all__ = ["Run"]
 
 log = logging.getLogger("flsuite")
 
+_PICTURED = 10
 _PARTS: tuple[Split, ...] = ("val", "test")
 
 Notify = Callable[..., None]
@@ -91,7 +93,15 @@ class Run:
         probabilities = total / len(clients)
         if self.folder.path is not None:
             write_predictions(self.folder.path, probabilities, federation.data)
+            write_pictures(self.folder.path, self.pictures())
         return probabilities
+
+    def pictures(self) -> dict[str, torch.Tensor]:
+        """What the model shows of the first test samples; the first client's where each has a model of its own."""
+        federation = self.federation
+        seed_process(0, "pictures", federation.round)  # the same draws for every run, to compare them by
+        self.evaluator.load(federation.client_state(0 if federation.personal else None))
+        return self.evaluator.pictures(federation.data.test.take(torch.arange(min(_PICTURED, len(federation.data.test)))))
 
     # Records
 

@@ -25,6 +25,7 @@ __all__ = [
     "make_folder",
     "new_run_dir",
     "partition_rows",
+    "write_pictures",
     "write_predictions",
 ]
 
@@ -193,6 +194,23 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
                 cells = [str(int(target)), str(int(row.argmax()))]
             writer.writerow([sample, *cells, *(f"{p:.6f}" for p in row.tolist())])
     return path
+
+
+def write_pictures(folder: Path, pictures: Mapping[str, Tensor]) -> list[Path]:
+    """One PNG each, of grids ``(rows, columns, channels, height, width)`` within [0, 1]."""
+    from torchvision.utils import save_image
+
+    paths = []
+    for name, grid in pictures.items():
+        paths.append(folder / f"{name}.png")
+        save_image(_enlarged(grid.flatten(0, 1).clamp(0, 1)), paths[-1], nrow=grid.shape[1])
+    return paths
+
+
+def _enlarged(images: Tensor, least: int = 56) -> Tensor:
+    """Small images in whole multiples of their size, pixel for pixel: to be looked at."""
+    factor = max(1, -(-least // images.shape[-1]))
+    return images.repeat_interleave(factor, -1).repeat_interleave(factor, -2)
 
 
 def _cells(row: Row) -> tuple[object, ...]:

@@ -204,7 +204,8 @@ class FederatedTrainer(Trainer):
     ) -> torch.Tensor:
         """Class probabilities on the test split, ``(n, classes)``: the global model's; written to ``predictions.csv`` too.
 
-        Where every client has a model of its own, the mean over their probabilities.
+        Where every client has a model of its own, the mean over their probabilities. A model with pictures (reconstructions,
+        samples of a class) leaves them beside the table as PNG files.
 
         Args:
             model: Not needed after a fit.

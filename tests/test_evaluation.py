@@ -79,7 +79,7 @@ def personal() -> FederatedTrainer:
     torch.set_num_threads(1)
     made = trainer(rounds=3, evaluate_every=3)
     model = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1), private=["network.3"])
-    made.fit(model, digits())
+    made.fit(model, digits(clients=6))
     return made
 
 
@@ -88,12 +88,12 @@ def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) ->
     federation = personal.federation
     assert federation is not None and "network.3.weight" not in federation.state
     data = federation.data
-    heads = [federation.client_state(c)["network.3.weight"] for c in range(5)]
+    heads = [federation.client_state(c)["network.3.weight"] for c in range(6)]
     assert all(not torch.equal(heads[0], head) for head in heads[1:])
     model = classifier()
     model.ensure_built(data.spec)
     whole, own = [], []
-    for client in range(5):
+    for client in range(6):
         state = federation.client_state(client)
         right = probabilities(model, state, data.scaling(data.test.x)).argmax(1) == data.test.y
         whole.append(float(right.double().mean()))
@@ -101,6 +101,7 @@ def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) ->
         assert found[str(client), "test", "accuracy_all"] == pytest.approx(whole[-1])
         assert found[str(client), "test", "accuracy"] == pytest.approx(own[-1])
     assert found[GLOBAL, "test", "accuracy"] == pytest.approx(np.mean(whole))
+    assert found[GLOBAL, "test", "accuracy_first_five"] == pytest.approx(np.mean(whole[:5]))
     assert found[GLOBAL, "test", "accuracy_worst"] == pytest.approx(min(whole))
     assert found[GLOBAL, "test", "accuracy_std"] == pytest.approx(np.std(whole))
     assert found[GLOBAL, "test", "accuracy_client_mean"] == pytest.approx(np.mean(own))
@@ -111,9 +112,9 @@ def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) ->
 def test_test_after_fit_gives_the_last_rounds_scores(personal: FederatedTrainer) -> None:
     found = {row[3:6]: row[6] for row in personal.run_folder.table.rows}
     everybody, *clients = personal.test()
-    assert len(clients) == 5
+    assert len(clients) == 6
     assert everybody["accuracy"] == found[GLOBAL, "test", "accuracy"]
-    assert [row["accuracy"] for row in clients] == [found[str(c), "test", "accuracy"] for c in range(5)]
+    assert [row["accuracy"] for row in clients] == [found[str(c), "test", "accuracy"] for c in range(6)]
 
 
 class WithPublishedValidation(FederatedDataModule):

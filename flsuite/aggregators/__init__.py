@@ -2,12 +2,14 @@
 
 from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.bounds import Centralized, LocalOnly
+from flsuite.aggregators.cmga import CMGA
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.fedprox import FedProx
 from flsuite.aggregators.scaffold import SCAFFOLD
 from flsuite.aggregators.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 __all__ = [
+    "CMGA",
     "SCAFFOLD",
     "Aggregator",
     "Centralized",

@@ -22,6 +22,7 @@ class Aggregator(ABC):
         private: Entries of the model that this algorithm keeps with the client, beside those the model declares itself.
         pooled: Whether one fit on everybody's data takes the place of the clients'; then nothing stays with a client.
         memory: What the server remembers: nested dicts of tensors and numbers.
+        metrics: Numbers about the round being aggregated, for the log; empty at the start of each.
         layout: Set by :meth:`configure`.
     """
 
@@ -29,11 +30,13 @@ class Aggregator(ABC):
     pooled: ClassVar[bool] = False
     layout: Layout
     memory: dict[str, Any]
+    metrics: dict[str, float]
 
     def configure(self, layout: Layout) -> None:
         """Called once before the first round, or before the memory of a checkpoint is loaded."""
         self.layout = layout
         self.memory = {}
+        self.metrics = {}
 
     def plan(self, cohort: Sequence[int], batches: Sequence[int]) -> list[ClientTask]:
         """The fits of a round.

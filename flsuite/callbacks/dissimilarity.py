@@ -46,7 +46,7 @@ class GradientDissimilarity(FederationCallback):
     """
 
     def __init__(
-        self, every: int = 5, batches: int | None = 1, batch_norm: BatchNorm = "train", clients: int | None = None
+        self, every: int = 10, batches: int | None = 1, batch_norm: BatchNorm = "train", clients: int | None = None
     ) -> None:
         for name, value, least in (("every", every, 1), ("batches", batches, 1), ("clients", clients, 2)):
             if value is not None and value < least:

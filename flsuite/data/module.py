@@ -20,6 +20,8 @@ from flsuite.random import numpy_generator
 
 __all__ = ["FederatedDataModule"]
 
+_SUBSET_SEED = 0  # the subset is part of the task, not of a run
+
 
 class FederatedDataModule(LightningDataModule):
     """A dataset in memory, dealt to clients. A subclass reads the files in :meth:`load` and does nothing else.
@@ -36,6 +38,7 @@ class FederatedDataModule(LightningDataModule):
         rgb: Repeat grey images to three channels.
         standardize: Bring each channel to mean 0 and deviation 1 over the training split; otherwise pixels lie in [0, 1].
         augment: A random change of training batches.
+        train_samples: Keep only this many training samples, the same ones in every run, whatever its seed; default all.
         seed: Of the partition and the splits. Default: the run's seed.
 
     Attributes:
@@ -54,6 +57,7 @@ class FederatedDataModule(LightningDataModule):
         rgb: bool = False,
         standardize: bool = True,
         augment: Augment | None = None,
+        train_samples: int | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -63,6 +67,8 @@ class FederatedDataModule(LightningDataModule):
             raise FlsuiteError(f"data.batch_size must be at least 1, got {batch_size}")
         if val_fraction is not None and not 0 <= val_fraction < 1:
             raise FlsuiteError(f"data.val_fraction must be in [0, 1), got {val_fraction}")
+        if train_samples is not None and train_samples < 1:
+            raise FlsuiteError(f"data.train_samples must be at least 1, got {train_samples}")
         self.clients = clients
         self.partition = partition
         self.batch_size = batch_size
@@ -73,6 +79,7 @@ class FederatedDataModule(LightningDataModule):
         self.rgb = rgb
         self.standardize = standardize
         self.augment = augment
+        self.train_samples = train_samples
         self.seed = seed
         self._federated: FederatedData | None = None
         self._default_seed = 0
@@ -119,7 +126,8 @@ class FederatedDataModule(LightningDataModule):
         return self._default_seed if self.seed is None else self.seed
 
     def _deal(self, source: Source) -> FederatedData:
-        train, test, val = (self._resized(part) for part in (source.train, source.test, source.val))
+        parts = (_subset(source.train, self.train_samples), source.test, source.val)
+        train, test, val = (self._resized(part) for part in parts)
         assert train is not None and test is not None
         labels = partition_labels(train.y.numpy())
         rng = numpy_generator(self.partition_seed, "partition")
@@ -176,6 +184,14 @@ class FederatedDataModule(LightningDataModule):
     def _spec(spec: DataSpec, x: Tensor, scaling: Scaling) -> DataSpec:
         shape = (scaling.channels, x.shape[1], x.shape[2]) if x.ndim == 4 else tuple(x.shape[1:])
         return DataSpec(shape, spec.num_classes, spec.task, spec.class_names)
+
+
+def _subset(train: Arrays, samples: int | None) -> Arrays:
+    """A fixed random part of the training split, in its order."""
+    if samples is None or samples >= len(train):
+        return train
+    order = numpy_generator(_SUBSET_SEED, "subset").permutation(len(train))
+    return train.take(torch.from_numpy(np.sort(order[:samples])))
 
 
 def deal_like(labels: np.ndarray, rows: list[np.ndarray], test_labels: np.ndarray, seed: int) -> list[np.ndarray]:

@@ -1,17 +1,27 @@
-"""Two small autoencoders for images, each in two halves, so that a client can keep the encoder and share the decoder.
+"""Small autoencoders, each in two halves, so that a client can keep the encoder and share the decoder.
 
 ``decoder(encoder(x))`` has the shape of ``x`` and is not squashed: the last layer is linear. What passes between the
-halves is the decoder's business; both kinds take images of any size from :data:`SMALLEST` pixels a side.
+halves is the decoder's business. Two are for images of any size from :data:`SMALLEST` pixels a side, one is for tables.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from flsuite.models.backbones.norms import Norm, make_norm
 
-__all__ = ["SMALLEST", "BottleneckDecoder", "BottleneckEncoder", "UNetDecoder", "UNetEncoder"]
+__all__ = [
+    "SMALLEST",
+    "BottleneckDecoder",
+    "BottleneckEncoder",
+    "TableDecoder",
+    "TableEncoder",
+    "UNetDecoder",
+    "UNetEncoder",
+]
 
 SMALLEST = 4
 """Pixels a side: the U-Net halves an image twice."""
@@ -105,6 +115,29 @@ class BottleneckDecoder(nn.Module):
         for norm, up, side in zip(self.norms, self.ups, self.sides[1:], strict=True):
             h = up(self.relu(norm(h)), output_size=list(side))
         return h
+
+
+class TableEncoder(nn.Sequential):
+    """Linear layers, each with BatchNorm, leaky ReLU and dropout: ``(n, features)`` becomes ``(n, outputs)``."""
+
+    def __init__(self, features: int, hidden: Sequence[int], outputs: int, dropout: float) -> None:
+        super().__init__(nn.Flatten(), *_dense(features, hidden, dropout), nn.Linear(([features, *hidden])[-1], outputs))
+
+
+class TableDecoder(nn.Sequential):
+    """The way back, the widths in reverse: ``(n, latent_dim)`` becomes ``(n, *shape)``."""
+
+    def __init__(self, shape: Sequence[int], hidden: Sequence[int], latent_dim: int, dropout: float) -> None:
+        widths = list(reversed(hidden))
+        last = nn.Linear(([latent_dim, *widths])[-1], prod(shape))
+        super().__init__(*_dense(latent_dim, widths, dropout), last, nn.Unflatten(1, tuple(shape)))
+
+
+def _dense(inputs: int, widths: Sequence[int], dropout: float) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for before, after in pairwise([inputs, *widths]):
+        layers += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.LeakyReLU(0.2), nn.Dropout(dropout)]
+    return layers
 
 
 def _double(inputs: int, outputs: int, norm: Norm) -> nn.Sequential:

@@ -53,6 +53,14 @@ class ClientModel(LightningModule):
             ``loss`` ``(n,)``; ``scores`` ``(n, classes)``, probabilities; any further ``(n,)`` entry is averaged and logged.
         """
 
+    def pictures(self, x: Tensor) -> dict[str, Tensor]:
+        """What there is to look at beside the scores, from some samples as the model sees them; written by ``flsuite predict``.
+
+        Returns:
+            Name to a grid of images ``(rows, columns, channels, height, width)`` within [0, 1].
+        """
+        return {}
+
     def ensure_built(self, spec: DataSpec) -> None:
         """Build for ``spec``, or check that the model was built for the like of it."""
         if self.spec is None:

@@ -198,6 +198,12 @@ class FusedSpaceFed(ClientModel):
             plain, fused = self.classifier_inputs(x)
         return classification_loss(self.classifier(plain), y).mean(), classification_loss(self.classifier(fused), y).mean()
 
+    def pictures(self, x: Tensor) -> dict[str, Tensor]:
+        """``reconstructions``: ``x``, x~ below it, and where they are summed, what C sees."""
+        reconstruction = self.reconstruct(x).float()
+        rows = [x, reconstruction, *([0.5 * (x + reconstruction)] if self.fusion == "sum" else [])]
+        return {"reconstructions": torch.stack(rows)}
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """One SGD with two learning rates."""
         autoencoder = [*self.encoder.parameters(), *self.decoder.parameters()]

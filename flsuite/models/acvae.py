@@ -1,0 +1,233 @@
+"""ACVAE: an autoencoder whose latent space holds one Gaussian a class, and which classifies by them.
+
+Source: the adaptive conditional variational autoencoder of F-ACVAE, the model that CMGA aggregates. The conditional prior
+goes back to Sohn et al. 2015, "Learning Structured Output Representation using Deep Conditional Generative Models".
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Literal, get_args
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flsuite.data.source import DataSpec
+from flsuite.errors import FlsuiteError
+from flsuite.models.autoencoders import SMALLEST, BottleneckDecoder, BottleneckEncoder, TableDecoder, TableEncoder
+from flsuite.models.backbones.norms import Norm
+from flsuite.models.base import ClientModel
+from flsuite.models.gaussians import kl_divergence, log_density, sample
+
+__all__ = ["ACVAE"]
+
+Reconstruction = Literal["mse", "bce"]
+
+
+class ACVAE(ClientModel):
+    """A private encoder q(z|x); a shared latent mapper H, decoder, and prior N(mu_c, sigma_c^2) of each class.
+
+    The loss of a sample, in nats, with z drawn from q(z|x):
+    ``reconstruction_weight E(D(H(z)), x) + kl_weight KL(q(z|x) || N(mu_y, sigma_y^2)) + cls_weight CE(posterior(H(z)), y)``,
+    where ``log posterior_c(h) = log N(h; mu_c, sigma_c^2) + log pi_c`` up to a constant. E is a sum over the features: half
+    the squared error, or the binary cross-entropy. A prediction takes the mean of q(z|x) and needs no label.
+
+    H is a residual network, ``H(z) = z + h(z)``, and starts as the identity: the KL term speaks of z, the posterior of H(z),
+    and both mean the same priors. H is what makes the private encoders' spaces one space.
+
+    Inputs are meant to lie in [0, 1]: set ``data.standardize: false`` for images. Multi-label data is refused.
+
+    Args:
+        latent_dim: Numbers in z.
+        hidden: Widths of the encoder of a table, mirrored by its decoder; an image has three strided convolutions.
+        width: Channels of the first of them; the next have twice and four times as many.
+        mapper_width: Hidden units of H.
+        reconstruction: ``mse`` or ``bce``.
+        reconstruction_weight: Of the reconstruction.
+        kl_weight: Of the KL term.
+        cls_weight: Of the classification.
+        prior_scale: Standard deviation of the normal that the class centres are drawn from at the start.
+        log_variance_limit: Log variances of q and of the priors are used within plus and minus this.
+        class_prior: pi, one positive number a class, scaled to a sum of one; default uniform.
+        dropout: In the networks of a table.
+        norm: In the networks of an image.
+        private: Entries that stay with the client; ``[]`` shares the encoder too.
+        optimizer: Of the local fits.
+
+    Attributes:
+        parameter_groups: The class priors, for an aggregator that treats them apart.
+    """
+
+    parameter_groups = {"prior_mean": ("prior_mean",), "prior_log_variance": ("prior_log_variance",)}
+
+    def __init__(
+        self,
+        latent_dim: int = 20,
+        hidden: tuple[int, ...] = (128, 64, 32),
+        width: int = 16,
+        mapper_width: int = 64,
+        reconstruction: Reconstruction = "mse",
+        reconstruction_weight: float = 1.0,
+        kl_weight: float = 0.5,
+        cls_weight: float = 1.0,
+        prior_scale: float = 1.0,
+        log_variance_limit: float = 6.0,
+        class_prior: Sequence[float] | None = None,
+        dropout: float = 0.2,
+        norm: Norm = "batch",
+        private: Sequence[str] = ("encoder.",),
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=2e-4),
+    ) -> None:
+        super().__init__()
+        if reconstruction not in get_args(Reconstruction):
+            raise FlsuiteError(f"ACVAE: reconstruction must be mse or bce, got {reconstruction!r}")
+        for name, value in (("latent_dim", latent_dim), ("width", width), ("mapper_width", mapper_width)):
+            if value < 1:
+                raise FlsuiteError(f"ACVAE: {name} must be at least 1, got {value}")
+        for name, weight in (
+            ("reconstruction_weight", reconstruction_weight),
+            ("kl_weight", kl_weight),
+            ("cls_weight", cls_weight),
+            ("prior_scale", prior_scale),
+        ):
+            if not weight >= 0:
+                raise FlsuiteError(f"ACVAE: {name} must be at least 0, got {weight}")
+        if not log_variance_limit > 0:
+            raise FlsuiteError(f"ACVAE: log_variance_limit must be positive, got {log_variance_limit}")
+        if class_prior is not None and not all(value > 0 for value in class_prior):
+            raise FlsuiteError(f"ACVAE: class_prior must be positive for every class, got {list(class_prior)}")
+        self.latent_dim = latent_dim
+        self.hidden = tuple(hidden)
+        self.width = width
+        self.mapper_width = mapper_width
+        self.reconstruction: Reconstruction = reconstruction
+        self.reconstruction_weight = reconstruction_weight
+        self.kl_weight = kl_weight
+        self.cls_weight = cls_weight
+        self.prior_scale = prior_scale
+        self.log_variance_limit = log_variance_limit
+        self.class_prior = class_prior
+        self.dropout = dropout
+        self.norm: Norm = norm
+        self.private = tuple(private)
+        self.optimizer = optimizer
+
+    def build(self, spec: DataSpec) -> None:
+        if spec.task == "multilabel":
+            raise FlsuiteError("ACVAE has one prior a class, and a sample of multi-label data has several; choose other data")
+        self.encoder, self.decoder = self._networks(spec.shape)
+        last = nn.Linear(self.mapper_width, self.latent_dim)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.mapper = nn.Sequential(nn.Linear(self.latent_dim, self.mapper_width), nn.LeakyReLU(0.2), last)
+        self.prior_mean = nn.Parameter(self.prior_scale * torch.randn(spec.num_classes, self.latent_dim))
+        self.prior_log_variance = nn.Parameter(torch.zeros(spec.num_classes, self.latent_dim))
+        pi = torch.ones(spec.num_classes) if self.class_prior is None else torch.tensor(self.class_prior)
+        if len(pi) != spec.num_classes:
+            raise FlsuiteError(f"ACVAE: class_prior has {len(pi)} numbers for {spec.num_classes} classes")
+        self.register_buffer("log_pi", (pi / pi.sum()).log(), persistent=False)
+
+    def posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """q(z|x): mean and log variance, float32 ``(n, latent_dim)`` each."""
+        mean, log_variance = self.encoder(x).float().chunk(2, dim=1)
+        return mean, self._limited(log_variance)
+
+    def map(self, z: Tensor) -> Tensor:
+        """H(z), ``(n, latent_dim)``, float32."""
+        return z + self.mapper(z).float()
+
+    def priors(self) -> tuple[Tensor, Tensor]:
+        """Mean and log variance of each class, ``(classes, latent_dim)``."""
+        return self.prior_mean, self._limited(self.prior_log_variance)
+
+    def class_logits(self, h: Tensor) -> Tensor:
+        """``log N(h; mu_c, sigma_c^2) + log pi_c`` of ``h = H(z)``, float32 ``(n, classes)``."""
+        with torch.autocast(h.device.type, enabled=False):
+            means, log_variances = self.priors()
+            return log_density(h.float()[:, None], means, log_variances) + self.get_buffer("log_pi")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(n, classes)``, from the mean of q(z|x)."""
+        return self.class_logits(self.latent(x))
+
+    def latent(self, x: Tensor) -> Tensor:
+        """H at the mean of q(z|x), ``(n, latent_dim)``: what is known of a sample without its label."""
+        return self.map(self.posterior(x)[0])
+
+    def reconstruct(self, x: Tensor) -> Tensor:
+        """What the decoder makes of the mean of q(z|x): the shape of ``x``, within [0, 1]."""
+        return self.decoder(self.latent(x)).float().sigmoid()
+
+    def sample(self, classes: Tensor) -> Tensor:
+        """New data of the given classes ``(n,)``, drawn from their priors and decoded: ``(n, *shape)``, within [0, 1]."""
+        means, log_variances = self.priors()
+        drawn = sample(means[classes], log_variances[classes])
+        return self.decoder(drawn).float().sigmoid()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        mean, log_variance = self.posterior(x)
+        h = self.map(sample(mean, log_variance))
+        loss = self.reconstruction_weight * self.reconstruction_error(h, x).mean()
+        loss = loss + self.kl_weight * self.kl(mean, log_variance, y).mean()
+        return loss + self.cls_weight * F.cross_entropy(self.class_logits(h), y)
+
+    def reconstruction_error(self, h: Tensor, x: Tensor) -> Tensor:
+        """E(D(h), x) of each sample, in nats ``(n,)``."""
+        logits = self.decoder(h).float()
+        if self.reconstruction == "bce":
+            return F.binary_cross_entropy_with_logits(logits, x, reduction="none").flatten(1).sum(1)
+        return 0.5 * (logits.sigmoid() - x).square().flatten(1).sum(1)
+
+    def kl(self, mean: Tensor, log_variance: Tensor, y: Tensor) -> Tensor:
+        """``KL(q(z|x) || N(mu_y, sigma_y^2))`` of each sample ``(n,)``."""
+        means, log_variances = self.priors()
+        return kl_divergence(mean, log_variance, means[y], log_variances[y])
+
+    def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Beside ``loss`` (the classification's) and ``scores``: ``reconstruction`` and ``kl``, in nats ``(n,)``.
+
+        The label enters ``loss`` and ``kl`` only; ``scores`` do not know it.
+        """
+        x, y = batch
+        mean, log_variance = self.posterior(x)
+        h = self.map(mean)
+        logits = self.class_logits(h)
+        return {
+            "loss": F.cross_entropy(logits, y, reduction="none"),
+            "scores": logits.softmax(1),
+            "reconstruction": self.reconstruction_error(h, x),
+            "kl": self.kl(mean, log_variance, y),
+        }
+
+    def pictures(self, x: Tensor) -> dict[str, Tensor]:
+        """``reconstructions``: ``x`` above what becomes of it; ``samples``: one row a class, as many. Images only."""
+        assert self.spec is not None
+        if len(self.spec.shape) != 3:
+            return {}
+        classes = torch.arange(self.spec.num_classes, device=x.device)
+        drawn = self.sample(classes.repeat_interleave(len(x)))
+        return {
+            "reconstructions": torch.stack([x, self.reconstruct(x)]),
+            "samples": drawn.unflatten(0, (-1, len(x))),
+        }
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters())
+
+    def _limited(self, log_variance: Tensor) -> Tensor:
+        return log_variance.clamp(-self.log_variance_limit, self.log_variance_limit)
+
+    def _networks(self, shape: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
+        if len(shape) == 3 and min(shape[1:]) >= SMALLEST:
+            image = (shape[0], shape[1], shape[2])
+            return (
+                BottleneckEncoder(image, 2 * self.latent_dim, self.norm, self.width),
+                BottleneckDecoder(image, self.latent_dim, self.norm, self.width),
+            )
+        features = prod(shape)
+        return (
+            TableEncoder(features, self.hidden, 2 * self.latent_dim, self.dropout),
+            TableDecoder(shape, self.hidden, self.latent_dim, self.dropout),
+        )

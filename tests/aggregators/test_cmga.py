@@ -1,0 +1,202 @@
+"""CMGA, step by step against figures worked by hand, and as a whole against FedAvg at the limit."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flsuite import FederatedTrainer, FlsuiteError
+from flsuite.aggregators import CMGA, FedAvg
+from flsuite.aggregators.cmga import class_momentum, floor_sigma, move_weights, select, separate
+from flsuite.data import Digits, Pathological
+from flsuite.engines import Processes
+from flsuite.messages import ClientUpdate
+from flsuite.models import ACVAE
+from flsuite.schedules import Synchronous
+from flsuite.state import Layout, State
+from tests.conftest import classifier, digits, equal_states, trainer
+
+LAYOUT = Layout(("w", "mu", "lv"), 3, {"prior_mean": ("mu",), "prior_log_variance": ("lv",)})
+
+
+def update(client: int, w: float, mu: list[list[float]], counts: list[int], lv: float = 0.0, samples: int = 1) -> ClientUpdate:
+    means = torch.tensor(mu)
+    state = {"w": torch.tensor([w]), "mu": means, "lv": torch.full_like(means, lv), "steps": torch.tensor(client)}
+    return ClientUpdate(client, 1, samples, 1, torch.tensor(counts), state)
+
+
+def start(classes: int = 3) -> State:
+    mu = 10.0 * torch.arange(classes).float()[:, None].repeat(1, 2)
+    return {"w": torch.tensor([1.0]), "mu": mu, "lv": torch.zeros(classes, 2), "steps": torch.tensor(0)}
+
+
+def cmga(**kwargs: Any) -> CMGA:
+    made = CMGA(**kwargs)
+    made.configure(LAYOUT)
+    return made
+
+
+def test_step_1_selects_networks_and_priors() -> None:
+    state = start()
+    networks, priors = select(state, ("mu", "lv"))
+    assert list(networks) == ["w", "steps"] and list(priors) == ["mu", "lv"]
+
+
+def test_step_2_moves_parameters_along_the_mean_change_and_takes_buffers_as_they_are() -> None:
+    theta = {"w": torch.tensor([1.0]), "running": torch.tensor([1.0])}
+    moved = move_weights(theta, {"w": torch.tensor([3.0]), "running": torch.tensor([3.0])}, ("w",), lr=0.25)
+    assert moved["w"].item() == 1.5 and moved["running"].item() == 3.0
+
+
+def test_step_3_by_hand() -> None:
+    """Seen and held: 0.9 * 1 + 0.1 * 2. Held for the first time: what is observed. Not held: as before."""
+    momentum = torch.tensor([[1.0], [1.0], [1.0], [1.0]])
+    observed = torch.tensor([[2.0], [2.0], [math.nan], [math.nan]])
+    seen = torch.tensor([True, False, True, False])
+    held = torch.tensor([True, True, False, False])
+    torch.testing.assert_close(class_momentum(momentum, seen, observed, held, 0.9), torch.tensor([[1.1], [2.0], [1.0], [1.0]]))
+
+
+def test_step_4_by_hand() -> None:
+    """Distance 1 and delta 2: each is pushed by lambda, away from the other, and held there by the quadratic term."""
+    centres = torch.tensor([[0.0, 0.0], [1.0, 0.0], [9.0, 0.0]])
+    for steps in (1, 2, 3):
+        torch.testing.assert_close(separate(centres, 2.0, 0.1, steps), torch.tensor([[-0.1, 0.0], [1.1, 0.0], [9.0, 0.0]]))
+    assert torch.equal(separate(centres, 2.0, 0.1, 0), centres)
+    pushed_twice = separate(torch.tensor([[0.0], [1.0], [1.5]]), 2.0, 0.1, 1)
+    torch.testing.assert_close(pushed_twice, torch.tensor([[-0.2], [1.0], [1.7]]))
+
+
+def test_step_4_is_a_descent_on_the_documents_objective() -> None:
+    """One step from m equals autograd's gradient of the stated objective, of every class on its own."""
+    torch.manual_seed(0)
+    m = torch.randn(5, 3, dtype=torch.float64)
+    mu = m.clone().requires_grad_()
+    others = m
+    gap = (mu[:, None] - others[None]).norm(dim=-1) + torch.diag(torch.full((5,), 9.0, dtype=torch.float64))
+    objective = 0.5 * (mu - m).square().sum() + 0.1 * (2.0 - gap).clamp(min=0).sum()
+    gradient = torch.autograd.grad(objective, mu)[0].nan_to_num(0.0)
+    torch.testing.assert_close(separate(m, 2.0, 0.1, 1), m - gradient)
+
+
+def test_coincident_centres_separate_the_same_way_every_time() -> None:
+    centres = torch.zeros(4, 3)
+    moved = separate(centres, 2.0, 0.1, 3)
+    assert torch.equal(moved, separate(centres, 2.0, 0.1, 3))
+    assert torch.isfinite(moved).all() and torch.pdist(moved).min() > 0.05
+    pair = separate(torch.ones(2, 1), 2.0, 0.1, 3)
+    torch.testing.assert_close(pair.mean(), torch.tensor(1.0))
+    torch.testing.assert_close((pair[0] - pair[1]).abs(), torch.tensor([0.2]))
+
+
+def test_step_5_floors_the_deviation() -> None:
+    floored = floor_sigma(torch.tensor([-20.0, 0.0]), 0.1)
+    torch.testing.assert_close((0.5 * floored).exp(), torch.tensor([0.1, 1.0]))
+    assert torch.equal(floor_sigma(torch.tensor([-20.0]), 0.0), torch.tensor([-20.0]))
+
+
+def test_a_round_by_hand() -> None:
+    """Class 0 is held by clients 0 and 1, class 1 by client 1, class 2 by nobody."""
+    made = cmga()
+    updates = [
+        update(0, 2.0, [[1.0, 0.0], [99.0, 99.0], [99.0, 99.0]], [5, 0, 0], lv=-20.0),
+        update(1, 4.0, [[3.0, 0.0], [7.0, 7.0], [99.0, 99.0]], [1, 9, 0]),
+    ]
+    new = made.aggregate(start(), iter(updates))
+    assert new["w"].item() == 3.0 and new["steps"].item() == 1
+    torch.testing.assert_close(new["mu"], torch.tensor([[2.0, 0.0], [7.0, 7.0], [20.0, 20.0]]))
+    torch.testing.assert_close(new["lv"][:, 0], torch.tensor([2 * math.log(0.1), 0.0, 0.0]))
+    assert made.memory["momentum"]["seen"].tolist() == [True, True, False]
+
+    made.metrics = {}  # as the federation does before each round
+    second = made.aggregate(new, iter([update(0, 3.0, [[12.0, 0.0], [0.0, 0.0], [5.0, 5.0]], [1, 0, 1])]))
+    torch.testing.assert_close(second["mu"], torch.tensor([[3.0, 0.0], [7.0, 7.0], [5.0, 5.0]]))
+    assert made.metrics["prior_distance_before"] == pytest.approx(math.sqrt(8))
+    assert made.metrics["prior_drift/0"] == pytest.approx(9.0)
+    assert "prior_drift/1" not in made.metrics
+
+
+def test_samples_weigh_networks_and_classes() -> None:
+    made = cmga(weighting="samples")
+    updates = [
+        update(0, 0.0, [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [3, 0, 0], samples=3),
+        update(1, 4.0, [[4.0, 0.0], [4.0, 4.0], [0.0, 0.0]], [1, 0, 0], samples=1),
+    ]
+    new = made.aggregate(start(), iter(updates))
+    assert new["w"].item() == 1.0
+    torch.testing.assert_close(new["mu"][0], torch.tensor([1.0, 0.0]))
+
+
+def acvae(**kwargs: Any) -> ACVAE:
+    return ACVAE(latent_dim=4, width=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), **kwargs)
+
+
+def fit(aggregator: Any, model: ACVAE | None = None, data: Digits | None = None, **kwargs: Any) -> FederatedTrainer:
+    made = trainer(aggregator=aggregator, gradient_clip_val=0.5, **{"rounds": 3, **kwargs})
+    made.fit(model or acvae(), data or digits(clients=4, standardize=False, partition=Pathological(3)))
+    return made
+
+
+def state(made: FederatedTrainer) -> dict[str, Tensor]:
+    assert made.federation is not None
+    return made.federation.state
+
+
+def test_without_its_mechanisms_it_is_fedavg() -> None:
+    """Everybody holds every class, nothing is slow, nothing repels, nothing is floored."""
+    off = CMGA(beta=0, separation_weight=0, sigma_floor=0)
+    everywhere = digits(clients=3, standardize=False, partition=None)
+    plain = fit(FedAvg("uniform"), acvae(private=[]), everywhere)
+    found = fit(off, acvae(private=[]), everywhere)
+    for name, value in state(plain).items():
+        torch.testing.assert_close(state(found)[name], value, rtol=1e-6, atol=1e-7)
+
+
+class Seen(CMGA):
+    """CMGA that keeps the names of all it is given."""
+
+    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
+        kept = list(updates)
+        self.names: set[str] = {name for u in kept for name in (*u.state, *u.extras)}
+        return super().aggregate(global_state, iter(kept))
+
+
+def test_encoders_never_leave() -> None:
+    aggregator = Seen()
+    made = fit(aggregator)
+    assert aggregator.names and not any("encoder" in name for name in aggregator.names)
+    assert "prior_mean" in aggregator.names
+    encoders = [made.federation.client_state(c)["encoder.latent.weight"] for c in range(4)]  # type: ignore[union-attr]
+    assert not torch.equal(encoders[0], encoders[1])
+
+
+def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) -> None:
+    half = Synchronous(participation=0.5)
+    whole = fit(CMGA(), rounds=4, schedule=half, run_dir=str(tmp_path / "a"))
+    fit(CMGA(), rounds=2, schedule=half, run_dir=str(tmp_path / "b"))
+    resumed = trainer(aggregator=CMGA(), gradient_clip_val=0.5, rounds=4, schedule=half, run_dir=str(tmp_path / "b"))
+    resumed.fit(acvae(), digits(clients=4, standardize=False, partition=Pathological(3)), ckpt_path="last")
+    assert equal_states(state(whole), state(resumed))
+    assert equal_states(whole.aggregator.memory["momentum"], resumed.aggregator.memory["momentum"])
+    elsewhere = fit(CMGA(), rounds=4, schedule=half, engine=Processes(workers=2))
+    assert equal_states(state(whole), state(elsewhere))
+    logged = {row[5] for row in whole.run_folder.table.rows if row[3] == "global" and row[4] == "train"}
+    assert {"prior_distance_before", "prior_distance_after", "prior_sigma_min"} <= logged
+
+
+def test_a_model_without_priors_is_refused() -> None:
+    with pytest.raises(FlsuiteError, match=r"prior_mean.*such as ACVAE"):
+        trainer(aggregator=CMGA(), rounds=1).fit(classifier(), digits())
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [({"beta": 1.0}, "beta"), ({"lr": 0.0}, "lr"), ({"delta": -1.0}, "delta"), ({"sigma_floor": math.nan}, "sigma_floor")],
+)
+def test_bad_settings_are_named(bad: dict[str, float], said: str) -> None:
+    with pytest.raises(FlsuiteError, match=f"CMGA: {said}"):
+        CMGA(**bad)  # type: ignore[arg-type]

@@ -1,0 +1,179 @@
+"""ACVAE: its terms against torch.distributions, labels that never reach a prediction, and what it learns."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from matplotlib.image import imread
+from torch.distributions import Independent, Normal, kl_divergence
+
+from flsuite.aggregators import Centralized
+from flsuite.data import DataSpec, Synthetic
+from flsuite.errors import FlsuiteError
+from flsuite.models import ACVAE, gaussians
+from flsuite.state import clone
+from tests.conftest import digits, trainer
+
+IMAGES = DataSpec((1, 8, 8), 3)
+TABLE = DataSpec((6,), 3)
+
+
+def small(spec: DataSpec = IMAGES, **kwargs: Any) -> ACVAE:
+    torch.manual_seed(0)
+    made = ACVAE(**{"latent_dim": 4, "width": 4, "hidden": (8, 4), **kwargs})
+    made.ensure_built(spec)
+    return made
+
+
+def batch(spec: DataSpec = IMAGES, n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(n, *spec.shape, generator=torch.Generator().manual_seed(1)), torch.arange(n) % spec.num_classes
+
+
+def normal(mean: torch.Tensor, log_variance: torch.Tensor) -> Independent:
+    return Independent(Normal(mean, (0.5 * log_variance).exp()), 1)
+
+
+def test_gaussians_are_those_of_torch_distributions() -> None:
+    torch.manual_seed(0)
+    m, v, pm, pv, x = torch.randn(5, 7, 4, dtype=torch.float64)
+    torch.testing.assert_close(gaussians.kl_divergence(m, v, pm, pv), kl_divergence(normal(m, v), normal(pm, pv)))
+    torch.testing.assert_close(gaussians.log_density(x, m, v), normal(m, v).log_prob(x))
+    torch.manual_seed(1)
+    drawn = gaussians.sample(m[:1].expand(40000, 4), v[:1].expand(40000, 4))
+    torch.testing.assert_close(drawn.mean(0), m[0], atol=0.05, rtol=0)
+    torch.testing.assert_close(drawn.var(0), v[0].exp(), atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("spec", [IMAGES, TABLE])
+@pytest.mark.parametrize("reconstruction", ["mse", "bce"])
+def test_the_loss_is_its_three_terms(spec: DataSpec, reconstruction: Any) -> None:
+    model = small(spec, reconstruction=reconstruction, reconstruction_weight=2.0, kl_weight=0.3, cls_weight=0.7, dropout=0.0)
+    model.eval()  # BatchNorm of the running statistics, for the same networks in both
+    x, y = batch(spec)
+    torch.manual_seed(5)
+    loss = model.training_step((x, y), 0)
+    torch.manual_seed(5)
+    mean, log_variance = model.posterior(x)
+    h = model.map(mean + (0.5 * log_variance).exp() * torch.randn_like(mean))
+    out = model.decoder(h).sigmoid()
+    error = -(x * out.log() + (1 - x) * (1 - out).log()) if reconstruction == "bce" else 0.5 * (out - x) ** 2
+    prior = normal(model.prior_mean[y], model.prior_log_variance[y])
+    kl = kl_divergence(normal(mean, log_variance), prior)
+    joint = torch.stack([normal(model.prior_mean[c], model.prior_log_variance[c]).log_prob(h) for c in range(3)], 1)
+    cross_entropy = (joint.logsumexp(1) - joint.gather(1, y[:, None]).squeeze(1)).mean()
+    expected = 2.0 * error.flatten(1).sum(1).mean() + 0.3 * kl.mean() + 0.7 * cross_entropy
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prediction_is_bayes_rule_and_needs_no_label() -> None:
+    model = small(class_prior=[1.0, 2.0, 1.0])
+    model.eval()
+    x, y = batch()
+    h = model.latent(x)
+    by_hand = (
+        torch.stack([normal(model.prior_mean[c], model.prior_log_variance[c]).log_prob(h) for c in range(3)], 1)
+        + torch.tensor([0.25, 0.5, 0.25]).log()
+    )
+    torch.testing.assert_close(model(x), by_hand)
+    given, permuted = model.evaluation_step((x, y)), model.evaluation_step((x, (y + 1) % 3))
+    assert torch.equal(given["scores"], permuted["scores"])
+    assert torch.equal(given["reconstruction"], permuted["reconstruction"])
+    assert not torch.equal(given["kl"], permuted["kl"])
+    assert torch.equal(given["scores"], model(x).softmax(1))
+
+
+def test_the_mapper_starts_as_the_identity() -> None:
+    model = small()
+    z = torch.randn(5, 4)
+    assert torch.equal(model.map(z), z)
+
+
+def test_terms_are_float32_and_finite_under_bf16_and_far_out() -> None:
+    model = small()
+    x, y = batch()
+    with torch.no_grad():
+        model.prior_log_variance.fill_(-1e4)
+        model.encoder.latent.bias.fill_(1e3)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.training_step((x, y), 0)
+        assert model.class_logits(model.latent(x)).dtype == torch.float32
+    assert loss.dtype == torch.float32 and torch.isfinite(loss)
+    assert model.posterior(x)[1].abs().max() <= 6 and model.priors()[1].min() == -6
+
+
+def test_samples_reconstructions_and_pictures_have_the_shape_of_the_data() -> None:
+    model, table = small(), small(TABLE)
+    x, _ = batch()
+    assert model.reconstruct(x).shape == x.shape and table.reconstruct(batch(TABLE)[0]).shape == (6, 6)
+    drawn = table.sample(torch.tensor([0, 0, 2]))
+    assert drawn.shape == (3, 6) and drawn.min() >= 0 and drawn.max() <= 1
+    pictures = model.eval().pictures(x)
+    assert pictures["reconstructions"].shape == (2, 6, 1, 8, 8) and pictures["samples"].shape == (3, 6, 1, 8, 8)
+    assert table.pictures(batch(TABLE)[0]) == {}
+
+
+def test_trained_centrally_it_tells_digits_apart_and_samples_the_class_asked_for() -> None:
+    made = trainer(aggregator=Centralized(), rounds=8, max_epochs=2, gradient_clip_val=0.5)
+    model = ACVAE(latent_dim=8, width=8, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
+    made.fit(model, digits(standardize=False))
+    assert made.test()[0]["accuracy"] > 0.93
+    model.eval()
+    with torch.no_grad():
+        wanted = torch.arange(10).repeat_interleave(20)
+        found = model(model.sample(wanted)).argmax(1)
+    assert (found == wanted).float().mean() > 0.8
+    rows = {row[5]: row[6] for row in made.run_folder.table.rows if row[3] == "global" and row[4] == "test"}
+    assert rows["kl"] > 0.1 and rows["reconstruction"] > 0
+
+
+def test_it_learns_a_table_and_a_plain_trainer_fits_it() -> None:
+    data = Synthetic(features=6, classes=3, samples=600, clients=2, batch_size=32)
+    model = ACVAE(latent_dim=4, hidden=(16,), dropout=0.0, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=5e-3))
+    plain = Trainer(
+        max_epochs=8, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    data.setup()
+    before = float((data.federated.test.y == 0).float().mean())
+    plain.fit(model, datamodule=data)
+    model.eval()
+    right = (model(data.federated.test.x).argmax(1) == data.federated.test.y).float().mean()
+    assert right > before + 0.2
+
+
+def test_the_label_frequencies_of_a_fit_survive_as_weights() -> None:
+    """Nothing but weights is in the state: pi is a setting, not a tensor that travels."""
+    assert "log_pi" not in clone(small().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"reconstruction": "l1"}, "reconstruction must be"),
+        ({"latent_dim": 0}, "latent_dim must be"),
+        ({"kl_weight": -1.0}, "kl_weight must be"),
+        ({"log_variance_limit": 0.0}, "log_variance_limit must be"),
+        ({"class_prior": [1.0, 0.0, 1.0]}, "class_prior must be positive"),
+        ({"class_prior": [1.0, 1.0]}, "2 numbers for 3 classes"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(FlsuiteError, match=said):
+        small(**settings)
+
+
+def test_multi_label_data_is_refused() -> None:
+    with pytest.raises(FlsuiteError, match="one prior a class"):
+        small(DataSpec((1, 8, 8), 3, "multilabel"))
+
+
+def test_predict_writes_reconstructions_and_samples(tmp_path: Path) -> None:
+    made = trainer(rounds=1, run_dir=str(tmp_path / "run"))
+    made.fit(ACVAE(latent_dim=4, width=4), digits(clients=3, standardize=False))
+    made.predict()
+    height = {name: imread(tmp_path / "run" / f"{name}.png").shape for name in ("reconstructions", "samples")}
+    assert height["samples"][0] > 3 * height["reconstructions"][0], "ten rows, and two"
+    before = (tmp_path / "run" / "samples.png").read_bytes()
+    made.predict()
+    assert (tmp_path / "run" / "samples.png").read_bytes() == before
