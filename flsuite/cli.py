@@ -1,4 +1,4 @@
-"""The command: ``flsuite fit | validate | test | predict | partition``.
+"""The command: ``flsuite fit | validate | test | predict | partition | report``.
 
 Importing torch and Lightning takes seconds, so nothing here does until the subcommand is known to need it.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from flsuite import __version__
 from flsuite.errors import FederationError, FlsuiteError
 
-__all__ = ["main"]
+__all__ = ["import_plugins", "main"]
 
 _HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch Lightning
 
@@ -25,12 +25,14 @@ commands:
   test        score a finished run on test data: the global model and every client
   predict     write the global model's class probabilities on test data to predictions.csv
   partition   draw how a config splits the data, without training
+  report      put finished runs side by side: mean and spread over seeds
 
 examples:
   flsuite fit --config configs/quickstart.yaml
   flsuite fit --config configs/quickstart.yaml --trainer.rounds 50 --data.partition.alpha 0.1
   flsuite test --config runs/quickstart/TIME-SEED/config.yaml --ckpt_path best
   flsuite partition --config configs/quickstart.yaml
+  flsuite report runs/quickstart --metric accuracy f1_macro
 
 flsuite COMMAND --help lists every key; flsuite fit --config FILE --print_config prints the resolved config.
 A key of a class is given without init_args: --trainer.aggregator FedAvgM --trainer.aggregator.momentum 0.5
@@ -48,6 +50,19 @@ NAME-partition.csv with the columns client, split, class, samples. NAME is the c
   --plugins LIST          modules to import first, e.g. '[my_package]', whose classes then have short names
 """
 
+_REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] [--last N] [--output FOLDER]
+
+Put finished runs side by side. Every run in or below a FOLDER counts; runs whose configs differ in nothing but seed, engine,
+logger and callbacks are one row, named by what tells it from the others, with mean and standard deviation over its runs:
+test scores of the last round, of the round picked on validation data, the mean of the last rounds, and the best on test data
+(no honest choice: for comparison with tables that were made so).
+
+  --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro accuracy_first_five; default accuracy
+  --last N            rounds in the mean of the last ones; default 10
+  --output FOLDER     write report.csv, report.md and report.png (curves with their range) there
+"""
+
+_HELPS = {"partition": _PARTITION_HELP, "report": _REPORT_HELP}
 _LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -59,18 +74,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(_HELP, end="")
     elif command == "--version":
         print(f"flsuite {__version__}")
-    elif command == "partition" and {"-h", "--help"} & set(args):
-        print(_PARTITION_HELP, end="")
-    elif command in _LIGHTNING_COMMANDS or command == "partition":
+    elif command in _HELPS and {"-h", "--help"} & set(args):
+        print(_HELPS[command], end="")
+    elif command in _LIGHTNING_COMMANDS or command in _HELPS:
         sys.exit(_guarded(command, args[1:]))
     else:
-        known = ", ".join((*_LIGHTNING_COMMANDS, "partition"))
+        known = ", ".join((*_LIGHTNING_COMMANDS, *_HELPS))
         sys.exit(_complain(f"unknown command {command!r}; there are: {known}", 2))
 
 
 def _guarded(command: str, args: list[str]) -> int:
     """Run one subcommand; errors become one line."""
     try:
+        if command == "report":
+            from flsuite.commands.report import report
+
+            report(args)
+            return 0
         _prepare(args)
         if command == "partition":
             from flsuite.commands.partition import partition
@@ -104,8 +124,18 @@ def _prepare(args: list[str]) -> None:
         prepare_workers()
     if "" not in sys.path:
         sys.path.insert(0, "")  # a user's own package beside the config is found, as with python -m
+    import_plugins(args)
+
+
+def import_plugins(args: list[str]) -> None:
+    """Import what ``--plugins`` and the configs name, so that its classes have short names.
+
+    Raises:
+        FlsuiteError: If that fails, or a config cannot be read.
+    """
     import yaml
 
+    configs = [_read(path) for path in _values(args, "--config", "-c")]
     named = [yaml.safe_load(value) for value in _values(args, "--plugins")] + [c.get("plugins") for c in configs]
     for plugins in named:
         for plugin in [plugins] if isinstance(plugins, str) else plugins or []:

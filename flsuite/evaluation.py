@@ -9,8 +9,9 @@ from torch import Tensor
 
 from flsuite.data.federated import FederatedData, Ragged
 from flsuite.data.source import Arrays
+from flsuite.errors import FlsuiteError
 from flsuite.metrics import HIGHER_IS_BETTER, class_accuracy, scores, summary
-from flsuite.models.base import ClientModel
+from flsuite.models.base import ClientModel, LatentModel
 from flsuite.state import State, load_
 
 __all__ = ["GLOBAL", "Evaluator", "OwnScores", "Scores", "Split", "gathered"]
@@ -109,7 +110,13 @@ class Evaluator:
             return self._outputs(arrays)
 
     def latents(self, x: Tensor) -> Tensor:
-        """The latent variables of stored samples ``(n, latent)``, on the CPU; of a model that has ``latent(x)``."""
+        """The latent variables of stored samples ``(n, latent)``, on the CPU.
+
+        Raises:
+            FlsuiteError: If the model has none.
+        """
+        if not isinstance(self.model, LatentModel):
+            raise FlsuiteError(f"{type(self.model).__name__} has no latent space: it has no method latent(x); use e.g. ACVAE")
         with self._scoring(), torch.inference_mode(), self.precision():
             parts = [self.model.latent(self.data.scaling(part).to(self.device)) for part in x.split(self.batch_size)]
             return torch.cat([part.float().cpu() for part in parts])

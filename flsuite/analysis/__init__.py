@@ -1,6 +1,18 @@
 """From finished runs to tables and figures: reads what a run leaves in its folder, and only that."""
 
 from flsuite.analysis.partition import partition_figure, partition_table
+from flsuite.analysis.report import find_runs, group_runs, report_figure, report_markdown, report_table
 from flsuite.analysis.runs import curves_figure, read_metrics, read_partition
 
-__all__ = ["curves_figure", "partition_figure", "partition_table", "read_metrics", "read_partition"]
+__all__ = [
+    "curves_figure",
+    "find_runs",
+    "group_runs",
+    "partition_figure",
+    "partition_table",
+    "read_metrics",
+    "read_partition",
+    "report_figure",
+    "report_markdown",
+    "report_table",
+]

@@ -19,7 +19,7 @@ from flsuite.models import ClientModel
 from flsuite.run_folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
 
-__all__ = ["run"]
+__all__ = ["build", "run"]
 
 _SKIP = {"model", "datamodule"}
 
@@ -29,19 +29,22 @@ def run(command: str, args: list[str]) -> None:
     _speak()
     sys.argv = ["flsuite", command, *args]  # LightningCLI warns when args and argv differ
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)  # "Seed set to 1", on stderr
-    _FederatedCLI(
-        command,
-        model_class=ClientModel,
-        datamodule_class=FederatedDataModule,
-        trainer_class=FederatedTrainer,
-        save_config_callback=None,
-        seed_everything_default=1,
-        parser_class=OneLineParser,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        load_from_checkpoint_support=False,  # the trainer exports models itself; the hook would tie each optimizer to the CLI
-    )
+    _FederatedCLI(command)
+
+
+def build(args: list[str]) -> tuple[FederatedTrainer, ClientModel, FederatedDataModule]:
+    """What ``flsuite fit`` would fit with these arguments: the trainer, and what its ``fit`` takes.
+
+    Raises:
+        FlsuiteError: If the request cannot be met.
+    """
+    _speak()
+    argv, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI warns when args and argv differ
+    try:
+        cli = _Builder("fit", args=["fit", *args])
+    finally:
+        sys.argv = argv
+    return cli.trainer, cli.model, cli.datamodule
 
 
 class _FederatedCLI(LightningCLI):
@@ -49,7 +52,19 @@ class _FederatedCLI(LightningCLI):
 
     def __init__(self, command: str, **kwargs: Any) -> None:
         _FederatedCLI._command = command
-        super().__init__(**kwargs)
+        super().__init__(
+            model_class=ClientModel,
+            datamodule_class=FederatedDataModule,
+            trainer_class=FederatedTrainer,
+            save_config_callback=None,
+            seed_everything_default=1,
+            parser_class=OneLineParser,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,  # the trainer exports models; the hook would tie each optimizer to the CLI
+            **kwargs,
+        )
 
     _command = "fit"
 
@@ -110,6 +125,11 @@ class _FederatedCLI(LightningCLI):
         if going_on and earlier:
             return earlier[-1]
         return new_run_dir(name, int(config.seed_everything))
+
+
+class _Builder(_FederatedCLI):
+    def _run_subcommand(self, subcommand: str) -> None:
+        """What is built is all that is wanted."""
 
 
 def _speak() -> None:

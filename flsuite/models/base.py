@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,7 +11,7 @@ from torch import Tensor
 from flsuite.data.source import DataSpec
 from flsuite.errors import FlsuiteError
 
-__all__ = ["ClientModel"]
+__all__ = ["ClientModel", "LatentModel"]
 
 _SPEC_KEY = "data_spec"
 
@@ -107,3 +107,12 @@ class ClientModel(LightningModule):
         """Convolution weights in the memory format that is fastest for images."""
         if self.spec is not None and len(self.spec.shape) == 3:
             self.to(memory_format=torch.channels_last)
+
+
+@runtime_checkable
+class LatentModel(Protocol):
+    """A model with a latent space that can be looked at."""
+
+    def latent(self, x: Tensor) -> Tensor:
+        """What is known of samples ``(n, *shape)`` without their labels: ``(n, latent)``."""
+        ...

@@ -1,0 +1,64 @@
+"""``flsuite report``: finished runs side by side."""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from flsuite.analysis.report import Group, find_runs, group_runs, report_figure, report_markdown, report_table
+from flsuite.errors import FlsuiteError
+from flsuite.run_folder import make_folder
+
+__all__ = ["report"]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise FlsuiteError(f"report: {message}; see flsuite report --help")
+
+
+def report(args: list[str]) -> None:
+    """Print the table of the runs, and write it with a picture where ``--output`` says so."""
+    parser = _Parser(prog="flsuite report", add_help=False)
+    parser.add_argument("folders", nargs="+")
+    parser.add_argument("--metric", nargs="+", default=["accuracy"])
+    parser.add_argument("--last", type=int, default=10)
+    parser.add_argument("--output")
+    request = parser.parse_args(args)
+    if request.last < 1:
+        raise FlsuiteError(f"report: --last must be at least 1, got {request.last}")
+    groups = group_runs(find_runs(request.folders))
+    table = report_table(groups, request.metric, request.last)
+    console = Console()
+    for metric in request.metric:
+        console.print(_shown(table[table["metric"] == metric], metric, request.last))
+    for warning in uneven(groups):
+        console.print(warning)
+    if request.output:
+        folder = make_folder(Path(request.output))
+        table.to_csv(folder / "report.csv", index=False)
+        (folder / "report.md").write_text(report_markdown(table, request.last))
+        report_figure(groups, request.metric).savefig(folder / "report.png", dpi=150)
+        print(f"{folder}/report.csv\n{folder}/report.md\n{folder}/report.png")
+
+
+def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
+    """For a terminal of 80 characters: short headings, no blanks around the sign."""
+    shown = Table(title=f"test {metric}, mean and spread over runs", title_justify="left")
+    shown.add_column("what differs", overflow="fold", min_width=14)
+    for heading in ("runs", "last", "picked", f"last {last}", "best on test"):
+        shown.add_column(heading, justify="right", overflow="fold")
+    for line in report_markdown(table, last).splitlines()[2:]:
+        label, _, *numbers = (cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|"))
+        shown.add_row(label, *(number.replace(" ", "") for number in numbers))
+    shown.caption = f"picked: in the round best on validation; last {last}: mean; best on test: no honest choice"
+    return shown
+
+
+def uneven(groups: list[Group]) -> list[str]:
+    """Runs that ended before the others, which makes their rows no match."""
+    ends = {folder: int(table["round"].max()) for group in groups for folder, table in group.runs.items()}
+    most = max(ends.values())
+    return [f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most]
