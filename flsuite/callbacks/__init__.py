@@ -3,7 +3,17 @@
 from flsuite.callbacks.base import FederationCallback
 from flsuite.callbacks.dissimilarity import GradientDissimilarity
 from flsuite.callbacks.early_stopping import RoundEarlyStopping
+from flsuite.callbacks.latent_space import LatentSpace
 from flsuite.callbacks.loggers import RoundLogger
+from flsuite.callbacks.probe import ForestProbe
 from flsuite.callbacks.progress import RoundProgress
 
-__all__ = ["FederationCallback", "GradientDissimilarity", "RoundEarlyStopping", "RoundLogger", "RoundProgress"]
+__all__ = [
+    "FederationCallback",
+    "ForestProbe",
+    "GradientDissimilarity",
+    "LatentSpace",
+    "RoundEarlyStopping",
+    "RoundLogger",
+    "RoundProgress",
+]

@@ -1,0 +1,151 @@
+"""The latent space of the clients and their class priors, to look at and in numbers."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from lightning.pytorch.loggers import WandbLogger
+from matplotlib.figure import Figure
+from sklearn.decomposition import PCA
+from torch import Tensor
+
+from flsuite.callbacks.base import FederationCallback
+from flsuite.errors import FlsuiteError
+from flsuite.random import numpy_generator
+
+if TYPE_CHECKING:
+    from flsuite.trainer import FederatedTrainer
+
+__all__ = ["LatentSpace", "PriorModel", "latent_figure"]
+
+
+@runtime_checkable
+class PriorModel(Protocol):
+    """A model with one Gaussian a class in its latent space."""
+
+    def latent(self, x: Tensor) -> Tensor:
+        """``(n, latent)``, without labels."""
+        ...
+
+    def priors(self) -> tuple[Tensor, Tensor]:
+        """Mean and log variance of each class, ``(classes, latent)``."""
+        ...
+
+
+class LatentSpace(FederationCallback):
+    """Draws the latent means of test samples, client by client, with the class priors; logs how far the priors lie apart.
+
+    Logged in every round, as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean`` over pairs of classes,
+    ``prior_sigma_min``. The picture is ``latent/round-NNNN.png`` in the run's folder, and goes to W&B. Its two axes are the
+    principal components of the class centres: what they leave out does not tell the classes apart.
+
+    Args:
+        every: Rounds between two pictures; the last round is always drawn. 0 draws none.
+        clients: Panels, for the first clients.
+        samples: Test samples in each.
+    """
+
+    def __init__(self, every: int = 5, clients: int = 4, samples: int = 300) -> None:
+        for name, value, least in (("every", every, 0), ("clients", clients, 1), ("samples", samples, 2)):
+            if value < least:
+                raise FlsuiteError(f"LatentSpace: {name} must be at least {least}, got {value}")
+        self.every = every
+        self.clients = clients
+        self.samples = samples
+
+    def on_round_end(self, trainer: "FederatedTrainer", round: int) -> None:
+        federation, evaluator = trainer.federation, trainer.evaluator
+        assert federation is not None
+        if not isinstance(evaluator.model, PriorModel):
+            raise FlsuiteError(
+                f"LatentSpace draws class priors, and {type(evaluator.model).__name__} has none (latent(x) and priors()); "
+                "use a model such as ACVAE, or remove the callback"
+            )
+        evaluator.load(federation.client_state(None))
+        means, sigmas = (t.detach().float().cpu() for t in prior_moments(evaluator.model))
+        for name, value in prior_distances(means, sigmas).items():
+            trainer.log_metric(name, value)
+        if self.every and (round % self.every == 0 or round == trainer.rounds):
+            self._draw(trainer, round, means.numpy(), sigmas.numpy())
+
+    def _draw(self, trainer: "FederatedTrainer", round: int, means: np.ndarray, sigmas: np.ndarray) -> None:
+        federation, evaluator = trainer.federation, trainer.evaluator
+        assert federation is not None
+        test = federation.data.test
+        rng = numpy_generator(trainer.seed, "latent")  # the same samples in every round
+        rows = torch.from_numpy(rng.choice(len(test), min(self.samples, len(test)), replace=False))
+        latents: dict[str, np.ndarray] = {}
+        for client in range(min(self.clients, trainer.clients) if federation.personal else 1):
+            evaluator.load(federation.client_state(client))
+            latents[f"client {client}" if federation.personal else "all clients"] = evaluator.latents(test.x[rows]).numpy()
+        names = federation.data.spec.class_names or tuple(map(str, range(len(means))))
+        figure = latent_figure(latents, test.y[rows].numpy(), means, sigmas, names)
+        figure.suptitle(f"round {round}")
+        if trainer.run_folder.path is not None:
+            path = trainer.run_folder.path / "latent" / f"round-{round:04d}.png"
+            path.parent.mkdir(exist_ok=True)
+            figure.savefig(path, dpi=120)
+            _send(trainer, path, round)
+
+
+def prior_moments(model: PriorModel) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each class, ``(classes, latent)``."""
+    means, log_variances = model.priors()
+    return means, (0.5 * log_variances).exp()
+
+
+def prior_distances(means: Tensor, sigmas: Tensor) -> dict[str, float]:
+    """``prior_distance_min`` and ``_mean`` over pairs of class centres, and ``prior_sigma_min``."""
+    distances = torch.pdist(means)
+    return {
+        "prior_distance_min": float(distances.min()),
+        "prior_distance_mean": float(distances.mean()),
+        "prior_sigma_min": float(sigmas.min()),
+    }
+
+
+def latent_figure(
+    latents: Mapping[str, np.ndarray], y: np.ndarray, means: np.ndarray, sigmas: np.ndarray, class_names: Sequence[str]
+) -> Figure:
+    """One panel each: samples as dots and priors as crosses with an ellipse of one standard deviation, in two dimensions.
+
+    Args:
+        latents: Title to ``(n, latent)``.
+        y: int ``(n,)``.
+        means: Class centres ``(classes, latent)``.
+        sigmas: Their standard deviations.
+        class_names: For the legend.
+    """
+    plane = PCA(2).fit(means if min(means.shape) > 2 else np.concatenate([means, *latents.values()]))
+    figure = Figure(figsize=(3.3 * len(latents) + 1.6, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(latents), sharex=True, sharey=True, squeeze=False)[0]
+    centres = plane.transform(means)
+    angles = np.linspace(0, 2 * np.pi, 60)
+    circle = np.stack([np.cos(angles), np.sin(angles)])
+    for panel, (title, points) in zip(panels, latents.items(), strict=True):
+        projected = plane.transform(points)
+        for c, name in enumerate(class_names):
+            color = f"C{c % 10}"
+            own = projected[y == c]
+            panel.scatter(own[:, 0], own[:, 1], s=7, color=color, alpha=0.55, linewidths=0, label=name)
+            covariance = plane.components_ @ np.diag(sigmas[c] ** 2) @ plane.components_.T
+            values, vectors = np.linalg.eigh(covariance)
+            ellipse = centres[c][:, None] + vectors @ (np.sqrt(values.clip(0))[:, None] * circle)
+            panel.plot(*ellipse, color=color, linewidth=1)
+            panel.scatter(*centres[c], marker="X", s=70, color=color, edgecolors="black", linewidths=0.7, zorder=3)
+        panel.set_title(title, fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("first principal component of the class centres", fontsize=8)
+    handles = panels[0].get_legend_handles_labels()[0]
+    figure.legend(handles, [n[:18] for n in class_names], loc="outside right center", frameon=False, fontsize=7, markerscale=2)
+    return figure
+
+
+def _send(trainer: "FederatedTrainer", path: Path, round: int) -> None:
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            logger.experiment.log({"latent": wandb.Image(str(path)), "round": round})
