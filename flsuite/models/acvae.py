@@ -23,6 +23,7 @@ from flsuite.models.gaussians import kl_divergence, log_density, sample
 __all__ = ["ACVAE"]
 
 Reconstruction = Literal["mse", "bce"]
+Negatives = Literal["all", "present"]
 
 
 class ACVAE(ClientModel):
@@ -36,6 +37,10 @@ class ACVAE(ClientModel):
     H is a residual network, ``H(z) = z + h(z)``, and starts as the identity: the KL term speaks of z, the posterior of H(z),
     and both mean the same priors. H is what makes the private encoders' spaces one space.
 
+    With ``negatives`` at ``present``, the cross-entropy in training is over the classes that the batch holds, and so says
+    nothing of classes that a client has never seen (Li and Zhan 2021, FedRS, the limit of its restricted softmax). With
+    ``all``, each client pushes its samples, and the priors of classes it lacks, apart.
+
     Inputs are meant to lie in [0, 1]: set ``data.standardize: false`` for images. Multi-label data is refused.
 
     Args:
@@ -47,6 +52,7 @@ class ACVAE(ClientModel):
         reconstruction_weight: Of the reconstruction.
         kl_weight: Of the KL term.
         cls_weight: Of the classification.
+        negatives: Classes that the cross-entropy in training runs over: ``all``, or those ``present`` in the batch.
         prior_scale: Standard deviation of the normal that the class centres are drawn from at the start.
         log_variance_limit: Log variances of q and of the priors are used within plus and minus this.
         class_prior: pi, one positive number a class, scaled to a sum of one; default uniform.
@@ -71,6 +77,7 @@ class ACVAE(ClientModel):
         reconstruction_weight: float = 1.0,
         kl_weight: float = 0.5,
         cls_weight: float = 1.0,
+        negatives: Negatives = "all",
         prior_scale: float = 1.0,
         log_variance_limit: float = 6.0,
         class_prior: Sequence[float] | None = None,
@@ -82,6 +89,8 @@ class ACVAE(ClientModel):
         super().__init__()
         if reconstruction not in get_args(Reconstruction):
             raise FlsuiteError(f"ACVAE: reconstruction must be mse or bce, got {reconstruction!r}")
+        if negatives not in get_args(Negatives):
+            raise FlsuiteError(f"ACVAE: negatives must be all or present, got {negatives!r}")
         for name, value in (("latent_dim", latent_dim), ("width", width), ("mapper_width", mapper_width)):
             if value < 1:
                 raise FlsuiteError(f"ACVAE: {name} must be at least 1, got {value}")
@@ -105,6 +114,7 @@ class ACVAE(ClientModel):
         self.reconstruction_weight = reconstruction_weight
         self.kl_weight = kl_weight
         self.cls_weight = cls_weight
+        self.negatives: Negatives = negatives
         self.prior_scale = prior_scale
         self.log_variance_limit = log_variance_limit
         self.class_prior = class_prior
@@ -171,7 +181,11 @@ class ACVAE(ClientModel):
         h = self.map(sample(mean, log_variance))
         loss = self.reconstruction_weight * self.reconstruction_error(h, x).mean()
         loss = loss + self.kl_weight * self.kl(mean, log_variance, y).mean()
-        return loss + self.cls_weight * F.cross_entropy(self.class_logits(h), y)
+        logits = self.class_logits(h)
+        if self.negatives == "present":
+            absent = torch.ones_like(logits[0], dtype=torch.bool).index_fill(0, y, False)
+            logits = logits.masked_fill(absent, -torch.inf)
+        return loss + self.cls_weight * F.cross_entropy(logits, y)
 
     def reconstruction_error(self, h: Tensor, x: Tensor) -> Tensor:
         """E(D(h), x) of each sample, in nats ``(n,)``."""

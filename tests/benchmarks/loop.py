@@ -1,12 +1,12 @@
 """The other side: federated averaging as one writes it by hand, with nothing that is not needed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["HandWrittenLoop"]
+__all__ = ["FusedLoop", "HandWrittenLoop"]
 
 
 class HandWrittenLoop:
@@ -19,34 +19,90 @@ class HandWrittenLoop:
         clients: Rows of each client.
         scale: Bytes to floats, ``x * scale + shift``.
         shift: See there.
+        private: Prefix of entries that stay with a client; default none.
+        loss: Of a batch; default the cross-entropy of the network's output.
+        optimizer: Made anew for each fit; default SGD.
+        clip: Norm that gradients are clipped at, if any.
     """
 
     def __init__(
-        self, network: nn.Module, x: Tensor, y: Tensor, clients: Sequence[Tensor], scale: Tensor, shift: Tensor, batch: int = 64
+        self,
+        network: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        clients: Sequence[Tensor],
+        scale: Tensor,
+        shift: Tensor,
+        batch: int = 64,
+        private: str = "no entry",
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        clip: float | None = None,
     ) -> None:
         self.network = network.to(memory_format=torch.channels_last)
         self.x, self.y, self.clients, self.scale, self.shift, self.batch = x, y, clients, scale, shift, batch
         self.state = {k: v.clone() for k, v in network.state_dict().items()}
+        self.private, self.own = private, {}  # type: str, dict[int, dict[str, Tensor]]
+        self.loss = loss or (lambda x, y: F.cross_entropy(self.network(x), y))
+        self.optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+        self.clip = clip
 
     def round(self, cohort: Sequence[int]) -> None:
         total = {k: torch.zeros_like(v) for k, v in self.state.items()}
         samples = sum(len(self.clients[c]) for c in cohort)
         for client in cohort:
-            self.network.load_state_dict(self.state)
+            self.network.load_state_dict({**self.state, **self.own.get(client, {})})
             self.fit(self.clients[client])
             share = len(self.clients[client]) / samples
-            for k, v in self.network.state_dict().items():
-                if v.is_floating_point():
+            trained = self.network.state_dict()
+            self.own[client] = {k: v.clone() for k, v in trained.items() if k.startswith(self.private)}
+            for k, v in trained.items():
+                if k.startswith(self.private):
+                    total[k] = self.state[k]
+                elif v.is_floating_point():
                     total[k].add_(v, alpha=share)
                 else:
                     total[k] = torch.maximum(total[k], v)
         self.state = total
 
     def fit(self, rows: Tensor) -> None:
-        optimizer = torch.optim.SGD(self.network.parameters(), lr=0.05)
+        parameters = list(self.network.parameters())
+        optimizer = self.optimizer(parameters)
         for index in rows[torch.randperm(len(rows))].split(self.batch):
             x = self.x[index].to(torch.float32).mul_(self.scale).add_(self.shift).permute(0, 3, 1, 2)
-            loss = F.cross_entropy(self.network(x), self.y[index])
+            loss = self.loss(x, self.y[index])
             optimizer.zero_grad()
             loss.backward()
+            if self.clip is not None:
+                nn.utils.clip_grad_norm_(parameters, self.clip)
             optimizer.step()
+
+
+class FusedLoop:
+    """FusedSpaceFed as its public code goes about it: float32, a step for the autoencoder, then one for the classifier.
+
+    The same networks as flsuite's, a warm-up epoch, no aggregation; batches from memory.
+    """
+
+    def __init__(self, encoder: nn.Module, decoder: nn.Module, classifier: nn.Module) -> None:
+        self.encoder, self.decoder, self.classifier = encoder, decoder, classifier
+
+    def fit(self, x: Tensor, y: Tensor, epochs: int, batch: int) -> None:
+        """One client's fit on float images ``(n, c, h, w)``."""
+        both = [*self.encoder.parameters(), *self.decoder.parameters()]
+        settings = {"momentum": 0.9, "weight_decay": 5e-4}
+        first = torch.optim.SGD(both, lr=0.01, **settings)
+        second = torch.optim.SGD(self.classifier.parameters(), lr=0.1, **settings)
+        for epoch in range(1 + epochs):
+            for index in torch.randperm(len(x)).split(batch):
+                seen = x[index]
+                first.zero_grad()
+                F.mse_loss(self.decoder(self.encoder(seen)), seen).backward()
+                first.step()
+                if epoch == 0:
+                    continue
+                with torch.no_grad():
+                    reconstruction = self.decoder(self.encoder(seen))
+                second.zero_grad()
+                F.cross_entropy(self.classifier(seen + reconstruction), y[index]).backward()
+                second.step()

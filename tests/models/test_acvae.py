@@ -177,3 +177,20 @@ def test_predict_writes_reconstructions_and_samples(tmp_path: Path) -> None:
     before = (tmp_path / "run" / "samples.png").read_bytes()
     made.predict()
     assert (tmp_path / "run" / "samples.png").read_bytes() == before
+
+
+def test_negatives_present_leaves_absent_classes_alone() -> None:
+    """A batch without class 2 says nothing about its prior; with all classes in it, the two losses are one."""
+    x, y = batch()
+    absent, everything = (small(negatives=negatives, kl_weight=0.0) for negatives in ("present", "all"))
+    for model in (absent, everything):
+        model.eval()
+        torch.manual_seed(0)
+        model.training_step((x, y % 2), 0).backward()
+    assert not absent.prior_mean.grad[2].any() and absent.prior_mean.grad[0].any()  # type: ignore[index]
+    assert everything.prior_mean.grad[2].any()  # type: ignore[index]
+    losses = []
+    for model in (absent, everything):
+        torch.manual_seed(0)
+        losses.append(model.training_step((x, y), 0))
+    assert torch.equal(*losses)
