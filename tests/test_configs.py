@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from flsuite.cli import main
-from flsuite.data import FEMNIST, Arrays, DataSpec, MedMNIST, Source
+from flsuite.data import FEMNIST, Arrays, DataSpec, FashionMNIST, MedMNIST, NBaIoT, Source
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -49,6 +49,31 @@ def stand_in_writers(self: FEMNIST) -> Source:
     return Source(DataSpec((1, 28, 28), 62), part, part.take(torch.arange(20)))
 
 
+def stand_in_fashion(self: FashionMNIST) -> Source:
+    x = torch.randint(0, 256, (200, 28, 28, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    part = Arrays(x, torch.arange(200) % 10)
+    return Source(DataSpec((1, 28, 28), 10), part, part.take(torch.arange(40)))
+
+
+def stand_in_devices(self: NBaIoT) -> Source:
+    """Ten rows of each of three kinds of traffic of nine devices."""
+    x = torch.rand(270, 115, generator=torch.Generator().manual_seed(0))
+    part = Arrays(x, torch.arange(270) % 3, torch.arange(270) // 30)
+    return Source(DataSpec((115,), 3), part, part)
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No published data here: what matters is that every config is complete and runs."""
+    for dataset, load in (
+        (MedMNIST, stand_in),
+        (FEMNIST, stand_in_writers),
+        (FashionMNIST, stand_in_fashion),
+        (NBaIoT, stand_in_devices),
+    ):
+        monkeypatch.setattr(dataset, "load", load)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_config_starts_with_its_launch_line(path: Path) -> None:
     assert path.read_text().startswith(f"# flsuite fit --config {path.relative_to(ROOT)}\n")
@@ -58,8 +83,6 @@ def test_a_config_starts_with_its_launch_line(path: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_config_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(MedMNIST, "load", stand_in)
-    monkeypatch.setattr(FEMNIST, "load", stand_in_writers)
     with pytest.raises(SystemExit) as exit:
         main(["fit", "--config", str(path), *SHORT, "--run_dir", "run"])
     assert exit.value.code == 0
@@ -69,16 +92,20 @@ def test_a_config_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 FUSED = [path for path in CONFIGS if path.parent.name == "fusedspacefed"]
 
 
+def overrides(path: Path) -> list[list[str]]:
+    """The arguments that the head of a config names, line by line."""
+    return [line[line.index("--") :].split() for line in path.read_text().splitlines() if line.startswith("#   ")]
+
+
 def baseline_lines(path: Path) -> list[list[str]]:
     """The three baselines of a config's head: the first line alone, and with each of the other two behind it."""
-    lines = [line[line.index("--") :].split() for line in path.read_text().splitlines() if line.startswith("#   ")]
+    lines = overrides(path)
     return [lines[0], *([*lines[0], *more] for more in lines[1:])]
 
 
 @pytest.mark.parametrize("method", [0, 1, 2], ids=["fedavg", "fedprox", "scaffold"])
 def test_baselines_are_one_line_away(method: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(MedMNIST, "load", stand_in)
     (path,) = (path for path in FUSED if path.stem == "retinamnist")
     assert all(baseline_lines(other) == baseline_lines(path) for other in FUSED)
     with pytest.raises(SystemExit) as exit:
@@ -87,3 +114,17 @@ def test_baselines_are_one_line_away(method: int, tmp_path: Path, monkeypatch: p
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["model"]["class_path"] == "flsuite.models.Classifier"
     assert config["trainer"]["aggregator"]["class_path"].endswith(("FedAvg", "FedProx", "SCAFFOLD")[method])
+
+
+def test_fedavg_is_one_line_from_cmga(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    family = [path for path in CONFIGS if path.parent.name == "cmga"]
+    (path,) = (path for path in family if path.stem == "fashionmnist-two-classes")
+    assert all(overrides(other) == overrides(path) for other in family)
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", str(path), *SHORT, *overrides(path)[0], "--run_dir", "run"])
+    assert exit.value.code == 0
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["trainer"]["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
+    assert config["model"]["class_path"] == "flsuite.models.ACVAE"
+    assert (tmp_path / "run" / "latent" / "round-0001.png").is_file()

@@ -6,6 +6,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.femnist import FEMNIST
 from flsuite.data.medmnist import MedMNIST
 from flsuite.data.module import FederatedDataModule
+from flsuite.data.nbaiot import NBaIoT
 from flsuite.data.partitions import (
     IID,
     Dirichlet,
@@ -17,6 +18,7 @@ from flsuite.data.partitions import (
 )
 from flsuite.data.source import Arrays, DataSpec, Source
 from flsuite.data.synthetic import Synthetic
+from flsuite.data.table import Table
 from flsuite.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, FashionMNIST
 
 __all__ = [
@@ -38,10 +40,12 @@ __all__ = [
     "FederatedData",
     "FederatedDataModule",
     "MedMNIST",
+    "NBaIoT",
     "Natural",
     "Partition",
     "Pathological",
     "QuantitySkew",
     "Source",
     "Synthetic",
+    "Table",
 ]

@@ -134,7 +134,7 @@ class FederatedDataModule(LightningDataModule):
         ids = None if train.ids is None else train.ids.numpy()
         rows = (self.partition or IID())(labels, self.clients, rng, ids)
         train_rows, val_rows = self._hold_out(rows, published=val is not None)
-        if ids is not None and test.ids is not None:
+        if ids is not None and test.ids is not None and owners_are_whole(ids, train_rows):
             test_rows = deal_by_owner(ids, train_rows, test.ids.numpy())
         else:
             test_rows = deal_like(labels, train_rows, partition_labels(test.y.numpy()), self.partition_seed)
@@ -215,6 +215,12 @@ def deal_like(labels: np.ndarray, rows: list[np.ndarray], test_labels: np.ndarra
         for client, part in zip(order, np.split(samples, cuts[:-1]), strict=True):
             dealt[client].append(part)
     return [np.sort(np.concatenate(parts)) if parts else np.zeros(0, np.int64) for parts in dealt]
+
+
+def owners_are_whole(ids: np.ndarray, rows: list[np.ndarray]) -> bool:
+    """Whether all training samples of each natural owner lie with one client."""
+    pairs = np.concatenate([np.stack([ids[own], np.full(len(own), client)]) for client, own in enumerate(rows)], axis=1)
+    return len(np.unique(pairs, axis=1).T) == len(np.unique(pairs[0]))
 
 
 def deal_by_owner(ids: np.ndarray, rows: list[np.ndarray], test_ids: np.ndarray) -> list[np.ndarray]:

@@ -316,3 +316,21 @@ def test_data_is_dealt_once_and_not_before_setup() -> None:
 def test_impossible_numbers_are_refused(kwargs: dict[str, int]) -> None:
     with pytest.raises(FlsuiteError, match=rf"data\.{next(iter(kwargs))} must be at least 1"):
         Images(**kwargs)
+
+
+class Owned(FederatedDataModule):
+    """Forty training and ten test samples of two owners."""
+
+    def load(self) -> Source:
+        train, test = (Arrays(torch.zeros(n, 2), torch.arange(n) % 2, torch.arange(n) % 4 // 2) for n in (40, 12))
+        return Source(DataSpec((2,), 2), train, test)
+
+
+def test_test_samples_follow_their_owner_only_where_owners_are_whole() -> None:
+    whole, cut = Owned(clients=2, partition=Natural()), Owned(clients=5, partition=IID())
+    for module in (whole, cut):
+        module.setup()
+    ids = whole.federated.test.ids
+    assert ids is not None
+    assert all(len(ids[whole.federated.test_index[c]].unique()) == 1 for c in range(2))
+    assert min(cut.federated.test_index.lengths()) > 0 and len(cut.federated.test_index.values) == 12

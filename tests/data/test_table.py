@@ -1,0 +1,342 @@
+"""Tables from CSV and Parquet: what is read, how it is split and scaled, and what is said of defects."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from flsuite.cli import main
+from flsuite.data import Natural, Source, Table
+from flsuite.data.table import read_table
+from flsuite.data.tabular import csv_frames, every, fit_scale, numeric_chunks
+from flsuite.errors import FlsuiteError
+from tests.conftest import classifier, trainer
+
+
+def frame(rows: int = 100, seed: int = 0) -> pd.DataFrame:
+    """Three classes that lie apart, two useful columns, a constant one, text, and five owners."""
+    rng = np.random.default_rng(seed)
+    label = np.arange(rows) % 3
+    return pd.DataFrame(
+        {
+            "a": label + rng.normal(0, 0.2, rows),
+            "b": -1000.0 * label + rng.normal(0, 200, rows),
+            "constant": 7,
+            "note": [f"row {k}" for k in range(rows)],
+            "owner": [f"site {k}" for k in np.arange(rows) // 3 % 5],
+            "kind": np.array(["worm", "benign", "scan"])[label],
+        }
+    )
+
+
+def write(file: Path, content: pd.DataFrame) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content.to_csv(file, index=False)
+    return file
+
+
+def read(file: Path, **kwargs: Any) -> Source:
+    return read_table(file, **{"label": "kind", **kwargs})
+
+
+def text(tmp_path: Path, content: str, **kwargs: Any) -> Source:
+    file = tmp_path / "t.csv"
+    file.write_text(content)
+    return read_table(file, **{"label": "y", **kwargs})
+
+
+# What is read
+
+
+def test_what_is_read(tmp_path: Path) -> None:
+    source = read(write(tmp_path / "t.csv", frame()))
+    assert source.spec.shape == (3,) and source.spec.task == "multiclass" and source.val is None
+    assert source.spec.class_names == ("benign", "scan", "worm")
+    assert (len(source.train), len(source.test)) == (80, 20)
+    assert source.train.x.dtype == torch.float32 and source.train.y.dtype == torch.int64 and source.train.ids is None
+    assert (source.train.y.bincount() + source.test.y.bincount()).tolist() == [33, 33, 34]
+
+
+def test_numbers_are_classes_in_their_own_order(tmp_path: Path) -> None:
+    rows = "".join(f"{k},{label}\n" for k, label in enumerate([10, 2, 9.0] * 10))
+    source = text(tmp_path, "x,y\n" + rows)
+    assert source.spec.class_names == ("2", "9", "10")
+    assert (source.train.y.bincount() + source.test.y.bincount()).tolist() == [10, 10, 10]
+
+
+def test_features_and_owners(tmp_path: Path) -> None:
+    source = read(write(tmp_path / "t.csv", frame()), features=["b", "a"], client="owner", scale="none")
+    assert source.train.x.shape == (80, 2) and source.train.x[:, 0].min() < -1000
+    assert source.train.ids is not None and source.test.ids is not None
+    assert (source.train.ids.bincount() + source.test.ids.bincount()).tolist() == [21, 21, 21, 19, 18]
+
+
+def test_numeric_owners_are_no_feature(tmp_path: Path) -> None:
+    content = frame().assign(owner=np.arange(100) % 5 * 3)
+    assert read(write(tmp_path / "t.csv", content), client="owner").spec.shape == (3,)
+    assert read(write(tmp_path / "t.csv", content)).spec.shape == (4,)
+
+
+def test_a_folder_is_one_table(tmp_path: Path) -> None:
+    content = frame()
+    whole = read(write(tmp_path / "whole.csv", content))
+    write(tmp_path / "parts" / "1.csv", content[:60])
+    write(tmp_path / "parts" / "2.csv", content[60:][content.columns[::-1]])
+    (tmp_path / "parts" / "README.txt").write_text("no table")
+    (tmp_path / "parts" / "._1.csv").write_bytes(b"\x00\x05\x16\x07")
+    source = read(tmp_path / "parts")
+    assert torch.equal(source.train.x, whole.train.x) and torch.equal(source.test.y, whole.test.y)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    content = frame()
+    content.to_parquet(tmp_path / "t.parquet")
+    source, expected = read(tmp_path / "t.parquet"), read(write(tmp_path / "t.csv", content))
+    assert torch.equal(source.train.x, expected.train.x) and torch.equal(source.test.x, expected.test.x)
+    content.loc[3, "a"] = np.nan
+    content.to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(FlsuiteError, match=r"t\.parquet has missing values in column 'a' in 1 row, first in row 4"):
+        read(tmp_path / "t.parquet")
+    (tmp_path / "t.parquet").write_bytes(b"PAR1")
+    with pytest.raises(FlsuiteError, match=r"t\.parquet cannot be read as Parquet"):
+        read(tmp_path / "t.parquet")
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*args: Any, **kwargs: Any) -> None:
+        raise ImportError("Missing optional dependency 'pyarrow'.")
+
+    monkeypatch.setattr(pd, "read_parquet", absent)
+    (tmp_path / "t.parquet").touch()
+    with pytest.raises(FlsuiteError, match=r"pip install flsuite\[parquet\]"):
+        read(tmp_path / "t.parquet")
+
+
+# The split
+
+
+def test_the_split_is_the_same_in_every_run(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.csv", frame())
+    modules = [Table(str(file), "kind", client="owner", seed=seed) for seed in (1, 2)]
+    for module in modules:
+        module.setup()
+    first, second = (module.federated for module in modules)
+    assert torch.equal(first.test.x, second.test.x) and torch.equal(first.train.x, second.train.x)
+    assert not torch.equal(first.train_index.values, second.train_index.values)
+
+
+def test_every_owner_and_class_has_its_share(tmp_path: Path) -> None:
+    source = read(write(tmp_path / "t.csv", frame(300)), client="owner", test_fraction=0.25)
+    assert len(source.test) == 75
+    assert source.test.ids is not None
+    cells = (3 * source.test.ids + source.test.y).bincount()
+    assert cells.shape == (15,) and cells.min() == cells.max() == 5
+
+
+def test_the_last_row_of_a_class_is_trained_on(tmp_path: Path) -> None:
+    """Whichever place it comes to in the order."""
+    for others in range(5, 15):
+        rows = "".join(f"{k},{k % 2}\n" for k in range(others)) + "3,2\n4,3\n5,4\n"
+        source = text(tmp_path, "x,y\n" + rows)
+        assert {2, 3, 4} <= {*source.train.y.tolist()} and len(source.test)
+
+
+def test_test_files(tmp_path: Path) -> None:
+    train, test = frame(60, seed=1), frame(30, seed=2)
+    write(tmp_path / "train.csv", train)
+    write(tmp_path / "held" / "test.csv", test)
+    source = read(tmp_path / "train.csv", test_path=tmp_path / "held", client="owner", scale="none", features=["a"])
+    assert (len(source.train), len(source.test)) == (60, 30)
+    assert torch.equal(source.test.x[:, 0], torch.tensor(test["a"], dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("samples", "fraction", "held"), [(100, 0.29, 29), (100, 0.2, 20), (4, 0.2, 0), (10, 0.75, 7)])
+def test_every(samples: int, fraction: float, held: int) -> None:
+    places = every(samples, fraction)
+    assert places.sum() == held and (every(2 * samples, fraction)[:samples] == places).all()
+
+
+# Scaling
+
+
+def test_minmax_is_that_of_the_training_rows(tmp_path: Path) -> None:
+    source = read(write(tmp_path / "t.csv", frame()))
+    assert source.train.x[:, :2].amin(0).tolist() == pytest.approx([0.1, 0.1])
+    assert source.train.x[:, :2].amax(0).tolist() == pytest.approx([0.9, 0.9])
+
+
+def test_standard_is_that_of_the_training_rows(tmp_path: Path) -> None:
+    source = read(write(tmp_path / "t.csv", frame()), scale="standard")
+    assert source.train.x[:, :2].mean(0).tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert source.train.x[:, :2].std(0, correction=0).tolist() == pytest.approx([1, 1], rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["minmax", "standard"])
+def test_test_rows_have_no_say(tmp_path: Path, scale: str) -> None:
+    """Oracle: other test rows, even wild ones, leave the scaled training rows bit for bit."""
+    write(tmp_path / "train.csv", frame(60, seed=1))
+    write(tmp_path / "mild.csv", frame(30, seed=2))
+    wild = frame(30, seed=3)
+    wild.loc[0, ["a", "b", "constant"]] = [1e6, -1e9, 3]
+    write(tmp_path / "wild.csv", wild)
+    sources = [read(tmp_path / "train.csv", test_path=tmp_path / f"{test}.csv", scale=scale) for test in ("mild", "wild")]
+    assert torch.equal(sources[0].train.x, sources[1].train.x)
+    first = sources[1].test.x[0]
+    assert first[2] == (0.5 if scale == "minmax" else 0)
+    assert first[:2].tolist() == [1, 0] if scale == "minmax" else first[0] > 1e5
+
+
+@pytest.mark.parametrize(("scale", "constant"), [("minmax", 0.5), ("standard", 0.0), ("none", 7.0)])
+def test_a_constant_column(tmp_path: Path, scale: str, constant: float) -> None:
+    source = read(write(tmp_path / "t.csv", frame()), scale=scale)
+    assert (source.train.x[:, 2] == constant).all() and (source.test.x[:, 2] == constant).all()
+
+
+def test_large_numbers_close_together(tmp_path: Path) -> None:
+    """Seconds since 1970, which float32 cannot tell apart."""
+    rows = "".join(f"{1_506_000_000 + k},{k % 2}\n" for k in range(50))
+    x = text(tmp_path, "time,y\n" + rows).train.x
+    assert len(x.unique()) == len(x)
+
+
+@pytest.mark.parametrize("scale", ["minmax", "standard"])
+def test_almost_constant_columns(scale: Any) -> None:
+    """The smallest spread there is, and a constant whose mean is not exact."""
+    x = np.array([[0.0, 0.1], [5e-324, 0.1], [0.0, 0.1]])
+    scaled = fit_scale(scale, x)(x.copy())
+    assert np.isfinite(scaled).all() and np.abs(scaled).max() <= 1
+    assert (scaled[:, 1] == (0.5 if scale == "minmax" else 0)).all()
+
+
+# Defects
+
+GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
+
+
+@pytest.mark.parametrize(
+    ("content", "kwargs", "message"),
+    [
+        ("", {}, r"t\.csv is empty"),
+        ("a,b,y\n", {}, r"t\.csv has a header and no rows"),
+        (",a,y\n0,1,u\n", {}, r"t\.csv has no name for column 1; name it"),
+        ("a,a,y\n1,2,u\n", {}, r"more than one column named 'a'"),
+        ("a,b,y\n1,2,u\n1,2,u,4\n", {}, r"t\.csv cannot be read as CSV \(.*line 3.*\)"),
+        ("a,b,y\n1,2,u,\n3,4,v,\n", {}, r"cannot be read as CSV \(.*Expected 3 fields in line 2, saw 4\)"),
+        ("a,b,y\n0,1,2,u\n1,3,4,v\n", {}, r"cannot be read as CSV \(.*Expected 3 fields in line 2, saw 4\)"),
+        (GOOD, {"label": "x"}, r"t\.csv has no column 'x'; set data\.label to another \(it has 'a', 'b', 'y'\)"),
+        (GOOD.replace("y", "Label"), {"label": "label"}, r"data\.label .*the nearest are 'Label'"),
+        (GOOD, {"client": "who"}, r"no column 'who'; set data\.client"),
+        (GOOD, {"features": ["a", "c"]}, r"no column 'c'; set data\.features"),
+        (GOOD + "1,,v\n3,4,v\n,,v\n", {}, r"missing values in column 'a' in 1 row, first in row 13, and in 1 other column;"),
+        (GOOD + "1,,v\n3,4,v\n1,NaN,v\n", {}, r"missing values in column 'b' in 2 rows, first in row 11;"),
+        (GOOD + "1\n", {}, r"missing values in column 'b' in 1 row"),
+        (GOOD + "1,2,\n", {}, r"missing values in column 'y' in 1 row, first in row 11"),
+        ("w," + GOOD.replace("\n", "\n,")[:-1], {"client": "w"}, r"missing values in column 'w' in 10 rows, first in row 1"),
+        (GOOD + "1,2x,v\n", {}, r"t\.csv has no number but '2x' in column 'b', row 11"),
+        (GOOD + "1,2x,v\n", {"features": ["b"]}, r"no number but '2x' in column 'b', row 11"),
+        (GOOD + "1,-inf,v\n", {}, r"t\.csv has -inf in column 'b', row 11"),
+        (GOOD + "1e39,1,v\n", {}, r"t\.csv has 1e\+39 in column 'a', row 11"),
+        (GOOD.replace("v", "u"), {}, r"column 'y' of .*t\.csv has the same label in all rows, u"),
+        (GOOD, {"label": "a", "features": ["b"], "test_fraction": 0.05}, r"no row of .* it has 10 rows; raise"),
+        (GOOD + "1.5,1,u\n", {"label": "a"}, r"t\.csv has 1\.5 in column 'a', row 11, where a whole number or a word"),
+        (GOOD + "inf,1,u\n", {"label": "a"}, r"t\.csv has inf in column 'a', row 11, where a whole number or a word"),
+        ("y,z\nu,p\nv,q\n", {}, r"no numeric column besides 'y'; name some"),
+        ("a;b;y\n1;2;u\n", {}, r"no column 'y'; .*it has 'a;b;y'"),
+    ],
+)
+def test_defects(tmp_path: Path, content: str, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message) as error:
+        text(tmp_path, content, **kwargs)
+    assert "\n" not in str(error.value)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"a,y\n\xff\xfe,\x80\n")
+    with pytest.raises(FlsuiteError, match=r"t\.csv cannot be read as CSV"):
+        read_table(tmp_path / "t.csv", "y")
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(FlsuiteError, match=r"no file or folder .*t\.csv; set data\.path, which is relative to data\.root"):
+        Table("t.csv", "y", root=str(tmp_path)).setup()
+    with pytest.raises(FlsuiteError, match=r"holds no file whose name ends in \.csv or \.parquet"):
+        read(tmp_path)
+    (tmp_path / "t.xlsx").touch()
+    with pytest.raises(FlsuiteError, match=r"t\.xlsx is no file"):
+        read(tmp_path / "t.xlsx")
+
+
+def test_headers_that_differ(tmp_path: Path) -> None:
+    content = frame(30)
+    write(tmp_path / "1.csv", content)
+    second = write(tmp_path / "2.csv", content.rename(columns={"a": "A"}))
+    with pytest.raises(FlsuiteError, match=r"2\.csv and .*1\.csv differ in their columns: 'A', 'a' in one of them only"):
+        read(tmp_path)
+    assert read(tmp_path, features=["b"]).spec.shape == (1,)
+    with pytest.raises(FlsuiteError, match=r"2\.csv has no column 'a'"):
+        read(tmp_path / "1.csv", test_path=second, features=["a"])
+
+
+def test_a_class_that_is_only_tested(tmp_path: Path) -> None:
+    content = frame(30)
+    write(tmp_path / "train.csv", content[content["kind"] != "worm"])
+    write(tmp_path / "test.csv", content)
+    with pytest.raises(FlsuiteError, match=r"test\.csv has rows of class worm"):
+        read(tmp_path / "train.csv", test_path=tmp_path / "test.csv")
+
+
+def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("a,b\n" + "1,2\n" * 6 + ",2\n1,\n1,2\n,3\n")
+    for rows in (None, 1, 3, 4, 100):
+        with pytest.raises(FlsuiteError, match=r"column 'a' in 2 rows, first in row 7, and in 1 other column;"):
+            list(numeric_chunks(csv_frames(file, rows), file))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"test_fraction": 0.0}, "data.test_fraction"),
+        ({"scale": "robust"}, "data.scale must be one of minmax, standard, none"),
+        ({"features": []}, "data.features"),
+        ({"features": ["a", "a"]}, "none twice"),
+        ({"features": ["kind"]}, "must not have the label 'kind'"),
+    ],
+)
+def test_arguments(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        Table("t.csv", "kind", **kwargs)
+
+
+# A federation
+
+
+def test_federation(tmp_path: Path) -> None:
+    write(tmp_path / "t.csv", frame(300))
+    data = Table("t.csv", "kind", client="owner", root=str(tmp_path), clients=5, partition=Natural(), batch_size=16)
+    made = trainer(rounds=4, max_epochs=2)
+    made.fit(classifier(lr=0.5), data)
+    assert data.federated.train.ids is not None
+    for client, rows in enumerate(data.federated.train_index):
+        assert (data.federated.train.ids[rows] == client).all()
+    federation, *clients = made.test()
+    assert federation["accuracy"] > 0.9 and len(clients) == 5
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under its short name, with every argument from the command line."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "t.csv", frame(60))
+    (tmp_path / "c.yaml").write_text(
+        "data: {class_path: Table, init_args: {path: t.csv, label: kind, client: owner, clients: 5}}\n"
+    )
+    for more, status in (["--data.partition", "Natural"], 0), (["--data.label", "Kind"], 2):
+        with pytest.raises(SystemExit) as exit:
+            main(["partition", "--config", "c.yaml", *more])
+        assert int(exit.value.code or 0) == status
+    assert (tmp_path / "c-partition.csv").is_file()
+    assert "the nearest are 'kind'" in capsys.readouterr().err
