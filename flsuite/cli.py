@@ -117,8 +117,8 @@ def _complain(message: str, status: int) -> int:
 def _prepare(args: list[str]) -> None:
     """What must happen before a parser is built: import plugins, and have the workers' parent start importing beside us."""
     configs = [_read(path) for path in _values(args, "--config", "-c")]
-    engine = str(_values(args, "--trainer.engine")) + str([_engine(config) for config in configs])
-    if "Processes" in engine and "--print_config" not in args and "--help" not in args:
+    chosen = _values(args, "--trainer.engine") or [_engine(config) for config in configs]  # an argument overrides the config
+    if "Processes" in str(chosen) and "--print_config" not in args and "--help" not in args:
         from flsuite.forkserver import prepare_workers
 
         prepare_workers()

@@ -151,7 +151,7 @@ class Federation:
             yield checked.update
 
     def checked(self, outcome: Outcome) -> ClientResult | ClientFailure:
-        """The same, or a failure if its update must not reach the global model."""
+        """The outcome, or a failure if its update must not reach the global model."""
         if isinstance(outcome, ClientFailure):
             return outcome
         fault = outcome.update.fault(self.state) or non_finite(outcome.memory.get("model", {}))

@@ -59,18 +59,21 @@ class Run:
             return self.evaluator.shared(self.federation.client_state(None), part, chosen, details)
         return self.evaluator.personal({c: partial(self.federation.client_state, c) for c in chosen}, part, details)
 
-    def evaluate(self, is_last: Callable[[], bool], score_clients: int, notify: Notify) -> bool:
+    def evaluate(
+        self, is_last: Callable[[], bool], score_clients: int, notify: Notify, scores: Callable[..., Scores] | None = None
+    ) -> bool:
         """Score on validation data, then on test data; whether the round is the best so far on the former.
 
         Args:
             is_last: Whether the run ends with this round; asked again after the validation, which may stop it early.
             score_clients: Clients scored one by one, unless it is the last round, which scores all.
             notify: Calls the federation's hooks.
+            scores: Takes the place of :meth:`scores` where models are scored elsewhere.
         """
         improved = False
         for part in _PARTS:
             clients = self.federation.data.clients if is_last() else score_clients
-            found = self.scores(part, clients, details=is_last() and part == "test")
+            found = (scores or self.scores)(part, clients, details=is_last() and part == "test")
             if not found:
                 continue
             for scope, row in found.items():

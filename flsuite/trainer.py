@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.describe import describe
 from flsuite.engines import Engine, InProcess
 from flsuite.errors import FlsuiteError
-from flsuite.evaluation import GLOBAL, Evaluator, Split
+from flsuite.evaluation import GLOBAL, Evaluator, Scores, Split
 from flsuite.federation import Federation
 from flsuite.metrics import HIGHER_IS_BETTER
 from flsuite.models.base import ClientModel
@@ -141,18 +142,21 @@ class FederatedTrainer(Trainer):
             FlsuiteError: If the request cannot be met; nothing has been written then.
             FederationError: If a round fails altogether; the run's folder keeps the state before it.
         """
-        run = self._set_up(model, datamodule)
-        self._begin(run, ckpt_path)
-        self._notify("on_federation_start")
-        try:
-            self.engine.start(self._job(run))
-            while not self._is_last():
-                run.federation.advance(self.engine, self._notify)
-                self._notify("on_round_end", self.round)
-                due = self.round % self.evaluate_every == 0 or self._is_last()
-                improved = run.evaluate(self._is_last, self.score_clients, self._notify) if due else False
-                run.record(self._notify)
+        with self.running(model, datamodule, ckpt_path) as run:
+            self.engine.start(self.job(run))
+            while not self.is_last():
+                run.federation.advance(self.engine, self.notify)
+                improved = self.record_round(run)
                 run.save(improved, **self._beside())
+
+    @contextmanager
+    def running(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> Iterator[Run]:
+        """A run, from its set-up to its last words; the rounds are the caller's. For arguments and errors see :meth:`fit`."""
+        run = self.set_up(model, datamodule)
+        self._begin(run, ckpt_path)
+        self.notify("on_federation_start")
+        try:
+            yield run
         except FlsuiteError:  # a setting that shows only in training: nothing has been trained, nothing is left
             if not self.round:
                 run.folder.discard()
@@ -161,11 +165,25 @@ class FederatedTrainer(Trainer):
             self.engine.stop()
             if self.round and run.folder.checkpoints:
                 run.export(run.folder.checkpoints / "model.ckpt")
-            self._notify("on_federation_end")
+            self.notify("on_federation_end")
         if self.show:
             run.summary.print(run.wall_seconds, run.folder.path)
 
-    def _is_last(self) -> bool:
+    def record_round(self, run: Run, scores: Callable[..., Scores] | None = None) -> bool:
+        """Score and record the round just done; whether it is the best so far on validation data.
+
+        Args:
+            run: What :meth:`running` gave.
+            scores: Takes the place of :meth:`Run.scores` where models are scored elsewhere.
+        """
+        self.notify("on_round_end", self.round)
+        due = self.round % self.evaluate_every == 0 or self.is_last()
+        improved = run.evaluate(self.is_last, self.score_clients, self.notify, scores) if due else False
+        run.record(self.notify)
+        return improved
+
+    def is_last(self) -> bool:
+        """Whether the run ends with the round just done."""
         return self.round >= self.rounds or bool(self.should_stop)
 
     def validate(  # type: ignore[override]
@@ -270,7 +288,7 @@ class FederatedTrainer(Trainer):
         """Write the global model as an ordinary Lightning checkpoint, which ``load_from_checkpoint`` reads."""
         self._fitted().export(Path(path))
 
-    def _set_up(self, model: LightningModule, datamodule: LightningDataModule) -> Run:
+    def set_up(self, model: LightningModule, datamodule: LightningDataModule) -> Run:
         """Build all that a round needs; nothing is written yet."""
         if not isinstance(model, ClientModel):
             raise FlsuiteError(f"the model must be a flsuite.models.ClientModel, got {type(model).__name__}")
@@ -297,7 +315,8 @@ class FederatedTrainer(Trainer):
         name = f"{type(self._datamodule).__name__}-{type(self.aggregator).__name__}".lower()
         return self.run_dir or new_run_dir(name, self.seed)
 
-    def _job(self, run: Run) -> Job:
+    def job(self, run: Run) -> Job:
+        """What a worker needs to train any client of the run."""
         return Job(
             model=self._model,
             data=run.federation.data,
@@ -332,7 +351,7 @@ class FederatedTrainer(Trainer):
                 raise FlsuiteError("nothing has been fitted yet: pass model, datamodule and ckpt_path")
             if self.run_dir is None and ckpt_path is not None and ckpt_path not in ("last", "best"):
                 self.run_dir = Path(ckpt_path).parent.parent
-            run = self._set_up(model, datamodule)
+            run = self.set_up(model, datamodule)
         checkpoint = run.find(ckpt_path or "last")
         if checkpoint is None:
             raise FlsuiteError(f"there is no checkpoint in {run.folder.checkpoints}: fit first, or name one with ckpt_path")
@@ -365,7 +384,8 @@ class FederatedTrainer(Trainer):
     def _federation_callbacks(self) -> list[FederationCallback]:
         return [callback for callback in self._callbacks if isinstance(callback, FederationCallback)]
 
-    def _notify(self, hook: str, *args: Any) -> None:
+    def notify(self, hook: str, *args: Any) -> None:
+        """Call a hook of the federation on every callback that has them."""
         for callback in self._federation_callbacks():
             getattr(callback, hook)(self, *args)
 

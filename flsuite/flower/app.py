@@ -1,0 +1,112 @@
+"""The two halves of a Flower app, made from a flsuite config.
+
+A ``pyproject.toml`` for Flower names them, and the config, which lies beside it and travels to the nodes with the app::
+
+    [tool.flwr.app.components]
+    serverapp = "flsuite.flower.app:server_app"
+    clientapp = "flsuite.flower.app:client_app"
+
+    [tool.flwr.app.config]
+    flsuite-config = "digits.yaml"
+    flsuite-args = "--trainer.rounds 3"   # what one would write behind flsuite fit --config digits.yaml
+    flsuite-timeout = 3600                # seconds that a round waits for the nodes
+
+torch and Lightning are imported when there is work for them: a node starts a process for every message.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from flsuite.errors import FlsuiteError
+from flsuite.flower.nodes import REFUSED, introduce
+
+if TYPE_CHECKING:
+    from flsuite.flower.client import Site
+
+__all__ = ["client_app", "make_client_app", "server_app"]
+
+_ON_A_NODE = ("--trainer.logger", "false", "--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar", "false")
+
+
+def _arguments(context: Context) -> tuple[str, ...]:
+    """What the run config asks for, as arguments of ``flsuite fit``."""
+    name = context.run_config.get("flsuite-config")
+    if not name:
+        raise FlsuiteError(
+            'the run config names no config: set flsuite-config under [tool.flwr.app.config], e.g. "digits.yaml"'
+        )
+    return ("--config", str(_find(str(name))), *shlex.split(str(context.run_config.get("flsuite-args", ""))))
+
+
+def _find(name: str) -> Path:
+    """The config in the app's folder, which Flower puts on the path of imports; else here."""
+    places = [Path(folder or ".", name) for folder in (*sys.path, ".")]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise FlsuiteError(f"flsuite-config: there is no {name} in the folder of the app, nor in {Path.cwd()}")
+    return found
+
+
+def _build(arguments: tuple[str, ...]) -> tuple[Any, Any, Any]:
+    from flsuite.cli import import_plugins
+    from flsuite.commands.federated import build
+
+    import_plugins(list(arguments))
+    return build(list(arguments))
+
+
+@lru_cache(maxsize=1)
+def _kept_site(arguments: tuple[str, ...]) -> "Site":
+    """For the next message too, where the process lives on: in Flower's simulation."""
+    from flsuite.flower.client import Site
+
+    return Site(*_build((*arguments, *_ON_A_NODE)))
+
+
+def _site(context: Context) -> "Site":
+    return _kept_site(_arguments(context))
+
+
+def _serve(grid: Grid, context: Context) -> None:
+    """The whole run, on the server."""
+    from flsuite.flower.server import serve
+
+    serve(grid, *_build(_arguments(context)), timeout=float(context.run_config.get("flsuite-timeout", 3600)))
+
+
+def make_client_app(site: Callable[[Context], "Site"]) -> ClientApp:
+    """A Flower app for nodes that are one client each, which their ``partition-id`` says.
+
+    Args:
+        site: Makes the site, or gives one made before; called when there is work.
+    """
+    app = ClientApp()
+    app.query()(introduce)
+    app.train()(_answering(lambda message, context: site(context).train(message, context)))
+    app.evaluate()(_answering(lambda message, context: site(context).evaluate(message, context)))
+    return app
+
+
+def _answering(work: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
+    """A request that cannot be met as it stands becomes an answer that says so."""
+
+    def answer(message: Message, context: Context) -> Message:
+        try:
+            return work(message, context)
+        except FlsuiteError as error:
+            return Message(Error(REFUSED, str(error)), reply_to=message)
+
+    return answer
+
+
+client_app = make_client_app(_site)
+server_app = ServerApp()
+server_app.main()(_serve)

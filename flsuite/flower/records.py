@@ -1,0 +1,158 @@
+"""Tensors and nested plain data as Flower's records, and back, bit for bit.
+
+A tree of dicts, lists, tuples, tensors, numbers, strings, booleans and ``None`` becomes two records: the tensors, by number,
+and one JSON text that says where each belongs. Nothing is pickled, so that reading what a stranger sent executes nothing.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from torch import Tensor
+
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientUpdate
+from flsuite.state import State
+
+__all__ = ["ARRAYS", "METRICS", "numbers_in", "pack", "read_update", "to_arrays", "to_state", "unpack", "write_update"]
+
+ARRAYS, METRICS = "arrays", "metrics"
+"""Where Flower's own strategies and mods look for a model and for numbers."""
+SAMPLES = "num-examples"
+"""Flower's name for the number of training samples."""
+_RAW = "flsuite.raw"
+_OWN = ("client", "round", "samples", "steps", "class_counts", "extras", "bytes_up", "bytes_down", "seconds")
+
+
+def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
+    """A state as Flower knows it: ``to_torch_state_dict`` reads it, but for dtypes that NumPy has not."""
+    return ArrayRecord({name: _array(value) for name, value in state.items()})
+
+
+def to_state(record: ArrayRecord) -> State:
+    """The state again, on the CPU, aliasing nothing.
+
+    Raises:
+        ValueError: If it is not one.
+    """
+    return {name: _tensor(array) for name, array in record.items()}
+
+
+def pack(name: str, tree: Any) -> dict[str, ArrayRecord | ConfigRecord]:
+    """Plain data as the records ``<name>`` and ``<name>.tensors`` of a message or a context.
+
+    Raises:
+        FlsuiteError: If something in it is not plain data.
+    """
+    tensors: State = {}
+    text = json.dumps(_encoded(tree, tensors, name))
+    return {name: ConfigRecord({"tree": text}), f"{name}.tensors": to_arrays(tensors)}
+
+
+def unpack(name: str, records: RecordDict) -> Any:
+    """What :func:`pack` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError: If it is not there or not whole.
+    """
+    return _decoded(json.loads(str(records.config_records[name]["tree"])), to_state(records.array_records[f"{name}.tensors"]))
+
+
+def write_update(update: ClientUpdate) -> RecordDict:
+    """What a client sends: its model, its numbers, and the rest."""
+    rest = pack("update", {name: getattr(update, name) for name in _OWN})
+    metrics = MetricRecord({SAMPLES: update.samples, **{name: float(value) for name, value in update.metrics.items()}})
+    return RecordDict({ARRAYS: to_arrays(update.state), METRICS: metrics, **rest})
+
+
+def read_update(records: RecordDict) -> ClientUpdate:
+    """The update in a reply.
+
+    Raises:
+        KeyError, TypeError, ValueError: If there is none.
+    """
+    rest = unpack("update", records)
+    numbers = {name: int(rest[name]) for name in ("client", "round", "samples", "steps", "bytes_up", "bytes_down")}
+    metrics = {name: value for name, value in numbers_in(records.metric_records[METRICS]).items() if name != SAMPLES}
+    if not isinstance(rest["class_counts"], Tensor) or not isinstance(rest["extras"], dict):
+        raise TypeError("class counts must be a tensor, extras a dict")
+    return ClientUpdate(
+        **numbers,
+        class_counts=rest["class_counts"],
+        state=to_state(records.array_records[ARRAYS]),
+        extras=rest["extras"],
+        metrics=metrics,
+        seconds=float(rest["seconds"]),
+    )
+
+
+def numbers_in(record: MetricRecord) -> dict[str, float]:
+    """The numbers of a record.
+
+    Raises:
+        TypeError: If there is a list among them.
+    """
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            raise TypeError(f"{name} must be one number")
+        found[name] = float(value)
+    return found
+
+
+def _encoded(value: Any, tensors: State, where: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        number = str(len(tensors))
+        tensors[number] = value
+        return {"tensor": number}
+    if isinstance(value, list):
+        return [_encoded(one, tensors, f"{where}[{i}]") for i, one in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"tuple": [_encoded(one, tensors, f"{where}[{i}]") for i, one in enumerate(value)]}
+    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
+        return {"dict": [[key, _encoded(one, tensors, f"{where}.{key}")] for key, one in value.items()]}
+    raise FlsuiteError(f"{where} is a {type(value).__name__}: only tensors, numbers, text, lists and dicts can be kept or sent")
+
+
+def _decoded(value: Any, tensors: State) -> Any:
+    if isinstance(value, list):
+        return [_decoded(one, tensors) for one in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(_decoded(one, tensors) for one in content)
+    if kind == "dict":
+        return {key: _decoded(one, tensors) for key, one in content}
+    raise ValueError(f"unknown kind of data {kind!r}")
+
+
+def _array(value: Tensor) -> Array:
+    value = value.detach().cpu().contiguous()
+    if value.dtype in _WITHOUT_NUMPY:
+        data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return Array(dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape), stype=_RAW, data=data)
+    return Array(np.asarray(value.numpy()))
+
+
+def _tensor(array: Array) -> Tensor:
+    if array.stype != _RAW:
+        return torch.from_numpy(array.numpy())
+    (dtype,) = (dtype for dtype in _WITHOUT_NUMPY if str(dtype) == f"torch.{array.dtype}")
+    flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else torch.empty(0, dtype=dtype)
+    return flat.reshape(tuple(array.shape))
+
+
+def _without_numpy() -> list[torch.dtype]:
+    names = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    return [getattr(torch, name) for name in names if hasattr(torch, name)]
+
+
+_WITHOUT_NUMPY = _without_numpy()
