@@ -715,10 +715,12 @@ def under_flower(flower: Processes, arguments: str, *options: str) -> tuple[dict
     return left_in(run)
 
 
+CLASS_PRIORS = "--model ACVAE --model.latent_dim 4 --model.width 4 --trainer.aggregator CMGA --trainer.gradient_clip_val 0.5"
+
+
 def test_flowers_own_simulation_gives_the_same_model(tmp_path: Path) -> None:
-    """A private encoder and notes of the algorithm, three clients on two workers."""
-    model = "--model FusedSpaceFed --model.latent_dim 4 --model.backbone ResNet20 --model.backbone.width 4"
-    arguments = f"{model} --trainer.aggregator.control mean_gradient --data.clients 3 --trainer.rounds 2"
+    """Private encoders, and priors that the server remembers; three clients on two workers."""
+    arguments = f"{CLASS_PRIORS} --data.clients 3 --trainer.rounds 2"
     with Processes(tmp_path) as flower:
         flower.connect("insecure = true")
         flower.start("flower-superlink", "--insecure", "--simulation", "--port", str(flower.port))
@@ -757,9 +759,9 @@ def make_keys(folder: Path) -> None:
 
 
 def test_a_superlink_and_two_supernodes_give_the_same_model(tmp_path: Path) -> None:
-    """With TLS and node authentication, and notes of the algorithm that stay on the nodes."""
+    """With TLS and node authentication, and private encoders that stay on the nodes."""
     make_keys(tmp_path)
-    arguments = "--trainer.rounds 2"
+    arguments = f"{CLASS_PRIORS} --trainer.rounds 2"
     certificate = ("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.crt", "--ssl-keyfile", "server.key")
     with Processes(tmp_path) as flower:
         flower.connect(f'root-certificates = "{tmp_path / "ca.crt"}"')
