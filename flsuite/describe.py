@@ -5,11 +5,11 @@ It rests on one convention: whatever a config can name keeps each parameter of i
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["class_name", "describe", "differences", "init_args"]
+__all__ = ["class_name", "defaults", "describe", "differences", "init_args"]
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -20,6 +20,12 @@ def class_name(cls: type) -> str:
     if parts[0] == "flsuite" and len(parts) > 2:
         parts = parts[:2]
     return ".".join([*parts, cls.__qualname__])
+
+
+def defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """The default of each parameter that has one. What is given as the default is no choice: a config writes all of them."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def init_args(obj: Any) -> dict[str, Any]:
@@ -51,7 +57,8 @@ def describe(obj: Any) -> Any:
     if isinstance(obj, functools.partial):
         # jsonargparse wraps the class in helpers of its own, as leading arguments
         target = next((a for a in obj.args if isinstance(a, type)), obj.func)
-        given = {k: describe(v) for k, v in obj.keywords.items() if v is not None}
+        usual = defaults(target)
+        given = {k: describe(v) for k, v in obj.keywords.items() if v is not None and (k not in usual or v != usual[k])}
         return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": given}
     if isinstance(obj, type):
         return f"{obj.__module__}.{obj.__qualname__}"

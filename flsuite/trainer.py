@@ -17,7 +17,7 @@ from flsuite.client import Buffers, Job
 from flsuite.client_memory import ClientMemories
 from flsuite.client_trainer import quiet_lightning
 from flsuite.data.module import FederatedDataModule
-from flsuite.describe import describe
+from flsuite.describe import defaults, describe
 from flsuite.engines import Engine, InProcess
 from flsuite.errors import FlsuiteError
 from flsuite.evaluation import GLOBAL, Evaluator, Scores, Split
@@ -34,6 +34,7 @@ __all__ = ["FederatedTrainer"]
 
 log = logging.getLogger("flsuite")
 
+_DEFAULTS = defaults(Trainer)
 _FEDERATIONS_OWN = {  # Trainer arguments about what a client's fit has none of: validation, summaries
     "check_val_every_n_epoch",
     "enable_model_summary",
@@ -281,7 +282,11 @@ class FederatedTrainer(Trainer):
             "buffers": self.buffers,
             "keep_optimizers": self.keep_optimizers,
             "channels_last": self.channels_last,
-            "client": {k: describe(v) for k, v in self.client_kwargs.items() if v is not None and k != "default_root_dir"},
+            "client": {
+                k: describe(v)
+                for k, v in self.client_kwargs.items()
+                if v not in (None, _DEFAULTS.get(k)) and k != "default_root_dir"
+            },
         }
 
     def export(self, path: str | Path) -> None:
@@ -388,6 +393,11 @@ class FederatedTrainer(Trainer):
         """Call a hook of the federation on every callback that has them."""
         for callback in self._federation_callbacks():
             getattr(callback, hook)(self, *args)
+
+
+def _is_chosen(name: str, value: Any) -> bool:
+    """Whether this argument of Lightning's Trainer decides anything."""
+    return name != "default_root_dir" and value is not None and value != _DEFAULTS.get(name)
 
 
 def _without_place(data: dict[str, Any]) -> dict[str, Any]:

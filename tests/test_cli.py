@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,10 @@ import yaml
 
 from flsuite import __version__
 from flsuite.cli import main
+from flsuite.data import Digits, Dirichlet
+from flsuite.models import MLP, Classifier
 from flsuite.run_folder import COLUMNS
+from flsuite.trainer import FederatedTrainer
 from tests.conftest import equal_states
 
 QUICKSTART = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
@@ -157,6 +161,14 @@ def test_predictions(run_folder: Path) -> None:
     assert (table["prediction"] == table[probabilities].to_numpy().argmax(axis=1)).mean() > 0.99
     accuracy = (table["prediction"] == table["target"]).mean()
     assert accuracy == pytest.approx(score(run_folder, "test", "accuracy", 3))
+
+
+def test_a_run_of_the_command_can_be_opened_in_python(finished: Path) -> None:
+    """The command writes out every default, of Lightning's Trainer and of the optimizer; that is no difference."""
+    made = FederatedTrainer(rounds=3, max_epochs=2, run_dir=str(finished), seed=1, enable_progress_bar=False)
+    model = Classifier(MLP(hidden=(64,)), partial(torch.optim.SGD, lr=0.1))
+    data = Digits(clients=10, partition=Dirichlet(0.3), batch_size=16)
+    assert made.test(model, data, ckpt_path="last")[0]["accuracy"] == pytest.approx(score(finished, "test", "accuracy", 3))
 
 
 def test_partition_draws_what_a_run_would_deal(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
