@@ -113,7 +113,7 @@ class ClientRunner:
             client=client.id,
             round=client.round,
             samples=client.samples,
-            steps=trainer.global_step,
+            steps=trainer.steps,
             class_counts=client.class_counts,
             state=clone(shared),
             extras=client.extras,

@@ -54,6 +54,12 @@ class ClientTrainer(Trainer):
         for name in ("_restore_modules_and_callbacks", "_select_ckpt_path", "restore_training_state", "resume_end"):
             setattr(connector, name, _nothing)
 
+    @property
+    def steps(self) -> int:
+        """Steps of the model in this fit: under manual optimisation a batch is one, however many optimizers it steps."""
+        by_hand = not self.lightning_module.automatic_optimization
+        return self.fit_loop.epoch_loop._batches_that_stepped if by_hand else self.global_step
+
     def rewind(self, extra_epochs: int = 0) -> None:
         """As if nothing had been fitted: a second ``fit`` of a finished Trainer would silently do nothing."""
         self.should_stop = False

@@ -5,6 +5,7 @@ from flsuite.aggregators.bounds import Centralized, LocalOnly
 from flsuite.aggregators.cmga import CMGA
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.fedprox import FedProx
+from flsuite.aggregators.fisher import FisherAveraging
 from flsuite.aggregators.scaffold import SCAFFOLD
 from flsuite.aggregators.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
@@ -19,5 +20,6 @@ __all__ = [
     "FedAvgM",
     "FedProx",
     "FedYogi",
+    "FisherAveraging",
     "LocalOnly",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from flsuite.data.source import DataSpec
 from flsuite.errors import FlsuiteError
 
-__all__ = ["ClientModel", "LatentModel"]
+__all__ = ["ClientModel", "LatentModel", "LikelihoodModel"]
 
 _SPEC_KEY = "data_spec"
 
@@ -115,4 +115,17 @@ class LatentModel(Protocol):
 
     def latent(self, x: Tensor) -> Tensor:
         """What is known of samples ``(n, *shape)`` without their labels: ``(n, latent)``."""
+        ...
+
+
+@runtime_checkable
+class LikelihoodModel(Protocol):
+    """A model that gives each sample a log-likelihood, or a log-density."""
+
+    def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Of each sample of ``(x, y)``, in nats: ``(n,)``, float32, differentiable in the parameters that it speaks of.
+
+        A sample's value depends on that sample alone. To be vectorised (torch.func) it is free of operations in place on what
+        it has made itself, and of control flow that depends on values.
+        """
         ...

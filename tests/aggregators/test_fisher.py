@@ -1,0 +1,427 @@
+"""FisherAveraging against a case worked by hand, and its estimators against a loop over samples."""
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flsuite import FederatedTrainer, FlsuiteError
+from flsuite.aggregators import FedAvg, FisherAveraging
+from flsuite.callbacks import FederationCallback
+from flsuite.data import DataSpec, Dirichlet, Synthetic
+from flsuite.engines import Processes
+from flsuite.messages import Client, ClientUpdate
+from flsuite.metrics.fisher import fisher_diagonal
+from flsuite.models import NFClassifier
+from flsuite.models.backbones import MLP
+from flsuite.models.base import ClientModel
+from flsuite.schedules import Synchronous
+from flsuite.state import Layout, State, clone, nbytes
+from tests.conftest import classifier, digits, equal_states, trainer
+
+LAYOUT = Layout(("w", "flow.a"), 2, {"flow": ("flow.a",)})
+
+
+def update(client: int, w: float, a: list[float], fisher: list[float], samples: int = 1) -> ClientUpdate:
+    state = {"w": torch.tensor([w]), "flow.a": torch.tensor(a), "steps": torch.tensor(client)}
+    extras = {"fisher": {"flow.a": torch.tensor(fisher)}}
+    return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
+
+
+def merge(*updates: ClientUpdate, **settings: Any) -> tuple[State, FisherAveraging]:
+    made = FisherAveraging(**settings)
+    made.configure(LAYOUT)
+    start = {"w": torch.zeros(1), "flow.a": torch.tensor([0.5, 0.5, 0.5]), "steps": torch.tensor(0)}
+    return made.aggregate(start, iter(updates)), made
+
+
+# The server
+
+
+def test_two_clients_and_three_parameters_by_hand() -> None:
+    """Fishers 1 and 3; equal; none and 2. Everything else by samples, 1 to 3; counters take the maximum."""
+    new, made = merge(
+        update(0, 4.0, [1.0, 2.0, 10.0], [1.0, 0.5, 0.0], samples=1),
+        update(1, 8.0, [5.0, 4.0, 7.0], [3.0, 0.5, 2.0], samples=3),
+    )
+    assert new["flow.a"].tolist() == [4.0, 3.0, 7.0] and new["flow.a"].dtype == torch.float32
+    assert new["w"].tolist() == [7.0] and new["steps"].item() == 1
+    assert made.metrics["fisher_mass/flow"] == pytest.approx((1.5 + 5.5) / 2)
+    assert made.metrics["fisher_covered/flow"] == 1.0
+    by_hand = ((9 + 1 + 9) + (1 + 1 + 0)) / (2 * 3)  # squared distances to (4, 3, 7)
+    assert made.metrics["spread/flow"] == pytest.approx(by_hand)
+
+
+def test_by_samples_it_is_the_laplace_posterior_of_all_of_them() -> None:
+    """Weights 1 * 1 and 3 * 3 for the first, 1 and 3 for the second."""
+    new, _ = merge(
+        update(0, 0.0, [1.0, 2.0, 0.0], [1.0, 0.5, 1.0], 1),
+        update(1, 0.0, [5.0, 4.0, 0.0], [3.0, 0.5, 1.0], 3),
+        by_samples=True,
+    )
+    torch.testing.assert_close(new["flow.a"], torch.tensor([4.6, 3.5, 0.0]))
+
+
+def test_without_fisher_a_parameter_is_fedavgs() -> None:
+    """By samples, not plain; and what is not above the damping counts as none."""
+    updates = (update(0, 0.0, [1.0, 2.0, 3.0], [0.0, 1e-9, 1.0], 1), update(1, 0.0, [5.0, 4.0, 5.0], [0.0, 0.0, 1.0], 3))
+    new, made = merge(*updates)
+    torch.testing.assert_close(new["flow.a"], torch.tensor([4.0, 2.0, 4.0]))
+    damped, _ = merge(*updates, damping=1e-6)
+    torch.testing.assert_close(damped["flow.a"], torch.tensor([4.0, 3.5, 4.0]))
+    assert made.metrics["fisher_covered/flow"] == pytest.approx(2 / 3)
+    uniform, _ = merge(*updates, weighting="uniform")
+    torch.testing.assert_close(uniform["flow.a"], torch.tensor([3.0, 2.0, 4.0]))
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
+def test_equal_fishers_give_the_plain_mean_and_one_fisher_wins(scale: float) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3, 3)
+    fisher = (torch.rand(3) + 0.1) * scale
+    equal, _ = merge(*(update(i, 0.0, values[i].tolist(), fisher.tolist(), i + 1) for i in range(3)))
+    torch.testing.assert_close(equal["flow.a"], values.mean(0))
+    alone = [[0.0] * 3, fisher.tolist(), [0.0] * 3]
+    won, _ = merge(*(update(i, 0.0, values[i].tolist(), alone[i], i + 1) for i in range(3)))
+    assert torch.equal(won["flow.a"], values[1])
+
+
+def test_it_holds_one_update_at_a_time_and_changes_none() -> None:
+    order: list[str] = []
+    kept = [update(i, 1.0, [1.0, 2.0, 3.0], [1.0, 1.0, 0.0]) for i in range(3)]
+    before = copy.deepcopy(kept)
+
+    def stream() -> Iterator[ClientUpdate]:
+        for i in range(3):
+            order.append("sent")
+            yield kept[i]
+            order.append("used")
+
+    made = FisherAveraging()
+    made.configure(LAYOUT)
+    made.aggregate(kept[0].state, stream())
+    assert order == ["sent", "used"] * 3
+    for now, then in zip(kept, before, strict=True):
+        assert equal_states(now.state, then.state) and equal_states(now.extras["fisher"], then.extras["fisher"])
+
+
+# The estimators
+
+
+class Densities(nn.Module):
+    """A log-likelihood over a convolution, BatchNorm, linear layers, one of them used twice, and a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.inner = nn.Linear(3, 8, bias=False)
+        self.twice = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8)
+        self.rows = nn.Linear(4, 4)
+        self.last = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        h = self.inner(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+        h = torch.tanh(self.twice(torch.tanh(self.twice(h))))
+        h = torch.tanh(self.tied(h)) + F.linear(h, self.tied.weight)
+        logits = self.last(h) * self.scale
+        logits = logits + self.rows(logits[:, None].repeat(1, 3, 1)).sum(1)
+        return -F.cross_entropy(logits, y, reduction="none")
+
+
+def densities(n: int = 12) -> tuple[Densities, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = Densities()
+    model.norm(torch.randn(9, 3, 4, 4))  # some statistics
+    return model.eval(), (torch.randn(n, 1, 6, 6), torch.randint(0, 4, (n,)))
+
+
+def flow_model(spec: DataSpec | None = None, **settings: Any) -> NFClassifier:
+    torch.manual_seed(0)
+    made = NFClassifier(**{"feature_dim": 6, "couplings": 2, "flow_width": 8, "backbone": MLP(hidden=(8,)), **settings})
+    made.ensure_built(spec or DataSpec((5,), 3))
+    for parameter in made.flow.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made.eval()
+
+
+def looped(model: Any, names: list[str], batch: tuple[Tensor, Tensor]) -> State:
+    own = dict(model.named_parameters())
+    total = {name: torch.zeros_like(own[name]) for name in names}
+    for i in range(len(batch[0])):
+        value = model.log_likelihood((batch[0][i : i + 1], batch[1][i : i + 1])).sum()
+        gradients = torch.autograd.grad(value, [own[name] for name in names], allow_unused=True)
+        for name, g in zip(names, gradients, strict=True):
+            total[name] += 0 if g is None else g.square()
+    return {name: value / len(batch[0]) for name, value in total.items()}
+
+
+@pytest.mark.parametrize("sizes", [(12,), (5, 5, 2)])
+def test_exact_is_a_loop_over_samples(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the layer, the batches, and how many samples fit at a time."""
+    monkeypatch.setattr("flsuite.metrics.fisher._NUMBERS_AT_ONCE", 1000)
+    table = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+    for model, (x, y) in (densities(), (flow_model(), table)):
+        names = [name for name, _ in model.named_parameters() if isinstance(model, Densities) or name.startswith("flow.")]
+        found = fisher_diagonal(model, names, zip(x.split(sizes), y.split(sizes), strict=True), "exact")
+        assert found.keys() == set(names) and all(value.dtype == torch.float32 for value in found.values())
+        for name, expected in looped(model, names, (x, y)).items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+            assert found[name].sum() > 0
+
+
+def test_batch_is_its_formula_and_no_more_than_exact() -> None:
+    model, (x, y) = densities()
+    names = ["conv.weight", "last.weight", "scale"]
+    own = dict(model.named_parameters())
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    found, exact = (fisher_diagonal(model, names, batches, kind) for kind in ("batch", "exact"))
+    for name in names:
+        squares = [torch.autograd.grad(model.log_likelihood(b).mean(), own[name])[0].square() for b in batches]
+        torch.testing.assert_close(found[name], torch.stack(squares).mean(0), rtol=1e-5, atol=1e-9)
+        assert (found[name] <= exact[name] + 1e-7).all()
+
+
+class Normals(nn.Module):
+    """N(mean, 1): the gradient of a sample is ``x - mean``, and the Fisher is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(2))
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return -0.5 * (batch[0] - self.mean - self.frozen).square().sum(1)
+
+
+def test_both_by_hand_and_the_factor_between_them() -> None:
+    """Samples 1, 3 | 2, -2: mean of squares 4.5; batch means 2 and 0, so 2. At an optimum it is 1 / batch size."""
+    x, y = torch.tensor([[1.0, 0], [3, 0], [2, 0], [-2, 0]]), torch.zeros(4)
+    batches = list(zip(x.split(2), y.split(2), strict=True))
+    assert fisher_diagonal(Normals(), ["mean", "frozen"], batches, "exact")["mean"].tolist() == [4.5, 0]
+    found = fisher_diagonal(Normals(), ["mean", "frozen"], batches, "batch")
+    assert found["mean"].tolist() == [2.0, 0] and found["frozen"].tolist() == [0.0, 0]
+    x = torch.randn(6400, 2, generator=torch.Generator().manual_seed(0))
+    batches = [(part, part[:, 0]) for part in x.split(32)]
+    for kind, expected in (("exact", 1.0), ("batch", 1 / 32)):
+        torch.testing.assert_close(
+            fisher_diagonal(Normals(), ["mean"], batches, kind)["mean"], torch.full((2,), expected), rtol=0.25, atol=0
+        )
+
+
+@pytest.mark.parametrize("estimator", ["exact", "batch"])
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (lambda model, x: model.mean.sum(), r"one number a sample, \(3,\), not \(\)"),
+        (lambda model, x: x.sum(1), "depends on none of the parameters"),
+        (lambda model, x: (x - model.mean.detach()).sum(1) + 0 * model.other, "depends on none of the parameters"),
+    ],
+)
+def test_bad_log_likelihoods_are_named(estimator: Any, values: Any, said: str) -> None:
+    class Bad(Normals):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Parameter(torch.zeros(()))
+
+        def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return values(self, batch[0])
+
+    with pytest.raises(FlsuiteError, match=f"Bad.log_likelihood.*{said}"):
+        fisher_diagonal(Bad(), ["mean"], [(torch.ones(3, 2), torch.ones(3))], estimator)
+
+
+def test_what_cannot_be_vectorised_is_named_and_may_go_by_batches() -> None:
+    class InPlace(Normals):
+        def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            total = torch.zeros(len(batch[0]))
+            total += super().log_likelihood(batch)
+            return total
+
+    batches = [(torch.ones(3, 2), torch.ones(3))]
+    with pytest.raises(FlsuiteError, match=r"InPlace.log_likelihood cannot be vectorised.*estimator to batch"):
+        fisher_diagonal(InPlace(), ["mean"], batches, "exact")
+    assert fisher_diagonal(InPlace(), ["mean"], batches, "batch")["mean"].tolist() == [1.0, 1.0]
+
+
+# A federation
+
+
+def data(clients: int = 4) -> Synthetic:
+    return Synthetic(
+        features=5, classes=3, samples=150, clients=clients, partition=Dirichlet(0.5, min_samples=4), batch_size=16
+    )
+
+
+def model() -> NFClassifier:
+    return NFClassifier(
+        feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,), dropout=0.2), k_last=0, k_flow_last=0
+    )
+
+
+class Updates(FederationCallback):
+    def __init__(self) -> None:
+        self.all: list[ClientUpdate] = []
+
+    def on_client_end(self, trainer: Any, outcome: Any) -> None:
+        self.all.append(outcome.update)
+
+
+def fit(aggregator: Any, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
+    seen = Updates()
+    made = trainer(aggregator=aggregator, **{"rounds": 1, "callbacks": [seen], **settings})
+    made.fit(model(), data())
+    return made, seen.all
+
+
+def test_the_pass_changes_nothing_but_adds_its_bytes() -> None:
+    """Weights, buffers and metrics of the clients are those of FedAvg, bit for bit; the next round's, too."""
+    _, plain = fit(FedAvg())
+    for settings in ({}, {"estimator": "batch", "batches": 1}):
+        made, found = fit(FisherAveraging(**settings))
+        assert not made._model.training or all(module.training for module in made._model.modules())
+        for a, b in zip(plain, found, strict=True):
+            assert equal_states(a.state, b.state) and a.metrics["loss"] == b.metrics["loss"]
+            fisher = b.extras["fisher"]
+            assert fisher.keys() == {name for name in b.state if name.startswith("flow.") and "conditioner" in name}
+            assert b.bytes_up == a.bytes_up + nbytes(fisher) and b.bytes_down == a.bytes_down
+            assert b.metrics["fisher_mass"] == pytest.approx(sum(float(f.sum()) for f in fisher.values()), rel=1e-5)
+            assert b.metrics["fisher_mass"] > 0
+
+
+class After(pl.Callback):
+    """Takes note of everything that the pass could disturb."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        modes = [module.training for module in pl_module.modules()]
+        grads = [p.grad is None or p.grad.clone() for p in pl_module.parameters()]
+        self.seen.append((clone(pl_module.state_dict()), modes, torch.get_rng_state(), grads))
+
+
+def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
+    client = Client(0, 1, 1, torch.ones(1), {}, {}, {})
+    aggregator = FisherAveraging()
+    built = model()
+    module = data()
+    module.use_seed(0)
+    module.setup()
+    built.ensure_built(module.spec)
+    aggregator.configure(Layout((), 1, {"flow": [n for n, _ in built.named_parameters() if n.startswith("flow.")]}))
+    before, after = After(), After()
+    plain = pl.Trainer(
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        precision="bf16-mixed",
+        callbacks=[before, *aggregator.client_callbacks(client), after],
+    )
+    plain.fit(built, module.federated.loader(0, 0, 1))
+    (state, modes, generator, grads), (state2, modes2, generator2, grads2) = before.seen[0], after.seen[0]
+    assert equal_states(state, state2) and modes == modes2 and torch.equal(generator, generator2)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(grads, grads2, strict=True))
+    assert client.extras["fisher"]
+
+
+def test_the_fisher_sent_is_the_one_of_the_clients_own_samples() -> None:
+    """Against the definition, at the weights that the update carries; in full precision though the fit was not."""
+    made, found = fit(FisherAveraging(), precision="bf16-mixed")
+    own = made.federation.data  # type: ignore[union-attr]
+    for update in found:
+        built = model()
+        built.ensure_built(own.spec)
+        built.load_state_dict(update.state, strict=False)
+        rows = own.train_rows(update.client)
+        names = list(update.extras["fisher"])
+        for name, expected in looped(built.eval(), names, (own.train.x[rows], own.train.y[rows])).items():
+            torch.testing.assert_close(update.extras["fisher"][name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) -> None:
+    half = {"schedule": Synchronous(0.5), "callbacks": []}
+    whole, _ = fit(FisherAveraging(), rounds=4, run_dir=str(tmp_path / "a"), **half)
+    fit(FisherAveraging(), rounds=2, run_dir=str(tmp_path / "b"), engine=Processes(workers=2), **half)
+    resumed = trainer(aggregator=FisherAveraging(), rounds=4, run_dir=str(tmp_path / "b"), **half)
+    resumed.fit(model(), data(), ckpt_path="last")
+    assert whole.federation is not None and resumed.federation is not None
+    assert resumed.round == 4 and equal_states(whole.federation.state, resumed.federation.state)
+    for client in range(4):
+        assert equal_states(whole.federation.client_state(client), resumed.federation.client_state(client))
+    logged = {row[5] for row in whole.run_folder.table.rows if row[3] == "global" and row[4] == "train"}
+    assert {"fisher_mass", "fisher_covered/flow", "spread/flow"} <= logged
+    assert {name for name in logged if name.startswith("fisher_mass/flow.flows.0.conditioner")}
+
+
+class Unlikely(ClientModel):
+    """Declares a group, and says nothing of its likelihood."""
+
+    parameter_groups = {"flow": ("linear.",), "empty": ("nothing.",)}
+
+    def build(self, spec: DataSpec) -> None:
+        self.linear = nn.Linear(spec.shape[0], spec.num_classes)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.linear(batch[0]), batch[1])
+
+    def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        logits = self.linear(batch[0])
+        return {"loss": F.cross_entropy(logits, batch[1], reduction="none"), "scores": logits.softmax(1)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Likely(Unlikely):
+    """Any model will do: here a classifier's own conditional likelihood."""
+
+    def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return -F.cross_entropy(self.linear(batch[0]), batch[1], reduction="none")
+
+
+def test_models_that_do_not_fit_are_told_what_to_add() -> None:
+    with pytest.raises(FlsuiteError, match=r"no parameters in the group 'flow' \(it has none\); declare parameter_groups"):
+        trainer(aggregator=FisherAveraging(), rounds=1).fit(classifier(), digits())
+    with pytest.raises(FlsuiteError, match=r"'empty' \(it has flow\)"):
+        trainer(aggregator=FisherAveraging(groups=["empty"]), rounds=1).fit(Likely(), data())
+    with pytest.raises(FlsuiteError, match=r"Unlikely has none: add a method log_likelihood"):
+        trainer(aggregator=FisherAveraging(), rounds=1).fit(Unlikely(), data())
+
+
+def test_any_model_with_a_likelihood_will_do() -> None:
+    """The plain loop, not Lightning's: from the second fit of a worker on."""
+    seen = Updates()
+    made = trainer(aggregator=FisherAveraging(), rounds=3, max_epochs=2, callbacks=[seen])
+    made.fit(Likely(), data())
+    assert len(seen.all) == 12 and all(u.metrics["fisher_mass"] > 0 for u in seen.all)
+    assert seen.all[-1].steps == 2 * made.federation.data.batches(3)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"groups": []}, "groups"),
+        ({"groups": "flow"}, "groups"),
+        ({"estimator": "loop"}, "estimator"),
+        ({"damping": -1.0}, "damping"),
+        ({"damping": math.nan}, "damping"),
+        ({"batches": 0}, "batches"),
+    ],
+)
+def test_bad_settings_are_named(bad: dict[str, Any], said: str) -> None:
+    with pytest.raises(FlsuiteError, match=f"FisherAveraging: {said}"):
+        FisherAveraging(**bad)

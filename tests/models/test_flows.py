@@ -1,0 +1,143 @@
+"""The conditional flow: its density against autograd and torch.distributions, its samples against its density."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal, TransformedDistribution
+from torch.distributions.transforms import AffineTransform
+
+from flsuite.models.flows import ConditionalCoupling, ConditionalFlow
+
+
+def flow(features: int = 6, classes: int = 3, couplings: int = 4, scale: float = 0.3) -> ConditionalFlow:
+    """One that is far from the identity."""
+    torch.manual_seed(0)
+    made = ConditionalFlow(features, classes, couplings, width=16)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=scale)
+    return made
+
+
+def batch(features: int = 6, classes: int = 3, n: int = 50) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return 2 * torch.randn(n, features), torch.randint(0, classes, (n,))
+
+
+@pytest.mark.parametrize("features", [2, 5, 64])
+def test_sampling_inverts_the_density_pass(features: int) -> None:
+    made = flow(features, scale=0.1)
+    z, y = batch(features)
+    u, _ = made.density(z, y)
+    assert (u - z).abs().max() > 0.5
+    torch.testing.assert_close(made.generate(u, y), z, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(made.density(made.generate(z, y), y)[0], z, atol=1e-4, rtol=1e-4)
+
+
+def test_log_determinants_are_those_of_autograds_jacobian() -> None:
+    made = flow(scale=0.15)
+    z, y = batch(n=5)
+    u, log_density = made.density(z, y)
+    base = Normal(0.0, 1.0).log_prob(u).sum(1)
+    for i in range(5):
+        jacobian = torch.autograd.functional.jacobian(lambda v, i=i: made.density(v[None], y[i : i + 1])[0][0], z[i])
+        torch.testing.assert_close(log_density[i] - base[i], torch.linalg.slogdet(jacobian)[1], atol=1e-4, rtol=1e-4)
+
+
+def test_both_directions_of_a_coupling_have_opposite_determinants() -> None:
+    torch.manual_seed(0)
+    layer = ConditionalCoupling(5, 3, 8)
+    nn.init.normal_(layer.conditioner.final_layer.weight)
+    z, context = torch.randn(7, 5), torch.eye(3)[torch.arange(7) % 3]
+    moved, forward = layer(z, context)
+    back, inverse = layer.inverse(moved, context)
+    torch.testing.assert_close(back, z, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(forward, -inverse)
+    assert forward.shape == (7,) and forward.abs().min() > 0
+    assert torch.equal(moved[:, :2], z[:, :2]), "the first half is kept"
+
+
+def test_scales_are_bounded() -> None:
+    layer = ConditionalCoupling(4, 3, 8, limit=1.5)
+    nn.init.constant_(layer.conditioner.final_layer.bias, 1e6)
+    _, log_determinant = layer(torch.randn(2, 4), torch.eye(3)[:2])
+    torch.testing.assert_close(log_determinant, torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("couplings", [2, 3, 4])
+def test_every_number_is_moved(couplings: int) -> None:
+    for features in (7, 40):
+        made = flow(features, couplings=couplings)
+        y = batch(features)[1]
+        base = torch.randn(1, features, generator=torch.Generator().manual_seed(0))
+        jacobian = torch.autograd.functional.jacobian(lambda v, f=made, y=y: f.density(v, y[:1])[0][0], base).squeeze()
+        same = (jacobian - 1).abs() < 1e-6  # a number that nothing has moved is one of the codes
+        assert not (same & ((jacobian != 0).sum(1, keepdim=True) == 1)).any()
+
+
+def test_an_untrained_flow_is_a_standard_normal() -> None:
+    made = ConditionalFlow(6, 3, 4, 16)
+    z, y = batch()
+    torch.testing.assert_close(made.density(z, y)[1], Independent(Normal(torch.zeros(6), 1.0), 1).log_prob(z))
+
+
+def test_a_flow_that_shifts_and_scales_is_a_normal_of_torch_distributions() -> None:
+    """One coupling whose network is a constant: z = (u2 exp(s) + t, u1), halves exchanged, and class by class the same."""
+    made = ConditionalFlow(4, 2, 1, 8)
+    with torch.no_grad():
+        made.flows[0].conditioner.final_layer.bias.copy_(torch.tensor([0.4, -0.7, 1.0, 2.0]))
+    log_scale = 2 * torch.tanh(torch.tensor([0.4, -0.7]) / 2)
+    affine = AffineTransform(torch.tensor([1.0, 2, 0, 0]), torch.cat((log_scale.exp(), torch.ones(2))), event_dim=1)
+    expected = TransformedDistribution(Independent(Normal(torch.zeros(4), 1.0), 1), affine)
+    z, y = batch(4, 2)
+    torch.testing.assert_close(made.density(z, y)[1], expected.log_prob(z))
+
+
+def test_the_density_integrates_to_one_for_every_class() -> None:
+    made = flow(2, couplings=2, scale=0.2)
+    axis = torch.linspace(-12, 12, 161)
+    grid = torch.cartesian_prod(axis, axis)
+    values = []
+    for c in range(3):
+        values.append(made.density(grid, torch.full((len(grid),), c))[1].detach())
+        assert float(values[-1].exp().sum()) * (24 / 160) ** 2 == pytest.approx(1, abs=0.01)
+    assert not torch.allclose(values[0], values[1])
+
+
+def test_normflows_own_passes_agree() -> None:
+    made = flow()
+    z, y = batch()
+    torch.testing.assert_close(made.log_prob(z, context=torch.eye(3)[y]), made.density(z, y)[1])
+
+
+def test_a_flow_learns_classes_apart() -> None:
+    """Two classes, one Gaussian each, far from one another: the density comes near the true entropy."""
+    torch.manual_seed(0)
+    made = ConditionalFlow(2, 2, 4, 16)
+    centre = torch.tensor([[2.0, 0.0], [-2.0, 1.0]])
+    optimizer = torch.optim.Adam(made.parameters(), lr=1e-2)
+    for _ in range(150):
+        y = torch.randint(0, 2, (128,))
+        loss = -made.density(centre[y] + 0.5 * torch.randn(128, 2), y)[1].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    y = torch.arange(2).repeat_interleave(2000)
+    with torch.no_grad():
+        drawn = made.generate(torch.randn(4000, 2), y)
+        nll = -made.density(centre[y] + 0.5 * torch.randn(4000, 2), y)[1].mean()
+    assert float(nll) == pytest.approx(2 * (0.5 * math.log(2 * math.pi * math.e) + math.log(0.5)), abs=0.15)
+    for c in range(2):
+        torch.testing.assert_close(drawn[y == c].mean(0), centre[c], atol=0.2, rtol=0)
+
+
+def test_the_flow_is_float32_under_autocast() -> None:
+    made = flow()
+    z, y = batch()
+    expected = made.density(z, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = made.density(z, y)
+        assert made.generate(z, y).dtype == torch.float32
+    assert found[1].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
