@@ -1,6 +1,9 @@
 """What can go wrong by a user's hand, and what ends a run."""
 
-__all__ = ["FederationError", "FlsuiteError"]
+import math
+from collections.abc import Iterable
+
+__all__ = ["FederationError", "FlsuiteError", "require_at_least", "require_one_of", "require_positive"]
 
 
 class FlsuiteError(Exception):
@@ -13,3 +16,25 @@ class FlsuiteError(Exception):
 
 class FederationError(RuntimeError):
     """A run that cannot go on; what it had reached before is kept."""
+
+
+def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
+    """Refuse an argument below ``least``, infinite or NaN; ``None`` is an argument that was left out."""
+    for name, value in numbers.items():
+        if value is not None and not least <= value < math.inf:
+            raise FlsuiteError(f"{owner}: {name} must be at least {least}, got {value}")
+
+
+def require_positive(owner: str, **numbers: float) -> None:
+    """Refuse an argument that is not above zero and finite."""
+    for name, value in numbers.items():
+        if not 0 < value < math.inf:
+            raise FlsuiteError(f"{owner}: {name} must be positive, got {value}")
+
+
+def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:
+    """Refuse a word that is not among the choices."""
+    choices = tuple(choices)
+    for name, value in values.items():
+        if value not in choices:
+            raise FlsuiteError(f"{owner}: {name} must be one of {', '.join(choices)}, got {value!r}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.messages import ClientUpdate
 from flsuite.state import RunningMean, State
 
@@ -55,18 +55,11 @@ class CMGA(FedAvg):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(weighting)
-        if not 0 < lr < math.inf:
-            raise FlsuiteError(f"CMGA: lr is the server's learning rate and must be positive, got {lr}")
+        require_positive("CMGA", lr=lr)
         if not 0 <= beta < 1:
             raise FlsuiteError(f"CMGA: beta must be in [0, 1), got {beta}")
-        for name, value in (
-            ("delta", delta),
-            ("separation_weight", separation_weight),
-            ("separation_steps", separation_steps),
-            ("sigma_floor", sigma_floor),
-        ):
-            if not 0 <= value < math.inf:
-                raise FlsuiteError(f"CMGA: {name} must be at least 0, got {value}")
+        require_at_least("CMGA", 0, delta=delta, separation_weight=separation_weight, separation_steps=separation_steps)
+        require_at_least("CMGA", 0, sigma_floor=sigma_floor)
         self.lr = lr
         self.beta = beta
         self.delta = delta

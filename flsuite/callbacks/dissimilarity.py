@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flsuite.callbacks.base import FederationCallback
 from flsuite.data.federated import Batch, FederatedData, batch_bounds
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_at_least, require_one_of
 from flsuite.metrics.dissimilarity import FusedModel, RunningDissimilarity
 from flsuite.models.base import ClientModel
 from flsuite.random import numpy_generator, seed_for, torch_generator
@@ -48,11 +48,9 @@ class GradientDissimilarity(FederationCallback):
     def __init__(
         self, every: int = 10, batches: int | None = 1, batch_norm: BatchNorm = "train", clients: int | None = None
     ) -> None:
-        for name, value, least in (("every", every, 1), ("batches", batches, 1), ("clients", clients, 2)):
-            if value is not None and value < least:
-                raise FlsuiteError(f"GradientDissimilarity: {name} must be at least {least}, got {value}")
-        if batch_norm not in get_args(BatchNorm):
-            raise FlsuiteError(f"GradientDissimilarity: batch_norm must be train or eval, got {batch_norm!r}")
+        require_at_least("GradientDissimilarity", 1, every=every, batches=batches)
+        require_at_least("GradientDissimilarity", 2, clients=clients)
+        require_one_of("GradientDissimilarity", get_args(BatchNorm), batch_norm=batch_norm)
         self.every = every
         self.batches = batches
         self.batch_norm: BatchNorm = batch_norm

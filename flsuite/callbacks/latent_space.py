@@ -12,7 +12,7 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 from flsuite.callbacks.base import FederationCallback
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_at_least
 from flsuite.random import numpy_generator
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class LatentSpace(FederationCallback):
     """
 
     def __init__(self, every: int = 5, clients: int = 4, samples: int = 300) -> None:
-        for name, value, least in (("every", every, 0), ("clients", clients, 1), ("samples", samples, 2)):
-            if value < least:
-                raise FlsuiteError(f"LatentSpace: {name} must be at least {least}, got {value}")
+        require_at_least("LatentSpace", 0, every=every)
+        require_at_least("LatentSpace", 1, clients=clients)
+        require_at_least("LatentSpace", 2, samples=samples)
         self.every = every
         self.clients = clients
         self.samples = samples

@@ -6,7 +6,7 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.metrics import accuracy_score, f1_score
 
 from flsuite.callbacks.base import FederationCallback
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_at_least
 from flsuite.random import seed_for
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ class ForestProbe(FederationCallback):
     """
 
     def __init__(self, every: int | None = None, clients: int | None = None, trees: int = 100, samples: int = 5000) -> None:
-        for name, value in (("every", every), ("clients", clients), ("trees", trees), ("samples", samples)):
-            if value is not None and value < 1:
-                raise FlsuiteError(f"ForestProbe: {name} must be at least 1, got {value}")
+        require_at_least("ForestProbe", 1, every=every, clients=clients, trees=trees, samples=samples)
         self.every = every
         self.clients = clients
         self.trees = trees

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.data.source import DataSpec
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
 from flsuite.models.autoencoders import SMALLEST, BottleneckDecoder, BottleneckEncoder, TableDecoder, TableEncoder
 from flsuite.models.backbones.norms import Norm
 from flsuite.models.base import ClientModel
@@ -87,23 +87,12 @@ class ACVAE(ClientModel):
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=2e-4),
     ) -> None:
         super().__init__()
-        if reconstruction not in get_args(Reconstruction):
-            raise FlsuiteError(f"ACVAE: reconstruction must be mse or bce, got {reconstruction!r}")
-        if negatives not in get_args(Negatives):
-            raise FlsuiteError(f"ACVAE: negatives must be all or present, got {negatives!r}")
-        for name, value in (("latent_dim", latent_dim), ("width", width), ("mapper_width", mapper_width)):
-            if value < 1:
-                raise FlsuiteError(f"ACVAE: {name} must be at least 1, got {value}")
-        for name, weight in (
-            ("reconstruction_weight", reconstruction_weight),
-            ("kl_weight", kl_weight),
-            ("cls_weight", cls_weight),
-            ("prior_scale", prior_scale),
-        ):
-            if not weight >= 0:
-                raise FlsuiteError(f"ACVAE: {name} must be at least 0, got {weight}")
-        if not log_variance_limit > 0:
-            raise FlsuiteError(f"ACVAE: log_variance_limit must be positive, got {log_variance_limit}")
+        require_one_of("ACVAE", get_args(Reconstruction), reconstruction=reconstruction)
+        require_one_of("ACVAE", get_args(Negatives), negatives=negatives)
+        require_at_least("ACVAE", 1, latent_dim=latent_dim, width=width, mapper_width=mapper_width)
+        require_at_least("ACVAE", 0, reconstruction_weight=reconstruction_weight, kl_weight=kl_weight, cls_weight=cls_weight)
+        require_at_least("ACVAE", 0, prior_scale=prior_scale)
+        require_positive("ACVAE", log_variance_limit=log_variance_limit)
         if class_prior is not None and not all(value > 0 for value in class_prior):
             raise FlsuiteError(f"ACVAE: class_prior must be positive for every class, got {list(class_prior)}")
         self.latent_dim = latent_dim

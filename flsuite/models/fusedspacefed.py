@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flsuite.data.source import DataSpec
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
 from flsuite.models.autoencoders import SMALLEST, BottleneckDecoder, BottleneckEncoder, UNetDecoder, UNetEncoder
 from flsuite.models.backbones import Backbone, ResNet20
 from flsuite.models.backbones.norms import Norm
@@ -84,26 +84,14 @@ class FusedSpaceFed(ClientModel):
         backbone: Backbone | None = None,
     ) -> None:
         super().__init__()
-        for name, value, choices in (
-            ("autoencoder", autoencoder, get_args(Autoencoder)),
-            ("fusion", fusion, get_args(Fusion)),
-            ("norm", norm, get_args(Norm)),
-        ):
-            if value not in choices:
-                raise FlsuiteError(f"FusedSpaceFed: {name} must be one of {', '.join(choices)}, got {value!r}")
-        for name, number, least in (
-            ("latent_dim", latent_dim, 1),
-            ("warmup_epochs", warmup_epochs, 0),
-            ("lambda_rec", lambda_rec, 0),
-            ("lambda_sp", lambda_sp, 0),
-            ("momentum", momentum, 0),
-            ("weight_decay", weight_decay, 0),
-        ):
-            if not number >= least:
-                raise FlsuiteError(f"FusedSpaceFed: {name} must be at least {least}, got {number}")
-        for name, rate in (("lr", lr), ("autoencoder_lr", autoencoder_lr)):
-            if not rate > 0:
-                raise FlsuiteError(f"FusedSpaceFed: {name} must be positive, got {rate}")
+        own = "FusedSpaceFed"
+        require_one_of(own, get_args(Autoencoder), autoencoder=autoencoder)
+        require_one_of(own, get_args(Fusion), fusion=fusion)
+        require_one_of(own, get_args(Norm), norm=norm)
+        require_at_least(own, 1, latent_dim=latent_dim)
+        require_at_least(own, 0, warmup_epochs=warmup_epochs, lambda_rec=lambda_rec, lambda_sp=lambda_sp)
+        require_at_least(own, 0, momentum=momentum, weight_decay=weight_decay)
+        require_positive(own, lr=lr, autoencoder_lr=autoencoder_lr)
         self.autoencoder: Autoencoder = autoencoder
         self.fusion: Fusion = fusion
         self.latent_dim = latent_dim

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.data.source import DataSpec
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.models.backbones import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel
 from flsuite.models.flows import ConditionalFlow
@@ -86,23 +86,12 @@ class NFClassifier(ClientModel):
         clip: float = 1.0,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("feature_dim", feature_dim, 2),
-            ("couplings", couplings, 1),
-            ("flow_width", flow_width, 1),
-            ("k_replay", k_replay, 0),
-            ("k_flow_last", k_flow_last, 0),
-            ("k_last", k_last, 0),
-            ("k_global", k_global, 0),
-            ("k_feature", k_feature, 0),
-            ("k_output", k_output, 0),
-            ("clip", clip, 0),
-        ):
-            if not least <= value < float("inf"):
-                raise FlsuiteError(f"NFClassifier: {name} must be at least {least}, got {value}")
-        for name, rate in (("lr", lr), ("flow_lr", flow_lr)):
-            if not 0 < rate < float("inf"):
-                raise FlsuiteError(f"NFClassifier: {name} must be positive, got {rate}")
+        own = "NFClassifier"
+        require_at_least(own, 2, feature_dim=feature_dim)
+        require_at_least(own, 1, couplings=couplings, flow_width=flow_width)
+        require_at_least(own, 0, k_replay=k_replay, k_flow_last=k_flow_last, k_last=k_last, k_global=k_global)
+        require_at_least(own, 0, k_feature=k_feature, k_output=k_output, clip=clip)
+        require_positive(own, lr=lr, flow_lr=flow_lr)
         if not 0 <= theta <= 1:
             raise FlsuiteError(f"NFClassifier: theta must be in [0, 1], got {theta}")
         self.automatic_optimization = False
