@@ -242,8 +242,8 @@ class Table(FederatedDataModule):
 
     Args:
         path: The file, ``.csv`` with commas and a header, or ``.parquet`` (``pip install flsuite[parquet]``), or a folder, of
-            which all such files are read as one table. Where it is not absolute, it is looked for in ``root``, else in
-            ``$FLSUITE_DATA_ROOT``, else in the working folder.
+            which all such files are read as one table. Where it is not absolute, it is looked for in ``root``; without
+            one, in the working folder, then in ``$FLSUITE_DATA_ROOT``.
         label: The column of labels: words or whole numbers.
         features: The columns to learn from. Default: all that have numbers in them, but ``label`` and ``client``; columns of
             text are left out.
@@ -278,10 +278,13 @@ class Table(FederatedDataModule):
         self.scale: ScaleName = scale
 
     def load(self) -> Source:
-        root = self.data_root(".")
-        path, test = (None if given is None else root / Path(given).expanduser() for given in (self.path, self.test_path))
-        assert path is not None
-        return read_table(path, self.label, self.features, self.client, test, self.test_fraction, self.scale)
+        test = None if self.test_path is None else self._found(self.test_path)
+        return read_table(self._found(self.path), self.label, self.features, self.client, test, self.test_fraction, self.scale)
+
+    def _found(self, given: str) -> Path:
+        """A file beside the user comes before one in the folder that holds the published sets, unless ``root`` is given."""
+        path = Path(given).expanduser()
+        return path if self.root is None and path.exists() else self.data_root(".") / path
 
 
 def _check_arguments(label: str, features: Sequence[str] | None, test_fraction: float, scale: str) -> None:

@@ -340,3 +340,20 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert int(exit.value.code or 0) == status
     assert (tmp_path / "c-partition.csv").is_file()
     assert "the nearest are 'kind'" in capsys.readouterr().err
+
+
+def test_a_file_beside_the_user_comes_before_the_published_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, published = tmp_path / "here", tmp_path / "published"
+    for folder, rows in ((here, 40), (published, 80)):
+        folder.mkdir()
+        write(folder / "t.csv", frame(rows))
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("FLSUITE_DATA_ROOT", str(published))
+
+    def rows(**kwargs: Any) -> int:
+        source = Table("t.csv", label="kind", **kwargs).load()
+        return len(source.train) + len(source.test)
+
+    assert rows() == 40 and rows(root=str(published)) == 80
+    (here / "t.csv").unlink()
+    assert rows() == 80
