@@ -201,7 +201,7 @@ def _spread(clients: Scores, prefix: str) -> dict[str, float]:
 
 
 def _first_five(clients: Scores) -> dict[str, float]:
-    first = [row["accuracy"] for row in clients.values() if "accuracy" in row][:5]
+    first = [clients[str(c)]["accuracy"] for c in range(5) if "accuracy" in clients.get(str(c), {})]
     return {"accuracy_first_five": sum(first) / 5} if len(first) == 5 else {}
 
 

@@ -145,14 +145,18 @@ class RunFolder:
         assert self.checkpoints is not None
         self._made = [folder for folder in (self.checkpoints, *self.checkpoints.parents) if not folder.exists()]
         make_folder(self.checkpoints)
-        text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
-        (self.path / "config.yaml").write_text(text)
+        self.write_config(config)
         (self.path / "versions.txt").write_text(_versions())
         with (self.path / "partition.csv").open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["client", "split", "class", "samples"])
             writer.writerows(partition_rows(data))
         self.table.create(again)
+
+    def write_config(self, config: dict[str, Any] | str) -> None:
+        if self.path is not None:
+            text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
+            atomic_save(lambda path: path.write_text(text), self.path / "config.yaml")
 
     def discard(self) -> None:
         """Take back what :meth:`create` wrote."""

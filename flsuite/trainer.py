@@ -282,11 +282,7 @@ class FederatedTrainer(Trainer):
             "buffers": self.buffers,
             "keep_optimizers": self.keep_optimizers,
             "channels_last": self.channels_last,
-            "client": {
-                k: describe(v)
-                for k, v in self.client_kwargs.items()
-                if v not in (None, _DEFAULTS.get(k)) and k != "default_root_dir"
-            },
+            "client": {k: describe(v) for k, v in self.client_kwargs.items() if _is_chosen(k, v)},
         }
 
     def export(self, path: str | Path) -> None:
@@ -338,10 +334,11 @@ class FederatedTrainer(Trainer):
     def _begin(self, run: Run, ckpt_path: str | None) -> None:
         """Create the run's folder, or go on from a checkpoint in it."""
         checkpoint = run.find(ckpt_path)
+        config = self.config or {**self.describe(), "rounds": self.rounds}
         if checkpoint is not None:
             self._take_back(run.resume(checkpoint, self.describe()))
+            run.folder.write_config(config)  # it may have more rounds now
         else:
-            config = self.config or {**self.describe(), "rounds": self.rounds}
             run.folder.create(config, run.federation.data, again=ckpt_path is not None)
 
     def _restored(self, model: LightningModule | None, datamodule: LightningDataModule | None, ckpt_path: str | None) -> Run:

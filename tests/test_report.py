@@ -102,3 +102,51 @@ def test_a_folder_without_a_config_is_named(runs: Path) -> None:
     (runs / "b1" / "config.yaml").unlink()
     with pytest.raises(FlsuiteError, match="b1 is not the folder of a run"):
         group_runs(find_runs([runs]))
+
+
+def note(folder: Path, metric: str, test: list[float], val: list[float]) -> None:
+    with (folder / "metrics.csv").open("a") as file:
+        for split, column in (("test", test), ("val", val)):
+            file.writelines(f"{n + 1},0,0,global,{split},{metric},{value}\n" for n, value in enumerate(column))
+
+
+def test_small_is_good_for_losses_and_the_runs_own_monitor_picks(tmp_path: Path) -> None:
+    write(tmp_path / "a", config(1, monitor="accuracy"), [0.1, 0.2, 0.3], [0.1, 0.9, 0.2])
+    note(tmp_path / "a", "nll", [5.1, 1.1, 2.2], [5.0, 2.0, 1.0])
+    note(tmp_path / "a", "novelty", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    table = report_table(group_runs(find_runs([tmp_path])), ["nll", "novelty"]).set_index("metric")
+    assert table.loc["nll"]["best_on_test"] == 1.1 and table.loc["nll"]["picked"] == 1.1, "round 2, best by accuracy"
+    assert pd.isna(table.loc["novelty"]["best_on_test"]), "whether it should be large is not known"
+    write(tmp_path / "b", config(1, monitor="loss"), [0.1, 0.2], [0.9, 0.1])
+    note(tmp_path / "b", "loss", [3.0, 4.0], [3.0, 4.0])
+    (row,) = report_table(group_runs([tmp_path / "b"])).to_dict("records")
+    assert row["picked"] == 0.1
+
+
+def test_what_changes_training_makes_another_row(tmp_path: Path) -> None:
+    watched = [{"class_path": "flsuite.callbacks.LatentSpace"}, {"class_path": "GradientDissimilarity"}]
+    write(tmp_path / "a", config(1), [0.1])
+    write(tmp_path / "b", config(2, callbacks=watched), [0.1])
+    write(tmp_path / "c", config(3, callbacks=[*watched, {"class_path": "flsuite.callbacks.RoundEarlyStopping"}]), [0.1])
+    mine = config(4)
+    mine["trainer"]["aggregator"]["class_path"] = "my_package.FedAvg"  # type: ignore[index]
+    write(tmp_path / "d", mine, [0.1])
+    groups = group_runs(find_runs([tmp_path]))
+    assert sorted(sorted(folder.name for folder in group.runs) for group in groups) == [["a", "b"], ["c"], ["d"]]
+
+
+def test_a_setting_that_only_some_have_is_in_every_label(tmp_path: Path) -> None:
+    some = config(1)
+    some["data"]["init_args"]["train_samples"] = 500  # type: ignore[index]
+    write(tmp_path / "some", some, [0.1])
+    write(tmp_path / "all", config(1), [0.1])
+    assert [g.label for g in group_runs(find_runs([tmp_path]))] == ["train_samples=500", "train_samples=None"]
+
+
+def test_a_run_counts_once_and_a_seed_twice_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(find_runs([runs, runs / "a1"])) == 3
+    write(runs / "again", config(1), [0.1, 0.2, 0.3])
+    write(runs / "unborn", config(5), [])
+    with pytest.raises(SystemExit) as done:
+        main(["report", str(runs)])
+    assert done.value.code == 0 and "FedAvg: seed 1 more than once" in " ".join(capsys.readouterr().out.split())

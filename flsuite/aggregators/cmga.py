@@ -27,18 +27,21 @@ class CMGA(FedAvg):
     The model declares its priors as the groups ``prior_mean`` and ``prior_log_variance``, and keeps its encoder private.
     A client holds a class if its class counts, which travel with its update, are above zero. The log variance of a class is
     the mean over its holders too: a client without samples of a class has learned nothing about it. With the encoders
-    shared, ``beta`` 0, ``separation_weight`` 0, ``sigma_floor`` 0 and classes that everybody holds, this is FedAvg.
+    shared, ``beta`` 0, ``separation_weight`` 0, ``sigma_floor`` 0 and classes that everybody holds, this is FedAvg with the
+    plain mean.
 
     Logged, as ``train/<name>``: ``prior_distance_before`` and ``prior_distance_after``, the smallest distance between two
-    class centres on either side of the separation; ``prior_sigma_min``; ``prior_drift/<class>``, how far the observed mean
-    of a class lies from its momentum.
+    class centres on either side of the separation; ``prior_sigma_floored``, how many deviations were raised;
+    ``prior_drift/<class>``, how far the observed mean of a class lies from its momentum.
 
     Args:
         lr: The server's learning rate, eta.
         beta: Momentum of the class centres, in [0, 1).
         delta: Distance between two centres below which they repel each other.
         separation_weight: lambda: how strongly. A centre moves by at most this much per centre that is too near.
-        separation_steps: Gradient steps of the separation; 0 leaves it out.
+        separation_steps: Gradient steps of the separation, three in the description; 0 leaves it out. A step of length one
+            forgets where it came from, so a pair that one push takes beyond delta comes back with the next: odd numbers end
+            apart.
         sigma_floor: The smallest standard deviation of a prior.
         weighting: ``uniform`` is the description's mean; ``samples`` weighs networks by training samples, and a prior by
             samples of its class.
@@ -82,7 +85,8 @@ class CMGA(FedAvg):
         new[means] = separate(momentum, self.delta, self.separation_weight, self.separation_steps)
         spread = spreads.mean(otherwise=global_state[log_variances])
         new[log_variances] = floor_sigma(spread, self.sigma_floor)
-        self._report(momentum, new[means], new[log_variances], centres)
+        self.metrics["prior_sigma_floored"] = float((new[log_variances] > spread).sum())
+        self._report(momentum, new[means], centres)
         return new
 
     def _momentum(self, centres: "_HolderMean", current: Tensor) -> Tensor:
@@ -93,10 +97,9 @@ class CMGA(FedAvg):
         self.memory["momentum"] = {"centres": momentum, "seen": before["seen"] | centres.held}
         return momentum
 
-    def _report(self, momentum: Tensor, new: Tensor, log_variances: Tensor, centres: "_HolderMean") -> None:
+    def _report(self, momentum: Tensor, new: Tensor, centres: "_HolderMean") -> None:
         self.metrics["prior_distance_before"] = _smallest_distance(momentum)
         self.metrics["prior_distance_after"] = _smallest_distance(new)
-        self.metrics["prior_sigma_min"] = float((0.5 * log_variances.float()).exp().min())
         drift = (centres.mean(momentum) - momentum).norm(dim=1).tolist()
         for c in centres.held.nonzero().flatten().tolist():
             self.metrics[f"prior_drift/{c}"] = drift[c]

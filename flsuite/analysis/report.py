@@ -23,19 +23,20 @@ _NOT_THE_EXPERIMENT = (  # what may differ between runs of one experiment
     "plugins",
     "trainer.logger",
     "trainer.engine",
-    "trainer.callbacks",
     "trainer.enable_progress_bar",
     "trainer.run_dir",
     "data.init_args.root",
     "data.init_args.download",
 )
-_MISSING = "·"
+_OBSERVERS = {"ForestProbe", "GradientDissimilarity", "LatentSpace", "RoundLogger", "RoundProgress"}  # they change nothing
+_UP = ("accuracy", "f1_macro", "balanced_accuracy", "auroc", "probe_")
+_DOWN = ("loss", "nll", "kl", "reconstruction")
 
 Flat = dict[str, Any]
 
 
 class _Class(str):
-    """The name of a class in a config, which says by itself what it is."""
+    """The path of a class in a config, whose name says by itself what it is."""
 
 
 @dataclass
@@ -64,7 +65,7 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
         FlsuiteError: If there are none.
     """
     roots = [Path(place) for place in places]
-    found = sorted({table.parent for root in roots for table in root.rglob("metrics.csv")})
+    found = sorted({table.parent.resolve() for root in roots for table in root.rglob("metrics.csv")})
     if not found:
         raise FlsuiteError(f"no run below {', '.join(map(str, roots))}: name folders that hold metrics.csv of flsuite fit")
     return found
@@ -76,8 +77,12 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
     for folder in folders:
         settings = flat_settings(folder)
         key = repr(sorted(settings.items(), key=lambda item: item[0]))
-        groups.setdefault(key, Group(settings)).runs[folder] = read_metrics(folder)
+        table = read_metrics(folder)
+        if len(table):  # a run whose first round is not done yet
+            groups.setdefault(key, Group(settings)).runs[folder] = table
     found = list(groups.values())
+    if not found:
+        raise FlsuiteError("none of these runs has a finished round yet")
     for group in found:
         group.label = _label(group.settings, [other.settings for other in found])
     return sorted(found, key=lambda group: group.label)
@@ -92,11 +97,21 @@ def flat_settings(folder: Path) -> Flat:
     return dict(_flatten(content))
 
 
+def seed_of(folder: Path) -> int | None:
+    content = yaml.safe_load((folder / "config.yaml").read_text()) or {}
+    seed = content.get("seed_everything", content.get("seed"))
+    return None if seed is None else int(seed)
+
+
 def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
     if path in _NOT_THE_EXPERIMENT:
         return
+    if path == "trainer.callbacks":
+        node = [c for c in node or [] if str(c.get("class_path")).rsplit(".", 1)[-1] not in _OBSERVERS]
+        if not node:
+            return
     if isinstance(node, Mapping) and "class_path" in node:
-        yield _short(path), _Class(str(node["class_path"]).rsplit(".", 1)[-1])
+        yield _short(path), _Class(node["class_path"])
         for key, value in (node.get("init_args") or {}).items():
             yield from _flatten(value, f"{path}.init_args.{key}")
     elif isinstance(node, Mapping) and node:
@@ -112,12 +127,19 @@ def _short(path: str) -> str:
 
 def _label(own: Flat, everybody: Sequence[Flat]) -> str:
     """Settings in which groups differ; a parameter only among groups that share the class it belongs to."""
+    keys = [key for key in dict.fromkeys(key for other in everybody for key in other) if _differs(key, own, everybody)]
     parts = []
-    for key, value in own.items():
-        peers = [other for other in everybody if _same_owners(key, own, other)]
-        if len({repr(other.get(key, _MISSING)) for other in peers}) > 1:
-            parts.append(value if isinstance(value, _Class) else f"{key.rsplit('.', 1)[-1]}={value}")
+    for key in keys:
+        value = own.get(key)
+        last = key.rsplit(".", 1)[-1]
+        name = last if sum(other.rsplit(".", 1)[-1] == last for other in keys) == 1 else key
+        parts.append(value.rsplit(".", 1)[-1] if isinstance(value, _Class) else f"{name}={value}")
     return ", ".join(parts) or "all"
+
+
+def _differs(key: str, own: Flat, everybody: Sequence[Flat]) -> bool:
+    peers = [other for other in everybody if _same_owners(key, own, other)]
+    return any(key in other for other in peers) and len({repr(other.get(key)) for other in peers}) > 1
 
 
 def _same_owners(key: str, own: Flat, other: Flat) -> bool:
@@ -132,22 +154,30 @@ def curve(table: pd.DataFrame, metric: str, split: str, scope: str = "global") -
     return chosen.set_index("round")["value"]
 
 
-def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int, lower_is_better: bool) -> dict[str, float]:
+def lower_is_better(metric: str) -> bool | None:
+    """``None`` where that is not known, and no round can be called the best."""
+    if metric.endswith("_std") or metric.startswith(_DOWN):
+        return True
+    return False if metric.startswith(_UP) else None
+
+
+def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dict[str, float]:
     """What one run came to on test data; empty where it has no such score.
 
-    ``last``; ``picked`` in the round that is best on validation data, the earlier of equals; ``mean_last`` over the last
-    rounds; and ``best_on_test``, which no honest choice could have picked, for comparison with tables made so.
+    ``last``; ``picked`` in the round whose ``monitor`` is best on validation data, the earlier of equals; ``mean_last`` over
+    the last rounds; and ``best_on_test``, which no honest choice could have picked, for comparison with tables made so.
     """
     test, validation = curve(table, metric, "test"), curve(table, monitor, "val")
     if test.empty:
         return {}
     found = {"last": float(test.iloc[-1]), "mean_last": float(test.iloc[-last:].mean())}
     validation = validation[validation.index.isin(test.index)].dropna()
-    if len(validation):
-        best = int((validation if lower_is_better else -validation).argmin())
-        picked = validation.index[best]
+    if len(validation) and lower_is_better(monitor) is not None:
+        picked = validation.index[int((validation if lower_is_better(monitor) else -validation).argmin())]
         found |= {"picked": float(test[picked]), "picked_round": float(picked)}
-    return found | {"best_on_test": float(test.min() if lower_is_better else test.max())}
+    if (lower := lower_is_better(metric)) is not None:
+        found["best_on_test"] = float(test.min() if lower else test.max())
+    return found
 
 
 def report_table(groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), last: int = 10) -> pd.DataFrame:
@@ -162,11 +192,13 @@ def report_table(groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",)
     for metric in metrics:
         before = len(rows)
         for group in groups:
-            scores = [run_scores(t, metric, metric, last, metric == "loss") for t in group.runs.values()]
+            monitor = str(group.settings.get("trainer.monitor", "accuracy"))
+            scores = [run_scores(t, metric, monitor, last) for t in group.runs.values()]
             if table := [row for row in scores if row]:
                 rows.append({"group": group.label, "metric": metric, "runs": len(table), **_mean_and_spread(table)})
         if len(rows) == before:
-            known = sorted({name for g in groups for t in g.runs.values() for name in t[t["split"] == "test"]["metric"]})
+            tables = [t for group in groups for t in group.runs.values()]
+            known = sorted({name for t in tables for name in t[(t["split"] == "test") & (t["scope"] == "global")]["metric"]})
             raise FlsuiteError(f"no run has the test score {metric!r}; there are {', '.join(known)}")
     return pd.DataFrame(rows)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 import torch
 from lightning.pytorch.loggers import WandbLogger
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from sklearn.decomposition import PCA
 from torch import Tensor
@@ -64,6 +65,8 @@ class LatentSpace(FederationCallback):
                 "use a model such as ACVAE, or remove the callback"
             )
         evaluator.load(federation.client_state(None))
+        if evaluator.model.priors()[0].shape[1] < 2:
+            raise FlsuiteError("LatentSpace draws two dimensions, and the latent space has one: raise model.latent_dim")
         means, sigmas = (t.detach().float().cpu() for t in prior_moments(evaluator.model))
         for name, value in prior_distances(means, sigmas).items():
             trainer.log_metric(name, value)
@@ -123,11 +126,12 @@ def latent_figure(
     panels = figure.subplots(1, len(latents), sharex=True, sharey=True, squeeze=False)[0]
     centres = plane.transform(means)
     angles = np.linspace(0, 2 * np.pi, 60)
+    colors = colormaps["tab10" if len(class_names) <= 10 else "tab20"]
     circle = np.stack([np.cos(angles), np.sin(angles)])
     for panel, (title, points) in zip(panels, latents.items(), strict=True):
         projected = plane.transform(points)
         for c, name in enumerate(class_names):
-            color = f"C{c % 10}"
+            color = colors(c % 20)
             own = projected[y == c]
             panel.scatter(own[:, 0], own[:, 1], s=7, color=color, alpha=0.55, linewidths=0, label=name)
             covariance = plane.components_ @ np.diag(sigmas[c] ** 2) @ plane.components_.T
@@ -136,8 +140,10 @@ def latent_figure(
             panel.plot(*ellipse, color=color, linewidth=1)
             panel.scatter(*centres[c], marker="X", s=70, color=color, edgecolors="black", linewidths=0.7, zorder=3)
         panel.set_title(title, fontsize=10)
+        panel.set_aspect("equal")
         panel.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("first principal component of the class centres", fontsize=8)
+    figure.supylabel("second", fontsize=8)
     handles = panels[0].get_legend_handles_labels()[0]
     figure.legend(handles, [n[:18] for n in class_names], loc="outside right center", frameon=False, fontsize=7, markerscale=2)
     return figure

@@ -2,12 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.metrics import accuracy_score, f1_score
 
 from flsuite.callbacks.base import FederationCallback
 from flsuite.errors import FlsuiteError, require_at_least
-from flsuite.random import seed_for
+from flsuite.random import numpy_generator, seed_for
 
 if TYPE_CHECKING:
     from flsuite.trainer import FederatedTrainer
@@ -25,7 +26,7 @@ class ForestProbe(FederationCallback):
         every: Rounds between two probes; default only the last round.
         clients: Probe the first clients; default all.
         trees: In a forest.
-        samples: Training samples of a client at most, its first ones.
+        samples: Training samples of a client at most, drawn at random.
     """
 
     def __init__(self, every: int | None = None, clients: int | None = None, trees: int = 100, samples: int = 5000) -> None:
@@ -54,7 +55,9 @@ class ForestProbe(FederationCallback):
                 "ForestProbe tells classes apart, and this data has several labels a sample; remove the callback"
             )
         evaluator.load(federation.client_state(client))
-        rows = data.train_rows(client)[: self.samples]
+        rows = data.train_rows(client)
+        order = numpy_generator(trainer.seed, "probe/rows", client=client).permutation(len(rows))  # files are sorted by class
+        rows = rows[torch.from_numpy(order[: self.samples])]
         forest = RandomForestClassifier(self.trees, random_state=seed_for(trainer.seed, "probe", client=client) % 2**32)
         forest.fit(evaluator.latents(data.train.x[rows]).numpy(), data.train.y[rows].numpy())
         found = forest.predict(evaluator.latents(data.test.x).numpy())

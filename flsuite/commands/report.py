@@ -7,7 +7,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis.report import Group, find_runs, group_runs, report_figure, report_markdown, report_table
+from flsuite.analysis.report import Group, find_runs, group_runs, report_figure, report_markdown, report_table, seed_of
 from flsuite.errors import FlsuiteError
 from flsuite.run_folder import make_folder
 
@@ -34,7 +34,7 @@ def report(args: list[str]) -> None:
     console = Console()
     for metric in request.metric:
         console.print(_shown(table[table["metric"] == metric], metric, request.last))
-    for warning in uneven(groups):
+    for warning in (*uneven(groups), *repeated(groups)):
         console.print(warning)
     if request.output:
         folder = make_folder(Path(request.output))
@@ -62,3 +62,13 @@ def uneven(groups: list[Group]) -> list[str]:
     ends = {folder: int(table["round"].max()) for group in groups for folder, table in group.runs.items()}
     most = max(ends.values())
     return [f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most]
+
+
+def repeated(groups: list[Group]) -> list[str]:
+    """Runs of one seed twice, which are no two runs."""
+    found = []
+    for group in groups:
+        seeds = [seed_of(folder) for folder in group.runs]
+        twice = sorted({str(seed) for seed in seeds if seed is not None and seeds.count(seed) > 1})
+        found += [f"{group.label}: seed {', '.join(twice)} more than once; the spread is too small"] if twice else []
+    return found

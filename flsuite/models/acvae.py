@@ -161,11 +161,16 @@ class ACVAE(ClientModel):
     def sample(self, classes: Tensor) -> Tensor:
         """New data of the given classes ``(n,)``, drawn from their priors and decoded: ``(n, *shape)``, within [0, 1]."""
         means, log_variances = self.priors()
-        drawn = sample(means[classes], log_variances[classes])
-        return self.decoder(drawn).float().sigmoid()
+        z = sample(means[classes], log_variances[classes])  # the KL term holds q(z|x), not H(z), to the priors
+        return self.decoder(self.map(z)).float().sigmoid()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
+        if batch_idx == 0 and (x.min() < 0 or x.max() > 1):
+            raise FlsuiteError(
+                f"ACVAE reconstructs data within [0, 1], and this lies within [{float(x.min()):.3g}, {float(x.max()):.3g}]; "
+                "set data.standardize to false for images, or data.scale to minmax for a table"
+            )
         mean, log_variance = self.posterior(x)
         h = self.map(sample(mean, log_variance))
         loss = self.reconstruction_weight * self.reconstruction_error(h, x).mean()

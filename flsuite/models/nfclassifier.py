@@ -248,6 +248,8 @@ class NFClassifier(ClientModel):
             )
         if self.trainer.accumulate_grad_batches != 1:
             raise FlsuiteError("NFClassifier steps once a batch: leave trainer.accumulate_grad_batches unset")
+        if self.trainer.max_steps != -1:
+            raise FlsuiteError("NFClassifier has two optimizers, and trainer.max_steps counts both: limit trainer.max_epochs")
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             raise FlsuiteError("NFClassifier clips gradients that 16-mixed has scaled: set trainer.precision to bf16-mixed")
         return []

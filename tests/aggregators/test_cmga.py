@@ -111,6 +111,7 @@ def test_a_round_by_hand() -> None:
     torch.testing.assert_close(new["mu"], torch.tensor([[2.0, 0.0], [7.0, 7.0], [20.0, 20.0]]))
     torch.testing.assert_close(new["lv"][:, 0], torch.tensor([2 * math.log(0.1), 0.0, 0.0]))
     assert made.memory["momentum"]["seen"].tolist() == [True, True, False]
+    assert made.metrics["prior_sigma_floored"] == 2
 
     made.metrics = {}  # as the federation does before each round
     second = made.aggregate(new, iter([update(0, 3.0, [[12.0, 0.0], [0.0, 0.0], [5.0, 5.0]], [1, 0, 1])]))
@@ -185,7 +186,7 @@ def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) ->
     elsewhere = fit(CMGA(), rounds=4, schedule=half, engine=Processes(workers=2))
     assert equal_states(state(whole), state(elsewhere))
     logged = {row[5] for row in whole.run_folder.table.rows if row[3] == "global" and row[4] == "train"}
-    assert {"prior_distance_before", "prior_distance_after", "prior_sigma_min"} <= logged
+    assert {"prior_distance_before", "prior_distance_after", "prior_sigma_floored"} <= logged
 
 
 def test_a_model_without_priors_is_refused() -> None:

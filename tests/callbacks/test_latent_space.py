@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from flsuite.aggregators import CMGA, FedAvg
 from flsuite.callbacks import ForestProbe, LatentSpace
 from flsuite.callbacks.latent_space import latent_figure, prior_distances
-from flsuite.data import Digits, Dirichlet
+from flsuite.data import Digits, Dirichlet, Source
 from flsuite.errors import FlsuiteError
 from flsuite.models import ACVAE
 from flsuite.trainer import FederatedTrainer
@@ -69,6 +69,23 @@ def test_the_probe_reads_what_the_space_holds() -> None:
     found = logged(made)
     assert {round for round, name in found if name == "probe_accuracy"} == {4}
     assert found[4, "probe_accuracy"] > 0.5 and 0 < found[4, "probe_f1_macro"] <= 1
+
+
+def test_the_probe_sees_every_class_of_a_sorted_client() -> None:
+    class Sorted(Digits):
+        def load(self) -> Source:
+            source = super().load()
+            order = source.train.y.argsort(stable=True)
+            return Source(source.spec, source.train.take(order), source.test)
+
+    made = trainer(rounds=1, callbacks=[ForestProbe(trees=20, samples=200)])
+    made.fit(ACVAE(latent_dim=4, width=4), Sorted(clients=1, standardize=False, batch_size=64))
+    assert logged(made)[1, "probe_accuracy"] > 0.3, "the first two hundred rows are of two classes"
+
+
+def test_one_dimension_cannot_be_drawn() -> None:
+    with pytest.raises(FlsuiteError, match=r"raise model\.latent_dim"):
+        trainer(rounds=1, callbacks=[LatentSpace()]).fit(ACVAE(latent_dim=1, width=4), digits(standardize=False))
 
 
 @pytest.mark.parametrize("callback", [LatentSpace(), ForestProbe(every=1)])

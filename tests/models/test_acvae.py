@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from torch.distributions import Independent, Normal, kl_divergence
 
 from flsuite.aggregators import Centralized
-from flsuite.data import DataSpec, Synthetic
+from flsuite.data import DataSpec, Source, Synthetic
 from flsuite.errors import FlsuiteError
 from flsuite.models import ACVAE, gaussians
 from flsuite.state import clone
@@ -128,8 +128,18 @@ def test_trained_centrally_it_tells_digits_apart_and_samples_the_class_asked_for
     assert rows["kl"] > 0.1 and rows["reconstruction"] > 0
 
 
+class Squeezed(Synthetic):
+    """Its features within [0, 1]."""
+
+    def load(self) -> Source:
+        source = super().load()
+        for part in (source.train, source.test):
+            part.x = part.x.sigmoid()
+        return source
+
+
 def test_it_learns_a_table_and_a_plain_trainer_fits_it() -> None:
-    data = Synthetic(features=6, classes=3, samples=600, clients=2, batch_size=32)
+    data = Squeezed(features=6, classes=3, samples=600, clients=2, batch_size=32)
     model = ACVAE(latent_dim=4, hidden=(16,), dropout=0.0, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=5e-3))
     plain = Trainer(
         max_epochs=8, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
@@ -194,3 +204,8 @@ def test_negatives_present_leaves_absent_classes_alone() -> None:
         torch.manual_seed(0)
         losses.append(model.training_step((x, y), 0))
     assert torch.equal(*losses)
+
+
+def test_data_outside_of_the_unit_interval_is_refused() -> None:
+    with pytest.raises(FlsuiteError, match=r"set data\.standardize to false"):
+        trainer(rounds=1).fit(ACVAE(latent_dim=4, width=4), digits())
