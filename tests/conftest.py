@@ -22,15 +22,22 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
 
 
+def published(*files: str) -> Path:
+    """The root of the published data sets with these files in it; without them a skip that says why, in CI a failure."""
+    root = os.environ.get("FLSUITE_DATA_ROOT")
+    lacking = [file for file in files if not root or not (Path(root).expanduser() / file).is_file()]
+    if root and not lacking:
+        return Path(root).expanduser()
+    reason = f"{lacking[0]} is not under FLSUITE_DATA_ROOT" if root else "needs the published data sets: set FLSUITE_DATA_ROOT"
+    if os.environ.get("CI"):
+        pytest.fail(f"in CI the published data sets must be there: {reason}")
+    pytest.skip(reason)
+
+
 @pytest.fixture
 def real_data() -> Path:
     """The root of the published data sets."""
-    root = os.environ.get("FLSUITE_DATA_ROOT")
-    if not root:
-        if os.environ.get("CI"):
-            pytest.fail("in CI the published data sets must be there: set FLSUITE_DATA_ROOT")
-        pytest.skip("needs the published data sets: set FLSUITE_DATA_ROOT to a folder that holds them")
-    return Path(root)
+    return published()
 
 
 def digits(clients: int = 5, **kwargs: Any) -> Digits:

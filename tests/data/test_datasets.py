@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import math
-import os
 import pickle
 import struct
 import urllib.error
@@ -21,18 +20,7 @@ from flsuite.data.synthetic import Synthetic, bayes_accuracy, make_mixture, simp
 from flsuite.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, FashionMNIST, read_torchvision
 from flsuite.errors import FlsuiteError
 from flsuite.random import torch_generator
-
-REAL = os.environ.get("FLSUITE_DATA_ROOT")
-
-
-def real(*files: str) -> Path:
-    """The root of the real data, or a skip that says why."""
-    if not REAL:
-        pytest.skip("FLSUITE_DATA_ROOT is not set: no real data at hand")
-    missing = [file for file in files if not (Path(REAL).expanduser() / file).is_file()]
-    if missing:
-        pytest.skip(f"{missing[0]} is not under FLSUITE_DATA_ROOT")
-    return Path(REAL)
+from tests.conftest import published
 
 
 @pytest.fixture
@@ -591,20 +579,20 @@ def test_default_roots(module: Any, folder: str, tmp_path: Path, monkeypatch: py
     [("breastmnist", (1, 28, 28), (546, 78, 156), "binary"), ("retinamnist", (3, 28, 28), (1080, 120, 400), "ordinal")],
 )
 def test_real_medmnist(name: str, shape: tuple[int, int, int], sizes: tuple[int, int, int], task: str) -> None:
-    source = read_medmnist(name, 28, real(f"{name}.npz"), download=False)
+    source = read_medmnist(name, 28, published(f"{name}.npz"), download=False)
     check(source, shape, train=sizes[0], val=sizes[1], test=sizes[2])
     assert source.spec.task == task
 
 
 @pytest.mark.parametrize("name", ["MNIST", "FashionMNIST"])
 def test_real_mnist(name: str) -> None:
-    source = read_torchvision(name, real(f"{name}/raw/train-images-idx3-ubyte"), download=False)
+    source = read_torchvision(name, published(f"{name}/raw/train-images-idx3-ubyte"), download=False)
     check(source, (1, 28, 28), train=60000, test=10000)
     assert source.spec.task == "multiclass" and source.spec.num_classes == 10
 
 
 def test_real_cifar10() -> None:
-    source = read_torchvision("CIFAR10", real("cifar-10-batches-py/data_batch_1"), download=False)
+    source = read_torchvision("CIFAR10", published("cifar-10-batches-py/data_batch_1"), download=False)
     check(source, (3, 32, 32), train=50000, test=10000)
     assert torch.bincount(source.train.y).tolist() == [5000] * 10
     assert source.spec.class_names[0] == "airplane"
