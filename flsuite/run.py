@@ -85,8 +85,11 @@ class Run:
             notify("on_evaluation_end", self.federation.round, part, found)
         return improved
 
-    def predict(self) -> torch.Tensor:
-        """Class probabilities on the test split ``(n, classes)``; the mean over clients where each has a model of its own."""
+    def predict(self) -> tuple[torch.Tensor, list[Path]]:
+        """Class probabilities on the test split, ``(n, classes)``, and the files written.
+
+        They are the mean over clients where each has a model of its own.
+        """
         federation = self.federation
         clients = range(federation.data.clients) if federation.personal else [None]
         total = torch.zeros(())
@@ -94,10 +97,10 @@ class Run:
             self.evaluator.load(federation.client_state(client))
             total = total + self.evaluator.outputs(federation.data.test)["scores"]
         probabilities = total / len(clients)
-        if self.folder.path is not None:
-            write_predictions(self.folder.path, probabilities, federation.data)
-            write_pictures(self.folder.path, self.pictures())
-        return probabilities
+        if self.folder.path is None:
+            return probabilities, []
+        table = write_predictions(self.folder.path, probabilities, federation.data)
+        return probabilities, [table, *write_pictures(self.folder.path, self.pictures())]
 
     def pictures(self) -> dict[str, torch.Tensor]:
         """What the model shows of the first test samples; the first client's where each has a model of its own."""

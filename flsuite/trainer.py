@@ -232,9 +232,9 @@ class FederatedTrainer(Trainer):
             ckpt_path: As for :meth:`test`.
         """
         run = self._restored(model, datamodule, ckpt_path)
-        probabilities = run.predict()
-        if self.show and run.folder.path is not None:
-            print(f"predictions of round {self.round}: {run.folder.path / 'predictions.csv'}")
+        probabilities, written = run.predict()
+        if self.show and written:
+            print(f"predictions of round {self.round}: {', '.join(map(str, written))}")
         return probabilities
 
     @property

@@ -178,10 +178,13 @@ def test_multi_label_data_is_refused() -> None:
         small(DataSpec((1, 8, 8), 3, "multilabel"))
 
 
-def test_predict_writes_reconstructions_and_samples(tmp_path: Path) -> None:
-    made = trainer(rounds=1, run_dir=str(tmp_path / "run"))
+def test_predict_writes_reconstructions_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = trainer(rounds=1, run_dir=str(tmp_path / "run"), enable_progress_bar=True)
     made.fit(ACVAE(latent_dim=4, width=4), digits(clients=3, standardize=False))
+    capsys.readouterr()
     made.predict()
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("predictions.csv", "reconstructions.png", "samples.png"))
     height = {name: imread(tmp_path / "run" / f"{name}.png").shape for name in ("reconstructions", "samples")}
     assert height["samples"][0] > 3 * height["reconstructions"][0], "ten rows, and two"
     before = (tmp_path / "run" / "samples.png").read_bytes()
