@@ -23,7 +23,7 @@ commands:
   fit         run a federation and write its folder; --ckpt_path last goes on with a killed one
   validate    score a finished run on validation data
   test        score a finished run on test data: the global model and every client
-  predict     write the global model's class probabilities on test data to predictions.csv
+  predict     write class probabilities on test data to predictions.csv, and a model's pictures (reconstructions, samples)
   partition   draw how a config splits the data, without training
   report      put finished runs side by side: mean and spread over seeds
 
@@ -53,7 +53,7 @@ NAME-partition.csv with the columns client, split, class, samples. NAME is the c
 _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] [--last N] [--output FOLDER]
 
 Put finished runs side by side. Every run in or below a FOLDER counts; runs whose configs differ in nothing but seed, engine,
-logger and callbacks are one row, named by what tells it from the others, with mean and standard deviation over its runs:
+logger and callbacks that only look on are one row, named by what tells it from the others, with mean and standard deviation:
 test scores of the last round, of the round picked on validation data, the mean of the last rounds, and the best on test data
 (no honest choice: for comparison with tables that were made so).
 

@@ -1,7 +1,8 @@
 """From finished runs to tables and figures: reads what a run leaves in its folder, and only that."""
 
+from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.partition import partition_figure, partition_table
-from flsuite.analysis.report import find_runs, group_runs, report_figure, report_markdown, report_table
+from flsuite.analysis.report import report_figure, report_markdown, report_table
 from flsuite.analysis.runs import curves_figure, read_metrics, read_partition
 
 __all__ = [

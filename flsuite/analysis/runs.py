@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["curves_figure", "read_metrics", "read_partition"]
+__all__ = ["curve", "curves_figure", "read_metrics", "read_partition"]
 
 
 def read_metrics(run_dir: str | Path) -> pd.DataFrame:
@@ -20,6 +20,12 @@ def read_metrics(run_dir: str | Path) -> pd.DataFrame:
 def read_partition(run_dir: str | Path) -> pd.DataFrame:
     """``partition.csv`` of a run: columns ``client, split, class, samples``."""
     return _read(Path(run_dir) / "partition.csv").astype({"class": str})
+
+
+def curve(table: pd.DataFrame, metric: str, split: str, scope: str = "global") -> pd.Series:
+    """A score over rounds."""
+    chosen = table[(table["scope"] == scope) & (table["split"] == split) & (table["metric"] == metric)]
+    return chosen.set_index("round")["value"]
 
 
 def curves_figure(

@@ -7,7 +7,8 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis.report import Group, find_runs, group_runs, report_figure, report_markdown, report_table, seed_of
+from flsuite.analysis.groups import Group, find_runs, group_runs, seed_of
+from flsuite.analysis.report import report_figure, report_markdown, report_table
 from flsuite.errors import FlsuiteError
 from flsuite.run_folder import make_folder
 
