@@ -91,22 +91,25 @@ class ClientRunner:
         job, task, broadcast = self.job, work.task, work.broadcast
         trainer = self._rewound_trainer()
         assert self._data is not None
+        data = self._data.at(broadcast.round)
         client = Client(
             id=task.client,
             round=broadcast.round,
-            samples=self._data.samples(task.client),
-            class_counts=job.data.class_counts(task.client),
+            samples=data.samples(task.client),
+            class_counts=job.data.at(broadcast.round).class_counts(task.client),
             global_state=broadcast.state,
             received=broadcast.extras,
             memory=copy.deepcopy(work.memory.get("algorithm", {})),
         )
         seed_process(job.seed, "fit", client.round, client.id)
         self._swap_in(broadcast.state, work.memory.get("model", {}))
+        if data.stage is not None:
+            self.model.begin_task(data.stage.task, data.stage.seen, data.stage.past)
         loss = _MeanLoss()
         keeper = [_KeepOptimizers(work.memory.get("optimizers"))] if job.keep_optimizers else []
         own = copy.deepcopy(job.callbacks) if job.callbacks else []
         trainer.callbacks = [*own, *keeper, *job.aggregator.client_callbacks(client), loss]  # type: ignore[attr-defined]
-        trainer.fit(self.model, self._data.loader(task.client, job.seed, client.round, task.batches))
+        trainer.fit(self.model, data.loader(task.client, job.seed, client.round, task.batches))
 
         shared, private = split(self.model.state_dict(), self.private)
         update = ClientUpdate(

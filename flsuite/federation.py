@@ -51,7 +51,9 @@ class Federation:
         round: Rounds done.
         state: The shared part of the global model.
         initial: What a fit starts from where nothing else is known: a client's own part before it has trained, and buffers.
-        personal: Whether every client has a model of its own.
+        data: Of the whole run.
+        current: As it is in the round just done: what clients train on, and are scored on, may change from task to task.
+        personal: Whether every client has a model of its own to be scored.
     """
 
     def __init__(
@@ -75,9 +77,13 @@ class Federation:
         _refuse_idle_patterns(model)
         whole = clone(model.state_dict())
         self.state, private = split(whole, private_patterns(model, aggregator, buffers))
-        self.personal = bool(private)
+        self.personal = any(not matches(name, model.training_only) for name in private)
         self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
         aggregator.configure(_layout(model, self.state, data.clients))
+
+    @property
+    def current(self) -> FederatedData:
+        return self.data.at(max(self.round, 1))
 
     def client_state(self, client: int | None) -> State:
         """The whole model of a client: the shared part as it is now, and its own. ``None``: a client that never trained."""
@@ -102,7 +108,8 @@ class Federation:
         notify("on_round_start", round, cohort)
         self.log = RoundLog()
         broadcast = Broadcast(round, self.state, self.aggregator.broadcast())
-        return broadcast, self.aggregator.plan(cohort, [self.data.batches(client) for client in cohort])
+        data = self.data.at(round)
+        return broadcast, self.aggregator.plan(cohort, [data.batches(client) for client in cohort])
 
     def close_round(self, outcomes: Iterator[Outcome], notify: Callable[..., None]) -> None:
         """The second half: fold what comes back, in the order of the tasks. Raises as :meth:`advance` does."""

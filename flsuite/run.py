@@ -54,6 +54,7 @@ class Run:
 
     def scores(self, part: Split, clients: int, details: bool = False) -> Scores:
         """Of the federation as it is, and of its first ``clients`` clients."""
+        self.evaluator.data = self.federation.current
         chosen = range(min(clients, self.federation.data.clients))
         if not self.federation.personal:
             return self.evaluator.shared(self.federation.client_state(None), part, chosen, details)

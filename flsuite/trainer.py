@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.loggers import Logger
 
 from flsuite.aggregators import Aggregator, FedAvg
-from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress
+from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress, TaskMatrix
 from flsuite.client import Buffers, Job
 from flsuite.client_memory import ClientMemories
 from flsuite.client_trainer import quiet_lightning
@@ -418,11 +418,8 @@ def _refuse_unfit(kwargs: Mapping[str, Any]) -> None:
 def _with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -> list[Callback]:
     """The user's callbacks, and the federation's own where the user has not configured them."""
     given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    if not any(isinstance(c, RoundLogger) for c in given):
-        given.append(RoundLogger())
-    if progress and not any(isinstance(c, RoundProgress) for c in given):
-        given.append(RoundProgress())
-    return given
+    own: list[type[Callback]] = [TaskMatrix, RoundLogger, *([RoundProgress] if progress else [])]
+    return [*given, *(kind() for kind in own if not any(isinstance(c, kind) for c in given))]
 
 
 def _has_lightning_hooks(callback: Callback) -> bool:

@@ -7,6 +7,7 @@ from flsuite.callbacks.latent_space import LatentSpace
 from flsuite.callbacks.loggers import RoundLogger
 from flsuite.callbacks.probe import ForestProbe
 from flsuite.callbacks.progress import RoundProgress
+from flsuite.callbacks.task_matrix import TaskMatrix
 
 __all__ = [
     "FederationCallback",
@@ -16,4 +17,5 @@ __all__ = [
     "RoundEarlyStopping",
     "RoundLogger",
     "RoundProgress",
+    "TaskMatrix",
 ]

@@ -68,7 +68,7 @@ class GradientDissimilarity(FederationCallback):
         """The numbers of a round, at the federation as it is now."""
         federation, evaluator = trainer.federation, trainer.evaluator
         assert federation is not None
-        model, data = evaluator.model.to(evaluator.device), federation.data
+        model, data = evaluator.model.to(evaluator.device), federation.current
         parameters = head_parameters(model, federation.state)
         running = RunningDissimilarity()
         with isolate_rng(), _untouched(model), torch.enable_grad():

@@ -49,7 +49,7 @@ class ForestProbe(FederationCallback):
         """Accuracy and macro F1 on the test split of a forest on this client's latent space."""
         federation, evaluator = trainer.federation, trainer.evaluator
         assert federation is not None
-        data = federation.data
+        data = federation.current
         if data.train.y.ndim > 1:
             raise FlsuiteError(
                 "ForestProbe tells classes apart, and this data has several labels a sample; remove the callback"

@@ -19,6 +19,7 @@ from flsuite.data.partitions import (
 from flsuite.data.source import Arrays, DataSpec, Source
 from flsuite.data.synthetic import Synthetic
 from flsuite.data.table import Table
+from flsuite.data.tasks import TaskSequence
 from flsuite.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, FashionMNIST
 
 __all__ = [
@@ -48,4 +49,5 @@ __all__ = [
     "Source",
     "Synthetic",
     "Table",
+    "TaskSequence",
 ]

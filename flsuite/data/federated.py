@@ -15,7 +15,7 @@ from flsuite.data.source import Arrays, DataSpec
 from flsuite.messages import POOLED
 from flsuite.random import torch_generator
 
-__all__ = ["Batch", "FederatedData", "Ragged", "Scaling", "TrainLoader", "batch_bounds"]
+__all__ = ["Batch", "FederatedData", "Ragged", "Scaling", "Stage", "TrainLoader", "batch_bounds"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -41,6 +41,15 @@ class Ragged:
 
     def lengths(self) -> Tensor:
         return self.offsets.diff()
+
+    def owners(self) -> Tensor:
+        """The row that each value is in."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths())
+
+    def where(self, kept: Tensor) -> "Ragged":
+        """The values at which ``kept``, a bool a value, is true."""
+        counts = torch.bincount(self.owners()[kept], minlength=len(self))
+        return Ragged(self.values[kept], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
 @dataclass
@@ -105,12 +114,28 @@ class TrainLoader:
             left -= len(self._bounds)
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Where a federation is in a sequence of tasks.
+
+    Attributes:
+        task: Number of the task, from 0.
+        seen: Classes that any client has met by now, those of this task included.
+        past: Those that any had met before this task.
+    """
+
+    task: int
+    seen: tuple[int, ...]
+    past: tuple[int, ...]
+
+
 @dataclass
 class FederatedData:
     """Attributes:
     train_index, val_index: Rows of ``train`` per client, disjoint.
     test_index: Rows of ``test`` per client: the published test split dealt with each client's own class mix.
     val: The publisher's validation split, if it is the one in use.
+    stage: The task that the clients are in, where there are tasks.
     """
 
     spec: DataSpec
@@ -123,6 +148,11 @@ class FederatedData:
     scaling: Scaling
     batch_size: int
     augment: Augment | None = None
+    stage: Stage | None = None
+
+    def at(self, round: int) -> "FederatedData":
+        """What the clients train on in this round, and are scored on behind it: always the same, unless there are tasks."""
+        return self
 
     @property
     def clients(self) -> int:

@@ -59,7 +59,9 @@ class Site:
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Scores of the client's own model, the shared part as received, on each split that there is."""
-        client, details = own_client(context), unpack("evaluation", message.content)["details"]
+        client, request = own_client(context), unpack("evaluation", message.content)
+        details = request["details"]
+        self.run.evaluator.data = self.run.federation.data.at(request["round"])
         state = {**self.run.federation.initial, **_recall(context).get("model", {}), **self._shared(message)}
         records = RecordDict()
         for split in _SPLITS:

@@ -119,7 +119,7 @@ class FlowerStrategy(Strategy):
         if not (self.federation.personal and self._tasks and due):
             return []
         nodes = self.nodes.online(grid)
-        content = {ARRAYS: arrays, **pack("evaluation", {"details": last})}
+        content = {ARRAYS: arrays, **pack("evaluation", {"details": last, "round": self.federation.round})}
         chosen = {client: content for client in sorted(nodes) if last or client < self.score_clients}
         return self._messages(MessageType.EVALUATE, chosen, nodes, config, server_round)
 

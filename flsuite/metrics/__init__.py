@@ -1,5 +1,6 @@
 """What is measured."""
 
+from flsuite.metrics.continual import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.metrics.dissimilarity import (
     FusedModel,
     RunningDissimilarity,
@@ -13,8 +14,12 @@ __all__ = [
     "HIGHER_IS_BETTER",
     "FusedModel",
     "RunningDissimilarity",
+    "average_accuracy",
+    "backward_transfer",
     "class_accuracy",
     "decompose",
+    "forgetting",
+    "forward_transfer",
     "gradient_dissimilarity",
     "relative_dissimilarity",
     "scores",

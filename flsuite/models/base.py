@@ -24,12 +24,15 @@ class ClientModel(LightningModule):
 
     Attributes:
         private: Entries of the state dict that stay with the client, by prefix or wildcard; the rest travels.
+        training_only: Those of them that a client's training reads and its predictions do not: where there are no others, the
+            shared model is what is scored, once for all clients.
         parameter_groups: Groups of parameters that an aggregator may treat apart: name to prefixes.
         extra_epochs: Epochs that a client's fit has before those that are asked for: a warm-up.
         spec: What the model was built for; ``None`` until then.
     """
 
     private: Sequence[str] = ()
+    training_only: Sequence[str] = ()
     extra_epochs: int = 0
     parameter_groups: ClassVar[Mapping[str, Sequence[str]]] = {}
 
@@ -51,6 +54,15 @@ class ClientModel(LightningModule):
 
         Returns:
             ``loss`` ``(n,)``; ``scores`` ``(n, classes)``, probabilities; any further ``(n,)`` entry is averaged and logged.
+        """
+
+    def begin_task(self, task: int, seen: Sequence[int], past: Sequence[int]) -> None:
+        """Called before every fit where clients learn one task after another, with the model as it is about to start.
+
+        Args:
+            task: Number of the client's task, from 0; the same in all fits of the task.
+            seen: Classes that any client has met by now, those of this task included.
+            past: Those that any had met before this task.
         """
 
     def pictures(self, x: Tensor) -> dict[str, Tensor]:

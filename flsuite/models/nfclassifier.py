@@ -5,7 +5,7 @@ Continual Learning", ICLR 2024 (AF-FCL).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import Callback
@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.data.source import DataSpec
-from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
 from flsuite.models.backbones import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel
 from flsuite.models.flows import ConditionalFlow
 from flsuite.models.replay import Previous, credibility, draw_classes, frozen_copy, soft_cross_entropy
 
 __all__ = ["NFClassifier"]
+
+ReplayClasses = Literal["all", "own"]
 
 
 class NFClassifier(ClientModel):
@@ -34,12 +36,12 @@ class NFClassifier(ClientModel):
     3. h_a and h_b, on cross-entropy, plus distillation of features (mean squared distance) and outputs (cross-entropy at
        temperature 2) from the classifier of the previous task, and from the one that the fit started with.
 
-    The public code compares a sample's features with the Gaussian of the batch's codes; here codes are compared with codes. It
-    also draws from the classes of all clients; here from those that this client has met, in its own labels.
+    The public code compares a sample's features with the Gaussian of the batch's codes; here codes are compared with codes.
 
-    A new task begins with :meth:`begin_task`. What is kept from the one before (flow, classifier, which classes) are entries
-    ``previous.`` of the state, private. With one task there is no previous one, and this is ordinary federated learning: then
-    ``k_flow_last: 0`` and ``k_last: 0`` save every client the memory of a second model.
+    A new task begins with :meth:`begin_task`, which data with tasks (:class:`~flsuite.data.TaskSequence`) brings about. What is
+    kept from the one before (flow, classifier, which classes) are entries ``previous.`` of the state, private. With one task
+    there is no previous one, and this is ordinary federated learning: then ``k_flow_last: 0`` and ``k_last: 0`` save every
+    client the memory of a second model.
 
     Optimisation is manual: two Adams, the gradient of each clipped by its norm at ``clip``, after what an algorithm's callbacks
     add to it. ``trainer.gradient_clip_val``, ``accumulate_grad_batches`` and ``16-mixed`` are refused. The flow is float32.
@@ -63,9 +65,13 @@ class NFClassifier(ClientModel):
         k_feature: Weight of features in both.
         k_output: Weight of outputs in both.
         clip: Largest norm of a gradient; 0 for any.
+        replay_classes: ``all`` replays and rehearses the classes that any client has met, as far as the data tells of others'
+            (in tasks; then a client learns of classes it has no sample of, from the global flow), as the public code does;
+            ``own`` those of this client.
     """
 
     private = ("previous.",)
+    training_only = ("previous.",)
     parameter_groups = {"flow": ("flow.",)}
 
     def __init__(
@@ -84,6 +90,7 @@ class NFClassifier(ClientModel):
         k_feature: float = 0.5,
         k_output: float = 0.1,
         clip: float = 1.0,
+        replay_classes: ReplayClasses = "all",
     ) -> None:
         super().__init__()
         own = "NFClassifier"
@@ -91,6 +98,7 @@ class NFClassifier(ClientModel):
         require_at_least(own, 1, couplings=couplings, flow_width=flow_width)
         require_at_least(own, 0, k_replay=k_replay, k_flow_last=k_flow_last, k_last=k_last, k_global=k_global)
         require_at_least(own, 0, k_feature=k_feature, k_output=k_output, clip=clip)
+        require_one_of(own, get_args(ReplayClasses), replay_classes=replay_classes)
         require_positive(own, lr=lr, flow_lr=flow_lr)
         if not 0 <= theta <= 1:
             raise FlsuiteError(f"NFClassifier: theta must be in [0, 1], got {theta}")
@@ -109,8 +117,10 @@ class NFClassifier(ClientModel):
         self.k_feature = k_feature
         self.k_output = k_output
         self.clip = clip
+        self.replay_classes: ReplayClasses = replay_classes
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
+        self._told: Tensor | None = None  # the classes that other clients have met
         self._received: tuple[nn.Module, nn.Module] | None = None  # a tuple, so that it is no part of the state
 
     def build(self, spec: DataSpec) -> None:
@@ -126,24 +136,25 @@ class NFClassifier(ClientModel):
             {"extractor": self.extractor, "head": self.head} if self.k_last else {},
         )
 
-    def begin_task(self, task: int, classes_seen: Sequence[int] = ()) -> None:
-        """To be called before a client's first fit in a task, or before every fit: a second call for a task does nothing.
-
-        Keeps flow and classifier as they are now, that is, as the fit is about to start from them, for the tasks to come.
-        Task 0 is the one that a client is in from the start.
-
-        Args:
-            task: Number of the task that begins.
-            classes_seen: Classes of the client's earlier tasks, beside those that it has met in its own batches.
+    def begin_task(self, task: int, seen: Sequence[int] = (), past: Sequence[int] = ()) -> None:
+        """At a client's first fit in a task, keeps flow and classifier as they are now, that is, as the fit is about to start
+        from them, for the tasks to come. Task 0 is the one that a client is in from the start.
 
         Raises:
             FlsuiteError: If there is no such task or class.
         """
         classes = len(self.previous.met)
-        if task < 0 or not all(0 <= c < classes for c in classes_seen):
-            raise FlsuiteError(f"NFClassifier: no task {task} with classes {list(classes_seen)}; there are {classes} classes")
+        for c in (*seen, *past):
+            if not 0 <= c < classes:
+                raise FlsuiteError(f"NFClassifier: there is no class {c}; there are {classes} classes")
+        if task < 0:
+            raise FlsuiteError(f"NFClassifier: there is no task {task}")
+        others = self.replay_classes == "all"
+        self._told = torch.zeros_like(self.previous.met)
+        self._told[list(seen) if others else []] = 1
         if task != int(self.previous.task):
-            self.previous.take(task, classes_seen, {"flow": self.flow, "extractor": self.extractor, "head": self.head})
+            modules: dict[str, nn.Module] = {"flow": self.flow, "extractor": self.extractor, "head": self.head}
+            self.previous.take(task, past if others else (), modules)
 
     def features(self, x: Tensor) -> Tensor:
         """z, ``(n, feature_dim)``."""
@@ -197,15 +208,16 @@ class NFClassifier(ClientModel):
         """Step 2, from the batch's codes ``(n, feature_dim)``, their log-densities and classes ``(n,)``."""
         with torch.no_grad():
             density = (log_density / self.feature_dim).exp().mean()
-            classes = draw_classes(self.previous.met, len(y))
+            replayed = self.previous.met if self._told is None else self.previous.met | self._told
+            classes = draw_classes(replayed, len(y))
             drawn = torch.randn_like(codes)
             z = self.flow.generate(drawn, classes)
             weights = credibility(codes, y, drawn, classes, density)
         losses = F.cross_entropy(self.head.hidden_only(z).float(), classes, reduction="none")
-        replayed = (weights * losses).mean()
-        for name, value in (("density", density), ("credibility", weights.mean()), ("replay", replayed)):
+        loss = (weights * losses).mean()
+        for name, value in (("density", density), ("credibility", weights.mean()), ("replay", loss)):
             self._note(name, value)
-        return self.k_replay * ((1 - self.theta) * density + self.theta) * replayed
+        return self.k_replay * ((1 - self.theta) * density + self.theta) * loss
 
     def distillation_loss(self, x: Tensor, z: Tensor, logits: Tensor) -> Tensor | float:
         """From the classifier of the previous task, and from the one that the fit started with; 0 where there are none."""

@@ -51,7 +51,7 @@ class Previous(nn.Module):
     Attributes:
         task: int64 ``()``, the number of the client's task.
         met: uint8 ``(classes,)``, 1 for classes that the client has met.
-        past: uint8 ``(classes,)``, the same as it was when the task began.
+        past: uint8 ``(classes,)``, the same as it was when the task began, and what other clients had met by then.
         tasks, classes: Whether the client has left a task behind it, and whether it had met a class by then: plain numbers, so
             that a step asks no tensor on another device.
     """
@@ -69,8 +69,8 @@ class Previous(nn.Module):
         self.met[y] = 1
 
     def take(self, task: int, classes: Sequence[int], modules: dict[str, nn.Module]) -> None:
-        self.met[list(classes)] = 1
         self.past.copy_(self.met)
+        self.past[list(classes)] = 1
         self.task.fill_(task)
         for name, copy in self.named_children():
             load_(copy.state_dict(), modules[name].state_dict())

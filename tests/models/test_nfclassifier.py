@@ -226,9 +226,9 @@ def test_before_the_first_task_change_nothing_is_rehearsed_or_distilled() -> Non
 
 def test_the_rehearsal_is_of_classes_from_before() -> None:
     model = built()
-    model.begin_task(3, classes_seen=[1])
+    model.begin_task(3, past=[1])
     model.previous.meet(torch.tensor([0, 2]))
-    assert model.previous.past.tolist() == [0, 1, 0] and model.previous.met.tolist() == [1, 1, 1]
+    assert model.previous.past.tolist() == [0, 1, 0] and model.previous.met.tolist() == [1, 0, 1]
     torch.manual_seed(2)
     found = model.rehearsal_loss(30)
     torch.manual_seed(2)
@@ -417,7 +417,7 @@ def test_multi_label_data_small_images_and_bad_tasks_are_refused() -> None:
         small().ensure_built(DataSpec((5,), 3, "multilabel"))
     with pytest.raises(FlsuiteError, match="at least 8 x 8"):
         NFClassifier().ensure_built(DataSpec((1, 4, 4), 3))
-    with pytest.raises(FlsuiteError, match="there are 3 classes"):
+    with pytest.raises(FlsuiteError, match="no class 3; there are 3 classes"):
         built().begin_task(1, [3])
     with pytest.raises(FlsuiteError, match="no task -1"):
         built().begin_task(-1)
