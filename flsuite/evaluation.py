@@ -106,7 +106,7 @@ class Evaluator:
 
     def outputs(self, arrays: Arrays) -> dict[str, Tensor]:
         """The model's evaluation columns for every sample, on the CPU; leaves the model's modes as they are."""
-        with self._scoring():
+        with self.scoring():
             return self._outputs(arrays)
 
     def latents(self, x: Tensor) -> Tensor:
@@ -117,18 +117,18 @@ class Evaluator:
         """
         if not isinstance(self.model, LatentModel):
             raise FlsuiteError(f"{type(self.model).__name__} has no latent space: it has no method latent(x); use e.g. ACVAE")
-        with self._scoring(), torch.inference_mode(), self.precision():
+        with self.scoring(), torch.inference_mode(), self.precision():
             parts = [self.model.latent(self.data.scaling(part).to(self.device)) for part in x.split(self.batch_size)]
             return torch.cat([part.float().cpu() for part in parts])
 
     def pictures(self, arrays: Arrays) -> dict[str, Tensor]:
         """The model's pictures of these samples, on the CPU."""
-        with self._scoring(), torch.inference_mode(), self.precision():
+        with self.scoring(), torch.inference_mode(), self.precision():
             found = self.model.pictures(self.data.scaling(arrays.x).to(self.device))
             return {name: grid.float().cpu() for name, grid in found.items()}
 
     @contextmanager
-    def _scoring(self) -> Iterator[None]:
+    def scoring(self) -> Iterator[None]:
         """The model on its device and in evaluation mode; its modes as they were behind that."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.to(self.device).eval()  # outside inference mode, which would mark moved parameters for ever

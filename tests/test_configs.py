@@ -1,5 +1,6 @@
 """Every shipped config is complete, starts with its launch line, and runs."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import yaml
 
 from flsuite.cli import main
-from flsuite.data import FEMNIST, Arrays, DataSpec, FashionMNIST, MedMNIST, NBaIoT, Source
+from flsuite.data import CIFAR10, EMNIST, FEMNIST, Arrays, DataSpec, FashionMNIST, MedMNIST, NBaIoT, Source
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -49,10 +50,13 @@ def stand_in_writers(self: FEMNIST) -> Source:
     return Source(DataSpec((1, 28, 28), 62), part, part.take(torch.arange(20)))
 
 
-def stand_in_fashion(self: FashionMNIST) -> Source:
-    x = torch.randint(0, 256, (200, 28, 28, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    part = Arrays(x, torch.arange(200) % 10)
-    return Source(DataSpec((1, 28, 28), 10), part, part.take(torch.arange(40)))
+def stand_in_images(classes: int, side: int = 28, channels: int = 1) -> Callable[..., Source]:
+    """Twenty random images a class."""
+    samples = 20 * classes
+    x = torch.randint(0, 256, (samples, side, side, channels), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    part = Arrays(x, torch.arange(samples) % classes)
+    source = Source(DataSpec((channels, side, side), classes), part, part.take(torch.arange(4 * classes)))
+    return lambda self: source
 
 
 def stand_in_devices(self: NBaIoT) -> Source:
@@ -68,7 +72,9 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for dataset, load in (
         (MedMNIST, stand_in),
         (FEMNIST, stand_in_writers),
-        (FashionMNIST, stand_in_fashion),
+        (FashionMNIST, stand_in_images(10)),
+        (EMNIST, stand_in_images(26)),
+        (CIFAR10, stand_in_images(10, 32, 3)),
         (NBaIoT, stand_in_devices),
     ):
         monkeypatch.setattr(dataset, "load", load)
@@ -128,3 +134,19 @@ def test_fedavg_is_one_line_from_cmga(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config["trainer"]["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
     assert config["model"]["class_path"] == "flsuite.models.ACVAE"
     assert (tmp_path / "run" / "latent" / "round-0001.png").is_file()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["nf-fedavg", "plain-fedavg"])
+def test_baselines_are_one_line_from_fisher_weights(which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    family = [path for path in CONFIGS if path.parent.name == "nf_fisher"]
+    (path,) = (path for path in family if path.stem == "fashionmnist")
+    assert all([line[:2] for line in overrides(other)] == [line[:2] for line in overrides(path)] for other in family)
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", str(path), *SHORT, *overrides(path)[which], "--run_dir", "run"])
+    assert exit.value.code == 0
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["trainer"]["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
+    assert config["model"]["class_path"] == "flsuite.models." + ("NFClassifier", "Classifier")[which]
+    assert config["data"]["class_path"] == "flsuite.data.TaskSequence"
+    assert (tmp_path / "run" / "tasks.png").is_file()

@@ -3,6 +3,7 @@
 from flsuite.callbacks.base import FederationCallback
 from flsuite.callbacks.dissimilarity import GradientDissimilarity
 from flsuite.callbacks.early_stopping import RoundEarlyStopping
+from flsuite.callbacks.flow_monitor import FlowMonitor
 from flsuite.callbacks.latent_space import LatentSpace
 from flsuite.callbacks.loggers import RoundLogger
 from flsuite.callbacks.probe import ForestProbe
@@ -11,6 +12,7 @@ from flsuite.callbacks.task_matrix import TaskMatrix
 
 __all__ = [
     "FederationCallback",
+    "FlowMonitor",
     "ForestProbe",
     "GradientDissimilarity",
     "LatentSpace",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flsuite.callbacks.base import FederationCallback
 from flsuite.data.tasks import TaskData
+from flsuite.errors import require_at_least
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class TaskMatrix(FederationCallback):
     """
 
     def __init__(self, clients: int | None = None) -> None:
+        require_at_least("TaskMatrix", 1, clients=clients)
         self.clients = clients
         self.matrix: Tensor | None = None
 

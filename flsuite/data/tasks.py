@@ -79,6 +79,8 @@ class TaskSequence(FederatedDataModule):
     def use_seed(self, seed: int) -> None:
         super().use_seed(seed)
         self.data.use_seed(seed)
+        if self.data._federated is None:  # dealt anew, even where the tasks have a seed of their own
+            self._federated = None
 
     def setup(self, stage: str | None = None) -> None:
         """Deal, and say who meets what when; once."""

@@ -173,6 +173,11 @@ class NFClassifier(ClientModel):
             z = self.features(x)
         return self.flow.density(z, y)[1]
 
+    def sampled_logits(self, y: Tensor) -> Tensor:
+        """Logits ``(n, classes)`` at one sample of the flow for each class of y ``(n,)``."""
+        logits: Tensor = self.head(self.flow.generate(torch.randn(len(y), self.feature_dim, device=y.device), y))
+        return logits.float()
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The classifier's loss; the flow's is logged."""
         x, y = batch
@@ -249,7 +254,8 @@ class NFClassifier(ClientModel):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         classifier = [*self.extractor.parameters(), *self.head.parameters()]
-        return [torch.optim.Adam(classifier, lr=self.lr), torch.optim.Adam(self.flow.parameters(), lr=self.flow_lr)]
+        flow = self.flow.parameters()
+        return [torch.optim.Adam(classifier, lr=self.lr, fused=True), torch.optim.Adam(flow, lr=self.flow_lr, fused=True)]
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """None; the first moment at which a Trainer can be told what it must not do, before it says so in its own words."""

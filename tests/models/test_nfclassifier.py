@@ -238,6 +238,22 @@ def test_the_rehearsal_is_of_classes_from_before() -> None:
     torch.testing.assert_close(found, -0.1 * model.flow.density(z, y)[1].mean())
 
 
+@pytest.mark.parametrize(("replay_classes", "drawn"), [("all", [0, 1]), ("own", [0])])
+def test_others_classes_are_replayed_if_asked_for(replay_classes: Any, drawn: list[int], monkeypatch: Any) -> None:
+    model = built(replay_classes=replay_classes)
+    model.previous.meet(torch.tensor([0]))
+    model.begin_task(1, seen=[0, 1], past=[1])
+    assert model.previous.met.tolist() == [1, 0, 0], "what it has met are its own labels"
+    assert model.previous.past.tolist() == [1, int(replay_classes == "all"), 0]
+    asked: list[Tensor] = []
+    generate = model.flow.generate
+    monkeypatch.setattr(model.flow, "generate", lambda u, y: asked.append(y) or generate(u, y))
+    x, y = batch(60)
+    codes, log_density = model.flow.density(model.features(x).detach(), y)
+    model.replay_loss(codes, log_density, y)
+    assert asked[0].unique().tolist() == drawn
+
+
 def test_a_client_that_joins_late_has_nothing_to_rehearse() -> None:
     model = built()
     model.begin_task(2)
