@@ -80,7 +80,8 @@ class Run:
             for scope, row in found.items():
                 self.folder.table.note(scope, part, row)
             if part == "val":
-                improved = self.summary.consider(found[GLOBAL])
+                stage = self.federation.current.stage
+                improved = self.summary.consider(found[GLOBAL], stage.task if stage else None)
             else:
                 self.summary.score(self.federation.round, found[GLOBAL], improved)
             notify("on_evaluation_end", self.federation.round, part, found)
@@ -117,6 +118,8 @@ class Run:
         federation, table = self.federation, self.folder.table
         for scope, numbers in federation.log.metrics():
             table.note(scope, "train", numbers)
+        if stage := federation.current.stage:
+            table.note(GLOBAL, "train", {"task": stage.task})
         self.summary.transfer(federation.log.updates)
         named = table.close_round(federation.round, federation.virtual_seconds, self.wall_seconds)
         notify("on_round_recorded", federation.round, named)

@@ -39,7 +39,8 @@ class RunSummary:
 
     Attributes:
         last: Test scores of the last evaluated round, with its number under ``round``.
-        best: Test scores of the round picked on validation data; empty without such data.
+        best: Test scores of the round picked on validation data; empty without such data. Of tasks in sequence, only rounds of
+            the last one are candidates: scores behind different tasks are not of the same classes.
     """
 
     def __init__(self, monitor: str) -> None:
@@ -47,18 +48,19 @@ class RunSummary:
         self.last: dict[str, float] = {}
         self.best: dict[str, float] = {}
         self.best_value: float | None = None
+        self.best_task: int | None = None
         self.bytes_up = 0
         self.bytes_down = 0
 
-    def consider(self, validation: dict[str, float]) -> bool:
-        """Whether this validation score beats all before it."""
+    def consider(self, validation: dict[str, float], task: int | None = None) -> bool:
+        """Whether this validation score beats all before it, in the same task."""
         value = validation.get(self.monitor, float("nan")) * (1 if HIGHER_IS_BETTER[self.monitor] else -1)
         if math.isnan(value):
             log.warning("%s is not defined on this validation data, or not finite: this round cannot be picked", self.monitor)
             return False
-        improved = self.best_value is None or value > self.best_value
+        improved = self.best_value is None or task != self.best_task or value > self.best_value
         if improved:
-            self.best_value = value
+            self.best_value, self.best_task = value, task
         return improved
 
     def score(self, round: int, test: dict[str, float], best: bool) -> None:

@@ -397,10 +397,11 @@ def _is_chosen(name: str, value: Any) -> bool:
     return name != "default_root_dir" and value is not None and value != _DEFAULTS.get(name)
 
 
-def _without_place(data: dict[str, Any]) -> dict[str, Any]:
-    """Where the files lie does not decide the result."""
-    kept = {name: value for name, value in data["init_args"].items() if name not in ("root", "download")}
-    return {**data, "init_args": kept}
+def _without_place(data: Any) -> Any:
+    """Where the files lie does not decide the result, of a data module and of one that it wraps."""
+    if not isinstance(data, dict):
+        return data
+    return {name: _without_place(value) for name, value in data.items() if name not in ("root", "download")}
 
 
 def _refuse_unfit(kwargs: Mapping[str, Any]) -> None:

@@ -123,6 +123,23 @@ def test_small_is_good_for_losses_and_the_runs_own_monitor_picks(tmp_path: Path)
     assert row["picked"] == 0.1
 
 
+def test_of_tasks_only_the_last_one_is_compared(tmp_path: Path) -> None:
+    write(tmp_path / "a", config(1), [0.9, 0.8, 0.3, 0.4], [0.9, 0.9, 0.6, 0.5])
+    with (tmp_path / "a" / "metrics.csv").open("a") as file:
+        file.writelines(f"{n + 1},0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1]))
+    (row,) = report_table(group_runs([tmp_path / "a"])).to_dict("records")
+    assert (row["last"], row["picked"], row["best_on_test"], row["mean_last"]) == (0.4, 0.3, 0.4, 0.35)
+
+
+def test_where_a_wrapped_set_lies_is_no_difference(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        content = config(seed)
+        content["data"] = {"class_path": "flsuite.data.TaskSequence", "init_args": {"tasks": 5, "data": content["data"]}}
+        write(tmp_path / str(seed), content, [0.1 * seed])
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert len(group.runs) == 2
+
+
 def test_what_changes_training_makes_another_row(tmp_path: Path) -> None:
     watched = [{"class_path": "flsuite.callbacks.LatentSpace"}, {"class_path": "GradientDissimilarity"}]
     write(tmp_path / "a", config(1), [0.1])

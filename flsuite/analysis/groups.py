@@ -24,10 +24,17 @@ _NOT_THE_EXPERIMENT = (  # what may differ between runs of one experiment
     "trainer.engine",
     "trainer.enable_progress_bar",
     "trainer.run_dir",
-    "data.init_args.root",
-    "data.init_args.download",
 )
-_OBSERVERS = {"ForestProbe", "GradientDissimilarity", "LatentSpace", "RoundLogger", "RoundProgress"}  # they change nothing
+_PLACES = {"root", "download"}  # of any data module, wrapped or not
+_OBSERVERS = {  # they change nothing
+    "FlowMonitor",
+    "ForestProbe",
+    "GradientDissimilarity",
+    "LatentSpace",
+    "RoundLogger",
+    "RoundProgress",
+    "TaskMatrix",
+}
 
 Flat = dict[str, Any]
 
@@ -102,7 +109,7 @@ def seed_of(folder: Path) -> int | None:
 
 
 def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    if path in _NOT_THE_EXPERIMENT:
+    if path in _NOT_THE_EXPERIMENT or (path.startswith("data.") and path.rpartition(".")[2] in _PLACES):
         return
     if path == "trainer.callbacks":
         node = [c for c in node or [] if str(c.get("class_path")).rsplit(".", 1)[-1] not in _OBSERVERS]

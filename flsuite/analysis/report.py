@@ -12,8 +12,8 @@ from flsuite.errors import FlsuiteError
 
 __all__ = ["report_figure", "report_markdown", "report_table"]
 
-_UP = ("accuracy", "f1_macro", "balanced_accuracy", "auroc", "probe_")
-_DOWN = ("loss", "nll", "kl", "reconstruction")
+_UP = ("accuracy", "f1_macro", "balanced_accuracy", "auroc", "probe_", "task_", "backward_", "forward_", "sample_agreement")
+_DOWN = ("loss", "nll", "kl", "reconstruction", "forgetting", "flow_nll")
 
 
 def lower_is_better(metric: str) -> bool | None:
@@ -29,6 +29,9 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
     ``last``; ``picked`` in the round whose ``monitor`` is best on validation data, the earlier of equals; ``mean_last`` over
     the last rounds; and ``best_on_test``, which no honest choice could have picked, for comparison with tables made so.
     """
+    tasks = curve(table, "task", "train")
+    if len(tasks):  # scores behind different tasks are not of the same classes
+        table = table[table["round"].isin(tasks.index[tasks == tasks.max()])]
     test, validation = curve(table, metric, "test"), curve(table, monitor, "val")
     if test.empty:
         return {}

@@ -1,0 +1,314 @@
+"""What is known of each task behind each other: the matrix, its summaries, and the federation that it is of."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from torch import Tensor
+
+from flsuite.callbacks import FederationCallback, TaskMatrix
+from flsuite.callbacks.task_matrix import task_figure
+from flsuite.data import Synthetic, TaskSequence
+from flsuite.data.tasks import TaskData
+from flsuite.engines import Processes
+from flsuite.errors import FlsuiteError
+from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
+from flsuite.models import MLP, Classifier, NFClassifier
+from flsuite.schedules import Synchronous
+from flsuite.state import State, clone
+from flsuite.trainer import FederatedTrainer
+from tests.conftest import classifier, equal_states, trainer
+
+CLIENTS, TASKS, LENGTH = 3, 3, 2
+ENDS = [2, 4, 6]
+SUMMARIES = {
+    "task_accuracy": average_accuracy,
+    "forgetting": forgetting,
+    "backward_transfer": backward_transfer,
+    "forward_transfer": forward_transfer,
+}
+
+
+class Kept(FederationCallback):
+    """Every client's whole model behind each round, that before the first included."""
+
+    def __init__(self) -> None:
+        self.models: dict[int, list[State]] = {}
+
+    def on_federation_start(self, trainer: FederatedTrainer) -> None:
+        self.keep(trainer)
+
+    def on_round_end(self, trainer: FederatedTrainer, round: int) -> None:
+        self.keep(trainer)
+
+    def keep(self, trainer: FederatedTrainer) -> None:
+        federation = trainer.federation
+        assert federation is not None
+        self.models[trainer.round] = [clone(federation.client_state(client)) for client in range(CLIENTS)]
+
+
+def sequence(**settings: Any) -> TaskSequence:
+    """Three tasks of two rounds and two of seven classes; one class is never met."""
+    data = Synthetic(features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.0)
+    return TaskSequence(data, **{"tasks": TASKS, "rounds_per_task": LENGTH, **settings})
+
+
+def fit(
+    model: Any = None, ckpt_path: str | None = None, arrangement: Any = "heterogeneous", **settings: Any
+) -> FederatedTrainer:
+    made = trainer(**{"rounds": 6, **settings})
+    made.fit(model or classifier(), sequence(arrangement=arrangement), ckpt_path=ckpt_path)
+    return made
+
+
+def data_of(made: FederatedTrainer) -> TaskData:
+    assert made.federation is not None and isinstance(made.federation.data, TaskData)
+    return made.federation.data
+
+
+def matrix(made: FederatedTrainer) -> Tensor:
+    (found,) = [callback.matrix for callback in made._callbacks if isinstance(callback, TaskMatrix)]
+    assert found is not None
+    return found
+
+
+def logged(made: FederatedTrainer, *names: str) -> dict[tuple[int, str, str], float]:
+    """Round, scope and metric of what the test split has in the table under names that start like these."""
+    rows = [row for row in made.run_folder.table.rows if row[4] == "test"]
+    return {(row[0], row[3], row[5]): row[6] for row in rows if row[5].startswith(names)}
+
+
+def predicted(state: State, x: Tensor) -> Tensor:
+    """By the tiny network, written out."""
+    hidden = (x @ state["network.1.weight"].T + state["network.1.bias"]).relu()
+    return (hidden @ state["network.3.weight"].T + state["network.3.bias"]).argmax(1)
+
+
+def accuracy(state: State, x: Tensor, y: Tensor) -> float:
+    return (predicted(state, x) == y).double().mean().item()
+
+
+def by_hand(kept: Kept, data: TaskData) -> Tensor:
+    """The matrix ``(clients, 1 + tasks, tasks)`` from the models that were kept."""
+    found = torch.zeros(CLIENTS, 1 + TASKS, TASKS, dtype=torch.float64)
+    for i, round in enumerate([0, *ENDS]):
+        for client in range(CLIENTS):
+            for j, group in enumerate(data.sequences[client]):
+                rows = torch.isin(data.test.y, torch.tensor(group))
+                found[client, i, j] = accuracy(kept.models[round][client], data.test.x[rows], data.test.y[rows])
+    return found
+
+
+# The matrix
+
+
+@pytest.mark.parametrize("arrangement", ["heterogeneous", "shuffled", "disjoint"])
+def test_rows_are_what_the_models_score_on_each_group(arrangement: str) -> None:
+    kept = Kept()
+    made = fit(arrangement=arrangement, callbacks=[kept])
+    found = matrix(made)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, by_hand(kept, data_of(made)))
+    assert found[:, 1:].diagonal(dim1=1, dim2=2).mean() > found[:, 0].mean() + 0.2, "something is learned"
+    assert bool((found == found[:1]).all()) == (arrangement == "disjoint")
+
+
+def test_the_last_row_is_the_exported_models(tmp_path: Path) -> None:
+    made = fit(run_dir=str(tmp_path))
+    data, model = data_of(made), Classifier.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt").eval()
+    with torch.no_grad():
+        right = model(data.test.x).argmax(1) == data.test.y
+    for client, groups in enumerate(data.sequences):
+        expected = [float(right[torch.isin(data.test.y, torch.tensor(group))].double().mean()) for group in groups]
+        assert matrix(made)[client, -1].tolist() == pytest.approx(expected)
+
+
+def test_the_table_has_a_row_of_the_matrix_behind_each_task() -> None:
+    made = fit()
+    found, expected = logged(made, "task_", "forgetting", "backward", "forward"), {}
+    for task, round in enumerate(ENDS):
+        so_far = matrix(made)[:, : task + 2]
+        for j in range(TASKS):
+            expected[round, "global", f"task_accuracy/{j}"] = float(so_far[:, -1, j].mean())
+            expected |= {(round, str(c), f"task_accuracy/{j}"): float(so_far[c, -1, j]) for c in range(CLIENTS)}
+        for name, function in SUMMARIES.items():
+            if task or name == "task_accuracy":
+                values = [float(function(so_far[client])) for client in range(CLIENTS)]
+                expected[round, "global", name] = sum(values) / CLIENTS
+    assert found == pytest.approx(expected)
+
+
+def test_the_picture_lies_in_the_runs_folder(tmp_path: Path) -> None:
+    fit(run_dir=str(tmp_path), rounds=3)
+    assert np.ptp(imread(tmp_path / "tasks.png")[..., :3]) > 0.5
+    panel = task_figure(torch.tensor([[0.9, 0.25], [0.5, 0.75]])).axes[0]
+    texts = {text.get_position(): text.get_text() for text in panel.texts}
+    assert texts == {(0, 0): "0.90", (1, 0): "0.25", (0, 1): "0.50", (1, 1): "0.75"}
+
+
+def test_without_tasks_nothing_is_left(tmp_path: Path) -> None:
+    callback = TaskMatrix()
+    made = trainer(rounds=2, run_dir=str(tmp_path), callbacks=[callback])
+    made.fit(classifier(), sequence().data)
+    assert callback.matrix is None and callback.state_dict() == {}
+    assert not logged(made, "task", "forgetting", "backward", "forward") and not (tmp_path / "tasks.png").exists()
+
+
+def test_some_clients_are_enough() -> None:
+    some, all_of_them = fit(callbacks=[TaskMatrix(clients=2)]), fit()
+    assert torch.equal(matrix(some), matrix(all_of_them)[:2])
+    assert {scope for _, scope, _ in logged(some, "task_accuracy")} == {"global", "0", "1"}
+
+
+@pytest.mark.parametrize("clients", [0, -1])
+def test_nobody_to_score_is_refused(clients: int) -> None:
+    with pytest.raises(FlsuiteError, match="TaskMatrix: clients must be at least 1"):
+        TaskMatrix(clients)
+
+
+def test_looking_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = fit()
+    monkeypatch.setattr(TaskMatrix, "on_federation_start", lambda *args: None)
+    plain = fit()
+    assert watched.federation is not None and plain.federation is not None
+    assert not logged(plain, "task_accuracy") and equal_states(watched.federation.state, plain.federation.state)
+    assert watched.test() == plain.test()
+
+
+# Elsewhere, and in parts
+
+
+def same(a: FederatedTrainer, b: FederatedTrainer) -> None:
+    assert a.federation is not None and b.federation is not None
+    assert torch.equal(matrix(a), matrix(b)) and equal_states(a.federation.state, b.federation.state)
+    for client in range(CLIENTS):
+        assert equal_states(a.federation.client_state(client), b.federation.client_state(client))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 5])
+def test_broken_off_within_a_task_or_behind_it_and_resumed(rounds: int, tmp_path: Path) -> None:
+    whole = fit(schedule=Synchronous(2))
+    fit(schedule=Synchronous(2), rounds=rounds, run_dir=str(tmp_path))
+    resumed = fit(schedule=Synchronous(2), run_dir=str(tmp_path), ckpt_path="last")
+    same(whole, resumed)
+    ends = {key: value for key, value in logged(resumed, "task_accuracy").items() if key[0] in ENDS and key[0] > rounds}
+    assert ends and ends == {key: value for key, value in logged(whole, "task_accuracy").items() if key[0] > rounds}
+    assert whole.test() == resumed.test()
+
+
+def test_workers_change_nothing() -> None:
+    here, elsewhere = fit(), fit(engine=Processes(workers=2))
+    same(here, elsewhere)
+    assert logged(here, "") == logged(elsewhere, "")
+
+
+@pytest.mark.parametrize(("rounds", "warned"), [(4, True), (5, False)])
+def test_a_run_that_ends_before_its_last_task_says_so(rounds: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="flsuite"):
+        made = fit(rounds=rounds)
+    said = [record.getMessage() for record in caplog.records if "last task" in record.getMessage()]
+    assert said == (["trainer.rounds is 4, and the last task begins with round 5: it is never learned"] if warned else [])
+    assert matrix(made).shape == (CLIENTS, 3 if warned else 4, TASKS)
+
+
+# Who is scored
+
+
+def test_a_client_with_a_model_of_its_own_is_scored_by_it() -> None:
+    kept = Kept()
+    model = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1), private=["network.3"])
+    made = fit(model, arrangement="disjoint", callbacks=[kept])
+    assert made.federation is not None and made.federation.personal
+    torch.testing.assert_close(matrix(made), by_hand(kept, data_of(made)))
+    assert all(not torch.equal(matrix(made)[0, 1:], matrix(made)[client, 1:]) for client in (1, 2)), "the tasks are the same"
+
+
+def test_the_score_of_a_round_is_on_the_classes_seen() -> None:
+    kept = Kept()
+    made = fit(callbacks=[kept])
+    data, whole = data_of(made), made._datamodule.data.federated
+    found, sizes = logged(made, "accuracy"), []
+    for round in range(1, 7):
+        task = (round - 1) // LENGTH
+        met = [[c for group in groups[: task + 1] for c in group] for groups in data.sequences]
+        rows = torch.isin(whole.test.y, torch.tensor([c for own in met for c in own]))
+        sizes.append(int(rows.sum()))
+        state = kept.models[round][0]
+        assert found[round, "global", "accuracy"] == pytest.approx(accuracy(state, whole.test.x[rows], whole.test.y[rows]))
+        for client in range(CLIENTS):
+            own = whole.test_index[client]
+            own = own[torch.isin(whole.test.y[own], torch.tensor(met[client]))]
+            assert found[round, str(client), "accuracy"] == pytest.approx(accuracy(state, whole.test.x[own], whole.test.y[own]))
+    assert sizes[0] < sizes[-1] <= len(whole.test)
+
+
+# What a model is told
+
+
+class Told(NFClassifier):
+    """Notes what it is told, and in which task it was until then."""
+
+    calls: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
+
+    def begin_task(self, task: int, seen: Any, past: Any) -> None:  # type: ignore[override]
+        Told.calls.append((int(self.previous.task), task, tuple(seen), tuple(past)))
+        super().begin_task(task, seen, past)
+
+
+def test_every_fit_begins_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the client's own state swapped in, not that of the client before it."""
+    monkeypatch.setattr(Told, "calls", [])
+    made = fit(Told(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)), lr=1e-2))
+    assert made.federation is not None and made.federation.personal is False
+    sequences, expected = data_of(made).sequences, []
+    for round in range(1, 7):
+        task, before = (round - 1) // LENGTH, max((round - 2) // LENGTH, 0)
+        seen = sorted({c for groups in sequences for group in groups[: task + 1] for c in group})
+        past = sorted({c for groups in sequences for group in groups[:task] for c in group})
+        expected += [(before, task, tuple(seen), tuple(past))] * CLIENTS
+    assert Told.calls == expected
+    for client, groups in enumerate(sequences):
+        own = made.federation.client_state(client)
+        assert own["previous.task"].item() == TASKS - 1
+        assert own["previous.met"].nonzero().flatten().tolist() == sorted(c for group in groups for c in group)
+
+
+def test_without_tasks_a_model_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Told, "calls", [])
+    made = trainer(rounds=1)
+    made.fit(Told(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,))), sequence().data)
+    assert not Told.calls
+
+
+def test_what_only_training_reads_has_no_part_in_the_matrix() -> None:
+    """Private entries that predictions do not need: one model is scored for all, so equal groups have equal rows."""
+    made = fit(
+        NFClassifier(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)), lr=1e-2), arrangement="disjoint"
+    )
+    assert all(torch.equal(matrix(made)[0], matrix(made)[client]) for client in (1, 2))
+    assert {"nll", "accuracy"} <= {name for _, _, name in logged(made, "nll", "accuracy")}
+
+
+def test_the_round_that_is_picked_is_one_of_the_last_task(tmp_path: Path) -> None:
+    """Fewer classes are easier: the best score on validation data would be an early task's."""
+    made = trainer(rounds=6, run_dir=str(tmp_path / "run"))
+    data = Synthetic(features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2)
+    made.fit(classifier(lr=0.3), TaskSequence(data, TASKS, 2, LENGTH, "disjoint"))
+    rows = made.run_folder.table.rows
+    validation = {row[0]: row[6] for row in rows if row[3:6] == ("global", "val", "accuracy")}
+    assert [row[6] for row in rows if row[3:6] == ("global", "train", "task")] == [0, 0, 1, 1, 2, 2]
+    assert max(validation, key=validation.__getitem__) <= 2
+    assert made.run is not None and made.run.summary.best["round"] == max((5, 6), key=validation.__getitem__)
+
+
+def test_a_run_goes_on_where_its_wrapped_data_has_moved(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    for rounds, root in ((1, "/here"), (2, "/there")):
+        data = Synthetic(features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, root=root)
+        made = trainer(rounds=rounds, run_dir=folder)
+        made.fit(classifier(), TaskSequence(data, TASKS, 2, LENGTH), ckpt_path="last" if rounds == 2 else None)
+    assert made.round == 2

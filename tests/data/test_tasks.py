@@ -1,0 +1,342 @@
+"""Clients that meet their classes in groups: who meets what when, and on what they train and are scored meanwhile."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flsuite.data import (
+    IID,
+    Arrays,
+    DataSpec,
+    Dirichlet,
+    FederatedData,
+    FederatedDataModule,
+    Pathological,
+    Source,
+    Synthetic,
+    TaskSequence,
+)
+from flsuite.data.federated import Stage
+from flsuite.data.tasks import Arrangement, Groups, TaskData
+from flsuite.errors import FlsuiteError
+from flsuite.messages import POOLED
+from tests.conftest import classifier, equal_states, trainer
+
+ARRANGEMENTS: tuple[Arrangement, ...] = ("disjoint", "shuffled", "heterogeneous")
+CLASSES, CLIENTS = 8, 4
+
+
+class Published(Synthetic):
+    """With a validation split of its own."""
+
+    def load(self) -> Source:
+        source = super().load()
+        val, train = torch.arange(len(source.train)).split([100, len(source.train) - 100])
+        return Source(source.spec, source.train.take(train), source.test, source.train.take(val))
+
+
+def table(kind: type[Synthetic] = Synthetic, **settings: Any) -> Synthetic:
+    return kind(**{"features": 7, "classes": CLASSES, "samples": 1000, "clients": CLIENTS, "batch_size": 16, **settings})
+
+
+def module(data: FederatedDataModule | None = None, run_seed: int = 3, **settings: Any) -> TaskSequence:
+    """Three tasks of two of the eight classes, two rounds each."""
+    made = TaskSequence(data or table(), **{"tasks": 3, "rounds_per_task": 2, **settings})
+    made.use_seed(run_seed)
+    made.setup()
+    return made
+
+
+def dealt(data: FederatedDataModule | None = None, **settings: Any) -> TaskData:
+    found = module(data, **settings).federated
+    assert isinstance(found, TaskData)
+    return found
+
+
+def flat(groups: Groups) -> list[int]:
+    return [c for group in groups for c in group]
+
+
+def isin(y: Tensor, classes: Sequence[int]) -> Tensor:
+    return torch.isin(y, torch.tensor(sorted(classes)))
+
+
+def met(data: TaskData, client: int, task: int) -> list[int]:
+    return flat(data.sequences[client][: task + 1])
+
+
+def met_by_any(data: TaskData, task: int) -> set[int]:
+    return {c for client in range(data.clients) for c in met(data, client, task)}
+
+
+# Who meets what when
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_every_client_meets_groups_of_the_asked_size_and_no_class_twice(arrangement: Arrangement) -> None:
+    data = dealt(arrangement=arrangement, tasks=2, classes_per_task=3)
+    assert len(data.sequences) == CLIENTS and data.tasks == 2
+    for groups in data.sequences:
+        assert [len(group) for group in groups] == [3, 3] and len(set(flat(groups))) == 6
+        assert set(flat(groups)) <= set(range(CLASSES))
+
+
+def test_disjoint_is_one_order_for_all() -> None:
+    first, *others = dealt(arrangement="disjoint").sequences
+    assert all(groups == first for groups in others)
+
+
+def test_shuffled_is_one_pool_in_orders_of_their_own() -> None:
+    sequences = dealt(arrangement="shuffled").sequences
+    assert len({frozenset(groups) for groups in sequences}) == 1 and len(set(sequences)) > 1
+
+
+def test_heterogeneous_groups_of_two_clients_may_overlap() -> None:
+    sequences = dealt(arrangement="heterogeneous").sequences
+    assert len({frozenset(groups) for groups in sequences}) > 1
+    pairs = [(a, b) for a in sequences[0] for groups in sequences[1:] for b in groups]
+    assert any(len(set(a) & set(b)) == 1 for a, b in pairs), "some in part"
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_a_seed_is_a_sequence(arrangement: Arrangement) -> None:
+    def sequences(run_seed: int, **settings: Any) -> tuple[Groups, ...]:
+        return dealt(arrangement=arrangement, run_seed=run_seed, **settings).sequences
+
+    assert sequences(1) == sequences(1) != sequences(2)
+    assert sequences(1, seed=5) == sequences(2, seed=5) == sequences(5)
+
+
+def test_the_seed_of_the_tasks_is_not_that_of_the_partition() -> None:
+    one, two = dealt(run_seed=1, seed=5), dealt(run_seed=2, seed=5)
+    assert not one.test_index.values.equal(two.test_index.values)
+    fixed = [dealt(table(seed=5), run_seed=seed, arrangement="disjoint") for seed in (1, 2)]
+    assert fixed[0].sequences != fixed[1].sequences
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_another_run_with_the_module_deals_anew(seed: int | None) -> None:
+    made = module(run_seed=1, seed=seed)
+    before = made.federated
+    made.use_seed(1)
+    made.setup()
+    assert made.federated is before
+    made.use_seed(2)
+    made.setup()
+    fresh = dealt(run_seed=2, seed=seed)
+    assert made.federated.train_index.values.equal(fresh.train_index.values)
+    assert not made.federated.train_index.values.equal(before.train_index.values)
+
+
+def test_a_task_lasts_its_rounds_and_the_last_one_for_ever() -> None:
+    same, own = dealt(rounds_per_task=2), dealt(rounds_per_task=[1, 3, 2])
+    assert same.starts == (1, 3, 5) and own.starts == (1, 2, 5)
+    assert [same.task(round) for round in range(1, 9)] == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert [own.task(round) for round in range(1, 9)] == [0, 1, 1, 1, 2, 2, 2, 2]
+    assert same.task(0) == 0 and same.task(10**6) == 2
+    assert same.at(10**6).train_index.values.equal(same.at(5).train_index.values)
+
+
+# A round's view
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_a_client_trains_on_its_own_samples_of_the_group(arrangement: Arrangement) -> None:
+    made = module(table(partition=Dirichlet(5.0)), arrangement=arrangement)
+    data, whole = made.federated, made.data.federated
+    assert isinstance(data, TaskData)
+    for round in range(1, 7):
+        view = data.at(round)
+        assert view.train is whole.train
+        for client in range(CLIENTS):
+            own = whole.train_index[client]
+            group = data.sequences[client][(round - 1) // 2]
+            expected = own[isin(whole.train.y[own], group)]
+            assert len(expected) and view.train_index[client].equal(expected)
+            assert view.samples(client) == len(expected)
+            assert view.class_counts(client).nonzero().flatten().tolist() == list(group)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_the_test_split_is_of_the_classes_seen_and_a_clients_part_of_those_it_has_met(arrangement: Arrangement) -> None:
+    made = module(table(partition=Dirichlet(5.0)), arrangement=arrangement)
+    data, whole = made.federated, made.data.federated
+    assert isinstance(data, TaskData)
+    sizes = []
+    for task in range(3):
+        view = data.at(2 * task + 1)
+        kept = isin(whole.test.y, list(met_by_any(data, task)))
+        assert view.test.x.equal(whole.test.x[kept]) and view.test.y.equal(whole.test.y[kept])
+        sizes.append(len(view.test))
+        for client in range(CLIENTS):
+            own = whole.test_index[client]
+            own = own[isin(whole.test.y[own], met(data, client, task))]
+            mine = view.test_index[client]
+            assert len(own) and view.test.x[mine].equal(whole.test.x[own]) and view.test.y[mine].equal(whole.test.y[own])
+    assert sizes[0] < len(whole.test) and sizes == sorted(sizes)
+
+
+def test_held_out_samples_are_of_the_classes_that_their_client_has_met() -> None:
+    made = module(table(val_fraction=0.3))
+    data, whole = made.federated, made.data.federated
+    assert isinstance(data, TaskData)
+    for task in range(3):
+        view = data.at(2 * task + 2)
+        expected = []
+        for client in range(CLIENTS):
+            own = whole.val_index[client]
+            expected.append(own[isin(whole.train.y[own], met(data, client, task))])
+            assert len(expected[-1]) and view.val_index[client].equal(expected[-1])
+        validation = view.validation()
+        assert validation is not None and validation.x.equal(whole.train.x[torch.cat(expected)])
+
+
+def test_a_publishers_validation_split_is_cut_to_the_classes_seen() -> None:
+    made = module(table(Published), arrangement="disjoint")
+    data, whole = made.federated, made.data.federated
+    assert isinstance(data, TaskData) and whole.val is not None
+    assert data.val is whole.val, "as a whole it is left alone"
+    for task in range(3):
+        validation = data.at(2 * task + 1).validation()
+        kept = isin(whole.val.y, list(met_by_any(data, task)))
+        assert validation is not None and validation.x.equal(whole.val.x[kept]) and 0 < kept.sum() < len(kept)
+        assert not len(data.at(2 * task + 1).val_index.values)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_a_view_says_where_the_federation_is(arrangement: Arrangement) -> None:
+    data = dealt(arrangement=arrangement)
+    assert data.stage is None
+    for task in range(3):
+        past = met_by_any(data, task - 1) if task else set()
+        assert data.at(2 * task + 1).stage == Stage(task, tuple(sorted(met_by_any(data, task))), tuple(sorted(past)))
+
+
+def test_the_whole_is_all_that_clients_will_meet() -> None:
+    made = module(table(val_fraction=0.3))
+    data, whole = made.federated, made.data.federated
+    assert isinstance(data, TaskData)
+    for client in range(CLIENTS):
+        for split, y in (("train", whole.train.y), ("val", whole.train.y), ("test", whole.test.y)):
+            own = getattr(whole, f"{split}_index")[client]
+            kept = own[isin(y[own], met(data, client, 2))]
+            assert getattr(data, f"{split}_index")[client].equal(kept) and len(kept) < len(own)
+        each = [data.at(round).train_index[client] for round in (1, 3, 5)]
+        assert torch.cat(each).sort().values.equal(data.train_index[client]), "a sample is met in one task"
+
+
+def test_the_view_of_a_task_is_made_once() -> None:
+    data = dealt()
+    first = data.at(1)
+    assert data.at(2) is first and data.at(3) is not first
+    again = data.at(2)
+    assert again is not first, "a task gone by takes up no memory"
+    same(again, first)
+
+
+def test_a_pickle_leaves_the_view_behind() -> None:
+    data = dealt(table(val_fraction=0.2), rounds_per_task=[1, 3, 2])
+    view = data.at(3)
+    found = pickle.loads(pickle.dumps(data))
+    assert data.at(3) is view and data._views and not found._views
+    assert isinstance(found, TaskData) and (found.sequences, found.starts) == (data.sequences, data.starts)
+    same(found, data)
+    same(found.at(3), view)
+
+
+def test_the_view_on_another_device_is_the_same() -> None:
+    data = dealt()
+    moved = data.to(torch.device("meta"))
+    assert isinstance(moved, TaskData) and moved.sequences == data.sequences and moved.train.x.is_meta
+    assert moved.starts == data.starts and not moved._views
+
+
+def same(a: FederatedData, b: FederatedData) -> None:
+    """All that is in a round, tensor for tensor."""
+    for name in ("train_index", "val_index", "test_index"):
+        ours, theirs = getattr(a, name), getattr(b, name)
+        assert ours.values.equal(theirs.values) and ours.offsets.equal(theirs.offsets), name
+    for ours, theirs in ((a.train, b.train), (a.test, b.test)):
+        assert ours.x.equal(theirs.x) and ours.y.equal(theirs.y)
+    assert (a.spec, a.batch_size) == (b.spec, b.batch_size)
+
+
+# One task
+
+
+def test_one_task_of_all_classes_is_the_wrapped_data() -> None:
+    made = module(table(partition=Dirichlet(0.3)), tasks=1, classes_per_task=CLASSES)
+    view, whole = made.federated.at(4), made.data.federated
+    same(view, whole)
+    for client in (0, 3, POOLED):
+        pairs = zip(view.loader(client, 1, 2), whole.loader(client, 1, 2), strict=True)
+        assert all(x.equal(u) and y.equal(v) for (x, y), (u, v) in pairs)
+
+
+def test_one_task_of_all_classes_trains_as_the_wrapped_data_does() -> None:
+    plain, tasks = trainer(rounds=3), trainer(rounds=3)
+    plain.fit(classifier(), table(partition=Dirichlet(0.3)))
+    tasks.fit(classifier(), TaskSequence(table(partition=Dirichlet(0.3)), tasks=1, classes_per_task=CLASSES))
+    assert plain.federation is not None and tasks.federation is not None
+    assert equal_states(plain.federation.state, tasks.federation.state)
+    assert plain.test() == tasks.test() and plain.validate() == tasks.validate()
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tasks": 0}, "TaskSequence: tasks must be at least 1, got 0"),
+        ({"classes_per_task": 0}, "TaskSequence: classes_per_task must be at least 1, got 0"),
+        ({"rounds_per_task": 0}, "TaskSequence: rounds_per_task must be at least 1, got 0"),
+        ({"rounds_per_task": [2, 0, 2]}, "TaskSequence: rounds_per_task must be at least 1, got 0"),
+        ({"rounds_per_task": [2, 2]}, "rounds_per_task has 2 numbers for 3 tasks"),
+        ({"arrangement": "random"}, "arrangement must be one of disjoint, shuffled, heterogeneous, got 'random'"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(FlsuiteError, match=said):
+        TaskSequence(table(), **{"tasks": 3, **settings})
+
+
+def test_too_few_classes_are_refused() -> None:
+    dealt(tasks=4)
+    with pytest.raises(FlsuiteError, match="3 tasks of 3 classes need 9 classes, and the data has 8; lower tasks or"):
+        dealt(classes_per_task=3)
+
+
+@pytest.mark.parametrize("partition", [Pathological(2), Dirichlet(0.02)])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_a_client_without_a_sample_of_a_group_is_refused(arrangement: Arrangement, partition: Any) -> None:
+    said = r"client (\d) has no sample of task (\d), classes (\[.*\]); give it some \(data\.data\.partition IID"
+    wrapped = table(partition=partition)
+    with pytest.raises(FlsuiteError, match=said) as error:
+        dealt(wrapped, arrangement=arrangement)
+    client, classes = int(str(error.value).split()[2]), str(error.value).split("[")[1].split("]")[0]
+    counts = wrapped.federated.class_counts(client)
+    assert not counts[[int(c) for c in classes.split(",")]].any()
+
+
+def test_a_client_needs_one_class_of_a_group_only() -> None:
+    """Each has five of eight classes, so at least one of any four."""
+    data = dealt(table(partition=Pathological(5)), tasks=2, classes_per_task=4, arrangement="disjoint")
+    assert min(data.at(round).samples(client) for round in (1, 3) for client in range(CLIENTS)) > 0
+
+
+class Labels(FederatedDataModule):
+    """Two labels a sample."""
+
+    def load(self) -> Source:
+        arrays = Arrays(torch.randn(20, 3), torch.arange(40).reshape(20, 2).remainder(3).eq(0).to(torch.uint8))
+        return Source(DataSpec((3,), 2, "multilabel"), arrays, arrays)
+
+
+def test_several_labels_a_sample_are_refused() -> None:
+    with pytest.raises(FlsuiteError, match="TaskSequence needs one class a sample, and this data has several labels"):
+        dealt(Labels(clients=2, partition=IID()), tasks=1, classes_per_task=2)
