@@ -15,20 +15,24 @@ import yaml
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData
+from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
 
 __all__ = [
     "COLUMNS",
+    "TASK_COLUMNS",
     "MetricsTable",
     "RunFolder",
     "atomic_save",
     "make_folder",
     "new_run_dir",
     "partition_rows",
+    "task_rows",
     "write_pictures",
     "write_predictions",
 ]
 
+TASK_COLUMNS = ("client", "task", "first_round", "class", "samples")
 COLUMNS = ("round", "virtual_s", "wall_s", "scope", "split", "metric", "value")
 _PACKAGES = ("flsuite", "torch", "lightning", "torchmetrics", "numpy", "medmnist", "torchvision", "wandb")
 
@@ -151,6 +155,9 @@ class RunFolder:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["client", "split", "class", "samples"])
             writer.writerows(partition_rows(data))
+        if isinstance(data, TaskData):
+            with (self.path / "tasks.csv").open("w", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([TASK_COLUMNS, *task_rows(data)])
         self.table.create(again)
 
     def write_config(self, config: dict[str, Any] | str) -> None:
@@ -162,7 +169,7 @@ class RunFolder:
         """Take back what :meth:`create` wrote."""
         if self.path is None or not self._made:
             return
-        for name in ("config.yaml", "versions.txt", "partition.csv", "metrics.csv"):
+        for name in ("config.yaml", "versions.txt", "partition.csv", "tasks.csv", "metrics.csv"):
             (self.path / name).unlink(missing_ok=True)
         for folder in self._made:
             with contextlib.suppress(OSError):
@@ -182,6 +189,15 @@ def partition_rows(data: FederatedData) -> Iterator[tuple[int, str, str, int]]:
             own = y[rows[client]]
             counts = torch.bincount(own, minlength=len(names)) if y.ndim == 1 else own.sum(0, dtype=torch.int64)
             yield from ((client, split, name, int(n)) for name, n in zip(names, counts, strict=True))
+
+
+def task_rows(data: TaskData) -> Iterator[tuple[int, int, int, str, int]]:
+    """Client, number of the task, the round it begins with, class name, number of training samples."""
+    names = data.spec.class_names or tuple(str(c) for c in range(data.spec.num_classes))
+    for client, groups in enumerate(data.sequences):
+        counts = data.class_counts(client).tolist()
+        for task, (group, start) in enumerate(zip(groups, data.starts, strict=True)):
+            yield from ((client, task, start, names[c], counts[c]) for c in group)
 
 
 def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:

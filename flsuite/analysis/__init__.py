@@ -4,6 +4,7 @@ from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.partition import partition_figure, partition_table
 from flsuite.analysis.report import report_figure, report_markdown, report_table
 from flsuite.analysis.runs import curves_figure, read_metrics, read_partition
+from flsuite.analysis.tasks import task_plan_figure, task_table
 
 __all__ = [
     "curves_figure",
@@ -16,4 +17,6 @@ __all__ = [
     "report_figure",
     "report_markdown",
     "report_table",
+    "task_plan_figure",
+    "task_table",
 ]

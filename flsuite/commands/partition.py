@@ -7,9 +7,10 @@ from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-define
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis import partition_figure, partition_table
+from flsuite.analysis import partition_figure, partition_table, task_plan_figure, task_table
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
+from flsuite.data.tasks import TaskData
 from flsuite.run_folder import make_folder
 
 __all__ = ["partition"]
@@ -39,6 +40,11 @@ def partition(args: list[str]) -> None:
     partition_figure(table).savefig(folder / f"{name}-partition.png", dpi=150)
     _print(table)
     print(f"{folder / name}-partition.png\n{folder / name}-partition.csv")
+    if isinstance(data.federated, TaskData):
+        plan = task_table(data.federated)
+        plan.to_csv(folder / f"{name}-tasks.csv", index=False)
+        task_plan_figure(plan).savefig(folder / f"{name}-tasks.png", dpi=150)
+        print(f"{folder / name}-tasks.png\n{folder / name}-tasks.csv")
 
 
 def _print(table: Any) -> None:
