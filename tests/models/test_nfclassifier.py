@@ -145,8 +145,8 @@ class Same(Backbone):
 @pytest.mark.parametrize("aggregator", [FedAvg, FedProx])
 def test_without_replay_its_classifier_is_a_plain_one_bit_for_bit(aggregator: Any) -> None:
     """Two optimizers, clipped inside; the flow looks on. An algorithm's term comes before the clipping in both."""
-    nf = fit(small(k_replay=0.0, clip=0.5), aggregator=aggregator(), max_epochs=2)
-    same = Classifier(Same(), optimizer=lambda p: torch.optim.Adam(p, lr=1e-2))
+    nf = fit(small(k_replay=0.0, clip=0.5, normalize_features=False), aggregator=aggregator(), max_epochs=2)
+    same = Classifier(Same(), optimizer=lambda p: torch.optim.Adam(p, lr=1e-2, fused=True))
     plain = fit(same, aggregator=aggregator(), max_epochs=2, gradient_clip_val=0.5)
     ours = {name: value for name, value in state(nf).items() if not name.startswith("flow.")}
     assert ours and all(torch.equal(a, b) for a, b in zip(ours.values(), state(plain).values(), strict=True))
@@ -197,6 +197,14 @@ def test_begin_task_keeps_the_model_as_it_was_once() -> None:
     assert not equal_states(kept, clone(model.flow.state_dict()))
     model.begin_task(2)
     assert equal_states(clone(model.previous.flow.state_dict()), clone(model.flow.state_dict()))
+
+
+def test_features_are_of_one_scale_if_asked_for() -> None:
+    x = 100 * batch()[0]
+    z = built().features(x)
+    torch.testing.assert_close(z.mean(1), torch.zeros(12), atol=1e-5, rtol=0)
+    torch.testing.assert_close(z.var(1, correction=0), torch.ones(12), atol=1e-3, rtol=0)
+    assert built(normalize_features=False).features(x).var(1).min() > 2
 
 
 class StridedTable(Backbone):
