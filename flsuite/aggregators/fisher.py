@@ -176,14 +176,14 @@ class _FisherPass(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader: Any = trainer.train_dataloader
         batches = (trainer.strategy.batch_to_device(batch) for batch in islice(loader, self.batches))
-        with _evaluating(pl_module):
+        with evaluating(pl_module):
             fisher = clone(fisher_diagonal(pl_module, self.names, batches, self.estimator))
         self.client.extras["fisher"] = fisher
         self.client.metrics["fisher_mass"] = float(sum(f.sum(dtype=torch.float64) for f in fisher.values()))
 
 
 @contextmanager
-def _evaluating(module: LightningModule) -> Iterator[None]:
+def evaluating(module: LightningModule) -> Iterator[None]:
     """Evaluation mode, float32 and gradients inside; modes and generators as they were behind that."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()

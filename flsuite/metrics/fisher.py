@@ -21,6 +21,7 @@ __all__ = ["Estimator", "fisher_diagonal"]
 Estimator = Literal["exact", "batch"]
 Batch = tuple[Tensor, ...]
 
+_AT_ONCE = 8  # float32 sums of so few numbers are good to seven digits
 _NUMBERS_AT_ONCE = 2**24  # of per-sample gradients, 64 MiB: far beyond a cache, more at once is slower
 
 
@@ -45,7 +46,7 @@ def fisher_diagonal(model: nn.Module, names: Collection[str], batches: Iterable[
     likelihood = _LogLikelihood(model)
     own = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
     trained = {name: p for name, p in own.items() if p.requires_grad}
-    totals = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in own.items()}
+    totals = {name: _Total(p) for name, p in own.items()}
     weight = 0
     layers: dict[str, nn.Linear] | None = None
     for batch in batches:
@@ -55,9 +56,32 @@ def fisher_diagonal(model: nn.Module, names: Collection[str], batches: Iterable[
             layers = _one_row_a_sample(likelihood, trained, batch) if layers is None else layers
             found = _squares(likelihood, trained, layers, batch)
         for name, squares in found:
-            totals[name] += squares
+            totals[name].add(squares)
         weight += 1 if estimator == "batch" else len(batch[0])
-    return {name: (total / max(weight, 1)).float() for name, total in totals.items()}
+    return {name: (total.value() / max(weight, 1)).float() for name, total in totals.items()}
+
+
+class _Total:
+    """A sum of float32 tensors: a few of them in float32, which is fast, and their sums in float64, which is exact enough."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._sum = torch.zeros_like(like, dtype=torch.float64)
+        self._few = torch.zeros_like(like, dtype=torch.float32)
+        self._added = 0
+
+    def add(self, squares: Tensor) -> None:
+        self._few += squares
+        self._added += 1
+        if self._added % _AT_ONCE == 0:
+            self._flush()
+
+    def value(self) -> Tensor:
+        self._flush()
+        return self._sum
+
+    def _flush(self) -> None:
+        self._sum += self._few
+        self._few.zero_()
 
 
 def _squared_mean(likelihood: "_LogLikelihood", parameters: Mapping[str, Tensor], batch: Batch) -> State:

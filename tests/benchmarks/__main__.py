@@ -15,16 +15,19 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
+from lightning.pytorch import Callback
 
 from flsuite.aggregators import FedAvg
+from flsuite.aggregators.fisher import evaluating
 from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, Arrays, DataSpec, FederatedDataModule, Source
 from flsuite.engines import Engine, InProcess, Processes
-from flsuite.models import ACVAE, Classifier, ClientModel, FusedSpaceFed, LeNet5, ResNet20
+from flsuite.metrics.fisher import fisher_diagonal
+from flsuite.models import ACVAE, Classifier, ClientModel, FusedSpaceFed, LeNet5, NFClassifier, ResNet20
 from flsuite.models.backbones import Backbone
 from flsuite.schedules import Synchronous
 from flsuite.trainer import FederatedTrainer
@@ -74,14 +77,20 @@ class Clock(FederationCallback):
 
 
 def federation(
-    module: RandomImages, net: Backbone | ClientModel, rounds: int, engine: Engine, clock: Clock, **kwargs: Any
+    module: RandomImages,
+    net: Backbone | ClientModel,
+    rounds: int,
+    engine: Engine,
+    clock: Clock,
+    user_callbacks: Sequence[Callback] = (),
+    **kwargs: Any,
 ) -> FederatedTrainer:
     """A federation that only trains: evaluation is off the critical path and not what the loop does."""
     trainer = FederatedTrainer(
         rounds=rounds,
         engine=engine,
         aggregator=FedAvg(),
-        callbacks=[clock],
+        callbacks=[clock, *user_callbacks],
         evaluate_every=10**9,
         run_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
@@ -252,6 +261,34 @@ def fused(rounds: int) -> None:
     print(f"    {ours:.0f} samples/s of joint epochs, the loop {loops:.0f}: {ours / loops:.2f} x")
 
 
+class FisherPasses(Callback):
+    """Seconds of a fit's one epoch, and of a pass of either estimator behind it."""
+
+    seconds: ClassVar[dict[str, list[float]]] = {"epoch": [], "exact": [], "batch": []}  # of all fits' copies
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seconds["epoch"].append(time.perf_counter() - self.began)
+        names = [f"flow.{name}" for name, _ in pl_module.flow.named_parameters()]
+        for estimator in ("exact", "batch"):
+            began = time.perf_counter()
+            with evaluating(pl_module):
+                fisher_diagonal(pl_module, names, trainer.train_dataloader, estimator)
+            self.seconds[estimator].append(time.perf_counter() - began)
+
+
+def fisher(rounds: int) -> None:
+    """What the Fisher of the flow costs, of NFClassifier as it is by default, in local epochs."""
+    module = RandomImages(1920, (1, 28, 28), clients=1)
+    seconds = FisherPasses.seconds
+    federation(module, NFClassifier(), rounds, InProcess(2), Clock(), user_callbacks=[FisherPasses()])
+    report("NFClassifier, 1 client x 1920, 2 threads", **{name: found[1:] for name, found in seconds.items()})
+    for estimator in ("exact", "batch"):
+        print(f"    {estimator} is {ratio(seconds[estimator][1:], seconds['epoch'][1:]):.2f} of an epoch")
+
+
 def _mlp() -> Backbone:
     from flsuite.models import MLP
 
@@ -281,6 +318,7 @@ CASES = {
     "registered": registered,
     "acvae": acvae,
     "fused": fused,
+    "fisher": fisher,
 }
 
 
