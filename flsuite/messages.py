@@ -94,7 +94,8 @@ class ClientUpdate:
         if found := mismatch(self.state, reference):
             return found
         if found := non_finite(self.state) or non_finite(self.extras, "extras"):
-            return f"{found} is not finite (lower the learning rate, or clip gradients: trainer.gradient_clip_val, or the model's own clip)"
+            advice = "lower the learning rate, or clip gradients with trainer.gradient_clip_val or the model's own clip"
+            return f"{found} is not finite ({advice})"
         return None
 
     def without_tensors(self) -> "ClientUpdate":
