@@ -30,8 +30,15 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_config_shown_is_the_shipped_one() -> None:
-    (shown,) = blocks("yaml")
+    shown, _ = blocks("yaml")
     assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "configs" / "retinamnist.yaml").read_text())
+
+
+def test_the_tasks_shown_are_those_of_a_config() -> None:
+    shown = yaml.safe_load(blocks("yaml")[1])["data"]
+    shipped = yaml.safe_load((ROOT / "configs" / "nf_fisher" / "fashionmnist.yaml").read_text())["data"]
+    shipped["init_args"]["data"]["init_args"].pop("batch_size")  # the default
+    assert shown == shipped
 
 
 def test_links_and_named_files_exist() -> None:
