@@ -40,7 +40,7 @@ class RunSummary:
     Attributes:
         last: Test scores of the last evaluated round, with its number under ``round``.
         best: Test scores of the round picked on validation data; empty without such data. Of tasks in sequence, only rounds of
-            the last one are candidates: scores behind different tasks are not of the same classes.
+            the last one are candidates: scores after different tasks are not of the same classes.
     """
 
     def __init__(self, monitor: str) -> None:

@@ -30,7 +30,7 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
     the last rounds; and ``best_on_test``, which no honest choice could have picked, for comparison with tables made so.
     """
     tasks = curve(table, "task", "train")
-    if len(tasks):  # scores behind different tasks are not of the same classes
+    if len(tasks):  # scores after different tasks are not of the same classes
         table = table[table["round"].isin(tasks.index[tasks == tasks.max()])]
     test, validation = curve(table, metric, "test"), curve(table, monitor, "val")
     if test.empty:

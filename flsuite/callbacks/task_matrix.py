@@ -1,4 +1,4 @@
-"""How well each task is known behind each other."""
+"""How well each task is known after each of the others."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,9 @@ log = logging.getLogger("flsuite")
 
 
 class TaskMatrix(FederationCallback):
-    """With a :class:`~flsuite.data.TaskSequence`: the accuracy on each task, behind each task. Without one it does nothing.
+    """With a :class:`~flsuite.data.TaskSequence`: the accuracy on each task, after each task. Without one it does nothing.
 
-    Behind the last round of a task the model is scored on the test samples of every client's groups of classes, those still to
+    After the last round of a task the model is scored on the test samples of every client's groups of classes, those still to
     come included, against all classes: a matrix a client (its own model's, where it has one), and their mean. Logged as
     ``test/task_accuracy/<j>`` in that round, the row of the matrix, for the federation and each client; and as means over
     clients ``test/task_accuracy`` (over the tasks done), ``test/forgetting``, ``test/backward_transfer`` and
@@ -120,7 +120,7 @@ def task_figure(matrix: Tensor) -> Figure:
     panel.set_xticks(range(tasks), [str(task) for task in range(tasks)])
     panel.set_yticks(range(done), [str(task) for task in range(done)])
     panel.set_xlabel("accuracy on a client's task")
-    panel.set_ylabel("behind its task")
+    panel.set_ylabel("after its task")
     figure.colorbar(image, ax=panel)
     return figure
 

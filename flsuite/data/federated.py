@@ -151,7 +151,7 @@ class FederatedData:
     stage: Stage | None = None
 
     def at(self, round: int) -> "FederatedData":
-        """What the clients train on in this round, and are scored on behind it: always the same, unless there are tasks."""
+        """What the clients train on in this round, and are scored on after it: always the same, unless there are tasks."""
         return self
 
     @property

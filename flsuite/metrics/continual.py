@@ -1,6 +1,6 @@
 """What is kept of a sequence of tasks: summaries of the matrix of accuracies, task by task.
 
-``R[i, j]`` is the accuracy on task j behind training on task i, and ``R[-1]``, here the first row, that before any training.
+``R[i, j]`` is the accuracy on task j after training on task i, and ``R[-1]``, here the first row, that before any training.
 
 Lopez-Paz and Ranzato 2017, Gradient Episodic Memory for Continual Learning, arXiv:1706.08840, eqs. 2 to 4; Chaudhry et al.
 2018, Riemannian Walk for Incremental Learning, arXiv:1801.10112, eq. 4 (forgetting).
@@ -15,7 +15,7 @@ __all__ = ["average_accuracy", "backward_transfer", "forgetting", "forward_trans
 
 
 def average_accuracy(matrix: Tensor) -> Tensor:
-    """Mean accuracy over the tasks done, behind the last of them."""
+    """Mean accuracy over the tasks done, after the last of them."""
     done = matrix.shape[-2] - 1
     return matrix[..., done, :done].mean(-1)
 
