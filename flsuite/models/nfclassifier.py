@@ -222,7 +222,8 @@ class NFClassifier(ClientModel):
         """Step 2, from the batch's codes ``(n, feature_dim)``, their log-densities and classes ``(n,)``."""
         with torch.no_grad():
             density = (log_density / self.feature_dim).exp().mean()
-            replayed = self.previous.met if self._told is None else self.previous.met | self._told
+            met = self.previous.met
+            replayed = met if self._told is None else met | self._told.to(met.device)  # told before the fit moved the module
             classes = draw_classes(replayed, len(y))
             drawn = torch.randn_like(codes)
             z = self.flow.generate(drawn, classes)
