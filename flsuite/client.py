@@ -20,6 +20,7 @@ from flsuite.aggregators import Aggregator
 from flsuite.client_trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FlsuiteError
+from flsuite.lr_decay import LRDecay, RoundRate
 from flsuite.messages import Client, ClientFailure, ClientResult, ClientUpdate, Work
 from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
@@ -41,6 +42,7 @@ class Job:
         buffers: What becomes of buffers (BatchNorm statistics): ``average`` travels and is averaged like a weight;
             ``local`` stays with the client; ``reset`` travels, but every fit starts from the initial values.
         keep_optimizers: Whether a client's optimizer state lives on from one of its rounds to the next.
+        lr_decay: What becomes of the learning rates from round to round.
     """
 
     model: ClientModel
@@ -53,6 +55,7 @@ class Job:
     buffers: Buffers = "average"
     keep_optimizers: bool = False
     channels_last: bool = True
+    lr_decay: LRDecay | None = None
 
 
 def private_patterns(model: ClientModel, aggregator: Aggregator, buffers: Buffers) -> list[str]:
@@ -107,8 +110,9 @@ class ClientRunner:
             self.model.begin_task(data.stage.task, data.stage.seen, data.stage.past)
         loss = _MeanLoss()
         keeper = [_KeepOptimizers(work.memory.get("optimizers"))] if job.keep_optimizers else []
+        rate = [RoundRate(job.lr_decay.factor(client.round))] if job.lr_decay else []
         own = copy.deepcopy(job.callbacks) if job.callbacks else []
-        trainer.callbacks = [*own, *keeper, *job.aggregator.client_callbacks(client), loss]  # type: ignore[attr-defined]
+        trainer.callbacks = [*rate, *own, *keeper, *job.aggregator.client_callbacks(client), loss]  # type: ignore[attr-defined]
         trainer.fit(self.model, data.loader(task.client, job.seed, client.round, task.batches))
 
         shared, private = split(self.model.state_dict(), self.private)

@@ -45,7 +45,7 @@ class LocalLoop:
             and _steps_alone(trainer.optimizers[0])
             and not trainer.lr_scheduler_configs
             and trainer.accumulate_grad_batches == 1
-            and trainer.limit_train_batches == 1.0
+            and _all_of(trainer.limit_train_batches)
             and not trainer.overfit_batches  # type: ignore[attr-defined]
             and not trainer.fast_dev_run  # type: ignore[attr-defined]
             and trainer.max_steps == -1
@@ -135,6 +135,11 @@ class LocalLoop:
     def _call(hooks: list[Callable[..., Any]], *args: Any) -> None:
         for hook in hooks:
             hook(*args)
+
+
+def _all_of(limit: int | float | None) -> bool:
+    """Whether Lightning takes every batch: a fraction of 1.0 is all of them, the number 1 is one batch."""
+    return limit is None or (isinstance(limit, float) and limit == 1.0)
 
 
 def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:

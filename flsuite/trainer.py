@@ -22,6 +22,7 @@ from flsuite.engines import Engine, InProcess
 from flsuite.errors import FlsuiteError
 from flsuite.evaluation import GLOBAL, Evaluator, Scores, Split
 from flsuite.federation import Federation
+from flsuite.lr_decay import LRDecay
 from flsuite.metrics import HIGHER_IS_BETTER
 from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
@@ -65,6 +66,7 @@ class FederatedTrainer(Trainer):
         score_clients: Clients scored one by one at each evaluation; at the last one, all of them.
         buffers: ``average``, ``local`` or ``reset``: what becomes of BatchNorm statistics and other buffers.
         keep_optimizers: Let each client's optimizer state live on from one of its rounds to the next.
+        lr_decay: How the clients' learning rates fall from round to round; default not at all.
         channels_last: The memory format of images and convolutions.
         run_dir: The run's folder; default ``runs/<data>-<aggregator>/<time>-<seed>``.
         seed: Default: what ``seed_everything`` was last called with, else 0.
@@ -84,6 +86,7 @@ class FederatedTrainer(Trainer):
         score_clients: int = 100,
         buffers: Buffers = "average",
         keep_optimizers: bool = False,
+        lr_decay: LRDecay | None = None,
         channels_last: bool = True,
         run_dir: str | None = None,
         seed: int | None = None,
@@ -120,6 +123,7 @@ class FederatedTrainer(Trainer):
         self.score_clients = score_clients
         self.buffers = buffers
         self.keep_optimizers = keep_optimizers
+        self.lr_decay = lr_decay
         self.channels_last = channels_last
         self.run_dir = Path(run_dir) if run_dir else None
         self.seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
@@ -177,6 +181,8 @@ class FederatedTrainer(Trainer):
             run: What :meth:`running` gave.
             scores: Takes the place of :meth:`Run.scores` where models are scored elsewhere.
         """
+        if self.lr_decay:
+            self.log_metric("lr_factor", self.lr_decay.factor(self.round))
         self.notify("on_round_end", self.round)
         due = self.round % self.evaluate_every == 0 or self.is_last()
         improved = run.evaluate(self.is_last, self.score_clients, self.notify, scores) if due else False
@@ -281,6 +287,7 @@ class FederatedTrainer(Trainer):
             "schedule": describe(self.schedule),
             "buffers": self.buffers,
             "keep_optimizers": self.keep_optimizers,
+            "lr_decay": describe(self.lr_decay),
             "channels_last": self.channels_last,
             "client": {k: describe(v) for k, v in self.client_kwargs.items() if _is_chosen(k, v)},
         }
@@ -328,6 +335,7 @@ class FederatedTrainer(Trainer):
             callbacks=[c for c in self._callbacks if _has_lightning_hooks(c)],
             buffers=self.buffers,
             keep_optimizers=self.keep_optimizers,
+            lr_decay=self.lr_decay,
             channels_last=self.channels_last,
         )
 

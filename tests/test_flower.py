@@ -25,6 +25,7 @@ from flsuite.aggregators import CMGA, SCAFFOLD, Aggregator, Centralized, FedAdam
 from flsuite.callbacks import FederationCallback, GradientDissimilarity
 from flsuite.cli import main
 from flsuite.errors import FederationError, FlsuiteError
+from flsuite.lr_decay import ExponentialDecay
 from flsuite.messages import ClientFailure, ClientUpdate
 from flsuite.models import ACVAE, Classifier, ClientModel, FusedSpaceFed, ResNet20
 from flsuite.models.backbones import Backbone
@@ -273,7 +274,7 @@ def table(made: FederatedTrainer) -> dict[tuple[Any, ...], float]:
         (classifier, SCAFFOLD, {"rounds": 3, "schedule": Synchronous(0.6)}),
         (classifier, LocalOnly, {}),
         (convolution, FedAvg, {"buffers": "local"}),
-        (convolution, FedAvg, {"buffers": "reset", "keep_optimizers": True}),
+        (convolution, FedAvg, {"buffers": "reset", "keep_optimizers": True, "lr_decay": ExponentialDecay(gamma=0.5)}),
         (fused, lambda: SCAFFOLD(control="mean_gradient"), {}),
         (fused, FedAvg, {"rounds": 3, "schedule": Synchronous(2), "score_clients": 3, "evaluate_every": 2}),
         (autoencoder, CMGA, {}),
@@ -285,7 +286,7 @@ def table(made: FederatedTrainer) -> dict[tuple[Any, ...], float]:
         "scaffold_three_of_five",
         "local_only",
         "local_buffers",
-        "kept_optimizers",
+        "kept_optimizers_falling_rate",
         "private_encoder_and_scaffold",
         "private_encoder_two_of_five",
         "cmga",

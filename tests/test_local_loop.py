@@ -86,10 +86,11 @@ def fits(model: ClientModel, lean: bool, aggregator: Aggregator, **kwargs: Any) 
         (dropout, lambda: SCAFFOLD(control="mean_gradient"), {"precision": "bf16-mixed"}),
         (dropout, FedAvg, {"max_steps": 3}),
         (dropout, FedAvg, {"accumulate_grad_batches": 2}),
+        (dropout, FedAvg, {"limit_train_batches": 1}),
         (lambda: FusedSpaceFed(warmup_epochs=1, latent_dim=4), FedAvg, {"max_epochs": 1}),
         (lambda: Accumulates(MLP(hidden=(8,))), FedAvg, {}),
     ],
-    ids=["plain", "clipped_prox", "bf16_scaffold", "max_steps", "accumulated", "fused", "own_optimizer_step"],
+    ids=["plain", "clipped_prox", "bf16_scaffold", "max_steps", "accumulated", "one_batch", "fused", "own_optimizer_step"],
 )
 def test_same_weights_and_same_hooks(
     model: Any, aggregator: Any, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -97,7 +98,9 @@ def test_same_weights_and_same_hooks(
     runs: list[int] = []
     run = LocalLoop.run
     monkeypatch.setattr(LocalLoop, "run", lambda self: (runs.append(1), run(self))[1])
-    special = kwargs.keys() & {"max_steps", "accumulate_grad_batches"} or isinstance(model(), Accumulates)
+    special = kwargs.keys() & {"max_steps", "accumulate_grad_batches", "limit_train_batches"} or isinstance(
+        model(), Accumulates
+    )
     lean, lean_diary, _ = fits(model(), True, aggregator(), **kwargs)
     assert len(runs) == (0 if special else 2), "the first fit is Lightning's, and so is whatever is not plain"
     whole, whole_diary, _ = fits(model(), False, aggregator(), **kwargs)

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 import flsuite.aggregators
 import flsuite.callbacks
 import flsuite.engines
+import flsuite.lr_decay
 import flsuite.schedules  # noqa: F401  (what is imported has a short name in configs)
 from flsuite.analysis import curves_figure, partition_figure, read_partition
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
