@@ -47,6 +47,7 @@ class FusedSpaceFed(ClientModel):
     Args:
         autoencoder: ``bottleneck`` (the document) or ``unet`` (the reference code).
         fusion: ``sum``, or ``concat`` along the channels.
+        fusion_scale: By what x~ is multiplied before it is fused; 1 in the document, 0 leaves C the plain image.
         latent_dim: Numbers in the bottleneck's latent, ``dz``; the U-Net has none.
         lambda_rec: Weight of the reconstruction in the joint loss.
         warmup_epochs: Epochs before the joint ones. 1 in the document, 2 in the reference runs.
@@ -71,6 +72,7 @@ class FusedSpaceFed(ClientModel):
         self,
         autoencoder: Autoencoder = "bottleneck",
         fusion: Fusion = "sum",
+        fusion_scale: float = 1.0,
         latent_dim: int = 16,
         lambda_rec: float = 1.0,
         warmup_epochs: int = 1,
@@ -89,11 +91,14 @@ class FusedSpaceFed(ClientModel):
         require_one_of(own, get_args(Fusion), fusion=fusion)
         require_one_of(own, get_args(Norm), norm=norm)
         require_at_least(own, 1, latent_dim=latent_dim)
-        require_at_least(own, 0, warmup_epochs=warmup_epochs, lambda_rec=lambda_rec, lambda_sp=lambda_sp)
+        require_at_least(
+            own, 0, warmup_epochs=warmup_epochs, fusion_scale=fusion_scale, lambda_rec=lambda_rec, lambda_sp=lambda_sp
+        )
         require_at_least(own, 0, momentum=momentum, weight_decay=weight_decay)
         require_positive(own, lr=lr, autoencoder_lr=autoencoder_lr)
         self.autoencoder: Autoencoder = autoencoder
         self.fusion: Fusion = fusion
+        self.fusion_scale = fusion_scale
         self.latent_dim = latent_dim
         self.lambda_rec = lambda_rec
         self.warmup_epochs = self.extra_epochs = warmup_epochs
@@ -126,7 +131,8 @@ class FusedSpaceFed(ClientModel):
 
     def fuse(self, x: Tensor, reconstruction: Tensor) -> Tensor:
         """What C sees: ``(n, c, h, w)`` for ``sum``, ``(n, 2 c, h, w)`` for ``concat``."""
-        return x + reconstruction if self.fusion == "sum" else torch.cat([x, reconstruction.to(x.dtype)], dim=1)
+        scaled = reconstruction if self.fusion_scale == 1 else self.fusion_scale * reconstruction
+        return x + scaled if self.fusion == "sum" else torch.cat([x, scaled.to(x.dtype)], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``(n, classes)``."""
@@ -189,7 +195,8 @@ class FusedSpaceFed(ClientModel):
     def pictures(self, x: Tensor) -> dict[str, Tensor]:
         """``reconstructions``: ``x``, x~ below it, and where they are summed, what C sees."""
         reconstruction = self.reconstruct(x).float()
-        rows = [x, reconstruction, *([0.5 * (x + reconstruction)] if self.fusion == "sum" else [])]
+        seen = [self.fuse(x, reconstruction) / (1 + self.fusion_scale)] if self.fusion == "sum" else []
+        rows = [x, reconstruction, *seen]
         return {"reconstructions": torch.stack(rows)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

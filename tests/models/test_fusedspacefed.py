@@ -15,7 +15,7 @@ from flsuite.aggregators import FedAvg, FedProx
 from flsuite.data import Arrays, DataSpec, FederatedDataModule, Source
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Client, ClientUpdate
-from flsuite.models import FusedSpaceFed, ResNet20
+from flsuite.models import Classifier, FusedSpaceFed, ResNet20
 from flsuite.models.autoencoders import BottleneckDecoder, BottleneckEncoder, UNetDecoder, UNetEncoder
 from flsuite.models.fusedspacefed import reconstruction_error
 from flsuite.state import State, clone
@@ -116,6 +116,10 @@ def test_fusion() -> None:
     assert torch.equal(added.classifier_inputs(x)[0], x)
     assert torch.equal(stacked.classifier_inputs(x)[0], torch.cat([x, torch.zeros_like(x)], 1))
     assert torch.equal(added.eval().classifier_inputs(x)[1], x + added.reconstruct(x))
+    half = built(fusion="sum", fusion_scale=0.5)
+    assert torch.equal(half.fuse(x, other), x + 0.5 * other)
+    assert torch.equal(built(fusion="concat", fusion_scale=0.5).fuse(x, other), torch.cat([x, 0.5 * other], 1))
+    assert torch.equal(half.classifier_inputs(x)[0], x)
     stems = [model.state_dict()["classifier.stem.weight"].shape[1] for model in (added, stacked)]
     assert stems == [1, 2]
 
@@ -282,6 +286,18 @@ def test_no_encoder_tensor_leaves_a_client() -> None:
             assert not any(tensor.shape == v.shape and torch.equal(tensor, v) for v in learned)
 
 
+def test_without_the_reconstruction_it_is_the_plain_classifier() -> None:
+    """``fusion_scale: 0`` and no warm-up: C takes the steps that FedAvg of the same network takes, bit for bit."""
+    fused = built(fusion_scale=0.0, warmup_epochs=0, lr=0.1, momentum=0.9, weight_decay=5e-4)
+    plain = Classifier(ResNet20(width=4), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4))
+    plain.ensure_built(SPEC)
+    prefix = fused.head
+    plain.network.load_state_dict({k.removeprefix(prefix): v for k, v in fused.state_dict().items() if k.startswith(prefix)})
+    ours, theirs = (federate(model, rounds=3).federation.state for model in (fused, plain))  # type: ignore[union-attr]
+    heads = {k.removeprefix(prefix): v for k, v in ours.items() if k.startswith(prefix)}
+    assert equal_states(heads, {k.removeprefix("network."): v for k, v in theirs.items()})
+
+
 def test_encoders_differ_between_clients_and_the_rest_does_not() -> None:
     federation = federate(small()).federation
     assert federation is not None
@@ -324,6 +340,7 @@ def test_exported_model_is_read_back(tmp_path: Path) -> None:
     [
         ({"autoencoder": "vae"}, "autoencoder"),
         ({"fusion": "product"}, "fusion"),
+        ({"fusion_scale": -0.5}, "fusion_scale"),
         ({"norm": "layer"}, "norm"),
         ({"latent_dim": 0}, "latent_dim"),
         ({"warmup_epochs": -1}, "warmup_epochs"),
