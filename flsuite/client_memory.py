@@ -24,7 +24,12 @@ class ClientMemories:
     Args:
         folder: Of the files; ``None`` keeps everything in memory.
         budget: Bytes.
+
+    Attributes:
+        at_hand: Whether what clients keep can be read here; ``False`` where it lies with them.
     """
+
+    at_hand = True
 
     def __init__(self, folder: Path | None, budget: int = 2 << 30) -> None:
         self.folder = folder

@@ -122,6 +122,7 @@ class Run:
             table.note(GLOBAL, "train", {"task": stage.task})
         self.summary.transfer(federation.log.updates)
         named = table.close_round(federation.round, federation.virtual_seconds, self.wall_seconds)
+        self.summary.note(federation.round, {k.removeprefix("test/"): v for k, v in named.items() if k.startswith("test/")})
         notify("on_round_recorded", federation.round, named)
 
     def save(self, best: bool, **beside: Any) -> None:

@@ -28,6 +28,10 @@ _ROWS = {
     "accuracy_client_mean": "clients' accuracy, mean",
     "accuracy_client_worst": "clients' accuracy, worst",
     "accuracy_client_std": "clients' accuracy, spread",
+    "task_accuracy": "accuracy, mean over tasks",
+    "forgetting": "forgetting",
+    "backward_transfer": "backward transfer",
+    "forward_transfer": "forward transfer",
 }
 
 
@@ -67,6 +71,12 @@ class RunSummary:
         self.last = {"round": round, **test}
         if best:
             self.best = dict(self.last)
+
+    def note(self, round: int, test: dict[str, float]) -> None:
+        """What callbacks have measured on test data in a round, beside its scores."""
+        for found in (self.last, self.best):
+            if found.get("round") == round:
+                found.update({metric: value for metric, value in test.items() if metric in _ROWS})
 
     def transfer(self, updates: Iterable[ClientUpdate]) -> None:
         for update in updates:

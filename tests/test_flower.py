@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from flsuite.aggregators import CMGA, SCAFFOLD, Aggregator, Centralized, FedAdam, FedAvg, FedProx, LocalOnly
 from flsuite.callbacks import FederationCallback, GradientDissimilarity
 from flsuite.cli import main
+from flsuite.data import FederatedDataModule, TaskSequence
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.lr_decay import ExponentialDecay
 from flsuite.messages import ClientFailure, ClientUpdate
@@ -236,21 +237,33 @@ def autoencoder() -> ACVAE:
     return ACVAE(latent_dim=4, width=4)
 
 
-def node_app(model: Callable[[], ClientModel], **kwargs: Any) -> Any:
+def dealt() -> FederatedDataModule:
+    return digits(standardize=False)
+
+
+def tasks() -> FederatedDataModule:
+    return TaskSequence(dealt(), tasks=2, classes_per_task=3, rounds_per_task=1)
+
+
+def node_app(model: Callable[[], ClientModel], data: Callable[[], FederatedDataModule] = dealt, **kwargs: Any) -> Any:
     """An app whose nodes share a process, and so a site."""
-    site = Site(trainer(**kwargs), model(), digits(standardize=False))
+    site = Site(trainer(**kwargs), model(), data())
     return make_client_app(lambda context: site)
 
 
 def both(
-    model: Callable[[], ClientModel], algorithm: Callable[[], Aggregator], tamper: Any = None, **kwargs: Any
+    model: Callable[[], ClientModel],
+    algorithm: Callable[[], Aggregator],
+    tamper: Any = None,
+    data: Callable[[], FederatedDataModule] = dealt,
+    **kwargs: Any,
 ) -> tuple[FederatedTrainer, FederatedTrainer, Nodes]:
     """The same federation on our own engine and under Flower."""
     kwargs = {"rounds": 2, **kwargs}
     ours, theirs = trainer(aggregator=algorithm(), **kwargs), trainer(aggregator=algorithm(), **kwargs)
-    ours.fit(model(), digits(standardize=False))
-    grid = Nodes(5, node_app(model, aggregator=algorithm(), **kwargs), tamper)
-    serve(grid, theirs, model(), digits(standardize=False))
+    ours.fit(model(), data())
+    grid = Nodes(5, node_app(model, data, aggregator=algorithm(), **kwargs), tamper)
+    serve(grid, theirs, model(), data())
     return ours, theirs, grid
 
 
@@ -278,6 +291,7 @@ def table(made: FederatedTrainer) -> dict[tuple[Any, ...], float]:
         (fused, lambda: SCAFFOLD(control="mean_gradient"), {}),
         (fused, FedAvg, {"rounds": 3, "schedule": Synchronous(2), "score_clients": 3, "evaluate_every": 2}),
         (autoencoder, CMGA, {}),
+        (classifier, FedAvg, {"data": tasks}),
     ],
     ids=[
         "fedavg",
@@ -290,6 +304,7 @@ def table(made: FederatedTrainer) -> dict[tuple[Any, ...], float]:
         "private_encoder_and_scaffold",
         "private_encoder_two_of_five",
         "cmga",
+        "tasks",
     ],
 )
 def test_the_same_weights_and_scores_as_our_own_engine(model: Any, algorithm: Any, kwargs: dict[str, Any]) -> None:
@@ -298,6 +313,14 @@ def test_the_same_weights_and_scores_as_our_own_engine(model: Any, algorithm: An
     mine, yours = table(ours), table(theirs)
     assert mine.keys() == yours.keys()
     assert all(mine[key] == pytest.approx(yours[key], abs=1e-9, nan_ok=True) for key in mine)
+
+
+def test_tasks_of_models_that_stay_on_their_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    """The matrix needs every client's whole model; the federation does not: it goes on without, and says so."""
+    ours, theirs, _ = both(fused, FedAvg, data=tasks)
+    assert equal_states(state(ours), state(theirs))
+    assert "no accuracy by task" in caplog.text
+    assert not any("task_accuracy" in key[3] for key in table(theirs)) and any("task_accuracy" in key[3] for key in table(ours))
 
 
 def tensors_in(records: RecordDict) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ from flsuite.errors import require_at_least
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 
 if TYPE_CHECKING:
+    from flsuite.evaluation import Scores
     from flsuite.trainer import FederatedTrainer
 
 __all__ = ["TaskMatrix", "task_figure"]
@@ -58,7 +59,22 @@ class TaskMatrix(FederationCallback):
 
     def on_round_end(self, trainer: "FederatedTrainer", round: int) -> None:
         data = _tasks(trainer)
-        if data is None or self.matrix is None or not _is_end(data, round, trainer.rounds):
+        if data is not None and self.matrix is not None and _is_end(data, round, trainer.rounds):
+            self._score(trainer, data, round)
+
+    def on_evaluation_end(self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores") -> None:
+        """A run that is stopped early may end within a task, which shows only now."""
+        data = _tasks(trainer)
+        if split != "test" or data is None or self.matrix is None:
+            return
+        if trainer.should_stop and not _is_end(data, round, trainer.rounds):
+            self._score(trainer, data, round)
+
+    def _score(self, trainer: "FederatedTrainer", data: TaskData, round: int) -> None:
+        assert self.matrix is not None and trainer.federation is not None
+        if not trainer.federation.memories.at_hand:
+            log.warning("no accuracy by task: what the clients' models keep to themselves lies with them")
+            self.matrix = None
             return
         row, before = self.row(trainer, data), data.task(round) + 1  # a run that is extended scores its last task again
         self.matrix = torch.cat([self.matrix[:, :before], row[:, None]], dim=1)

@@ -187,6 +187,7 @@ class _OnNodes(ClientMemories):
     def __init__(self, personal: bool) -> None:
         super().__init__(None)
         self.personal = personal
+        self.at_hand = not personal
 
     def __getitem__(self, client: int) -> dict[str, Any]:
         if self.personal:

@@ -10,7 +10,7 @@ import torch
 from matplotlib.image import imread
 from torch import Tensor
 
-from flsuite.callbacks import FederationCallback, TaskMatrix
+from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
 from flsuite.callbacks.task_matrix import task_figure
 from flsuite.data import Synthetic, TaskSequence
 from flsuite.data.tasks import TaskData
@@ -303,6 +303,25 @@ def test_the_round_that_is_picked_is_one_of_the_last_task(tmp_path: Path) -> Non
     assert [row[6] for row in rows if row[3:6] == ("global", "train", "task")] == [0, 0, 1, 1, 2, 2]
     assert max(validation, key=validation.__getitem__) <= 2
     assert made.run is not None and made.run.summary.best["round"] == max((5, 6), key=validation.__getitem__)
+
+
+def test_a_run_that_is_stopped_within_a_task_has_a_row_for_it() -> None:
+    """The score stops rising within the first task of four rounds: rounds 1 to 3 are all there is."""
+    stop = RoundEarlyStopping(patience=2, min_delta=1.0)
+    made = trainer(rounds=12, callbacks=[stop])
+    data = Synthetic(features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2)
+    made.fit(classifier(), TaskSequence(data, TASKS, 2, 4, "disjoint"))
+    assert made.round == 3
+    assert matrix(made).shape == (CLIENTS, 2, TASKS)
+    assert {key[0] for key in logged(made, "task_accuracy")} == {3}
+
+
+def test_the_final_table_speaks_of_forgetting(capsys: pytest.CaptureFixture[str]) -> None:
+    made = fit(enable_progress_bar=True)
+    said = capsys.readouterr().out
+    value = logged(made, "forgetting")[(6, "global", "forgetting")]
+    (line,) = [line for line in said.splitlines() if "forgetting" in line]
+    assert f"{value:.4f}" in line
 
 
 def test_a_run_goes_on_where_its_wrapped_data_has_moved(tmp_path: Path) -> None:
