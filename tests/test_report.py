@@ -167,3 +167,12 @@ def test_a_run_counts_once_and_a_seed_twice_is_said(runs: Path, capsys: pytest.C
     with pytest.raises(SystemExit) as done:
         main(["report", str(runs)])
     assert done.value.code == 0 and "FedAvg: seed 1 more than once" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_setting_left_open_is_one_that_is_not_there(tmp_path: Path) -> None:
+    """Runs of before a setting was invented are runs without it."""
+    write(tmp_path / "before", config(1), [0.1])
+    write(tmp_path / "since", config(2, lr_decay=None), [0.1])
+    write(tmp_path / "falling", config(1, lr_decay={"class_path": "CosineDecay", "init_args": {"rounds": 3}}), [0.1])
+    groups = {group.label: len(group.runs) for group in group_runs(find_runs([tmp_path]))}
+    assert sorted(groups.values()) == [1, 2] and any("CosineDecay" in label for label in groups)

@@ -122,7 +122,7 @@ def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
     elif isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from _flatten(value, f"{path}.{key}" if path else str(key))
-    else:
+    elif node is not None:  # what is left open, or was not there to be set when the run was made
         yield _short(path), repr(node) if isinstance(node, (list, Mapping)) else node
 
 
