@@ -20,7 +20,7 @@ from flsuite.aggregators import Aggregator
 from flsuite.client_trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FlsuiteError
-from flsuite.lr_decay import LRDecay, RoundRate
+from flsuite.lr_decay import LRDecay
 from flsuite.messages import Client, ClientFailure, ClientResult, ClientUpdate, Work
 from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
@@ -110,7 +110,7 @@ class ClientRunner:
             self.model.begin_task(data.stage.task, data.stage.seen, data.stage.past)
         loss = _MeanLoss()
         keeper = [_KeepOptimizers(work.memory.get("optimizers"))] if job.keep_optimizers else []
-        rate = [RoundRate(job.lr_decay.factor(client.round))] if job.lr_decay else []
+        rate = [_RoundRate(job.lr_decay.factor(client.round))] if job.lr_decay else []
         own = copy.deepcopy(job.callbacks) if job.callbacks else []
         trainer.callbacks = [*rate, *own, *keeper, *job.aggregator.client_callbacks(client), loss]  # type: ignore[attr-defined]
         trainer.fit(self.model, data.loader(task.client, job.seed, client.round, task.batches))
@@ -181,6 +181,27 @@ class _MeanLoss(Callback):
 
     def mean(self) -> float:
         return float("nan") if self.total is None else float(self.total) / self.steps
+
+
+class _RoundRate(Callback):
+    """Scales the rates of a fit's optimizers before its first step.
+
+    An optimizer that lives on from round to round comes back with the last round's rate; the one it was made with is kept
+    beside it under torch's own name for it, ``initial_lr``.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.lr_scheduler_configs:
+            raise FlsuiteError(
+                f"trainer.lr_decay and the scheduler of {type(pl_module).__name__}.configure_optimizers would both set the "
+                "learning rate; leave one of them out"
+            )
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.factor
 
 
 class _KeepOptimizers(Callback):

@@ -7,11 +7,9 @@ order of the rate.
 import math
 from abc import ABC, abstractmethod
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
 from flsuite.errors import FlsuiteError, require_at_least
 
-__all__ = ["CosineDecay", "ExponentialDecay", "LRDecay", "RoundRate", "StepDecay"]
+__all__ = ["CosineDecay", "ExponentialDecay", "LRDecay", "StepDecay"]
 
 
 class LRDecay(ABC):
@@ -75,27 +73,6 @@ class StepDecay(LRDecay):
 
     def factor(self, round: int) -> float:
         return float(self.gamma ** ((round - 1) // self.every))
-
-
-class RoundRate(Callback):
-    """On the client: scales the rates of a fit's optimizers before its first step.
-
-    An optimizer that lives on from round to round comes back with the last round's rate; the one it was made with is kept
-    beside it under torch's own name for it, ``initial_lr``.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.lr_scheduler_configs:
-            raise FlsuiteError(
-                f"trainer.lr_decay and the scheduler of {type(pl_module).__name__}.configure_optimizers would both set the "
-                "learning rate; leave one of them out"
-            )
-        for optimizer in trainer.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.factor
 
 
 def _require_fraction(owner: str, **numbers: float) -> None:
