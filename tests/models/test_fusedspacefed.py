@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from flsuite.aggregators import FedAvg, FedProx
@@ -18,6 +18,7 @@ from flsuite.messages import Client, ClientUpdate
 from flsuite.models import Classifier, FusedSpaceFed, ResNet20
 from flsuite.models.autoencoders import BottleneckDecoder, BottleneckEncoder, UNetDecoder, UNetEncoder
 from flsuite.models.fusedspacefed import reconstruction_error
+from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import equal_states, trainer
@@ -296,6 +297,27 @@ def test_without_the_reconstruction_it_is_the_plain_classifier() -> None:
     ours, theirs = (federate(model, rounds=3).federation.state for model in (fused, plain))  # type: ignore[union-attr]
     heads = {k.removeprefix(prefix): v for k, v in ours.items() if k.startswith(prefix)}
     assert equal_states(heads, {k.removeprefix("network."): v for k, v in theirs.items()})
+
+
+class Starts(Callback):
+    """The encoder that each fit starts from; on the class, since every fit has a copy."""
+
+    seen: list[tuple[int, int, State]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        loader = trainer.train_dataloader
+        Starts.seen.append((loader.round, loader.client, clone(pl_module.encoder.state_dict())))
+
+
+def test_a_client_that_joins_late_starts_from_the_encoder_of_round_one() -> None:
+    Starts.seen = []
+    model = built()
+    initial = clone(model.encoder.state_dict())
+    federate(model, rounds=20, schedule=Synchronous(1), callbacks=[Starts()])
+    first = {client: (round, encoder) for round, client, encoder in reversed(Starts.seen)}
+    assert first.keys() == {0, 1, 2} and max(round for round, _ in first.values()) > 2
+    assert all(equal_states(encoder, initial) for _, encoder in first.values())
+    assert not any(equal_states(encoder, initial) for round, client, encoder in Starts.seen if round > first[client][0])
 
 
 def test_encoders_differ_between_clients_and_the_rest_does_not() -> None:
