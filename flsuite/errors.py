@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-__all__ = ["FederationError", "FlsuiteError", "require_at_least", "require_one_of", "require_positive"]
+__all__ = ["FederationError", "FlsuiteError", "require_at_least", "require_fraction", "require_one_of", "require_positive"]
 
 
 class FlsuiteError(Exception):
@@ -30,6 +30,13 @@ def require_positive(owner: str, **numbers: float) -> None:
     for name, value in numbers.items():
         if not 0 < value < math.inf:
             raise FlsuiteError(f"{owner}: {name} must be positive, got {value}")
+
+
+def require_fraction(owner: str, **numbers: float) -> None:
+    """Refuse an argument that is not above zero and at most one."""
+    for name, value in numbers.items():
+        if not 0 < value <= 1:
+            raise FlsuiteError(f"{owner}: {name} must be above 0 and at most 1, got {value}")
 
 
 def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:

@@ -7,7 +7,7 @@ order of the rate.
 import math
 from abc import ABC, abstractmethod
 
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import require_at_least, require_fraction
 
 __all__ = ["CosineDecay", "ExponentialDecay", "LRDecay", "StepDecay"]
 
@@ -33,7 +33,7 @@ class CosineDecay(LRDecay):
 
     def __init__(self, rounds: int, final: float = 0.01) -> None:
         require_at_least("CosineDecay", 1, rounds=rounds)
-        _require_fraction("CosineDecay", final=final)
+        require_fraction("CosineDecay", final=final)
         self.rounds = rounds
         self.final = final
 
@@ -50,7 +50,7 @@ class ExponentialDecay(LRDecay):
     """
 
     def __init__(self, gamma: float = 0.99) -> None:
-        _require_fraction("ExponentialDecay", gamma=gamma)
+        require_fraction("ExponentialDecay", gamma=gamma)
         self.gamma = gamma
 
     def factor(self, round: int) -> float:
@@ -67,15 +67,9 @@ class StepDecay(LRDecay):
 
     def __init__(self, every: int, gamma: float = 0.1) -> None:
         require_at_least("StepDecay", 1, every=every)
-        _require_fraction("StepDecay", gamma=gamma)
+        require_fraction("StepDecay", gamma=gamma)
         self.every = every
         self.gamma = gamma
 
     def factor(self, round: int) -> float:
         return float(self.gamma ** ((round - 1) // self.every))
-
-
-def _require_fraction(owner: str, **numbers: float) -> None:
-    for name, value in numbers.items():
-        if not 0 < value <= 1:
-            raise FlsuiteError(f"{owner}: {name} must be above 0 and at most 1, got {value}")
