@@ -1,6 +1,6 @@
 """``python -m flsuite``."""
 
-from flsuite.cli import main
+from flsuite.commands.main import main
 
 if __name__ == "__main__":
     main()

@@ -3,7 +3,14 @@
 import math
 from collections.abc import Iterable
 
-__all__ = ["FederationError", "FlsuiteError", "require_at_least", "require_fraction", "require_one_of", "require_positive"]
+__all__ = [
+    "FederationError",
+    "FlsuiteError",
+    "require_at_least",
+    "require_fraction",
+    "require_one_of",
+    "require_positive",
+]
 
 
 class FlsuiteError(Exception):
@@ -44,4 +51,6 @@ def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:
     choices = tuple(choices)
     for name, value in values.items():
         if value not in choices:
-            raise FlsuiteError(f"{owner}: {name} must be one of {', '.join(choices)}, got {value!r}")
+            raise FlsuiteError(
+                f"{owner}: {name} must be one of {', '.join(choices)}, got {value!r}"
+            )

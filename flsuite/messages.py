@@ -7,7 +7,16 @@ from torch import Tensor
 
 from flsuite.state import State, mismatch, non_finite
 
-__all__ = ["POOLED", "Broadcast", "Client", "ClientFailure", "ClientResult", "ClientTask", "ClientUpdate", "Work"]
+__all__ = [
+    "POOLED",
+    "Broadcast",
+    "ClientContext",
+    "ClientFailure",
+    "ClientResult",
+    "FitAssignment",
+    "ClientUpdate",
+    "FitRequest",
+]
 
 POOLED = -1
 """The number of the pretended client that holds everybody's training samples."""
@@ -29,7 +38,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
-class ClientTask:
+class FitAssignment:
     """One fit to be done: who, and how many batches make one of its epochs (default: one pass over its samples)."""
 
     client: int
@@ -37,7 +46,7 @@ class ClientTask:
 
 
 @dataclass
-class Client:
+class ClientContext:
     """What a client's half of an algorithm can see and touch during one fit.
 
     Attributes:
@@ -122,9 +131,9 @@ class ClientFailure:
 
 
 @dataclass(frozen=True)
-class Work:
+class FitRequest:
     """One task with all it needs to be carried out anywhere."""
 
-    task: ClientTask
+    task: FitAssignment
     broadcast: Broadcast
     memory: dict[str, Any]

@@ -40,6 +40,8 @@ def seed_process(seed: int, stream: str, round: int = 0, client: int = 0) -> Non
     value = seed_for(seed, stream, round, client)
     python_random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(value)  # torch.manual_seed collects a stack trace for GPUs that are not in use
+    torch.default_generator.manual_seed(
+        value
+    )  # torch.manual_seed collects a stack trace for GPUs that are not in use
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)

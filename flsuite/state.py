@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Layout",
+    "StateLayout",
     "RunningMean",
     "State",
     "add",
@@ -31,7 +31,7 @@ State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """What an aggregator may know of a model: the names of what travels, and which of them are parameters.
 
     Attributes:
@@ -53,7 +53,9 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def split(state: Mapping[str, Tensor], private: Sequence[str]) -> tuple[State, State]:
     """The entries that travel and those that stay, aliasing ``state``'s tensors: clone what must outlive it."""
     stays = {name for name in state if matches(name, private)}
-    return {k: v for k, v in state.items() if k not in stays}, {k: v for k, v in state.items() if k in stays}
+    return {k: v for k, v in state.items() if k not in stays}, {
+        k: v for k, v in state.items() if k in stays
+    }
 
 
 def clone(state: Mapping[str, Tensor]) -> State:
@@ -72,7 +74,9 @@ def load_(resident: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
             resident[name].copy_(value)
 
 
-def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str] | None = None) -> State:
+def difference(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str] | None = None
+) -> State:
     """``a - b`` over ``names`` (default: all of ``a``)."""
     return {k: a[k] - b[k] for k in (a if names is None else names)}
 
@@ -140,7 +144,9 @@ class RunningMean:
             floating = value.is_floating_point()
             if name not in self._sums:
                 self._dtypes[name] = value.dtype
-                self._sums[name] = torch.zeros_like(value, dtype=torch.float64) if floating else value.clone()
+                self._sums[name] = (
+                    torch.zeros_like(value, dtype=torch.float64) if floating else value.clone()
+                )
             if floating:
                 self._sums[name].add_(value, alpha=weight)
             else:
@@ -155,6 +161,8 @@ class RunningMean:
         if self.weight <= 0:
             raise ZeroDivisionError("no weight to average over")
         return {
-            name: (total / self.weight if total.dtype == torch.float64 else total.clone()).to(self._dtypes[name])
+            name: (total / self.weight if total.dtype == torch.float64 else total.clone()).to(
+                self._dtypes[name]
+            )
             for name, total in self._sums.items()
         }

@@ -13,23 +13,23 @@ from lightning.pytorch.loggers import Logger
 
 from flsuite.aggregators import Aggregator, FedAvg
 from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress, TaskMatrix
-from flsuite.client import Buffers, Job
-from flsuite.client_memory import ClientMemories
-from flsuite.client_trainer import quiet_lightning
+from flsuite.client.lr_decay import LRDecay
+from flsuite.client.runner import Buffers, WorkerSetup
+from flsuite.client.trainer import quiet_lightning
 from flsuite.data.module import FederatedDataModule
-from flsuite.describe import defaults, describe
 from flsuite.engines import Engine, InProcess
 from flsuite.errors import FlsuiteError
-from flsuite.evaluation import GLOBAL, Evaluator, Scores, Split
-from flsuite.federation import Federation
-from flsuite.lr_decay import LRDecay
 from flsuite.metrics import HIGHER_IS_BETTER
 from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
-from flsuite.run import Run
-from flsuite.run_folder import RunFolder, new_run_dir
+from flsuite.runs.folder import RunFolder, new_run_dir
+from flsuite.runs.run import Run
+from flsuite.runs.settings import defaults, describe
+from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
-from flsuite.summary import print_scores
+from flsuite.server.client_store import ClientStore
+from flsuite.server.evaluation import GLOBAL, Evaluator, Scores, Split
+from flsuite.server.federation import Federation
 
 __all__ = ["FederatedTrainer"]
 
@@ -96,11 +96,17 @@ class FederatedTrainer(Trainer):
         enable_progress_bar: bool = True,
         **kwargs: Any,
     ) -> None:
-        for name, value in {"rounds": rounds, "max_epochs": max_epochs, "evaluate_every": evaluate_every}.items():
+        for name, value in {
+            "rounds": rounds,
+            "max_epochs": max_epochs,
+            "evaluate_every": evaluate_every,
+        }.items():
             if value < 1:
                 raise FlsuiteError(f"trainer.{name} must be at least 1, got {value}")
         if monitor not in HIGHER_IS_BETTER:
-            raise FlsuiteError(f"trainer.monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor!r}")
+            raise FlsuiteError(
+                f"trainer.monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor!r}"
+            )
         _refuse_unfit(kwargs)
         quiet_lightning()
         super().__init__(
@@ -113,7 +119,9 @@ class FederatedTrainer(Trainer):
             **kwargs,
         )
         if self.world_size > 1:
-            raise FlsuiteError("trainer.devices must be 1: clients are spread by the engine, e.g. Processes(workers=4)")
+            raise FlsuiteError(
+                "trainer.devices must be 1: clients are spread by the engine, e.g. Processes(workers=4)"
+            )
         self.rounds = rounds
         self.aggregator = aggregator or FedAvg()
         self.schedule = schedule or Synchronous()
@@ -129,7 +137,9 @@ class FederatedTrainer(Trainer):
         self.seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.show = enable_progress_bar
         self.writes = enable_checkpointing
-        self.client_kwargs = {k: v for k, v in kwargs.items() if k not in _FEDERATIONS_OWN} | {"max_epochs": max_epochs}
+        self.client_kwargs = {k: v for k, v in kwargs.items() if k not in _FEDERATIONS_OWN} | {
+            "max_epochs": max_epochs
+        }
         self.config: str | None = None
         self.run: Run | None = None
 
@@ -155,14 +165,18 @@ class FederatedTrainer(Trainer):
                 run.save(improved, **self._beside())
 
     @contextmanager
-    def running(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> Iterator[Run]:
+    def running(
+        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
+    ) -> Iterator[Run]:
         """A run, from its set-up to its last words; the rounds are the caller's. For arguments and errors see :meth:`fit`."""
         run = self.set_up(model, datamodule)
         self._begin(run, ckpt_path)
         self.notify("on_federation_start")
         try:
             yield run
-        except FlsuiteError:  # a setting that shows only in training: nothing has been trained, nothing is left
+        except (
+            FlsuiteError
+        ):  # a setting that shows only in training: nothing has been trained, nothing is left
             if not self.round:
                 run.folder.discard()
             raise
@@ -185,7 +199,9 @@ class FederatedTrainer(Trainer):
             self.log_metric("lr_factor", self.lr_decay.factor(self.round))
         self.notify("on_round_end", self.round)
         due = self.round % self.evaluate_every == 0 or self.is_last()
-        improved = run.evaluate(self.is_last, self.score_clients, self.notify, scores) if due else False
+        improved = (
+            run.evaluate(self.is_last, self.score_clients, self.notify, scores) if due else False
+        )
         run.record(self.notify)
         return improved
 
@@ -273,7 +289,9 @@ class FederatedTrainer(Trainer):
             raise FlsuiteError("nothing has been fitted yet: call fit(model, datamodule) first")
         return self.run
 
-    def log_metric(self, metric: str, value: float, scope: str | int = GLOBAL, split: str = "train") -> None:
+    def log_metric(
+        self, metric: str, value: float, scope: str | int = GLOBAL, split: str = "train"
+    ) -> None:
         """Add a number to the current round, for the table and the loggers: the way for callbacks to log."""
         self.run_folder.table.note(str(scope), split, {metric: value})
 
@@ -299,9 +317,13 @@ class FederatedTrainer(Trainer):
     def set_up(self, model: LightningModule, datamodule: LightningDataModule) -> Run:
         """Build all that a round needs; nothing is written yet."""
         if not isinstance(model, ClientModel):
-            raise FlsuiteError(f"the model must be a flsuite.models.ClientModel, got {type(model).__name__}")
+            raise FlsuiteError(
+                f"the model must be a flsuite.models.ClientModel, got {type(model).__name__}"
+            )
         if not isinstance(datamodule, FederatedDataModule):
-            raise FlsuiteError(f"the data must be a flsuite.data.FederatedDataModule, got {type(datamodule).__name__}")
+            raise FlsuiteError(
+                f"the data must be a flsuite.data.FederatedDataModule, got {type(datamodule).__name__}"
+            )
         self._model, self._datamodule = model, datamodule
         datamodule.use_seed(self.seed)
         datamodule.setup("fit")
@@ -312,9 +334,13 @@ class FederatedTrainer(Trainer):
         if self.channels_last:
             model.to_channels_last()
         folder = RunFolder(self._folder() if self.writes else None)
-        memories = ClientMemories(folder.path / "clients" if folder.path else None)
-        federation = Federation(model, data, self.aggregator, self.schedule, self.buffers, memories, self.seed)
-        evaluator = Evaluator(model, data, self.strategy.root_device, self.precision_plugin.forward_context)
+        memories = ClientStore(folder.path / "clients" if folder.path else None)
+        federation = Federation(
+            model, data, self.aggregator, self.schedule, self.buffers, memories, self.seed
+        )
+        evaluator = Evaluator(
+            model, data, self.strategy.root_device, self.precision_plugin.forward_context
+        )
         self.should_stop = False
         self.run = Run(federation, evaluator, folder, self.monitor)
         return self.run
@@ -323,9 +349,9 @@ class FederatedTrainer(Trainer):
         name = f"{type(self._datamodule).__name__}-{type(self.aggregator).__name__}".lower()
         return self.run_dir or new_run_dir(name, self.seed)
 
-    def job(self, run: Run) -> Job:
+    def job(self, run: Run) -> WorkerSetup:
         """What a worker needs to train any client of the run."""
-        return Job(
+        return WorkerSetup(
             model=self._model,
             data=run.federation.data,
             aggregator=self.aggregator,
@@ -349,22 +375,35 @@ class FederatedTrainer(Trainer):
         else:
             run.folder.create(config, run.federation.data, again=ckpt_path is not None)
 
-    def _restored(self, model: LightningModule | None, datamodule: LightningDataModule | None, ckpt_path: str | None) -> Run:
+    def _restored(
+        self,
+        model: LightningModule | None,
+        datamodule: LightningDataModule | None,
+        ckpt_path: str | None,
+    ) -> Run:
         """The run in the state that a request for scores means."""
         run = self.run
-        if run is not None and (model not in (None, self._model) or datamodule not in (None, self._datamodule)):
-            raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer for this model and data")
+        if run is not None and (
+            model not in (None, self._model) or datamodule not in (None, self._datamodule)
+        ):
+            raise FlsuiteError(
+                "this trainer holds another federation: make a new FederatedTrainer for this model and data"
+            )
         if run is not None and ckpt_path is None:
             return run
         if run is None:
             if model is None or datamodule is None:
-                raise FlsuiteError("nothing has been fitted yet: pass model, datamodule and ckpt_path")
+                raise FlsuiteError(
+                    "nothing has been fitted yet: pass model, datamodule and ckpt_path"
+                )
             if self.run_dir is None and ckpt_path is not None and ckpt_path not in ("last", "best"):
                 self.run_dir = Path(ckpt_path).parent.parent
             run = self.set_up(model, datamodule)
         checkpoint = run.find(ckpt_path or "last")
         if checkpoint is None:
-            raise FlsuiteError(f"there is no checkpoint in {run.folder.checkpoints}: fit first, or name one with ckpt_path")
+            raise FlsuiteError(
+                f"there is no checkpoint in {run.folder.checkpoints}: fit first, or name one with ckpt_path"
+            )
         self._take_back(run.restore(checkpoint, self.describe()))
         return run
 
@@ -378,8 +417,14 @@ class FederatedTrainer(Trainer):
 
     def _beside(self) -> dict[str, Any]:
         """What a checkpoint holds of the trainer itself."""
-        callbacks = {callback.state_key: callback.state_dict() for callback in self._federation_callbacks()}
-        return {"settings": self.describe(), "should_stop": bool(self.should_stop), "callbacks": callbacks}
+        callbacks = {
+            callback.state_key: callback.state_dict() for callback in self._federation_callbacks()
+        }
+        return {
+            "settings": self.describe(),
+            "should_stop": bool(self.should_stop),
+            "callbacks": callbacks,
+        }
 
     def _take_back(self, content: dict[str, Any]) -> None:
         self.should_stop = content["should_stop"]
@@ -392,7 +437,9 @@ class FederatedTrainer(Trainer):
         return self.callbacks  # type: ignore[attr-defined]
 
     def _federation_callbacks(self) -> list[FederationCallback]:
-        return [callback for callback in self._callbacks if isinstance(callback, FederationCallback)]
+        return [
+            callback for callback in self._callbacks if isinstance(callback, FederationCallback)
+        ]
 
     def notify(self, hook: str, *args: Any) -> None:
         """Call a hook of the federation on every callback that has them."""
@@ -409,7 +456,11 @@ def _without_place(data: Any) -> Any:
     """Where the files lie does not decide the result, of a data module and of one that it wraps."""
     if not isinstance(data, dict):
         return data
-    return {name: _without_place(value) for name, value in data.items() if name not in ("root", "download")}
+    return {
+        name: _without_place(value)
+        for name, value in data.items()
+        if name not in ("root", "download")
+    }
 
 
 def _refuse_unfit(kwargs: Mapping[str, Any]) -> None:
@@ -421,12 +472,20 @@ def _refuse_unfit(kwargs: Mapping[str, Any]) -> None:
             "scaler would pass from client to client; use bf16-mixed or 32-true"
         )
     if kwargs.get("max_time") is not None:
-        raise FlsuiteError("trainer.max_time would make results depend on the machine; limit trainer.rounds or max_steps")
+        raise FlsuiteError(
+            "trainer.max_time would make results depend on the machine; limit trainer.rounds or max_steps"
+        )
 
 
 def _with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -> list[Callback]:
     """The user's callbacks, and the federation's own where the user has not configured them."""
-    given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    given = (
+        []
+        if callbacks is None
+        else list(callbacks)
+        if isinstance(callbacks, (list, tuple))
+        else [callbacks]
+    )
     own: list[type[Callback]] = [TaskMatrix, RoundLogger, *([RoundProgress] if progress else [])]
     return [*given, *(kind() for kind in own if not any(isinstance(c, kind) for c in given))]
 
@@ -434,5 +493,9 @@ def _with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) 
 def _has_lightning_hooks(callback: Callback) -> bool:
     """Whether a client's Trainer has anything to call on this callback."""
     ours = set(vars(FederationCallback))
-    hooks = [name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")) and name not in ours]
+    hooks = [
+        name
+        for name in vars(Callback)
+        if name.startswith(("on_", "setup", "teardown")) and name not in ours
+    ]
     return any(getattr(type(callback), name) is not getattr(Callback, name) for name in hooks)

@@ -28,7 +28,11 @@ def published(*files: str) -> Path:
     lacking = [file for file in files if not root or not (Path(root).expanduser() / file).is_file()]
     if root and not lacking:
         return Path(root).expanduser()
-    reason = f"{lacking[0]} is not under FLSUITE_DATA_ROOT" if root else "needs the published data sets: set FLSUITE_DATA_ROOT"
+    reason = (
+        f"{lacking[0]} is not under FLSUITE_DATA_ROOT"
+        if root
+        else "needs the published data sets: set FLSUITE_DATA_ROOT"
+    )
     if os.environ.get("CI"):
         pytest.fail(f"in CI the published data sets must be there: {reason}")
     pytest.skip(reason)
@@ -41,16 +45,25 @@ def real_data() -> Path:
 
 
 def digits(clients: int = 5, **kwargs: Any) -> Digits:
-    return Digits(clients=clients, partition=kwargs.pop("partition", Dirichlet(0.5)), batch_size=64, **kwargs)
+    return Digits(
+        clients=clients, partition=kwargs.pop("partition", Dirichlet(0.5)), batch_size=64, **kwargs
+    )
 
 
 def classifier(lr: float = 0.1, **kwargs: Any) -> Classifier:
-    return Classifier(MLP(hidden=(16,)), optimizer=lambda params: torch.optim.SGD(params, lr=lr), **kwargs)
+    return Classifier(
+        MLP(hidden=(16,)), optimizer=lambda params: torch.optim.SGD(params, lr=lr), **kwargs
+    )
 
 
 def trainer(**kwargs: Any) -> FederatedTrainer:
     """A silent one that writes nothing unless it is given a folder."""
-    quiet = {"enable_progress_bar": False, "enable_checkpointing": "run_dir" in kwargs, "seed": 3, "accelerator": "cpu"}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_checkpointing": "run_dir" in kwargs,
+        "seed": 3,
+        "accelerator": "cpu",
+    }
     return FederatedTrainer(**{**quiet, **kwargs})
 
 

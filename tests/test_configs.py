@@ -7,8 +7,18 @@ import pytest
 import torch
 import yaml
 
-from flsuite.cli import main
-from flsuite.data import CIFAR10, EMNIST, FEMNIST, Arrays, DataSpec, FashionMNIST, MedMNIST, NBaIoT, Source
+from flsuite.commands.main import main
+from flsuite.data import (
+    CIFAR10,
+    EMNIST,
+    FEMNIST,
+    DataSpec,
+    DataSplit,
+    FashionMNIST,
+    MedMNIST,
+    NBaIoT,
+    PublishedSplits,
+)
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -24,7 +34,7 @@ SHORT = [
 ]
 
 
-def stand_in(self: MedMNIST) -> Source:
+def stand_in(self: MedMNIST) -> PublishedSplits:
     """As many random images as it takes, of the published shape and task."""
     from medmnist import INFO
 
@@ -34,36 +44,54 @@ def stand_in(self: MedMNIST) -> Source:
     classes, channels = len(info["label"]), info["n_channels"]
     generator = torch.Generator().manual_seed(0)
 
-    def split(n: int) -> Arrays:
-        x = torch.randint(0, 256, (n, self.size, self.size, channels), dtype=torch.uint8, generator=generator)
+    def split(n: int) -> DataSplit:
+        x = torch.randint(
+            0, 256, (n, self.size, self.size, channels), dtype=torch.uint8, generator=generator
+        )
         if task == "multilabel":
-            return Arrays(x, torch.randint(0, 2, (n, classes), dtype=torch.uint8, generator=generator))
-        return Arrays(x, torch.arange(n) % classes)
+            return DataSplit(
+                x, torch.randint(0, 2, (n, classes), dtype=torch.uint8, generator=generator)
+            )
+        return DataSplit(x, torch.arange(n) % classes)
 
-    return Source(DataSpec((channels, self.size, self.size), classes, task), split(80), split(20), split(20))  # type: ignore[arg-type]
+    return PublishedSplits(
+        DataSpec((channels, self.size, self.size), classes, task), split(80), split(20), split(20)
+    )  # type: ignore[arg-type]
 
 
-def stand_in_writers(self: FEMNIST) -> Source:
+def stand_in_writers(self: FEMNIST) -> PublishedSplits:
     """Five random characters of each of a hundred writers."""
-    x = torch.randint(0, 256, (500, 28, 28, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    part = Arrays(x, torch.arange(500) % 62, torch.arange(500) % 100)
-    return Source(DataSpec((1, 28, 28), 62), part, part.take(torch.arange(20)))
+    x = torch.randint(
+        0, 256, (500, 28, 28, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    part = DataSplit(x, torch.arange(500) % 62, torch.arange(500) % 100)
+    return PublishedSplits(DataSpec((1, 28, 28), 62), part, part.take(torch.arange(20)))
 
 
-def stand_in_images(classes: int, side: int = 28, channels: int = 1) -> Callable[..., Source]:
+def stand_in_images(
+    classes: int, side: int = 28, channels: int = 1
+) -> Callable[..., PublishedSplits]:
     """Twenty random images a class."""
     samples = 20 * classes
-    x = torch.randint(0, 256, (samples, side, side, channels), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    part = Arrays(x, torch.arange(samples) % classes)
-    source = Source(DataSpec((channels, side, side), classes), part, part.take(torch.arange(4 * classes)))
+    x = torch.randint(
+        0,
+        256,
+        (samples, side, side, channels),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(0),
+    )
+    part = DataSplit(x, torch.arange(samples) % classes)
+    source = PublishedSplits(
+        DataSpec((channels, side, side), classes), part, part.take(torch.arange(4 * classes))
+    )
     return lambda self: source
 
 
-def stand_in_devices(self: NBaIoT) -> Source:
+def stand_in_devices(self: NBaIoT) -> PublishedSplits:
     """Ten rows of each of three kinds of traffic of nine devices."""
     x = torch.rand(270, 115, generator=torch.Generator().manual_seed(0))
-    part = Arrays(x, torch.arange(270) % 3, torch.arange(270) // 30)
-    return Source(DataSpec((115,), 3), part, part)
+    part = DataSplit(x, torch.arange(270) % 3, torch.arange(270) // 30)
+    return PublishedSplits(DataSpec((115,), 3), part, part)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +111,9 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_config_starts_with_its_launch_line(path: Path) -> None:
     assert path.read_text().startswith(f"# flsuite fit --config {path.relative_to(ROOT)}\n")
-    assert {"seed_everything", "model", "data", "trainer"} <= yaml.safe_load(path.read_text()).keys()
+    assert {"seed_everything", "model", "data", "trainer"} <= yaml.safe_load(
+        path.read_text()
+    ).keys()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -100,7 +130,11 @@ FUSED = [path for path in CONFIGS if path.parent.name == "fusedspacefed"]
 
 def overrides(path: Path) -> list[list[str]]:
     """The arguments that the head of a config names, line by line."""
-    return [line[line.index("--") :].split() for line in path.read_text().splitlines() if line.startswith("#   ")]
+    return [
+        line[line.index("--") :].split()
+        for line in path.read_text().splitlines()
+        if line.startswith("#   ")
+    ]
 
 
 def baseline_lines(path: Path) -> list[list[str]]:
@@ -110,16 +144,30 @@ def baseline_lines(path: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("method", [0, 1, 2], ids=["fedavg", "fedprox", "scaffold"])
-def test_baselines_are_one_line_away(method: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_one_line_away(
+    method: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (path,) = (path for path in FUSED if path.stem == "retinamnist")
     assert all(baseline_lines(other) == baseline_lines(path) for other in FUSED)
     with pytest.raises(SystemExit) as exit:
-        main(["fit", "--config", str(path), *SHORT, *baseline_lines(path)[method], "--run_dir", "run"])
+        main(
+            [
+                "fit",
+                "--config",
+                str(path),
+                *SHORT,
+                *baseline_lines(path)[method],
+                "--run_dir",
+                "run",
+            ]
+        )
     assert exit.value.code == 0
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["model"]["class_path"] == "flsuite.models.Classifier"
-    assert config["trainer"]["aggregator"]["class_path"].endswith(("FedAvg", "FedProx", "SCAFFOLD")[method])
+    assert config["trainer"]["aggregator"]["class_path"].endswith(
+        ("FedAvg", "FedProx", "SCAFFOLD")[method]
+    )
 
 
 def test_fedavg_is_one_line_from_cmga(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,16 +185,23 @@ def test_fedavg_is_one_line_from_cmga(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["nf-fedavg", "plain-fedavg"])
-def test_baselines_are_one_line_from_fisher_weights(which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_one_line_from_fisher_weights(
+    which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     family = [path for path in CONFIGS if path.parent.name == "nf_fisher"]
     (path,) = (path for path in family if path.stem == "fashionmnist")
-    assert all([line[:2] for line in overrides(other)] == [line[:2] for line in overrides(path)] for other in family)
+    assert all(
+        [line[:2] for line in overrides(other)] == [line[:2] for line in overrides(path)]
+        for other in family
+    )
     with pytest.raises(SystemExit) as exit:
         main(["fit", "--config", str(path), *SHORT, *overrides(path)[which], "--run_dir", "run"])
     assert exit.value.code == 0
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["trainer"]["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
-    assert config["model"]["class_path"] == "flsuite.models." + ("NFClassifier", "Classifier")[which]
+    assert (
+        config["model"]["class_path"] == "flsuite.models." + ("NFClassifier", "Classifier")[which]
+    )
     assert config["data"]["class_path"] == "flsuite.data.TaskSequence"
     assert (tmp_path / "run" / "tasks.png").is_file()

@@ -21,7 +21,12 @@ def test_the_same_arguments_give_the_same_seed() -> None:
 
 def test_a_seed_never_changes_between_versions() -> None:
     """Published runs are repeated from their configs."""
-    assert [seed_for(0, "fit"), seed_for(1, "partition"), seed_for(*ARGUMENTS), seed_for(2, "batches/0", 50, POOLED)] == [
+    assert [
+        seed_for(0, "fit"),
+        seed_for(1, "partition"),
+        seed_for(*ARGUMENTS),
+        seed_for(2, "batches/0", 50, POOLED),
+    ] == [
         6628933309107228273,
         282319860088955593,
         6192189148877701855,
@@ -30,7 +35,13 @@ def test_a_seed_never_changes_between_versions() -> None:
 
 
 def test_every_argument_matters() -> None:
-    changed = [(8, "cohort", 3, 5), (7, "fit", 3, 5), (7, "cohort", 4, 5), (7, "cohort", 3, 6), (7, "cohort", 5, 3)]
+    changed = [
+        (8, "cohort", 3, 5),
+        (7, "fit", 3, 5),
+        (7, "cohort", 4, 5),
+        (7, "cohort", 3, 6),
+        (7, "cohort", 5, 3),
+    ]
     assert seed_for(*ARGUMENTS) not in {seed_for(*arguments) for arguments in changed}
 
 
@@ -41,7 +52,11 @@ def test_no_collisions_over_a_grid() -> None:
 
 
 def test_seeds_fit_every_generator() -> None:
-    seeds = [seed_for(seed, "fit", 1, client) for seed in (0, 2**63 - 1, 2**70, -1) for client in (POOLED, 0, 10**6)]
+    seeds = [
+        seed_for(seed, "fit", 1, client)
+        for seed in (0, 2**63 - 1, 2**70, -1)
+        for client in (POOLED, 0, 10**6)
+    ]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**60
     for seed in seeds:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flsuite.cli import main
+from flsuite.commands.main import main
 from flsuite.data import CIFAR10, MNIST, FashionMNIST, Pathological
 from flsuite.models import CNN, Classifier, LeNet5
 from tests.conftest import trainer
@@ -15,17 +15,35 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 @pytest.mark.parametrize("name", ["breastmnist", "retinamnist"])
-def test_the_medical_configs_learn(name: str, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_medical_configs_learn(
+    name: str, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    short = ["--trainer.rounds", "2", "--trainer.max_epochs", "1", "--run_dir", "run", "--trainer.enable_progress_bar", "false"]
+    short = [
+        "--trainer.rounds",
+        "2",
+        "--trainer.max_epochs",
+        "1",
+        "--run_dir",
+        "run",
+        "--trainer.enable_progress_bar",
+        "false",
+    ]
     with pytest.raises(SystemExit) as exit:
         main(["fit", "--config", str(CONFIGS / f"{name}.yaml"), *short])
     assert exit.value.code == 0
     with open("run/metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["scope"] == "global"]
-    losses = [float(row["value"]) for row in rows if (row["split"], row["metric"]) == ("train", "loss")]
+    losses = [
+        float(row["value"]) for row in rows if (row["split"], row["metric"]) == ("train", "loss")
+    ]
     assert len(losses) == 2 and losses[1] < losses[0]
-    assert {row["metric"] for row in rows if row["split"] == "test"} >= {"accuracy", "f1_macro", "balanced_accuracy", "auroc"}
+    assert {row["metric"] for row in rows if row["split"] == "test"} >= {
+        "accuracy",
+        "f1_macro",
+        "balanced_accuracy",
+        "auroc",
+    }
     assert list(Path("run/wandb").glob("offline-run-*/*.wandb"))
 
 
@@ -38,7 +56,9 @@ def test_lenet_learns_mnist(real_data: Path) -> None:
 
 def test_cifar10_and_fashion_mnist_train(real_data: Path) -> None:
     made = trainer(rounds=1, max_steps=3)
-    made.fit(Classifier(CNN(hidden=(64,))), CIFAR10(clients=5, partition=Pathological(2), batch_size=32))
+    made.fit(
+        Classifier(CNN(hidden=(64,))), CIFAR10(clients=5, partition=Pathological(2), batch_size=32)
+    )
     assert made.round == 1
     again = trainer(rounds=1, max_steps=3)
     again.fit(Classifier(LeNet5()), FashionMNIST(clients=5, batch_size=32))

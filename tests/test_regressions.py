@@ -8,10 +8,10 @@ import torch
 
 from flsuite.aggregators import Centralized, FedAvg
 from flsuite.errors import FlsuiteError
-from flsuite.federation import RoundLog
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
-from flsuite.summary import RunSummary
+from flsuite.runs.summary import RunSummary
+from flsuite.server.federation import RoundLog
 from tests.conftest import classifier, digits, equal_states, trainer
 
 
@@ -77,7 +77,9 @@ def test_an_aggregator_may_stop_listening() -> None:
 
 def test_an_optimizer_that_needs_a_closure_trains_everybody() -> None:
     made = trainer(rounds=2)
-    made.fit(Classifier(MLP(hidden=(8,)), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2)), digits())
+    made.fit(
+        Classifier(MLP(hidden=(8,)), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2)), digits()
+    )
     assert not made.federation.log.failures
 
 

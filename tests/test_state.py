@@ -62,7 +62,10 @@ def test_clone_is_a_snapshot() -> None:
         module.weight.add_(1.0)
     assert snapshot["weight"].tolist() == before
     assert not snapshot["weight"].requires_grad
-    assert not any(a.data_ptr() == b.data_ptr() for a, b in zip(snapshot.values(), module.parameters(), strict=True))
+    assert not any(
+        a.data_ptr() == b.data_ptr()
+        for a, b in zip(snapshot.values(), module.parameters(), strict=True)
+    )
 
 
 def test_clone_keeps_the_memory_format() -> None:
@@ -98,14 +101,32 @@ def test_difference_and_add_return_new_tensors() -> None:
 
 def test_running_mean_is_weighted_and_counters_take_the_maximum() -> None:
     mean = RunningMean()
-    mean.add({"w": torch.tensor([1.0, 0.0]), "count": torch.tensor(9), "mask": torch.tensor([True, False])}, 3.0)
-    mean.add({"w": torch.tensor([5.0, 4.0]), "count": torch.tensor(2), "mask": torch.tensor([False, False])}, 1.0)
+    mean.add(
+        {
+            "w": torch.tensor([1.0, 0.0]),
+            "count": torch.tensor(9),
+            "mask": torch.tensor([True, False]),
+        },
+        3.0,
+    )
+    mean.add(
+        {
+            "w": torch.tensor([5.0, 4.0]),
+            "count": torch.tensor(2),
+            "mask": torch.tensor([False, False]),
+        },
+        1.0,
+    )
     found = mean.mean()
     assert mean.weight == 4.0
     assert found["w"].tolist() == [2.0, 1.0]
     assert found["count"].item() == 9
     assert found["mask"].tolist() == [True, False]
-    assert [found[k].dtype for k in ("w", "count", "mask")] == [torch.float32, torch.int64, torch.bool]
+    assert [found[k].dtype for k in ("w", "count", "mask")] == [
+        torch.float32,
+        torch.int64,
+        torch.bool,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -196,6 +217,14 @@ def test_non_finite_prefixes_the_name_it_is_given() -> None:
 
 def test_nbytes_counts_tensors_at_their_own_width() -> None:
     assert nbytes(example()) == 4 * 6 + 4 * 3 + 4 * 3 + 8
-    assert nbytes({"half": torch.zeros(5, dtype=torch.bfloat16), "byte": torch.zeros(7, dtype=torch.uint8)}) == 17
+    assert (
+        nbytes(
+            {
+                "half": torch.zeros(5, dtype=torch.bfloat16),
+                "byte": torch.zeros(7, dtype=torch.uint8),
+            }
+        )
+        == 17
+    )
     assert nbytes({"a": [1, 2.0, (torch.zeros(1),)], "b": "text", "c": None}) == 20
     assert nbytes({}) == 0

@@ -1,7 +1,7 @@
 """How updates become the next global model, one algorithm a file."""
 
 from flsuite.aggregators.base import Aggregator
-from flsuite.aggregators.bounds import Centralized, LocalOnly
+from flsuite.aggregators.baselines import Centralized, LocalOnly
 from flsuite.aggregators.cmga import CMGA
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.fedprox import FedProx

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
 
-from flsuite.messages import Client, ClientTask, ClientUpdate
-from flsuite.state import Layout, State
+from flsuite.messages import ClientContext, ClientUpdate, FitAssignment
+from flsuite.state import State, StateLayout
 
 __all__ = ["Aggregator"]
 
@@ -28,30 +28,30 @@ class Aggregator(ABC):
 
     private: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
-    layout: Layout
+    layout: StateLayout
     memory: dict[str, Any]
     metrics: dict[str, float]
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: StateLayout) -> None:
         """Called once before the first round, or before the memory of a checkpoint is loaded."""
         self.layout = layout
         self.memory = {}
         self.metrics = {}
 
-    def plan(self, cohort: Sequence[int], batches: Sequence[int]) -> list[ClientTask]:
+    def plan(self, cohort: Sequence[int], batches: Sequence[int]) -> list[FitAssignment]:
         """The fits of a round.
 
         Args:
             cohort: The round's clients, ascending.
             batches: Batches in a local epoch of each of them.
         """
-        return [ClientTask(client) for client in cohort]
+        return [FitAssignment(client) for client in cohort]
 
     def broadcast(self) -> dict[str, Any]:
         """What travels to every client of the round beside the model; its bytes are counted."""
         return {}
 
-    def client_callbacks(self, client: Client) -> list[Callback]:
+    def client_callbacks(self, client: ClientContext) -> list[Callback]:
         """The algorithm's client half, as Lightning callbacks for that client's fit."""
         return []
 

@@ -61,7 +61,13 @@ class CMGA(FedAvg):
         require_positive("CMGA", lr=lr)
         if not 0 <= beta < 1:
             raise FlsuiteError(f"CMGA: beta must be in [0, 1), got {beta}")
-        require_at_least("CMGA", 0, delta=delta, separation_weight=separation_weight, separation_steps=separation_steps)
+        require_at_least(
+            "CMGA",
+            0,
+            delta=delta,
+            separation_weight=separation_weight,
+            separation_steps=separation_steps,
+        )
         require_at_least("CMGA", 0, sigma_floor=sigma_floor)
         self.lr = lr
         self.beta = beta
@@ -93,7 +99,13 @@ class CMGA(FedAvg):
         """Mechanism 3 on what the server remembers: the centres before separation, and which classes were ever seen."""
         never = {"centres": current, "seen": torch.zeros(len(current), dtype=torch.bool)}
         before = self.memory.get("momentum", never)
-        momentum = class_momentum(before["centres"], before["seen"], centres.mean(before["centres"]), centres.held, self.beta)
+        momentum = class_momentum(
+            before["centres"],
+            before["seen"],
+            centres.mean(before["centres"]),
+            centres.held,
+            self.beta,
+        )
         self.memory["momentum"] = {"centres": momentum, "seen": before["seen"] | centres.held}
         return momentum
 
@@ -121,13 +133,20 @@ def select(state: Mapping[str, Tensor], priors: tuple[str, ...]) -> tuple[State,
     return networks, {name: state[name] for name in priors}
 
 
-def move_weights(theta: Mapping[str, Tensor], mean: State, parameters: tuple[str, ...], lr: float) -> State:
+def move_weights(
+    theta: Mapping[str, Tensor], mean: State, parameters: tuple[str, ...], lr: float
+) -> State:
     """Mechanism 2: ``theta + lr mean_k(theta_k - theta)`` for parameters; buffers take the mean as it is."""
     trained = set(parameters)
-    return {name: torch.lerp(theta[name], value, lr) if name in trained else value for name, value in mean.items()}
+    return {
+        name: torch.lerp(theta[name], value, lr) if name in trained else value
+        for name, value in mean.items()
+    }
 
 
-def class_momentum(momentum: Tensor, seen: Tensor, observed: Tensor, held: Tensor, beta: float) -> Tensor:
+def class_momentum(
+    momentum: Tensor, seen: Tensor, observed: Tensor, held: Tensor, beta: float
+) -> Tensor:
     """Mechanism 3: ``beta m + (1 - beta) observed`` for the classes that somebody holds; the others keep ``m``.
 
     A class that is held for the first time starts at what is observed: there is nothing yet to be slow about.
@@ -176,7 +195,9 @@ def _directions(centres: Tensor) -> tuple[Tensor, Tensor]:
     low, high = torch.minimum(index[:, None], index), torch.maximum(index[:, None], index)
     axes = torch.nn.functional.one_hot((low * classes + high) % latent, latent).to(gap.dtype)
     sign = torch.where(index[:, None] < index, 1.0, -1.0).to(gap.dtype)
-    direction = torch.where(distance[..., None] > 0, gap / distance[..., None].clamp(min=1e-30), axes * sign[..., None])
+    direction = torch.where(
+        distance[..., None] > 0, gap / distance[..., None].clamp(min=1e-30), axes * sign[..., None]
+    )
     itself = torch.eye(classes, dtype=torch.bool, device=centres.device)
     return direction.masked_fill(itself[..., None], 0.0), distance.masked_fill(itself, math.inf)
 

@@ -22,7 +22,9 @@ class FedAvg(Aggregator):
 
     def __init__(self, weighting: Weighting = "samples") -> None:
         if weighting not in get_args(Weighting):
-            raise FlsuiteError(f"{type(self).__name__}: weighting must be samples or uniform, got {weighting!r}")
+            raise FlsuiteError(
+                f"{type(self).__name__}: weighting must be samples or uniform, got {weighting!r}"
+            )
         self.weighting = weighting
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:

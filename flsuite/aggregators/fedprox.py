@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Client
+from flsuite.messages import ClientContext
 from flsuite.state import State
 
 __all__ = ["FedProx"]
@@ -32,7 +32,7 @@ class FedProx(FedAvg):
             raise FlsuiteError(f"FedProx: mu must be a finite number from 0 up, got {mu}")
         self.mu = mu
 
-    def client_callbacks(self, client: Client) -> list[Callback]:
+    def client_callbacks(self, client: ClientContext) -> list[Callback]:
         return [_ProximalTerm(self.mu, client.global_state)] if self.mu else []
 
 
@@ -46,9 +46,13 @@ class _ProximalTerm(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         parameters = pl_module.named_parameters()
-        self.anchors = {k: self.global_state[k].to(p.device) for k, p in parameters if k in self.global_state}
+        self.anchors = {
+            k: self.global_state[k].to(p.device) for k, p in parameters if k in self.global_state
+        }
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
         stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is not None and id(parameter) in stepping and name in self.anchors:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Client, ClientUpdate
+from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Estimator, fisher_diagonal
 from flsuite.models.base import LikelihoodModel
-from flsuite.state import Layout, RunningMean, State, clone
+from flsuite.state import RunningMean, State, StateLayout, clone
 
 __all__ = ["FisherAveraging"]
 
@@ -66,30 +66,40 @@ class FisherAveraging(FedAvg):
     ) -> None:
         super().__init__(weighting)
         if isinstance(groups, str) or not groups:
-            raise FlsuiteError(f"FisherAveraging: groups must be a list of at least one name, got {groups!r}")
+            raise FlsuiteError(
+                f"FisherAveraging: groups must be a list of at least one name, got {groups!r}"
+            )
         if estimator not in get_args(Estimator):
-            raise FlsuiteError(f"FisherAveraging: estimator must be one of {', '.join(get_args(Estimator))}, got {estimator!r}")
+            raise FlsuiteError(
+                f"FisherAveraging: estimator must be one of {', '.join(get_args(Estimator))}, got {estimator!r}"
+            )
         if not 0 <= damping < math.inf:
-            raise FlsuiteError(f"FisherAveraging: damping must be a finite number from 0 up, got {damping}")
+            raise FlsuiteError(
+                f"FisherAveraging: damping must be a finite number from 0 up, got {damping}"
+            )
         if batches is not None and batches < 1:
-            raise FlsuiteError(f"FisherAveraging: batches must be at least 1, or null for all of an epoch, got {batches}")
+            raise FlsuiteError(
+                f"FisherAveraging: batches must be at least 1, or null for all of an epoch, got {batches}"
+            )
         self.groups = tuple(groups)
         self.estimator: Estimator = estimator
         self.damping = damping
         self.by_samples = by_samples
         self.batches = batches
 
-    def configure(self, layout: Layout) -> None:
+    def configure(self, layout: StateLayout) -> None:
         super().configure(layout)
         for group in self.groups:
             if not layout.groups.get(group):
-                has = ", ".join(name for name, members in layout.groups.items() if members) or "none"
+                has = (
+                    ", ".join(name for name, members in layout.groups.items() if members) or "none"
+                )
                 raise FlsuiteError(
                     f"FisherAveraging: the model shares no parameters in the group {group!r} (it has {has}); declare "
                     f"parameter_groups = {{{group!r}: (prefix, ...)}} on the model, or name others in aggregator.groups"
                 )
 
-    def client_callbacks(self, client: Client) -> list[Callback]:
+    def client_callbacks(self, client: ClientContext) -> list[Callback]:
         return [_FisherPass(client, self._names(), self.estimator, self.batches)]
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
@@ -119,7 +129,9 @@ class FisherAveraging(FedAvg):
             size = sum(new[name].numel() for name in members)
             covered = sum(int((clients[name].fisher > self.damping).sum()) for name in members)
             self.metrics[f"fisher_covered/{group}"] = covered / size
-            self.metrics[f"spread/{group}"] = sum(clients[name].squared_distance(new[name]) for name in members) / size
+            self.metrics[f"spread/{group}"] = (
+                sum(clients[name].squared_distance(new[name]) for name in members) / size
+            )
 
 
 class _FisherMean:
@@ -154,13 +166,17 @@ class _FisherMean:
     def squared_distance(self, new: Tensor) -> float:
         """Mean over clients of ``||theta_k - new||^2``."""
         moved = new.double() - self.start
-        return float((self.square - 2 * (self.plain * moved).sum()) / self.count + moved.square().sum())
+        return float(
+            (self.square - 2 * (self.plain * moved).sum()) / self.count + moved.square().sum()
+        )
 
 
 class _FisherPass(Callback):
     """The client half: one pass at the end of the fit."""
 
-    def __init__(self, client: Client, names: Sequence[str], estimator: Estimator, batches: int | None) -> None:
+    def __init__(
+        self, client: ClientContext, names: Sequence[str], estimator: Estimator, batches: int | None
+    ) -> None:
         self.client = client
         self.names = names
         self.estimator: Estimator = estimator
@@ -175,11 +191,15 @@ class _FisherPass(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader: Any = trainer.train_dataloader
-        batches = (trainer.strategy.batch_to_device(batch) for batch in islice(loader, self.batches))
+        batches = (
+            trainer.strategy.batch_to_device(batch) for batch in islice(loader, self.batches)
+        )
         with evaluating(pl_module):
             fisher = clone(fisher_diagonal(pl_module, self.names, batches, self.estimator))
         self.client.extras["fisher"] = fisher
-        self.client.metrics["fisher_mass"] = float(sum(f.sum(dtype=torch.float64) for f in fisher.values()))
+        self.client.metrics["fisher_mass"] = float(
+            sum(f.sum(dtype=torch.float64) for f in fisher.values())
+        )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Client, ClientUpdate
+from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import RunningMean, State, add, clone, difference
 
 __all__ = ["SCAFFOLD"]
@@ -45,12 +45,18 @@ class SCAFFOLD(FedAvg):
             needs no rate; momentum and decay then act on the corrected gradient.
     """
 
-    def __init__(self, lr: float = 1.0, weighting: Weighting = "uniform", control: Control = "displacement") -> None:
+    def __init__(
+        self, lr: float = 1.0, weighting: Weighting = "uniform", control: Control = "displacement"
+    ) -> None:
         super().__init__(weighting)
         if not 0 < lr < math.inf:
-            raise FlsuiteError(f"SCAFFOLD: lr is the server's learning rate and must be positive, got {lr}")
+            raise FlsuiteError(
+                f"SCAFFOLD: lr is the server's learning rate and must be positive, got {lr}"
+            )
         if control not in get_args(Control):
-            raise FlsuiteError(f"SCAFFOLD: control must be one of {', '.join(get_args(Control))}, got {control!r}")
+            raise FlsuiteError(
+                f"SCAFFOLD: control must be one of {', '.join(get_args(Control))}, got {control!r}"
+            )
         self.lr = lr
         self.control = control
 
@@ -58,7 +64,7 @@ class SCAFFOLD(FedAvg):
         """Line 5: ``c`` goes out with ``x``. Before the first update it is zero, and nothing is sent."""
         return {"control": self.memory["control"]} if self.memory else {}
 
-    def client_callbacks(self, client: Client) -> list[Callback]:
+    def client_callbacks(self, client: ClientContext) -> list[Callback]:
         return [_LocalSteps(client, self.control)]
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
@@ -80,7 +86,7 @@ class SCAFFOLD(FedAvg):
 class _LocalSteps(Callback):
     """Lines 7 to 14, on the client."""
 
-    def __init__(self, client: Client, control: Control) -> None:
+    def __init__(self, client: ClientContext, control: Control) -> None:
         self.client = client
         self.plain = control == "displacement"
         self.rate: float | None = None
@@ -89,7 +95,9 @@ class _LocalSteps(Callback):
         self.corrections: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.parameters = {k: p for k, p in pl_module.named_parameters() if k in self.client.global_state}
+        self.parameters = {
+            k: p for k, p in pl_module.named_parameters() if k in self.client.global_state
+        }
         zeros = _zeros(self.client.global_state, self.parameters)
         self.own: State = self.client.memory.get("control", zeros)
         self.server: State = self.client.received.get("control", zeros)
@@ -98,9 +106,13 @@ class _LocalSteps(Callback):
             if not self.plain:
                 self.gradients[name] = torch.zeros_like(parameter)
         if self.plain and trainer.gradient_clip_val:
-            raise self._refusal(f"trainer.gradient_clip_val is {trainer.gradient_clip_val}", "unset it")
+            raise self._refusal(
+                f"trainer.gradient_clip_val is {trainer.gradient_clip_val}", "unset it"
+            )
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
         """``y <- y - eta (g - c_i + c)``; a parameter that is frozen for a while takes, and counts, no step."""
         if self.plain:
             self._check(optimizer)
@@ -129,14 +141,19 @@ class _LocalSteps(Callback):
 
     def _check(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, SGD):
-            raise self._refusal(f"the optimizer is {type(optimizer).__name__}", "use torch.optim.SGD")
+            raise self._refusal(
+                f"the optimizer is {type(optimizer).__name__}", "use torch.optim.SGD"
+            )
         for group in optimizer.param_groups:
             for name in ("momentum", "weight_decay"):
                 if group[name] != 0:
                     raise self._refusal(f"the optimizer has {name} {group[name]}", "set it to 0")
             rate = float(group["lr"])
             if self.rate is not None and rate != self.rate:
-                raise self._refusal(f"the learning rate is {self.rate:g} and {rate:g} in one fit", "keep it constant")
+                raise self._refusal(
+                    f"the learning rate is {self.rate:g} and {rate:g} in one fit",
+                    "keep it constant",
+                )
             self.rate = rate
 
     def _refusal(self, found: str, remedy: str) -> FlsuiteError:

@@ -25,7 +25,9 @@ class ServerOptimizer(FedAvg):
     def __init__(self, lr: float, weighting: Weighting) -> None:
         super().__init__(weighting)
         if not 0 < lr < math.inf:
-            raise FlsuiteError(f"{type(self).__name__}: lr is the server's learning rate and must be positive, got {lr}")
+            raise FlsuiteError(
+                f"{type(self).__name__}: lr is the server's learning rate and must be positive, got {lr}"
+            )
         self.lr = lr
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
@@ -56,7 +58,9 @@ class FedAvgM(ServerOptimizer):
         weighting: As for FedAvg.
     """
 
-    def __init__(self, lr: float = 1.0, momentum: float = 0.9, weighting: Weighting = "samples") -> None:
+    def __init__(
+        self, lr: float = 1.0, momentum: float = 0.9, weighting: Weighting = "samples"
+    ) -> None:
         super().__init__(lr, weighting)
         if not 0 <= momentum < 1:
             raise FlsuiteError(f"FedAvgM: momentum must be in [0, 1), got {momentum}")
@@ -102,7 +106,13 @@ class Adaptive(ServerOptimizer):
 class FedAdagrad(Adaptive):
     """``v <- v + delta^2``."""
 
-    def __init__(self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, weighting: Weighting = "samples") -> None:
+    def __init__(
+        self,
+        lr: float = 0.1,
+        beta1: float = 0.0,
+        tau: float = 1e-3,
+        weighting: Weighting = "samples",
+    ) -> None:
         super().__init__(lr, beta1, tau, weighting)
 
     def update_second(self, v: Tensor, square: Tensor) -> None:

@@ -59,7 +59,9 @@ class Group:
 
     def curves(self, metric: str, split: str) -> pd.DataFrame:
         """Round by run: the global score."""
-        return pd.DataFrame({folder: curve(table, metric, split) for folder, table in self.runs.items()})
+        return pd.DataFrame(
+            {folder: curve(table, metric, split) for folder, table in self.runs.items()}
+        )
 
 
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
@@ -69,9 +71,13 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
         FlsuiteError: If there are none.
     """
     roots = [Path(place) for place in places]
-    found = sorted({table.parent.resolve() for root in roots for table in root.rglob("metrics.csv")})
+    found = sorted(
+        {table.parent.resolve() for root in roots for table in root.rglob("metrics.csv")}
+    )
     if not found:
-        raise FlsuiteError(f"no run below {', '.join(map(str, roots))}: name folders that hold metrics.csv of flsuite fit")
+        raise FlsuiteError(
+            f"no run below {', '.join(map(str, roots))}: name folders that hold metrics.csv of flsuite fit"
+        )
     return found
 
 
@@ -109,10 +115,14 @@ def seed_of(folder: Path) -> int | None:
 
 
 def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    if path in _NOT_THE_EXPERIMENT or (path.startswith("data.") and path.rpartition(".")[2] in _PLACES):
+    if path in _NOT_THE_EXPERIMENT or (
+        path.startswith("data.") and path.rpartition(".")[2] in _PLACES
+    ):
         return
     if path == "trainer.callbacks":
-        node = [c for c in node or [] if str(c.get("class_path")).rsplit(".", 1)[-1] not in _OBSERVERS]
+        node = [
+            c for c in node or [] if str(c.get("class_path")).rsplit(".", 1)[-1] not in _OBSERVERS
+        ]
         if not node:
             return
     if isinstance(node, Mapping) and "class_path" in node:
@@ -132,7 +142,11 @@ def _short(path: str) -> str:
 
 def _label(own: Flat, everybody: Sequence[Flat]) -> str:
     """Settings in which groups differ; a parameter only among groups that share the class it belongs to."""
-    keys = [key for key in dict.fromkeys(key for other in everybody for key in other) if _differs(key, own, everybody)]
+    keys = [
+        key
+        for key in dict.fromkeys(key for other in everybody for key in other)
+        if _differs(key, own, everybody)
+    ]
     parts = []
     for key in keys:
         value = own.get(key)
@@ -144,7 +158,9 @@ def _label(own: Flat, everybody: Sequence[Flat]) -> str:
 
 def _differs(key: str, own: Flat, everybody: Sequence[Flat]) -> bool:
     peers = [other for other in everybody if _same_owners(key, own, other)]
-    return any(key in other for other in peers) and len({repr(other.get(key)) for other in peers}) > 1
+    return (
+        any(key in other for other in peers) and len({repr(other.get(key)) for other in peers}) > 1
+    )
 
 
 def _same_owners(key: str, own: Flat, other: Flat) -> bool:

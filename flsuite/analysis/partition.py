@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from flsuite.data.federated import FederatedData
-from flsuite.run_folder import partition_rows
+from flsuite.runs.folder import partition_rows
 
 __all__ = ["partition_figure", "partition_table"]
 
@@ -24,11 +24,14 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
         split: ``train``, ``val`` or ``test``.
     """
     part = table[table["split"] == split]
-    counts = part.pivot(index="class", columns="client", values="samples").reindex(part["class"].unique())
+    counts = part.pivot(index="class", columns="client", values="samples").reindex(
+        part["class"].unique()
+    )
     counts = counts.iloc[:, :_MOST_CLIENTS]
     clients, classes = counts.shape[1], counts.shape[0]
     figure = Figure(
-        figsize=(min(max(5.0, 1.8 + 0.42 * clients), 24), min(max(3.6, 2.0 + 0.34 * classes), 16)), layout="constrained"
+        figsize=(min(max(5.0, 1.8 + 0.42 * clients), 24), min(max(3.6, 2.0 + 0.34 * classes), 16)),
+        layout="constrained",
     )
     sizes, mix = figure.subplots(2, 1, sharex=True, height_ratios=[1, max(1.6, classes / 4)])
     sizes.bar(range(clients), counts.sum(), color="#4c72b0", width=0.7)
@@ -37,7 +40,9 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
     stacked = counts.stack()
     y, x = (stacked.index.codes[level] for level in (0, 1))
     largest = max(float(counts.to_numpy().max()), 1.0)
-    mix.scatter(x, y, s=stacked.to_numpy() / largest * 320, color="#dd8452", alpha=0.85, linewidths=0)
+    mix.scatter(
+        x, y, s=stacked.to_numpy() / largest * 320, color="#dd8452", alpha=0.85, linewidths=0
+    )
     mix.set_yticks(range(classes), [_short(str(name)) for name in counts.index])
     mix.set_ylim(classes - 0.4, -0.6)
     mix.set_xlim(-0.7, clients - 0.3)

@@ -12,7 +12,17 @@ from flsuite.errors import FlsuiteError
 
 __all__ = ["report_figure", "report_markdown", "report_table"]
 
-_UP = ("accuracy", "f1_macro", "balanced_accuracy", "auroc", "probe_", "task_", "backward_", "forward_", "sample_agreement")
+_UP = (
+    "accuracy",
+    "f1_macro",
+    "balanced_accuracy",
+    "auroc",
+    "probe_",
+    "task_",
+    "backward_",
+    "forward_",
+    "sample_agreement",
+)
 _DOWN = ("loss", "nll", "kl", "reconstruction", "forgetting", "flow_nll")
 
 
@@ -38,14 +48,18 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
     found = {"last": float(test.iloc[-1]), "mean_last": float(test.iloc[-last:].mean())}
     validation = validation[validation.index.isin(test.index)].dropna()
     if len(validation) and lower_is_better(monitor) is not None:
-        picked = validation.index[int((validation if lower_is_better(monitor) else -validation).argmin())]
+        picked = validation.index[
+            int((validation if lower_is_better(monitor) else -validation).argmin())
+        ]
         found |= {"picked": float(test[picked]), "picked_round": float(picked)}
     if (lower := lower_is_better(metric)) is not None:
         found["best_on_test"] = float(test.min() if lower else test.max())
     return found
 
 
-def report_table(groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), last: int = 10) -> pd.DataFrame:
+def report_table(
+    groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), last: int = 10
+) -> pd.DataFrame:
     """One row a group and metric: ``group, metric, runs``, then mean and spread of each score of :func:`run_scores`.
 
     The spread is the standard deviation over runs with ddof 1, empty for a single run.
@@ -60,11 +74,26 @@ def report_table(groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",)
             monitor = str(group.settings.get("trainer.monitor", "accuracy"))
             scores = [run_scores(t, metric, monitor, last) for t in group.runs.values()]
             if table := [row for row in scores if row]:
-                rows.append({"group": group.label, "metric": metric, "runs": len(table), **_mean_and_spread(table)})
+                rows.append(
+                    {
+                        "group": group.label,
+                        "metric": metric,
+                        "runs": len(table),
+                        **_mean_and_spread(table),
+                    }
+                )
         if len(rows) == before:
             tables = [t for group in groups for t in group.runs.values()]
-            known = sorted({name for t in tables for name in t[(t["split"] == "test") & (t["scope"] == "global")]["metric"]})
-            raise FlsuiteError(f"no run has the test score {metric!r}; there are {', '.join(known)}")
+            known = sorted(
+                {
+                    name
+                    for t in tables
+                    for name in t[(t["split"] == "test") & (t["scope"] == "global")]["metric"]
+                }
+            )
+            raise FlsuiteError(
+                f"no run has the test score {metric!r}; there are {', '.join(known)}"
+            )
     return pd.DataFrame(rows)
 
 
@@ -102,7 +131,9 @@ def _cell(row: Mapping[Any, Any], name: str) -> str:
     return f"{mean:.3f}" if pd.isna(spread) else f"{mean:.3f} ± {spread:.3f}"
 
 
-def report_figure(groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), split: str = "test") -> Figure:
+def report_figure(
+    groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), split: str = "test"
+) -> Figure:
     """The global score over rounds: the mean of each group's runs, and the range they span."""
     height = 3.6 + 0.2 * len(groups)
     figure = Figure(figsize=(max(5.2, 4.6 * len(metrics)), height), layout="constrained")
@@ -110,10 +141,24 @@ def report_figure(groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",
     for panel, metric in zip(panels, metrics, strict=True):
         for group in groups:
             curves = group.curves(metric, split)
-            line = panel.plot(curves.index, curves.mean(axis=1), label=f"{group.label} ({curves.shape[1]})", linewidth=1.6)[0]
-            panel.fill_between(curves.index, curves.min(axis=1), curves.max(axis=1), color=line.get_color(), alpha=0.15, lw=0)
+            line = panel.plot(
+                curves.index,
+                curves.mean(axis=1),
+                label=f"{group.label} ({curves.shape[1]})",
+                linewidth=1.6,
+            )[0]
+            panel.fill_between(
+                curves.index,
+                curves.min(axis=1),
+                curves.max(axis=1),
+                color=line.get_color(),
+                alpha=0.15,
+                lw=0,
+            )
         panel.set(xlabel="round", ylabel=f"{split} {metric.replace('_', ' ')}")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8
+    )
     return figure

@@ -24,12 +24,17 @@ def read_partition(run_dir: str | Path) -> pd.DataFrame:
 
 def curve(table: pd.DataFrame, metric: str, split: str, scope: str = "global") -> pd.Series:
     """A score over rounds."""
-    chosen = table[(table["scope"] == scope) & (table["split"] == split) & (table["metric"] == metric)]
+    chosen = table[
+        (table["scope"] == scope) & (table["split"] == split) & (table["metric"] == metric)
+    ]
     return chosen.set_index("round")["value"]
 
 
 def curves_figure(
-    runs: Mapping[str, str | Path], metrics: Sequence[str] = ("accuracy", "loss"), split: str = "test", x: str = "round"
+    runs: Mapping[str, str | Path],
+    metrics: Sequence[str] = ("accuracy", "loss"),
+    split: str = "test",
+    x: str = "round",
 ) -> Figure:
     """The global scores of one or more runs over rounds, virtual or wall seconds.
 

@@ -5,7 +5,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from flsuite.data.tasks import TaskData
-from flsuite.run_folder import TASK_COLUMNS, task_rows
+from flsuite.runs.folder import TASK_COLUMNS, task_rows
 
 __all__ = ["task_plan_figure", "task_table"]
 
@@ -24,9 +24,16 @@ def task_plan_figure(table: pd.DataFrame) -> Figure:
         table: As :func:`task_table` gives it.
     """
     shown = table[table["client"] < _MOST_CLIENTS]
-    names = list(dict.fromkeys(shown.sort_values(["task", "client"])["class"]))  # the pool's order, where there is one
+    names = list(
+        dict.fromkeys(shown.sort_values(["task", "client"])["class"])
+    )  # the pool's order, where there is one
     clients, tasks = shown["client"].nunique(), int(shown["task"].max()) + 1
-    figure = Figure(figsize=(min(max(4.5, 1.8 + 0.42 * clients), 24), min(max(3.0, 1.2 + 0.34 * len(names)), 16)))
+    figure = Figure(
+        figsize=(
+            min(max(4.5, 1.8 + 0.42 * clients), 24),
+            min(max(3.0, 1.2 + 0.34 * len(names)), 16),
+        )
+    )
     panel = figure.subplots()
     colors = colormaps["viridis_r"]
     for client, task, name in zip(shown["client"], shown["task"], shown["class"], strict=True):

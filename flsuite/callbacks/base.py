@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from flsuite.messages import ClientFailure, ClientResult
 
 if TYPE_CHECKING:
-    from flsuite.evaluation import Scores
+    from flsuite.server.evaluation import Scores
     from flsuite.trainer import FederatedTrainer
 
 __all__ = ["FederationCallback"]
@@ -25,19 +25,27 @@ class FederationCallback(Callback):
     def on_federation_start(self, trainer: "FederatedTrainer") -> None:
         """Everything is set up; ``trainer.round`` rounds are done already."""
 
-    def on_round_start(self, trainer: "FederatedTrainer", round: int, cohort: Sequence[int]) -> None:
+    def on_round_start(
+        self, trainer: "FederatedTrainer", round: int, cohort: Sequence[int]
+    ) -> None:
         """The cohort is drawn."""
 
-    def on_client_end(self, trainer: "FederatedTrainer", outcome: ClientResult | ClientFailure) -> None:
+    def on_client_end(
+        self, trainer: "FederatedTrainer", outcome: ClientResult | ClientFailure
+    ) -> None:
         """A client is back, in the fixed order of the cohort; a failed or refused one as a failure."""
 
     def on_round_end(self, trainer: "FederatedTrainer", round: int) -> None:
         """The new global model is in place; evaluation and checkpoint follow."""
 
-    def on_evaluation_end(self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores") -> None:
+    def on_evaluation_end(
+        self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores"
+    ) -> None:
         """A split has been scored."""
 
-    def on_round_recorded(self, trainer: "FederatedTrainer", round: int, metrics: Mapping[str, float]) -> None:
+    def on_round_recorded(
+        self, trainer: "FederatedTrainer", round: int, metrics: Mapping[str, float]
+    ) -> None:
         """All numbers of the round are known, as ``<split>/<metric>`` and ``client/<number>/<split>/<metric>``."""
 
     def on_federation_end(self, trainer: "FederatedTrainer") -> None:

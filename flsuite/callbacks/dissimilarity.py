@@ -46,7 +46,11 @@ class GradientDissimilarity(FederationCallback):
     """
 
     def __init__(
-        self, every: int = 10, batches: int | None = 1, batch_norm: BatchNorm = "train", clients: int | None = None
+        self,
+        every: int = 10,
+        batches: int | None = 1,
+        batch_norm: BatchNorm = "train",
+        clients: int | None = None,
     ) -> None:
         require_at_least("GradientDissimilarity", 1, every=every, batches=batches)
         require_at_least("GradientDissimilarity", 2, clients=clients)
@@ -83,7 +87,9 @@ class GradientDissimilarity(FederationCallback):
     def _measured(self, clients: int, seed: int) -> Sequence[int]:
         if self.clients is None or self.clients >= clients:
             return range(clients)
-        drawn = numpy_generator(seed, "dissimilarity/clients").choice(clients, self.clients, replace=False)
+        drawn = numpy_generator(seed, "dissimilarity/clients").choice(
+            clients, self.clients, replace=False
+        )
         return sorted(drawn.tolist())
 
 
@@ -95,7 +101,9 @@ def head_parameters(model: ClientModel, shared: Mapping[str, Tensor]) -> list[Te
     """
     head = model.head if isinstance(model, FusedModel) else ""
     named = model.named_parameters()
-    found: list[Tensor] = [p for name, p in named if name.startswith(head) and name in shared and p.requires_grad]
+    found: list[Tensor] = [
+        p for name, p in named if name.startswith(head) and name in shared and p.requires_grad
+    ]
     if not found:
         raise FlsuiteError(
             f"GradientDissimilarity: {type(model).__name__} shares no trainable parameters of its classifier; "
@@ -104,10 +112,14 @@ def head_parameters(model: ClientModel, shared: Mapping[str, Tensor]) -> list[Te
     return found
 
 
-def gradient_batches(data: FederatedData, client: int, seed: int, round: int, batches: int | None) -> Iterator[Batch]:
+def gradient_batches(
+    data: FederatedData, client: int, seed: int, round: int, batches: int | None
+) -> Iterator[Batch]:
     """The training samples of a client in a random order of its own, not augmented, cut as an epoch is."""
     rows = data.train_rows(client)
-    rows = rows[torch.randperm(len(rows), generator=torch_generator(seed, "dissimilarity", round, client))]
+    rows = rows[
+        torch.randperm(len(rows), generator=torch_generator(seed, "dissimilarity", round, client))
+    ]
     if len(rows) == 1:  # as in training: BatchNorm needs two
         rows = rows.repeat(2)
     for start, stop in batch_bounds(len(rows), data.batch_size)[:batches]:
@@ -151,7 +163,11 @@ def _losses(model: ClientModel, batch: Batch) -> tuple[Tensor, ...]:
 @contextmanager
 def _untouched(model: ClientModel) -> Iterator[None]:
     """Give back weights, buffers and modes as they were; inside, the model has no Trainer that it could log to."""
-    state, modes, trainer = clone(model.state_dict()), [(m, m.training) for m in model.modules()], model._trainer
+    state, modes, trainer = (
+        clone(model.state_dict()),
+        [(m, m.training) for m in model.modules()],
+        model._trainer,
+    )
     model.trainer = None
     try:
         yield

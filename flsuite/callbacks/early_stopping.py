@@ -9,7 +9,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.metrics import HIGHER_IS_BETTER
 
 if TYPE_CHECKING:
-    from flsuite.evaluation import Scores
+    from flsuite.server.evaluation import Scores
     from flsuite.trainer import FederatedTrainer
 
 __all__ = ["RoundEarlyStopping"]
@@ -26,9 +26,13 @@ class RoundEarlyStopping(FederationCallback):
         min_delta: What counts as one.
     """
 
-    def __init__(self, monitor: str = "accuracy", patience: int = 10, min_delta: float = 0.0) -> None:
+    def __init__(
+        self, monitor: str = "accuracy", patience: int = 10, min_delta: float = 0.0
+    ) -> None:
         if monitor not in HIGHER_IS_BETTER:
-            raise FlsuiteError(f"RoundEarlyStopping: monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor}")
+            raise FlsuiteError(
+                f"RoundEarlyStopping: monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor}"
+            )
         if patience < 1:
             raise FlsuiteError(f"RoundEarlyStopping: patience must be at least 1, got {patience}")
         self.monitor = monitor
@@ -41,17 +45,24 @@ class RoundEarlyStopping(FederationCallback):
         if trainer.round == 0:
             self.best, self.waited = None, 0
 
-    def on_evaluation_end(self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores") -> None:
+    def on_evaluation_end(
+        self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores"
+    ) -> None:
         if split != "val":
             return
-        value = scores["global"].get(self.monitor, math.nan) * (1 if HIGHER_IS_BETTER[self.monitor] else -1)
+        value = scores["global"].get(self.monitor, math.nan) * (
+            1 if HIGHER_IS_BETTER[self.monitor] else -1
+        )
         if not math.isnan(value) and (self.best is None or value > self.best + self.min_delta):
             self.best, self.waited = value, 0
             return
         self.waited += 1
         if self.waited >= self.patience:
             log.info(
-                "validation %s has not improved for %d evaluations: stopping after round %d", self.monitor, self.waited, round
+                "validation %s has not improved for %d evaluations: stopping after round %d",
+                self.monitor,
+                self.waited,
+                round,
             )
             trainer.should_stop = True
 

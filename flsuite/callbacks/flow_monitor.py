@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flsuite.callbacks.base import FederationCallback
-from flsuite.data.source import Arrays
+from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError, require_at_least
 from flsuite.messages import ClientFailure, ClientResult
 from flsuite.random import numpy_generator, seed_process
@@ -62,22 +62,31 @@ class FlowMonitor(FederationCallback):
         self._due = False
 
     def on_federation_start(self, trainer: "FederatedTrainer") -> None:
-        if not isinstance(trainer.evaluator.model, FlowModel) or "flow" not in trainer.evaluator.model.parameter_groups:
+        if (
+            not isinstance(trainer.evaluator.model, FlowModel)
+            or "flow" not in trainer.evaluator.model.parameter_groups
+        ):
             raise FlsuiteError(
                 f"FlowMonitor scores a flow of features, and {type(trainer.evaluator.model).__name__} has none; "
                 "use a model such as NFClassifier, or remove the callback"
             )
 
-    def on_round_start(self, trainer: "FederatedTrainer", round: int, cohort: Sequence[int]) -> None:
+    def on_round_start(
+        self, trainer: "FederatedTrainer", round: int, cohort: Sequence[int]
+    ) -> None:
         self._due = round % self.every == 0 or round == trainer.rounds
         self._flows, self._mean = {}, RunningMean()
 
-    def on_client_end(self, trainer: "FederatedTrainer", outcome: ClientResult | ClientFailure) -> None:
+    def on_client_end(
+        self, trainer: "FederatedTrainer", outcome: ClientResult | ClientFailure
+    ) -> None:
         if not self._due or isinstance(outcome, ClientFailure):
             return
         patterns = trainer.evaluator.model.parameter_groups["flow"]
         flow = {
-            name: value for name, value in outcome.update.state.items() if matches(name, patterns) and value.is_floating_point()
+            name: value
+            for name, value in outcome.update.state.items()
+            if matches(name, patterns) and value.is_floating_point()
         }
         self._mean.add(flow, outcome.update.samples)
         if len(self._flows) < self.clients:
@@ -95,26 +104,33 @@ class FlowMonitor(FederationCallback):
         federation, evaluator = trainer.federation, trainer.evaluator
         assert federation is not None
         data = federation.current
-        rows = numpy_generator(trainer.seed, "flow_monitor").permutation(len(data.test))[: self.samples]
+        rows = numpy_generator(trainer.seed, "flow_monitor").permutation(len(data.test))[
+            : self.samples
+        ]
         held_out = data.test.take(torch.from_numpy(rows))
         plain = self._mean.mean()
         evaluator.load(federation.client_state(None))
         aggregated = {name: federation.state[name] for name in plain}
         nll = self._nll(trainer, held_out, aggregated)
-        found = {"flow_nll": float(nll.mean()), "flow_nll_of_mean": float(self._nll(trainer, held_out, plain).mean())}
+        found = {
+            "flow_nll": float(nll.mean()),
+            "flow_nll_of_mean": float(self._nll(trainer, held_out, plain).mean()),
+        }
         own = {client: self._nll(trainer, held_out, flow) for client, flow in self._flows.items()}
         trained = {client: (data.class_counts(client) > 0)[held_out.y] for client in own}
         found |= _means(
             flow_nll_before=[column[trained[client]] for client, column in own.items()],
             flow_nll_after=[nll[trained[client]] for client in own],
         )
-        found["flow_disagreement"] = float(torch.stack(list(own.values())).std(0, correction=0).mean())
+        found["flow_disagreement"] = float(
+            torch.stack(list(own.values())).std(0, correction=0).mean()
+        )
         found["flow_spread"] = _distance(self._flows.values(), plain)
         found["flow_spread_after"] = _distance(self._flows.values(), aggregated)
         evaluator.load(aggregated)
         return found | {"sample_agreement": self._agreement(trainer, round, held_out.y.unique())}
 
-    def _nll(self, trainer: "FederatedTrainer", held_out: Arrays, flow: State) -> Tensor:
+    def _nll(self, trainer: "FederatedTrainer", held_out: DataSplit, flow: State) -> Tensor:
         trainer.evaluator.load(flow)
         return trainer.evaluator.outputs(held_out)["nll"].double()
 
@@ -140,5 +156,9 @@ def _means(**columns: list[Tensor]) -> dict[str, float]:
 
 def _distance(flows: Collection[State], centre: State) -> float:
     """Root mean square over parameters and clients."""
-    square = sum(float((flow[name].double() - centre[name]).square().sum()) for flow in flows for name in centre)
+    square = sum(
+        float((flow[name].double() - centre[name]).square().sum())
+        for flow in flows
+        for name in centre
+    )
     return math.sqrt(square / (len(flows) * sum(value.numel() for value in centre.values())))

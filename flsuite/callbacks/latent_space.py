@@ -66,14 +66,18 @@ class LatentSpace(FederationCallback):
             )
         evaluator.load(federation.client_state(None))
         if evaluator.model.priors()[0].shape[1] < 2:
-            raise FlsuiteError("LatentSpace draws two dimensions, and the latent space has one: raise model.latent_dim")
+            raise FlsuiteError(
+                "LatentSpace draws two dimensions, and the latent space has one: raise model.latent_dim"
+            )
         means, sigmas = (t.detach().float().cpu() for t in prior_moments(evaluator.model))
         for name, value in prior_distances(means, sigmas).items():
             trainer.log_metric(name, value)
         if self.every and (round % self.every == 0 or round == trainer.rounds):
             self._draw(trainer, round, means.numpy(), sigmas.numpy())
 
-    def _draw(self, trainer: "FederatedTrainer", round: int, means: np.ndarray, sigmas: np.ndarray) -> None:
+    def _draw(
+        self, trainer: "FederatedTrainer", round: int, means: np.ndarray, sigmas: np.ndarray
+    ) -> None:
         federation, evaluator = trainer.federation, trainer.evaluator
         assert federation is not None
         test = federation.data.test
@@ -82,7 +86,9 @@ class LatentSpace(FederationCallback):
         latents: dict[str, np.ndarray] = {}
         for client in range(min(self.clients, trainer.clients) if federation.personal else 1):
             evaluator.load(federation.client_state(client))
-            latents[f"client {client}" if federation.personal else "all clients"] = evaluator.latents(test.x[rows]).numpy()
+            latents[f"client {client}" if federation.personal else "all clients"] = (
+                evaluator.latents(test.x[rows]).numpy()
+            )
         names = federation.data.spec.class_names or tuple(map(str, range(len(means))))
         figure = latent_figure(latents, test.y[rows].numpy(), means, sigmas, names)
         figure.suptitle(f"round {round}")
@@ -110,7 +116,11 @@ def prior_distances(means: Tensor, sigmas: Tensor) -> dict[str, float]:
 
 
 def latent_figure(
-    latents: Mapping[str, np.ndarray], y: np.ndarray, means: np.ndarray, sigmas: np.ndarray, class_names: Sequence[str]
+    latents: Mapping[str, np.ndarray],
+    y: np.ndarray,
+    means: np.ndarray,
+    sigmas: np.ndarray,
+    class_names: Sequence[str],
 ) -> Figure:
     """One panel each: samples as dots and priors as crosses with an ellipse of one standard deviation, in two dimensions.
 
@@ -121,7 +131,9 @@ def latent_figure(
         sigmas: Their standard deviations.
         class_names: For the legend.
     """
-    plane = PCA(2).fit(means if min(means.shape) > 2 else np.concatenate([means, *latents.values()]))
+    plane = PCA(2).fit(
+        means if min(means.shape) > 2 else np.concatenate([means, *latents.values()])
+    )
     figure = Figure(figsize=(3.3 * len(latents) + 1.6, 3.6), layout="constrained")
     panels = figure.subplots(1, len(latents), sharex=True, sharey=True, squeeze=False)[0]
     centres = plane.transform(means)
@@ -133,19 +145,36 @@ def latent_figure(
         for c, name in enumerate(class_names):
             color = colors(c % 20)
             own = projected[y == c]
-            panel.scatter(own[:, 0], own[:, 1], s=7, color=color, alpha=0.55, linewidths=0, label=name)
+            panel.scatter(
+                own[:, 0], own[:, 1], s=7, color=color, alpha=0.55, linewidths=0, label=name
+            )
             covariance = plane.components_ @ np.diag(sigmas[c] ** 2) @ plane.components_.T
             values, vectors = np.linalg.eigh(covariance)
             ellipse = centres[c][:, None] + vectors @ (np.sqrt(values.clip(0))[:, None] * circle)
             panel.plot(*ellipse, color=color, linewidth=1)
-            panel.scatter(*centres[c], marker="X", s=70, color=color, edgecolors="black", linewidths=0.7, zorder=3)
+            panel.scatter(
+                *centres[c],
+                marker="X",
+                s=70,
+                color=color,
+                edgecolors="black",
+                linewidths=0.7,
+                zorder=3,
+            )
         panel.set_title(title, fontsize=10)
         panel.set_aspect("equal")
         panel.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("first principal component of the class centres", fontsize=8)
     figure.supylabel("second", fontsize=8)
     handles = panels[0].get_legend_handles_labels()[0]
-    figure.legend(handles, [n[:18] for n in class_names], loc="outside right center", frameon=False, fontsize=7, markerscale=2)
+    figure.legend(
+        handles,
+        [n[:18] for n in class_names],
+        loc="outside right center",
+        frameon=False,
+        fontsize=7,
+        markerscale=2,
+    )
     return figure
 
 

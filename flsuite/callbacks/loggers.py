@@ -38,12 +38,18 @@ class RoundLogger(FederationCallback):
                 self._start_wandb(logger, trainer)
             logger.log_hyperparams(trainer.describe())
 
-    def on_round_recorded(self, trainer: "FederatedTrainer", round: int, metrics: Mapping[str, float]) -> None:
+    def on_round_recorded(
+        self, trainer: "FederatedTrainer", round: int, metrics: Mapping[str, float]
+    ) -> None:
         few = trainer.clients <= self.per_client
-        kept = {name: value for name, value in metrics.items() if few or not name.startswith("client/")}
+        kept = {
+            name: value for name, value in metrics.items() if few or not name.startswith("client/")
+        }
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_metrics({**kept, "round": round})  # never with step=: it would bind rows to W&B's own counter
+                logger.log_metrics(
+                    {**kept, "round": round}
+                )  # never with step=: it would bind rows to W&B's own counter
             else:
                 logger.log_metrics(kept, step=round)
 
@@ -84,7 +90,11 @@ class RoundLogger(FederationCallback):
     def _finish_wandb(self, logger: WandbLogger, trainer: "FederatedTrainer") -> None:
         import wandb
 
-        model = trainer.run_folder.checkpoints / "model.ckpt" if trainer.run_folder.checkpoints else None
+        model = (
+            trainer.run_folder.checkpoints / "model.ckpt"
+            if trainer.run_folder.checkpoints
+            else None
+        )
         if self.log_model and isinstance(model, Path) and model.exists():
             artifact = wandb.Artifact(f"model-{logger.experiment.id}", type="model")
             artifact.add_file(str(model))

@@ -29,8 +29,16 @@ class ForestProbe(FederationCallback):
         samples: Training samples of a client at most, drawn at random.
     """
 
-    def __init__(self, every: int | None = None, clients: int | None = None, trees: int = 100, samples: int = 5000) -> None:
-        require_at_least("ForestProbe", 1, every=every, clients=clients, trees=trees, samples=samples)
+    def __init__(
+        self,
+        every: int | None = None,
+        clients: int | None = None,
+        trees: int = 100,
+        samples: int = 5000,
+    ) -> None:
+        require_at_least(
+            "ForestProbe", 1, every=every, clients=clients, trees=trees, samples=samples
+        )
         self.every = every
         self.clients = clients
         self.trees = trees
@@ -42,7 +50,9 @@ class ForestProbe(FederationCallback):
             return
         clients = range(min(self.clients or trainer.clients, trainer.clients))
         scores = [self.probe(trainer, client) for client in clients]
-        for name, values in zip(("probe_accuracy", "probe_f1_macro"), zip(*scores, strict=True), strict=True):
+        for name, values in zip(
+            ("probe_accuracy", "probe_f1_macro"), zip(*scores, strict=True), strict=True
+        ):
             trainer.log_metric(name, sum(values) / len(values), split="test")
 
     def probe(self, trainer: "FederatedTrainer", client: int) -> tuple[float, float]:
@@ -56,10 +66,16 @@ class ForestProbe(FederationCallback):
             )
         evaluator.load(federation.client_state(client))
         rows = data.train_rows(client)
-        order = numpy_generator(trainer.seed, "probe/rows", client=client).permutation(len(rows))  # files are sorted by class
+        order = numpy_generator(trainer.seed, "probe/rows", client=client).permutation(
+            len(rows)
+        )  # files are sorted by class
         rows = rows[torch.from_numpy(order[: self.samples])]
-        forest = RandomForestClassifier(self.trees, random_state=seed_for(trainer.seed, "probe", client=client) % 2**32)
+        forest = RandomForestClassifier(
+            self.trees, random_state=seed_for(trainer.seed, "probe", client=client) % 2**32
+        )
         forest.fit(evaluator.latents(data.train.x[rows]).numpy(), data.train.y[rows].numpy())
         found = forest.predict(evaluator.latents(data.test.x).numpy())
         truth = data.test.y.numpy()
-        return float(accuracy_score(truth, found)), float(f1_score(truth, found, average="macro", zero_division=0))
+        return float(accuracy_score(truth, found)), float(
+            f1_score(truth, found, average="macro", zero_division=0)
+        )

@@ -48,20 +48,28 @@ class RoundProgress(FederationCallback):
             TextColumn("{task.fields[note]}"),
         )
         self._bar = Progress(*columns, console=console)
-        self._rounds = self._bar.add_task("rounds ", total=trainer.rounds, completed=trainer.round, note="")
+        self._rounds = self._bar.add_task(
+            "rounds ", total=trainer.rounds, completed=trainer.round, note=""
+        )
         self._clients = self._bar.add_task("clients", total=None, note="")
         self._bar.start()
 
-    def on_round_start(self, trainer: "FederatedTrainer", round: int, cohort: Sequence[int]) -> None:
+    def on_round_start(
+        self, trainer: "FederatedTrainer", round: int, cohort: Sequence[int]
+    ) -> None:
         self._cohort = len(cohort)
         if self._bar is not None:
             self._bar.reset(self._clients, total=len(cohort))
 
-    def on_client_end(self, trainer: "FederatedTrainer", outcome: ClientResult | ClientFailure) -> None:
+    def on_client_end(
+        self, trainer: "FederatedTrainer", outcome: ClientResult | ClientFailure
+    ) -> None:
         if self._bar is not None:
             self._bar.advance(self._clients)
 
-    def on_round_recorded(self, trainer: "FederatedTrainer", round: int, metrics: Mapping[str, float]) -> None:
+    def on_round_recorded(
+        self, trainer: "FederatedTrainer", round: int, metrics: Mapping[str, float]
+    ) -> None:
         shown = [f"{name} {metrics[name]:.4f}" for name in _SHOWN if name in metrics]
         left = self._time_left(trainer, round)
         if self._bar is not None:

@@ -13,7 +13,7 @@ from flsuite.errors import require_at_least
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 
 if TYPE_CHECKING:
-    from flsuite.evaluation import Scores
+    from flsuite.server.evaluation import Scores
     from flsuite.trainer import FederatedTrainer
 
 __all__ = ["TaskMatrix", "task_figure"]
@@ -62,7 +62,9 @@ class TaskMatrix(FederationCallback):
         if data is not None and self.matrix is not None and _is_end(data, round, trainer.rounds):
             self._score(trainer, data, round)
 
-    def on_evaluation_end(self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores") -> None:
+    def on_evaluation_end(
+        self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores"
+    ) -> None:
         """A run that is stopped early may end within a task, which shows only now."""
         data = _tasks(trainer)
         if split != "test" or data is None or self.matrix is None:
@@ -73,10 +75,15 @@ class TaskMatrix(FederationCallback):
     def _score(self, trainer: "FederatedTrainer", data: TaskData, round: int) -> None:
         assert self.matrix is not None and trainer.federation is not None
         if not trainer.federation.memories.at_hand:
-            log.warning("no accuracy by task: what the clients' models keep to themselves lies with them")
+            log.warning(
+                "no accuracy by task: what the clients' models keep to themselves lies with them"
+            )
             self.matrix = None
             return
-        row, before = self.row(trainer, data), data.task(round) + 1  # a run that is extended scores its last task again
+        row, before = (
+            self.row(trainer, data),
+            data.task(round) + 1,
+        )  # a run that is extended scores its last task again
         self.matrix = torch.cat([self.matrix[:, :before], row[:, None]], dim=1)
         for task, accuracy in enumerate(row.mean(0).tolist()):
             trainer.log_metric(f"task_accuracy/{task}", accuracy, split="test")
@@ -86,7 +93,9 @@ class TaskMatrix(FederationCallback):
         for name, value in summarised(self.matrix).items():
             trainer.log_metric(name, value, split="test")
         if trainer.run_folder.path is not None:
-            task_figure(self.matrix.mean(0)[1:]).savefig(trainer.run_folder.path / "tasks.png", dpi=150)
+            task_figure(self.matrix.mean(0)[1:]).savefig(
+                trainer.run_folder.path / "tasks.png", dpi=150
+            )
 
     def row(self, trainer: "FederatedTrainer", data: TaskData) -> Tensor:
         """Accuracy of each client's model on each of its tasks, ``(clients, tasks)``."""
@@ -120,7 +129,9 @@ def summarised(matrix: Tensor) -> dict[str, float]:
         "backward_transfer": backward_transfer(matrix),
         "forward_transfer": forward_transfer(matrix),
     }
-    return {name: float(values.mean()) for name, values in found.items() if not values.isnan().any()}
+    return {
+        name: float(values.mean()) for name, values in found.items() if not values.isnan().any()
+    }
 
 
 def task_figure(matrix: Tensor) -> Figure:
@@ -132,7 +143,15 @@ def task_figure(matrix: Tensor) -> Figure:
     for i, row in enumerate(matrix.tolist()):
         for j, value in enumerate(row):
             weight = "bold" if i == j else "normal"
-            panel.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.6 else "black", weight=weight)
+            panel.text(
+                j,
+                i,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                color="white" if value > 0.6 else "black",
+                weight=weight,
+            )
     panel.set_xticks(range(tasks), [str(task) for task in range(tasks)])
     panel.set_yticks(range(done), [str(task) for task in range(done)])
     panel.set_xlabel("accuracy on a client's task")
@@ -143,7 +162,11 @@ def task_figure(matrix: Tensor) -> Figure:
 
 def _tasks(trainer: "FederatedTrainer") -> TaskData | None:
     federation = trainer.federation
-    return federation.data if federation is not None and isinstance(federation.data, TaskData) else None
+    return (
+        federation.data
+        if federation is not None and isinstance(federation.data, TaskData)
+        else None
+    )
 
 
 def _is_end(data: TaskData, round: int, rounds: int) -> bool:
@@ -152,4 +175,6 @@ def _is_end(data: TaskData, round: int, rounds: int) -> bool:
 
 def _by_class(right: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Hits and samples of each class."""
-    return torch.bincount(y, right.double(), minlength=classes), torch.bincount(y, minlength=classes).double()
+    return torch.bincount(y, right.double(), minlength=classes), torch.bincount(
+        y, minlength=classes
+    ).double()

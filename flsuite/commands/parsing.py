@@ -31,7 +31,12 @@ class OneLineParser(LightningArgumentParser):
         raise FlsuiteError(essence(message)) from ex
 
     def _nearest(self, option: str) -> str:
-        known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        known = [
+            name
+            for action in self._actions
+            for name in action.option_strings
+            if name.startswith("--")
+        ]
         return _suggest(option.split("=")[0], known)
 
 
@@ -47,7 +52,13 @@ def essence(message: str) -> str:
         if line and not _NOISE.match(line):
             reasons.append(line)
     expected = [reason for reason in reasons if reason.startswith("Expected a")]
-    text = _readable("; ".join(expected) if len(expected) > 1 else reasons[-1] if reasons else " ".join(message.split()))
+    text = _readable(
+        "; ".join(expected)
+        if len(expected) > 1
+        else reasons[-1]
+        if reasons
+        else " ".join(message.split())
+    )
     if not path:
         return text
     return f"{'.'.join(path)}{'.' if _NESTED.match(text) else ': '}{text}"
@@ -61,7 +72,14 @@ def _readable(reason: str) -> str:
 
 def _unknown_class(name: str, message: str) -> str:
     bases = re.findall(r"<class '([\w.]+)\.(\w+)'>", message)
-    known = sorted({cls.__name__ for module, base in bases if module.startswith("flsuite") for cls in _concrete(module, base)})
+    known = sorted(
+        {
+            cls.__name__
+            for module, base in bases
+            if module.startswith("flsuite")
+            for cls in _concrete(module, base)
+        }
+    )
     keys = _KEY.findall(message)
     there_are = f"there are: {', '.join(known)}, or a full path" if known else "give its full path"
     return f"{'.'.join(keys)}: there is no class {name}{_suggest(name, known)}; {there_are}"
@@ -73,7 +91,9 @@ def _concrete(module: str, base: str) -> Iterator[type]:
         cls = todo.pop()
         todo.extend(cls.__subclasses__())
         members = (inspect.getattr_static(cls, name) for name in dir(cls))
-        if not cls.__name__.startswith("_") and not any(getattr(m, "__isabstractmethod__", False) for m in members):
+        if not cls.__name__.startswith("_") and not any(
+            getattr(m, "__isabstractmethod__", False) for m in members
+        ):
             yield cls
 
 

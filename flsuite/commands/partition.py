@@ -11,7 +11,7 @@ from flsuite.analysis import partition_figure, partition_table, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
 from flsuite.data.tasks import TaskData
-from flsuite.run_folder import make_folder
+from flsuite.runs.folder import make_folder
 
 __all__ = ["partition"]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from flsuite.analysis.groups import Group, find_runs, group_runs, seed_of
 from flsuite.analysis.report import report_figure, report_markdown, report_table
 from flsuite.errors import FlsuiteError
-from flsuite.run_folder import make_folder
+from flsuite.runs.folder import make_folder
 
 __all__ = ["report"]
 
@@ -52,7 +52,9 @@ def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
     for heading in ("runs", "last", "picked", f"last {last}", "best on test"):
         shown.add_column(heading, justify="right", overflow="fold")
     for line in report_markdown(table, last).splitlines()[2:]:
-        label, _, *numbers = (cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|"))
+        label, _, *numbers = (
+            cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")
+        )
         shown.add_row(label, *(number.replace(" ", "") for number in numbers))
     shown.caption = f"picked: in the round best on validation; last {last}: mean; best on test: no honest choice"
     return shown
@@ -60,9 +62,15 @@ def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
 
 def uneven(groups: list[Group]) -> list[str]:
     """Runs that ended before the others, which makes their rows no match."""
-    ends = {folder: int(table["round"].max()) for group in groups for folder, table in group.runs.items()}
+    ends = {
+        folder: int(table["round"].max())
+        for group in groups
+        for folder, table in group.runs.items()
+    }
     most = max(ends.values())
-    return [f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most]
+    return [
+        f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most
+    ]
 
 
 def repeated(groups: list[Group]) -> list[str]:
@@ -71,5 +79,9 @@ def repeated(groups: list[Group]) -> list[str]:
     for group in groups:
         seeds = [seed_of(folder) for folder in group.runs]
         twice = sorted({str(seed) for seed in seeds if seed is not None and seeds.count(seed) > 1})
-        found += [f"{group.label}: seed {', '.join(twice)} more than once; the spread is too small"] if twice else []
+        found += (
+            [f"{group.label}: seed {', '.join(twice)} more than once; the spread is too small"]
+            if twice
+            else []
+        )
     return found

@@ -1,12 +1,15 @@
 """Datasets as Lightning data modules, and the partitions that deal them to clients."""
 
 from flsuite.data.augment import Augment, CropFlip
-from flsuite.data.digits import Digits
+from flsuite.data.datasets.digits import Digits
+from flsuite.data.datasets.femnist import FEMNIST
+from flsuite.data.datasets.medmnist import MedMNIST
+from flsuite.data.datasets.nbaiot import NBaIoT
+from flsuite.data.datasets.synthetic import Synthetic
+from flsuite.data.datasets.table import Table
+from flsuite.data.datasets.vision import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, FashionMNIST
 from flsuite.data.federated import FederatedData
-from flsuite.data.femnist import FEMNIST
-from flsuite.data.medmnist import MedMNIST
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.nbaiot import NBaIoT
 from flsuite.data.partitions import (
     IID,
     Dirichlet,
@@ -16,11 +19,8 @@ from flsuite.data.partitions import (
     Pathological,
     QuantitySkew,
 )
-from flsuite.data.source import Arrays, DataSpec, Source
-from flsuite.data.synthetic import Synthetic
-from flsuite.data.table import Table
+from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.tasks import TaskSequence
-from flsuite.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, FashionMNIST
 
 __all__ = [
     "CIFAR10",
@@ -30,7 +30,7 @@ __all__ = [
     "IID",
     "MNIST",
     "SVHN",
-    "Arrays",
+    "DataSplit",
     "Augment",
     "CropFlip",
     "DataSpec",
@@ -46,7 +46,7 @@ __all__ = [
     "Partition",
     "Pathological",
     "QuantitySkew",
-    "Source",
+    "PublishedSplits",
     "Synthetic",
     "Table",
     "TaskSequence",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flsuite.data.augment import Augment
-from flsuite.data.source import Arrays, DataSpec
+from flsuite.data.spec import DataSpec, DataSplit
 from flsuite.messages import POOLED
 from flsuite.random import torch_generator
 
@@ -31,7 +31,9 @@ class Ragged:
     def of(cls, rows: Sequence[np.ndarray]) -> "Ragged":
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         values = np.concatenate(rows).astype(np.int64) if len(rows) else np.zeros(0, np.int64)
-        return cls(torch.from_numpy(values), torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])))
+        return cls(
+            torch.from_numpy(values), torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -67,7 +69,9 @@ class Scaling:
         scaled = x.to(torch.float32).mul_(self.scale).add_(self.shift).permute(0, 3, 1, 2)
         if scaled.shape[1] == self.channels:
             return scaled
-        return scaled.expand(-1, self.channels, -1, -1).contiguous(memory_format=torch.channels_last)
+        return scaled.expand(-1, self.channels, -1, -1).contiguous(
+            memory_format=torch.channels_last
+        )
 
 
 def batch_bounds(samples: int, batch_size: int) -> list[tuple[int, int]]:
@@ -95,7 +99,9 @@ class TrainLoader:
 
     def __post_init__(self) -> None:
         self._rows = self.data.train_rows(self.client)
-        if len(self._rows) == 1:  # seen twice: the mean gradient is the same, and BatchNorm has two samples to work on
+        if (
+            len(self._rows) == 1
+        ):  # seen twice: the mean gradient is the same, and BatchNorm has two samples to work on
             self._rows = self._rows.repeat(2)
         self._bounds = batch_bounds(len(self._rows), self.data.batch_size)
         self._length = len(self._bounds) if self.batches is None else self.batches
@@ -139,9 +145,9 @@ class FederatedData:
     """
 
     spec: DataSpec
-    train: Arrays
-    test: Arrays
-    val: Arrays | None
+    train: DataSplit
+    test: DataSplit
+    val: DataSplit | None
     train_index: Ragged
     val_index: Ragged
     test_index: Ragged
@@ -170,7 +176,11 @@ class FederatedData:
     def class_counts(self, client: int) -> Tensor:
         """int64 ``(classes,)``: training samples of each class, or positives of each label."""
         y = self.train.y[self.train_rows(client)]
-        return torch.bincount(y, minlength=self.spec.num_classes) if y.ndim == 1 else y.sum(0, dtype=torch.int64)
+        return (
+            torch.bincount(y, minlength=self.spec.num_classes)
+            if y.ndim == 1
+            else y.sum(0, dtype=torch.int64)
+        )
 
     def train_batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
         x = self.scaling(self.train.x[rows])
@@ -179,7 +189,7 @@ class FederatedData:
     def loader(self, client: int, seed: int, round: int, batches: int | None = None) -> TrainLoader:
         return TrainLoader(self, client, seed, round, batches)
 
-    def validation(self) -> Arrays | None:
+    def validation(self) -> DataSplit | None:
         """The global validation split: the publisher's, or the clients' own put together, or ``None``."""
         if self.val is not None:
             return self.val
@@ -189,6 +199,8 @@ class FederatedData:
         """The training tensors on ``device``, so that a batch needs no transfer."""
         if device.type == "cpu":
             return self
-        train = Arrays(self.train.x.to(device), self.train.y.to(device))
-        scaling = replace(self.scaling, scale=self.scaling.scale.to(device), shift=self.scaling.shift.to(device))
+        train = DataSplit(self.train.x.to(device), self.train.y.to(device))
+        scaling = replace(
+            self.scaling, scale=self.scaling.scale.to(device), shift=self.scaling.shift.to(device)
+        )
         return replace(self, train=train, scaling=scaling)

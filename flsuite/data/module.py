@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from flsuite.data.augment import Augment
 from flsuite.data.federated import FederatedData, Ragged, Scaling, TrainLoader
 from flsuite.data.partitions import IID, Partition, partition_labels
-from flsuite.data.source import Arrays, DataSpec, Source
+from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
 from flsuite.random import numpy_generator
@@ -85,7 +85,7 @@ class FederatedDataModule(LightningDataModule):
         self._default_seed = 0
 
     @abstractmethod
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         """Read the published splits.
 
         Raises:
@@ -125,7 +125,7 @@ class FederatedDataModule(LightningDataModule):
     def partition_seed(self) -> int:
         return self._default_seed if self.seed is None else self.seed
 
-    def _deal(self, source: Source) -> FederatedData:
+    def _deal(self, source: PublishedSplits) -> FederatedData:
         parts = (_subset(source.train, self.train_samples), source.test, source.val)
         train, test, val = (self._resized(part) for part in parts)
         assert train is not None and test is not None
@@ -137,7 +137,9 @@ class FederatedDataModule(LightningDataModule):
         if ids is not None and test.ids is not None and owners_are_whole(ids, train_rows):
             test_rows = deal_by_owner(ids, train_rows, test.ids.numpy())
         else:
-            test_rows = deal_like(labels, train_rows, partition_labels(test.y.numpy()), self.partition_seed)
+            test_rows = deal_like(
+                labels, train_rows, partition_labels(test.y.numpy()), self.partition_seed
+            )
         scaling = self._scaling(train.x)
         return FederatedData(
             spec=self._spec(source.spec, train.x, scaling),
@@ -152,24 +154,35 @@ class FederatedDataModule(LightningDataModule):
             augment=self.augment,
         )
 
-    def _hold_out(self, rows: list[np.ndarray], published: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def _hold_out(
+        self, rows: list[np.ndarray], published: bool
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Split each client's rows into training and validation; a client keeps at least one sample to train on."""
-        fraction = self.val_fraction if self.val_fraction is not None else (0.0 if published else 0.1)
+        fraction = (
+            self.val_fraction if self.val_fraction is not None else (0.0 if published else 0.1)
+        )
         if fraction == 0:
             return rows, [np.zeros(0, np.int64) for _ in rows]
         train, val = [], []
         for client, own in enumerate(rows):
-            order = numpy_generator(self.partition_seed, "validation", client=client).permutation(own)
+            order = numpy_generator(self.partition_seed, "validation", client=client).permutation(
+                own
+            )
             held = min(round(fraction * len(own)), len(own) - 1)
             val.append(np.sort(order[:held]))
             train.append(np.sort(order[held:]))
         return train, val
 
-    def _resized(self, part: Arrays | None) -> Arrays | None:
-        if part is None or self.resize is None or part.x.ndim != 4 or part.x.shape[1:3] == (self.resize, self.resize):
+    def _resized(self, part: DataSplit | None) -> DataSplit | None:
+        if (
+            part is None
+            or self.resize is None
+            or part.x.ndim != 4
+            or part.x.shape[1:3] == (self.resize, self.resize)
+        ):
             return part
         chunks = [_resize(chunk, self.resize) for chunk in part.x.split(1024)]
-        return Arrays(torch.cat(chunks), part.y, part.ids)
+        return DataSplit(torch.cat(chunks), part.y, part.ids)
 
     def _scaling(self, x: Tensor) -> Scaling:
         if x.dtype != torch.uint8:
@@ -186,7 +199,7 @@ class FederatedDataModule(LightningDataModule):
         return DataSpec(shape, spec.num_classes, spec.task, spec.class_names)
 
 
-def _subset(train: Arrays, samples: int | None) -> Arrays:
+def _subset(train: DataSplit, samples: int | None) -> DataSplit:
     """A fixed random part of the training split, in its order."""
     if samples is None or samples >= len(train):
         return train
@@ -194,7 +207,9 @@ def _subset(train: Arrays, samples: int | None) -> Arrays:
     return train.take(torch.from_numpy(np.sort(order[:samples])))
 
 
-def deal_like(labels: np.ndarray, rows: list[np.ndarray], test_labels: np.ndarray, seed: int) -> list[np.ndarray]:
+def deal_like(
+    labels: np.ndarray, rows: list[np.ndarray], test_labels: np.ndarray, seed: int
+) -> list[np.ndarray]:
     """Deal the test samples so that each client's class mix is that of its training samples.
 
     The test samples of a class go to the clients in proportion to the training samples of it that they hold; each goes to
@@ -210,7 +225,9 @@ def deal_like(labels: np.ndarray, rows: list[np.ndarray], test_labels: np.ndarra
             continue
         rng = numpy_generator(seed, "test", client=int(label))
         samples = rng.permutation(np.flatnonzero(test_labels == label))
-        order = rng.permutation(len(rows))  # who gains from rounding must not depend on the client's number
+        order = rng.permutation(
+            len(rows)
+        )  # who gains from rounding must not depend on the client's number
         cuts = np.round(np.cumsum(holders[order]) / holders.sum() * len(samples)).astype(int)
         for client, part in zip(order, np.split(samples, cuts[:-1]), strict=True):
             dealt[client].append(part)
@@ -219,11 +236,15 @@ def deal_like(labels: np.ndarray, rows: list[np.ndarray], test_labels: np.ndarra
 
 def owners_are_whole(ids: np.ndarray, rows: list[np.ndarray]) -> bool:
     """Whether all training samples of each natural owner lie with one client."""
-    pairs = np.concatenate([np.stack([ids[own], np.full(len(own), client)]) for client, own in enumerate(rows)], axis=1)
+    pairs = np.concatenate(
+        [np.stack([ids[own], np.full(len(own), client)]) for client, own in enumerate(rows)], axis=1
+    )
     return len(np.unique(pairs, axis=1).T) == len(np.unique(pairs[0]))
 
 
-def deal_by_owner(ids: np.ndarray, rows: list[np.ndarray], test_ids: np.ndarray) -> list[np.ndarray]:
+def deal_by_owner(
+    ids: np.ndarray, rows: list[np.ndarray], test_ids: np.ndarray
+) -> list[np.ndarray]:
     """Give each natural owner's test samples to the client that trains on most of the owner's samples."""
     owners, index = np.unique(ids, return_inverse=True)
     held = np.stack([np.bincount(index[own], minlength=len(owners)) for own in rows])
@@ -234,7 +255,11 @@ def deal_by_owner(ids: np.ndarray, rows: list[np.ndarray], test_ids: np.ndarray)
 
 def _resize(x: Tensor, side: int) -> Tensor:
     scaled = F.interpolate(
-        x.permute(0, 3, 1, 2).float(), size=(side, side), mode="bilinear", align_corners=False, antialias=True
+        x.permute(0, 3, 1, 2).float(),
+        size=(side, side),
+        mode="bilinear",
+        align_corners=False,
+        antialias=True,
     )
     return scaled.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 

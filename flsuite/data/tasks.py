@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flsuite.data.federated import FederatedData, Ragged, Stage
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.source import Arrays, Source
+from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of
 from flsuite.random import numpy_generator
 
@@ -60,9 +60,13 @@ class TaskSequence(FederatedDataModule):
         own = "TaskSequence"
         require_at_least(own, 1, tasks=tasks, classes_per_task=classes_per_task)
         require_one_of(own, get_args(Arrangement), arrangement=arrangement)
-        lengths = [rounds_per_task] * tasks if isinstance(rounds_per_task, int) else list(rounds_per_task)
+        lengths = (
+            [rounds_per_task] * tasks if isinstance(rounds_per_task, int) else list(rounds_per_task)
+        )
         if len(lengths) != tasks:
-            raise FlsuiteError(f"{own}: rounds_per_task has {len(lengths)} numbers for {tasks} tasks; give one a task, or one")
+            raise FlsuiteError(
+                f"{own}: rounds_per_task has {len(lengths)} numbers for {tasks} tasks; give one a task, or one"
+            )
         for length in lengths:
             require_at_least(own, 1, rounds_per_task=length)
         super().__init__(clients=data.clients, batch_size=data.batch_size, seed=seed)
@@ -73,13 +77,15 @@ class TaskSequence(FederatedDataModule):
         self.arrangement: Arrangement = arrangement
         self._starts = tuple(accumulate(lengths[:-1], initial=1))
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         return self.data.load()
 
     def use_seed(self, seed: int) -> None:
         super().use_seed(seed)
         self.data.use_seed(seed)
-        if self.data._federated is None:  # dealt anew, even where the tasks have a seed of their own
+        if (
+            self.data._federated is None
+        ):  # dealt anew, even where the tasks have a seed of their own
             self._federated = None
 
     def setup(self, stage: str | None = None) -> None:
@@ -90,7 +96,9 @@ class TaskSequence(FederatedDataModule):
 
     def _in_tasks(self, data: FederatedData) -> "TaskData":
         if data.train.y.ndim > 1:
-            raise FlsuiteError("TaskSequence needs one class a sample, and this data has several labels; choose other data")
+            raise FlsuiteError(
+                "TaskSequence needs one class a sample, and this data has several labels; choose other data"
+            )
         classes = data.spec.num_classes
         if classes < (needed := self.tasks * self.classes_per_task):
             raise FlsuiteError(
@@ -112,7 +120,9 @@ class TaskSequence(FederatedDataModule):
         used = self.tasks * self.classes_per_task
 
         def cut(order: np.ndarray) -> Groups:
-            return tuple(tuple(sorted(group)) for group in order[:used].reshape(self.tasks, -1).tolist())
+            return tuple(
+                tuple(sorted(group)) for group in order[:used].reshape(self.tasks, -1).tolist()
+            )
 
         pool = cut(numpy_generator(self.partition_seed, "tasks/pool").permutation(classes))
         sequences = []
@@ -121,7 +131,9 @@ class TaskSequence(FederatedDataModule):
             if self.arrangement == "shuffled":
                 sequences.append(tuple(pool[task] for task in rng.permutation(self.tasks)))
             else:
-                sequences.append(pool if self.arrangement == "disjoint" else cut(rng.permutation(classes)))
+                sequences.append(
+                    pool if self.arrangement == "disjoint" else cut(rng.permutation(classes))
+                )
         return tuple(sequences)
 
 
@@ -138,12 +150,20 @@ class TaskData(FederatedData):
 
     sequences: tuple[Groups, ...] = ()
     starts: tuple[int, ...] = (1,)
-    _views: dict[int, FederatedData] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _views: dict[int, FederatedData] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
-    def of(cls, data: FederatedData, sequences: Sequence[Groups], starts: tuple[int, ...]) -> "TaskData":
-        everything = _marked([[c for group in groups for c in group] for groups in sequences], data.spec.num_classes)
-        parts: dict[str, Any] = {name: getattr(data, name) for name in FederatedData.__dataclass_fields__}
+    def of(
+        cls, data: FederatedData, sequences: Sequence[Groups], starts: tuple[int, ...]
+    ) -> "TaskData":
+        everything = _marked(
+            [[c for group in groups for c in group] for groups in sequences], data.spec.num_classes
+        )
+        parts: dict[str, Any] = {
+            name: getattr(data, name) for name in FederatedData.__dataclass_fields__
+        }
         parts["train_index"] = _among(data.train_index, data.train.y, everything)
         parts["val_index"] = _among(data.val_index, data.train.y, everything)
         parts["test_index"] = _among(data.test_index, data.test.y, everything)
@@ -171,12 +191,17 @@ class TaskData(FederatedData):
     def _view(self, task: int) -> FederatedData:
         classes = self.spec.num_classes
         now = _marked([groups[task] for groups in self.sequences], classes)
-        met = _marked([[c for group in groups[: task + 1] for c in group] for groups in self.sequences], classes)
+        met = _marked(
+            [[c for group in groups[: task + 1] for c in group] for groups in self.sequences],
+            classes,
+        )
         before = [c for groups in self.sequences for group in groups[:task] for c in group]
         seen = met.any(0)
         train_labels = self.train.y.cpu()
         test, test_index = _shrunk(self.test, _among(self.test_index, self.test.y, met), seen)
-        view = FederatedData(**{name: getattr(self, name) for name in FederatedData.__dataclass_fields__})
+        view = FederatedData(
+            **{name: getattr(self, name) for name in FederatedData.__dataclass_fields__}
+        )
         return replace(
             view,
             train_index=_among(self.train_index, train_labels, now),
@@ -184,7 +209,9 @@ class TaskData(FederatedData):
             test=test,
             test_index=test_index,
             val=None if self.val is None else self.val.take(seen[self.val.y].nonzero().squeeze(1)),
-            stage=Stage(task, tuple(seen.nonzero().squeeze(1).tolist()), tuple(sorted(set(before)))),
+            stage=Stage(
+                task, tuple(seen.nonzero().squeeze(1).tolist()), tuple(sorted(set(before)))
+            ),
         )
 
 
@@ -201,7 +228,7 @@ def _among(rows: Ragged, y: Tensor, allowed: Tensor) -> Ragged:
     return rows.where(allowed[rows.owners(), y[rows.values]])
 
 
-def _shrunk(arrays: Arrays, rows: Ragged, seen: Tensor) -> tuple[Arrays, Ragged]:
+def _shrunk(arrays: DataSplit, rows: Ragged, seen: Tensor) -> tuple[DataSplit, Ragged]:
     """The samples of the classes seen, and where the clients' rows have gone."""
     kept = seen[arrays.y]
     place = kept.cumsum(0) - 1

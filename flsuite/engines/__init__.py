@@ -1,7 +1,27 @@
-"""Where clients train."""
+"""Where clients train.
 
-from flsuite.engines.base import Engine
-from flsuite.engines.in_process import InProcess
-from flsuite.engines.processes import Processes
+Names are imported when they are first used, because the command starts the fork server of
+:mod:`flsuite.engines.forkserver` before anything heavy is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flsuite.engines.base import Engine
+    from flsuite.engines.in_process import InProcess
+    from flsuite.engines.processes import Processes
 
 __all__ = ["Engine", "InProcess", "Processes"]
+
+_HOME = {
+    "Engine": "flsuite.engines.base",
+    "InProcess": "flsuite.engines.in_process",
+    "Processes": "flsuite.engines.processes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

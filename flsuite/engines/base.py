@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-from flsuite.client import Job
-from flsuite.messages import ClientFailure, ClientResult, Work
+from flsuite.client.runner import WorkerSetup
+from flsuite.messages import ClientFailure, ClientResult, FitRequest
 
 __all__ = ["Engine", "Outcome"]
 
@@ -15,11 +15,11 @@ class Engine(ABC):
     """Says where clients train. It never decides what comes out: the same work gives the same results on any engine."""
 
     @abstractmethod
-    def start(self, job: Job) -> None:
+    def start(self, job: WorkerSetup) -> None:
         """Get ready to train clients of this job."""
 
     @abstractmethod
-    def run(self, works: Sequence[Work]) -> Iterator[Outcome]:
+    def run(self, works: Sequence[FitRequest]) -> Iterator[Outcome]:
         """Train, and yield what came of each work in the order given, holding few outcomes at a time."""
 
     def stop(self) -> None:

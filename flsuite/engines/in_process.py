@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import torch
 
-from flsuite.client import ClientRunner, Job
+from flsuite.client.runner import ClientRunner, WorkerSetup
 from flsuite.engines.base import Engine, Outcome
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Work
+from flsuite.messages import FitRequest
 
 __all__ = ["InProcess"]
 
@@ -26,10 +26,10 @@ class InProcess(Engine):
             raise FlsuiteError(f"InProcess: threads must be at least 1, got {threads}")
         self.threads = threads
 
-    def start(self, job: Job) -> None:
+    def start(self, job: WorkerSetup) -> None:
         self._runner = ClientRunner(job)
 
-    def run(self, works: Sequence[Work]) -> Iterator[Outcome]:
+    def run(self, works: Sequence[FitRequest]) -> Iterator[Outcome]:
         for work in works:
             with _threads(self.threads):
                 outcome = self._runner.run(work)

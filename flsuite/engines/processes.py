@@ -11,13 +11,13 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from flsuite.client import Job
+from flsuite.client.runner import WorkerSetup
 from flsuite.engines.base import Engine, Outcome
+from flsuite.engines.forkserver import prepare_workers, without_main
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import serve
 from flsuite.errors import FlsuiteError
-from flsuite.forkserver import prepare_workers, without_main
-from flsuite.messages import ClientFailure, Work
+from flsuite.messages import ClientFailure, FitRequest
 
 __all__ = ["Processes"]
 
@@ -54,10 +54,12 @@ class Processes(Engine):
         self._pool: list[_Worker] = []
         self._payload: tuple[int, bytes, list[tuple[int, int]]] | None = None
 
-    def start(self, job: Job) -> None:
+    def start(self, job: WorkerSetup) -> None:
         self.stop()
         prepare_workers()
-        rest = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("model", "data")}
+        rest = {
+            f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("model", "data")
+        }
         descriptor, head, places = dump_shared((job.data, bytes(dumps((job.model, rest)))))
         self._payload = (descriptor, bytes(head), places)
         self._pool = [self._spawn() for _ in range(self.workers or _cores())]
@@ -75,7 +77,7 @@ class Processes(Engine):
             os.close(self._payload[0])
             self._payload = None
 
-    def run(self, works: Sequence[Work]) -> Iterator[Outcome]:
+    def run(self, works: Sequence[FitRequest]) -> Iterator[Outcome]:
         waiting = deque(range(len(works)))
         tried: set[int] = set()
         done: dict[int, Outcome] = {}
@@ -93,12 +95,14 @@ class Processes(Engine):
                     waiting.appendleft(index)
                 else:
                     work = works[index]
-                    done[index] = ClientFailure(work.task.client, work.broadcast.round, "its worker process died twice")
+                    done[index] = ClientFailure(
+                        work.task.client, work.broadcast.round, "its worker process died twice"
+                    )
             while turn in done:
                 yield done.pop(turn)
                 turn += 1
 
-    def _hand_out(self, works: Sequence[Work], waiting: "deque[int]", turn: int) -> None:
+    def _hand_out(self, works: Sequence[FitRequest], waiting: "deque[int]", turn: int) -> None:
         for position, worker in enumerate(self._pool):
             if not waiting or waiting[0] >= turn + _AHEAD * len(self._pool):
                 return
@@ -108,11 +112,13 @@ class Processes(Engine):
                 worker = self._replace(position)
             index = waiting.popleft()
             worker.index = index
-            with suppress(BrokenPipeError, ConnectionResetError):  # it died just now; collecting from it will tell
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # it died just now; collecting from it will tell
                 self._submit(worker, works[index])
 
     @staticmethod
-    def _submit(worker: _Worker, work: Work) -> None:
+    def _submit(worker: _Worker, work: FitRequest) -> None:
         if worker.round != work.broadcast.round:
             send(worker.connection, work.broadcast)
             worker.round = work.broadcast.round
@@ -120,7 +126,11 @@ class Processes(Engine):
 
     def _ready(self) -> list[_Worker]:
         busy = {worker.connection: worker for worker in self._pool if worker.index is not None}
-        return [busy[connection] for connection in wait(list(busy)) if isinstance(connection, Connection)]
+        return [
+            busy[connection]
+            for connection in wait(list(busy))
+            if isinstance(connection, Connection)
+        ]
 
     def _collect(self, worker: _Worker) -> Outcome | None:
         """What the worker sent; ``None``, and another worker in its place, if it died."""
@@ -128,12 +138,18 @@ class Processes(Engine):
             answer = receive(worker.connection)
         except (EOFError, ConnectionResetError):
             worker.process.join(timeout=5)
-            log.warning("a worker process died (exit code %s) and was replaced", worker.process.exitcode)
+            log.warning(
+                "a worker process died (exit code %s) and was replaced", worker.process.exitcode
+            )
             self._replace(self._pool.index(worker))
             return None
         if isinstance(answer, tuple):
             _, message, is_user_error = answer
-            raise FlsuiteError(message) if is_user_error else RuntimeError(f"a worker process failed:\n{message}")
+            raise (
+                FlsuiteError(message)
+                if is_user_error
+                else RuntimeError(f"a worker process failed:\n{message}")
+            )
         worker.index = None
         return answer
 
@@ -147,7 +163,11 @@ class Processes(Engine):
         descriptor, head, places = self._payload
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, _Descriptor(descriptor), head, places, self.threads), daemon=True)
+        process = context.Process(
+            target=serve,
+            args=(theirs, _Descriptor(descriptor), head, places, self.threads),
+            daemon=True,
+        )
         with without_main():
             process.start()
         theirs.close()

@@ -27,10 +27,19 @@ def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        plain = type(obj) is Tensor and obj.device.type == "cpu" and obj.layout == torch.strided and obj.numel() > 0
+        plain = (
+            type(obj) is Tensor
+            and obj.device.type == "cpu"
+            and obj.layout == torch.strided
+            and obj.numel() > 0
+        )
         if plain and not obj.requires_grad:
             flat = obj.contiguous().reshape(-1)
-            return _rebuild, (pickle.PickleBuffer(flat.view(torch.uint8).numpy()), obj.dtype, tuple(obj.shape))
+            return _rebuild, (
+                pickle.PickleBuffer(flat.view(torch.uint8).numpy()),
+                obj.dtype,
+                tuple(obj.shape),
+            )
         return super().reducer_override(obj)
 
 
@@ -78,7 +87,9 @@ def dump_shared(obj: Any) -> tuple[int, memoryview, list[tuple[int, int]]]:
     return descriptor, head, places
 
 
-def load_shared(descriptor: int, head: bytes | memoryview, places: Sequence[tuple[int, int]]) -> Any:
+def load_shared(
+    descriptor: int, head: bytes | memoryview, places: Sequence[tuple[int, int]]
+) -> Any:
     """The object behind :func:`dump_shared`; pages are shared until somebody writes to them."""
     if not places:
         return pickle.loads(head)

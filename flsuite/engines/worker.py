@@ -8,15 +8,21 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from flsuite.client import ClientRunner, Job
+from flsuite.client.runner import ClientRunner, WorkerSetup
 from flsuite.engines.wire import load_shared, receive, send
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Broadcast, Work
+from flsuite.messages import Broadcast, FitRequest
 
 __all__ = ["serve"]
 
 
-def serve(connection: Connection, descriptor: int, head: bytes, places: list[tuple[int, int]], threads: int) -> None:
+def serve(
+    connection: Connection,
+    descriptor: int,
+    head: bytes,
+    places: list[tuple[int, int]],
+    threads: int,
+) -> None:
     """Answer until the other side closes the connection.
 
     Args:
@@ -30,8 +36,10 @@ def serve(connection: Connection, descriptor: int, head: bytes, places: list[tup
     try:
         data, private = load_shared(descriptor, head, places)
         os.close(descriptor)
-        model, rest = pickle.loads(private)  # inside the message: the model's tensors are this worker's own
-        runner = ClientRunner(Job(model=model, data=data, **rest))
+        model, rest = pickle.loads(
+            private
+        )  # inside the message: the model's tensors are this worker's own
+        runner = ClientRunner(WorkerSetup(model=model, data=data, **rest))
         _answer(connection, runner)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
@@ -50,4 +58,4 @@ def _answer(connection: Connection, runner: ClientRunner) -> None:
             continue
         task, memory = message
         assert broadcast is not None, "work came before its broadcast"
-        send(connection, runner.run(Work(task, broadcast, memory)))
+        send(connection, runner.run(FitRequest(task, broadcast, memory)))

@@ -9,4 +9,6 @@ from importlib.util import find_spec
 from flsuite.errors import FlsuiteError
 
 if find_spec("flwr") is None:
-    raise FlsuiteError('flsuite.flower needs Flower, which is not installed: pip install "flsuite[flower]"')
+    raise FlsuiteError(
+        'flsuite.flower needs Flower, which is not installed: pip install "flsuite[flower]"'
+    )

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = ["client_app", "make_client_app", "server_app"]
 
-_ON_A_NODE = ("--trainer.logger", "false", "--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar", "false")
+_ON_A_NODE = (
+    "--trainer.logger",
+    "false",
+    "--trainer.enable_checkpointing",
+    "false",
+    "--trainer.enable_progress_bar",
+    "false",
+)
 
 
 def _arguments(context: Context) -> tuple[str, ...]:
@@ -43,7 +50,11 @@ def _arguments(context: Context) -> tuple[str, ...]:
         raise FlsuiteError(
             'the run config names no config: set flsuite-config under [tool.flwr.app.config], e.g. "digits.yaml"'
         )
-    return ("--config", str(_find(str(name))), *shlex.split(str(context.run_config.get("flsuite-args", ""))))
+    return (
+        "--config",
+        str(_find(str(name))),
+        *shlex.split(str(context.run_config.get("flsuite-args", ""))),
+    )
 
 
 def _find(name: str) -> Path:
@@ -51,13 +62,15 @@ def _find(name: str) -> Path:
     places = [Path(folder or ".", name) for folder in (*sys.path, ".")]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise FlsuiteError(f"flsuite-config: there is no {name} in the folder of the app, nor in {Path.cwd()}")
+        raise FlsuiteError(
+            f"flsuite-config: there is no {name} in the folder of the app, nor in {Path.cwd()}"
+        )
     return found
 
 
 def _build(arguments: tuple[str, ...]) -> tuple[Any, Any, Any]:
-    from flsuite.cli import import_plugins
-    from flsuite.commands.federated import build
+    from flsuite.commands.fit import build
+    from flsuite.commands.main import import_plugins
 
     import_plugins(list(arguments))
     return build(list(arguments))
@@ -79,7 +92,11 @@ def _serve(grid: Grid, context: Context) -> None:
     """The whole run, on the server."""
     from flsuite.flower.server import serve
 
-    serve(grid, *_build(_arguments(context)), timeout=float(context.run_config.get("flsuite-timeout", 3600)))
+    serve(
+        grid,
+        *_build(_arguments(context)),
+        timeout=float(context.run_config.get("flsuite-timeout", 3600)),
+    )
 
 
 def make_client_app(site: Callable[[Context], "Site"]) -> ClientApp:
@@ -95,7 +112,9 @@ def make_client_app(site: Callable[[Context], "Site"]) -> ClientApp:
     return app
 
 
-def _answering(work: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
+def _answering(
+    work: Callable[[Message, Context], Message],
+) -> Callable[[Message, Context], Message]:
     """A request that cannot be met as it stands becomes an answer that says so."""
 
     def answer(message: Message, context: Context) -> Message:

@@ -8,11 +8,11 @@ from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 from flsuite.data.module import FederatedDataModule
 from flsuite.engines import InProcess
 from flsuite.errors import FlsuiteError
-from flsuite.evaluation import Split
 from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
-from flsuite.messages import Broadcast, ClientFailure, ClientTask, Work
+from flsuite.messages import Broadcast, ClientFailure, FitAssignment, FitRequest
 from flsuite.models.base import ClientModel
+from flsuite.server.evaluation import Split
 from flsuite.state import State, mismatch
 from flsuite.trainer import FederatedTrainer
 
@@ -36,7 +36,9 @@ class Site:
         datamodule: The data, dealt to all clients as on the server.
     """
 
-    def __init__(self, trainer: FederatedTrainer, model: ClientModel, datamodule: FederatedDataModule) -> None:
+    def __init__(
+        self, trainer: FederatedTrainer, model: ClientModel, datamodule: FederatedDataModule
+    ) -> None:
         trainer.writes = False
         self.run = trainer.set_up(model, datamodule)
         self.engine = InProcess(threads=getattr(trainer.engine, "threads", 1))
@@ -46,13 +48,25 @@ class Site:
         """One fit. The answer is the update, or an error with the reason why there is none."""
         task = unpack("task", message.content)
         if (client := own_client(context)) != task["client"]:
-            raise FlsuiteError(f"node {context.node_id} is client {client} and was sent work for client {task['client']}")
-        broadcast = Broadcast(task["round"], self._shared(message), unpack("received", message.content))
-        work = Work(ClientTask(client, task["batches"]), broadcast, _recall(context))
+            raise FlsuiteError(
+                f"node {context.node_id} is client {client} and was sent work for client {task['client']}"
+            )
+        broadcast = Broadcast(
+            task["round"], self._shared(message), unpack("received", message.content)
+        )
+        work = FitRequest(FitAssignment(client, task["batches"]), broadcast, _recall(context))
         (outcome,) = self.engine.run([work])
-        outcome = self.run.federation.checked(outcome)  # what the server would refuse must not be remembered here either
+        outcome = self.run.federation.checked(
+            outcome
+        )  # what the server would refuse must not be remembered here either
         if isinstance(outcome, ClientFailure):
-            log.warning("round %d: client %d failed: %s\n%s", outcome.round, client, outcome.reason, outcome.details)
+            log.warning(
+                "round %d: client %d failed: %s\n%s",
+                outcome.round,
+                client,
+                outcome.reason,
+                outcome.details,
+            )
             return Message(Error(FAILED, outcome.reason), reply_to=message)
         _remember(context, outcome.memory)
         return Message(write_update(outcome.update), reply_to=message)
@@ -62,18 +76,26 @@ class Site:
         client, request = own_client(context), unpack("evaluation", message.content)
         details = request["details"]
         self.run.evaluator.data = self.run.federation.data.at(request["round"])
-        state = {**self.run.federation.initial, **_recall(context).get("model", {}), **self._shared(message)}
+        state = {
+            **self.run.federation.initial,
+            **_recall(context).get("model", {}),
+            **self._shared(message),
+        }
         records = RecordDict()
         for split in _SPLITS:
             found = self.run.evaluator.own(client, state, split, details and split == "test")
             for field, numbers in found._asdict().items() if found else ():
-                records[f"{split}.{field}"] = MetricRecord({name: float(value) for name, value in numbers.items()})
+                records[f"{split}.{field}"] = MetricRecord(
+                    {name: float(value) for name, value in numbers.items()}
+                )
         return Message(records, reply_to=message)
 
     def _shared(self, message: Message) -> State:
         state = to_state(message.content.array_records[ARRAYS])
         if fault := mismatch(state, self.run.federation.state):
-            raise FlsuiteError(f"the server's model is not this node's: {fault}; server and nodes must have the same config")
+            raise FlsuiteError(
+                f"the server's model is not this node's: {fault}; server and nodes must have the same config"
+            )
         return state
 
 

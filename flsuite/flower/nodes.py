@@ -37,7 +37,10 @@ def own_client(context: Context) -> int:
 def introduce(message: Message, context: Context) -> Message:
     """A node's answer to who it is."""
     number = context.node_config.get("num-partitions", -1)
-    return Message(RecordDict({"node": ConfigRecord({"client": own_client(context), "clients": number})}), reply_to=message)
+    return Message(
+        RecordDict({"node": ConfigRecord({"client": own_client(context), "clients": number})}),
+        reply_to=message,
+    )
 
 
 class Nodes:
@@ -62,7 +65,12 @@ class Nodes:
             if time.monotonic() - told > 10:
                 told = time.monotonic()
                 missing = [str(client) for client in range(self.clients) if client not in found]
-                log.info("waiting for client %s (%d of %d are here)", ", ".join(missing[:10]), len(found), self.clients)
+                log.info(
+                    "waiting for client %s (%d of %d are here)",
+                    ", ".join(missing[:10]),
+                    len(found),
+                    self.clients,
+                )
             time.sleep(1)
         return found
 
@@ -76,7 +84,10 @@ class Nodes:
                 continue
             if client in found:
                 log.warning(
-                    "node %d says that it is client %d, and so does node %d, which stays it", node, client, found[client]
+                    "node %d says that it is client %d, and so does node %d, which stays it",
+                    node,
+                    client,
+                    found[client],
                 )
             found.setdefault(client, node)
         return found
@@ -102,7 +113,10 @@ class Nodes:
         record = answer.content.config_records.get("node", ConfigRecord())
         client, clients = record.get("client"), record.get("clients", -1)
         if not isinstance(client, int) or not 0 <= client < self.clients:
-            return None, f"is client {client!r} (its partition-id), and data.clients is {self.clients}"
+            return (
+                None,
+                f"is client {client!r} (its partition-id), and data.clients is {self.clients}",
+            )
         if clients not in (-1, self.clients):
             return None, (
                 f"is told of {clients!r} clients (num-partitions), and data.clients is {self.clients}; "

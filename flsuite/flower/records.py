@@ -17,14 +17,34 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.state import State
 
-__all__ = ["ARRAYS", "METRICS", "numbers_in", "pack", "read_update", "to_arrays", "to_state", "unpack", "write_update"]
+__all__ = [
+    "ARRAYS",
+    "METRICS",
+    "numbers_in",
+    "pack",
+    "read_update",
+    "to_arrays",
+    "to_state",
+    "unpack",
+    "write_update",
+]
 
 ARRAYS, METRICS = "arrays", "metrics"
 """Where Flower's own strategies and mods look for a model and for numbers."""
 SAMPLES = "num-examples"
 """Flower's name for the number of training samples."""
 _RAW = "flsuite.raw"
-_OWN = ("client", "round", "samples", "steps", "class_counts", "extras", "bytes_up", "bytes_down", "seconds")
+_OWN = (
+    "client",
+    "round",
+    "samples",
+    "steps",
+    "class_counts",
+    "extras",
+    "bytes_up",
+    "bytes_down",
+    "seconds",
+)
 
 
 def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
@@ -58,13 +78,18 @@ def unpack(name: str, records: RecordDict) -> Any:
     Raises:
         KeyError, TypeError, ValueError: If it is not there or not whole.
     """
-    return _decoded(json.loads(str(records.config_records[name]["tree"])), to_state(records.array_records[f"{name}.tensors"]))
+    return _decoded(
+        json.loads(str(records.config_records[name]["tree"])),
+        to_state(records.array_records[f"{name}.tensors"]),
+    )
 
 
 def write_update(update: ClientUpdate) -> RecordDict:
     """What a client sends: its model, its numbers, and the rest."""
     rest = pack("update", {name: getattr(update, name) for name in _OWN})
-    metrics = MetricRecord({SAMPLES: update.samples, **{name: float(value) for name, value in update.metrics.items()}})
+    metrics = MetricRecord(
+        {SAMPLES: update.samples, **{name: float(value) for name, value in update.metrics.items()}}
+    )
     return RecordDict({ARRAYS: to_arrays(update.state), METRICS: metrics, **rest})
 
 
@@ -75,8 +100,15 @@ def read_update(records: RecordDict) -> ClientUpdate:
         KeyError, TypeError, ValueError: If there is none.
     """
     rest = unpack("update", records)
-    numbers = {name: int(rest[name]) for name in ("client", "round", "samples", "steps", "bytes_up", "bytes_down")}
-    metrics = {name: value for name, value in numbers_in(records.metric_records[METRICS]).items() if name != SAMPLES}
+    numbers = {
+        name: int(rest[name])
+        for name in ("client", "round", "samples", "steps", "bytes_up", "bytes_down")
+    }
+    metrics = {
+        name: value
+        for name, value in numbers_in(records.metric_records[METRICS]).items()
+        if name != SAMPLES
+    }
     if not isinstance(rest["class_counts"], Tensor) or not isinstance(rest["extras"], dict):
         raise TypeError("class counts must be a tensor, extras a dict")
     return ClientUpdate(
@@ -115,8 +147,12 @@ def _encoded(value: Any, tensors: State, where: str) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [_encoded(one, tensors, f"{where}[{i}]") for i, one in enumerate(value)]}
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        return {"dict": [[key, _encoded(one, tensors, f"{where}.{key}")] for key, one in value.items()]}
-    raise FlsuiteError(f"{where} is a {type(value).__name__}: only tensors, numbers, text, lists and dicts can be kept or sent")
+        return {
+            "dict": [[key, _encoded(one, tensors, f"{where}.{key}")] for key, one in value.items()]
+        }
+    raise FlsuiteError(
+        f"{where} is a {type(value).__name__}: only tensors, numbers, text, lists and dicts can be kept or sent"
+    )
 
 
 def _decoded(value: Any, tensors: State) -> Any:
@@ -138,7 +174,12 @@ def _array(value: Tensor) -> Array:
     value = value.detach().cpu().contiguous()
     if value.dtype in _WITHOUT_NUMPY:
         data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return Array(dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape), stype=_RAW, data=data)
+        return Array(
+            dtype=str(value.dtype).removeprefix("torch."),
+            shape=tuple(value.shape),
+            stype=_RAW,
+            data=data,
+        )
     return Array(np.asarray(value.numpy()))
 
 
@@ -146,7 +187,11 @@ def _tensor(array: Array) -> Tensor:
     if array.stype != _RAW:
         return torch.from_numpy(array.numpy())
     (dtype,) = (dtype for dtype in _WITHOUT_NUMPY if str(dtype) == f"torch.{array.dtype}")
-    flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(bytearray(array.data), dtype=dtype)
+        if array.data
+        else torch.empty(0, dtype=dtype)
+    )
     return flat.reshape(tuple(array.shape))
 
 

@@ -5,16 +5,20 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flsuite.data.module import FederatedDataModule
-from flsuite.evaluation import Scores, Split
 from flsuite.flower.strategy import FlowerStrategy
 from flsuite.models.base import ClientModel
+from flsuite.server.evaluation import Scores, Split
 from flsuite.trainer import FederatedTrainer
 
 __all__ = ["serve"]
 
 
 def serve(
-    grid: Grid, trainer: FederatedTrainer, model: ClientModel, datamodule: FederatedDataModule, timeout: float = 3600
+    grid: Grid,
+    trainer: FederatedTrainer,
+    model: ClientModel,
+    datamodule: FederatedDataModule,
+    timeout: float = 3600,
 ) -> Result:
     """All rounds of ``trainer``, with the nodes of ``grid`` in the place of its engine.
 
@@ -34,7 +38,11 @@ def serve(
     """
     with trainer.running(model, datamodule) as run:
         strategy = FlowerStrategy(
-            run.federation, trainer.notify, lambda: bool(trainer.should_stop), trainer.evaluate_every, trainer.score_clients
+            run.federation,
+            trainer.notify,
+            lambda: bool(trainer.should_stop),
+            trainer.evaluate_every,
+            trainer.score_clients,
         )
 
         def scored(part: Split, clients: int, details: bool = False) -> Scores:
@@ -46,6 +54,16 @@ def serve(
             trainer.record_round(run, scored if run.federation.personal else None)
             run.folder.table.flush()
             last = run.summary.last
-            return MetricRecord({k: float(v) for k, v in last.items()}) if last.get("round") == trainer.round else None
+            return (
+                MetricRecord({k: float(v) for k, v in last.items()})
+                if last.get("round") == trainer.round
+                else None
+            )
 
-        return strategy.start(grid, strategy.initial_arrays(), num_rounds=trainer.rounds, timeout=timeout, evaluate_fn=record)
+        return strategy.start(
+            grid,
+            strategy.initial_arrays(),
+            num_rounds=trainer.rounds,
+            timeout=timeout,
+            evaluate_fn=record,
+        )

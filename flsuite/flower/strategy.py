@@ -8,14 +8,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flsuite.client_memory import ClientMemories
 from flsuite.engines.base import Outcome
 from flsuite.errors import FlsuiteError
-from flsuite.evaluation import GLOBAL, OwnScores, Scores, gathered
-from flsuite.federation import Federation
 from flsuite.flower.nodes import REFUSED, Nodes
 from flsuite.flower.records import ARRAYS, numbers_in, pack, read_update, to_arrays, to_state
-from flsuite.messages import ClientFailure, ClientResult, ClientTask
+from flsuite.messages import ClientFailure, ClientResult, FitAssignment
+from flsuite.server.client_store import ClientStore
+from flsuite.server.evaluation import GLOBAL, OwnScores, Scores, gathered
+from flsuite.server.federation import Federation
 from flsuite.state import mismatch
 
 __all__ = ["FlowerStrategy"]
@@ -64,7 +64,7 @@ class FlowerStrategy(Strategy):
         self.nodes = Nodes(federation.data.clients)
         self.rounds = 0
         self.scores: dict[str, Scores] = {}
-        self._tasks: list[ClientTask] = []
+        self._tasks: list[FitAssignment] = []
         self._asked: dict[int, int] = {}
 
     def initial_arrays(self) -> ArrayRecord:
@@ -76,15 +76,28 @@ class FlowerStrategy(Strategy):
         """Whether the last round was left out."""
         return not self._tasks
 
-    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **kwargs: Any) -> Result:
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Result:
         """Flower's own loop of rounds; a second start goes on where the first ended."""
         self.rounds = self.federation.round + num_rounds
         return super().start(grid, initial_arrays, num_rounds, *args, **kwargs)
 
     def summary(self) -> None:
-        log.info("%s of %d clients", type(self.federation.aggregator).__name__, self.federation.data.clients)
+        log.info(
+            "%s of %d clients",
+            type(self.federation.aggregator).__name__,
+            self.federation.data.clients,
+        )
 
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
         self._tasks, self._asked, self.scores = [], {}, {}
         if self.stopped():
             return []
@@ -98,7 +111,9 @@ class FlowerStrategy(Strategy):
             contents[task.client] = {**shared, **pack("task", order)}
         return self._messages(MessageType.TRAIN, contents, nodes, config, server_round)
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The new global model, and the numbers of the round.
 
         Raises:
@@ -109,9 +124,13 @@ class FlowerStrategy(Strategy):
             return None, None
         self.federation.close_round(self._outcomes(_by_node(replies)), self.notify)
         totals = dict(self.federation.log.metrics())[GLOBAL]
-        return to_arrays(self.federation.state), MetricRecord({name: float(value) for name, value in totals.items()})
+        return to_arrays(self.federation.state), MetricRecord(
+            {name: float(value) for name, value in totals.items()}
+        )
 
-    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
         """Only where clients have models of their own: what is private never leaves its node, so it is scored there."""
         self._asked = {}
         last = self.federation.round >= self.rounds
@@ -119,11 +138,18 @@ class FlowerStrategy(Strategy):
         if not (self.federation.personal and self._tasks and due):
             return []
         nodes = self.nodes.online(grid)
-        content = {ARRAYS: arrays, **pack("evaluation", {"details": last, "round": self.federation.round})}
-        chosen = {client: content for client in sorted(nodes) if last or client < self.score_clients}
+        content = {
+            ARRAYS: arrays,
+            **pack("evaluation", {"details": last, "round": self.federation.round}),
+        }
+        chosen = {
+            client: content for client in sorted(nodes) if last or client < self.score_clients
+        }
         return self._messages(MessageType.EVALUATE, chosen, nodes, config, server_round)
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         """The mean over clients of their own models' scores on test data."""
         answers = _by_node(replies)
         rows: dict[str, dict[int, OwnScores]] = {}
@@ -132,12 +158,19 @@ class FlowerStrategy(Strategy):
                 for split, scores in _scores(answers.get(node)).items():
                     rows.setdefault(split, {})[client] = scores
             except Exception as error:
-                log.warning("round %d: client %d was not scored: %s", self.federation.round, client, error)
+                log.warning(
+                    "round %d: client %d was not scored: %s", self.federation.round, client, error
+                )
         self.scores = {split: gathered(found) for split, found in rows.items()}
         return MetricRecord(dict(self.scores["test"][GLOBAL])) if "test" in self.scores else None
 
     def _messages(
-        self, kind: str, contents: dict[int, dict[str, Any]], nodes: dict[int, int], config: ConfigRecord, round: int
+        self,
+        kind: str,
+        contents: dict[int, dict[str, Any]],
+        nodes: dict[int, int],
+        config: ConfigRecord,
+        round: int,
     ) -> list[Message]:
         """One for each client that is connected."""
         self._asked = {client: nodes[client] for client in contents if client in nodes}
@@ -151,7 +184,9 @@ class FlowerStrategy(Strategy):
         """What Flower holds is the global model: the one that it began with, or the one that was given back last."""
         state = to_state(arrays)
         if fault := mismatch(state, self.federation.state):
-            raise FlsuiteError(f"initial_arrays are not this model's: {fault}; take strategy.initial_arrays()")
+            raise FlsuiteError(
+                f"initial_arrays are not this model's: {fault}; take strategy.initial_arrays()"
+            )
         self.federation.state = state
 
     def _outcomes(self, answers: dict[int, Message]) -> Iterator[Outcome]:
@@ -166,22 +201,28 @@ class FlowerStrategy(Strategy):
         if answer is None:
             return self._failure(client, "its node did not answer in time")
         if answer.has_error():
-            if answer.error.code == REFUSED and not self.federation.round:  # later, one node must not end it for all
+            if (
+                answer.error.code == REFUSED and not self.federation.round
+            ):  # later, one node must not end it for all
                 raise FlsuiteError(str(answer.error.reason))
             return self._failure(client, str(answer.error.reason))
         try:
             update = read_update(answer.content)
         except Exception as error:
-            return self._failure(client, f"its answer cannot be read: {type(error).__name__}: {error}")
+            return self._failure(
+                client, f"its answer cannot be read: {type(error).__name__}: {error}"
+            )
         if (update.client, update.round) != (client, self.federation.round + 1):
-            return self._failure(client, f"its answer is that of client {update.client} in round {update.round}")
+            return self._failure(
+                client, f"its answer is that of client {update.client} in round {update.round}"
+            )
         return ClientResult(update, {})
 
     def _failure(self, client: int, reason: str) -> ClientFailure:
         return ClientFailure(client, self.federation.round + 1, reason)
 
 
-class _OnNodes(ClientMemories):
+class _OnNodes(ClientStore):
     """What clients keep lies on their nodes; the server has none of it, and must not take the initial values for it."""
 
     def __init__(self, personal: bool) -> None:

@@ -1,6 +1,11 @@
 """What is measured."""
 
-from flsuite.metrics.continual import average_accuracy, backward_transfer, forgetting, forward_transfer
+from flsuite.metrics.continual import (
+    average_accuracy,
+    backward_transfer,
+    forgetting,
+    forward_transfer,
+)
 from flsuite.metrics.dissimilarity import (
     FusedModel,
     RunningDissimilarity,

@@ -43,5 +43,9 @@ def forgetting(matrix: Tensor) -> Tensor:
     rows = matrix[..., 1:, :]
     done = rows.shape[-2]
     learned = torch.ones(done - 1, done - 1, dtype=torch.bool).tril()  # i >= j
-    best = rows[..., : done - 1, : done - 1].masked_fill(~learned, -torch.inf).amax(-2) if done > 1 else rows[..., :0, 0]
+    best = (
+        rows[..., : done - 1, : done - 1].masked_fill(~learned, -torch.inf).amax(-2)
+        if done > 1
+        else rows[..., :0, 0]
+    )
     return (best - rows[..., done - 1, : done - 1]).mean(-1)

@@ -45,7 +45,9 @@ def gradient_dissimilarity(gradients: Tensor) -> float:
 
 def relative_dissimilarity(gradients: Tensor) -> float:
     """``Gamma / ||m||^2``, which does not change with the scale of the loss; gradients ``(clients, d)``."""
-    return _relative(gradient_dissimilarity(gradients), float(gradients.double().mean(0).square().sum()))
+    return _relative(
+        gradient_dissimilarity(gradients), float(gradients.double().mean(0).square().sum())
+    )
 
 
 def decompose(original: Tensor, fused: Tensor) -> dict[str, float]:
@@ -99,7 +101,10 @@ class RunningDissimilarity:
             ZeroDivisionError: If no client was added.
         """
         gamma = self._gradient.spread()
-        found = {"gamma": gamma, "gamma_relative": _relative(gamma, float(self._gradient.mean.square().sum()))}
+        found = {
+            "gamma": gamma,
+            "gamma_relative": _relative(gamma, float(self._gradient.mean.square().sum())),
+        }
         if self._plain.count:
             spread, cross = self._change.spread(), 2 * self._cross / self._plain.count
             found |= {"gamma_orig": self._plain.spread(), "R": spread, "Phi": cross}

@@ -22,10 +22,14 @@ Estimator = Literal["exact", "batch"]
 Batch = tuple[Tensor, ...]
 
 _AT_ONCE = 8  # float32 sums of so few numbers are good to seven digits
-_NUMBERS_AT_ONCE = 2**24  # of per-sample gradients, 64 MiB: far beyond a cache, more at once is slower
+_NUMBERS_AT_ONCE = (
+    2**24
+)  # of per-sample gradients, 64 MiB: far beyond a cache, more at once is slower
 
 
-def fisher_diagonal(model: nn.Module, names: Collection[str], batches: Iterable[Batch], estimator: Estimator) -> State:
+def fisher_diagonal(
+    model: nn.Module, names: Collection[str], batches: Iterable[Batch], estimator: Estimator
+) -> State:
     """The Fisher diagonal of the parameters ``names``: float32, in their shapes; zero where one is frozen.
 
     ``exact`` is the mean over samples of the squared gradient of each. ``batch`` is the mean over batches of the squared
@@ -84,14 +88,19 @@ class _Total:
         self._few.zero_()
 
 
-def _squared_mean(likelihood: "_LogLikelihood", parameters: Mapping[str, Tensor], batch: Batch) -> State:
+def _squared_mean(
+    likelihood: "_LogLikelihood", parameters: Mapping[str, Tensor], batch: Batch
+) -> State:
     """The squared gradient of a batch's mean."""
     gradients = _gradients(likelihood, likelihood(batch).mean(), parameters)
     return {name: g.square() for name, g in gradients.items()}
 
 
 def _squares(
-    likelihood: "_LogLikelihood", parameters: Mapping[str, Tensor], layers: Mapping[str, nn.Linear], batch: Batch
+    likelihood: "_LogLikelihood",
+    parameters: Mapping[str, Tensor],
+    layers: Mapping[str, nn.Linear],
+    batch: Batch,
 ) -> Iterator[tuple[str, Tensor]]:
     """The sum over a batch of the squared gradients of its samples: of linear layers, and of the rest."""
     found = _squares_of_layers(likelihood, layers, batch) if layers else {}
@@ -101,7 +110,9 @@ def _squares(
         yield from _squares_by_vmap(likelihood, rest, batch)
 
 
-def _squares_of_layers(likelihood: "_LogLikelihood", layers: Mapping[str, nn.Linear], batch: Batch) -> State:
+def _squares_of_layers(
+    likelihood: "_LogLikelihood", layers: Mapping[str, nn.Linear], batch: Batch
+) -> State:
     """A sample's gradient of a weight is the outer product of the gradient at the layer's output and the layer's input, so
     that the sum of their squares is one matrix product of squares: no gradient of a single sample is ever written down
     (Dangel et al. 2020, BackPACK: Packing more into Backprop, arXiv:1912.10985).
@@ -117,7 +128,9 @@ def _squares_of_layers(likelihood: "_LogLikelihood", layers: Mapping[str, nn.Lin
     return found
 
 
-def _squares_by_vmap(likelihood: "_LogLikelihood", parameters: State, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+def _squares_by_vmap(
+    likelihood: "_LogLikelihood", parameters: State, batch: Batch
+) -> Iterator[tuple[str, Tensor]]:
     """Any parameters: the gradients of as many samples at a time as there is room for."""
 
     def of_one(parameters: State, *sample: Tensor) -> Tensor:
@@ -139,19 +152,24 @@ def _squares_by_vmap(likelihood: "_LogLikelihood", parameters: State, batch: Bat
         yield from ((name, g.square().sum(0)) for name, g in gradients.items())
 
 
-def _one_row_a_sample(likelihood: "_LogLikelihood", parameters: Mapping[str, Tensor], batch: Batch) -> dict[str, nn.Linear]:
+def _one_row_a_sample(
+    likelihood: "_LogLikelihood", parameters: Mapping[str, Tensor], batch: Batch
+) -> dict[str, nn.Linear]:
     """The linear layers whose gradient is made of one outer product a sample: called once, on one row a sample, with
     parameters that nothing else uses. The proof is that the outer products add up to autograd's gradient.
     """
     linear = {
         name: layer
         for name, layer in likelihood.model.named_modules()
-        if type(layer) is nn.Linear and all(f"{name}.{p}" in parameters for p, _ in layer.named_parameters())
+        if type(layer) is nn.Linear
+        and all(f"{name}.{p}" in parameters for p, _ in layer.named_parameters())
     }
     with _tapped(linear) as calls:
         total = likelihood(batch).sum()
     whole = _gradients(likelihood, total, parameters, keep=True)
-    once = [k for k in calls if len(calls[k]) == 1 and calls[k][0][0].shape[:-1] == (len(batch[0]),)]
+    once = [
+        k for k in calls if len(calls[k]) == 1 and calls[k][0][0].shape[:-1] == (len(batch[0]),)
+    ]
     once = [k for k in once if calls[k][0][1].requires_grad]
     outputs = [calls[k][0][1] for k in once]
     at_output = torch.autograd.grad(total, outputs, materialize_grads=True) if once else ()
@@ -163,11 +181,18 @@ def _one_row_a_sample(likelihood: "_LogLikelihood", parameters: Mapping[str, Ten
     }
 
 
-def _gradients(likelihood: "_LogLikelihood", value: Tensor, parameters: Mapping[str, Tensor], keep: bool = False) -> State:
+def _gradients(
+    likelihood: "_LogLikelihood",
+    value: Tensor,
+    parameters: Mapping[str, Tensor],
+    keep: bool = False,
+) -> State:
     """Autograd's; zero for parameters that the value does not depend on, unless these are all."""
     found: Sequence[Tensor | None] = ()
     if value.requires_grad and parameters:
-        found = torch.autograd.grad(value, list(parameters.values()), retain_graph=keep, allow_unused=True)
+        found = torch.autograd.grad(
+            value, list(parameters.values()), retain_graph=keep, allow_unused=True
+        )
     if all(g is None for g in found):
         raise FlsuiteError(
             f"{likelihood.owner}.log_likelihood depends on none of the parameters whose Fisher is asked for; compute it from "

@@ -6,14 +6,22 @@ import torch
 from torch import Tensor
 from torchmetrics.functional import classification as tm
 
-from flsuite.data.source import DataSpec
+from flsuite.data.spec import DataSpec
 
 __all__ = ["HIGHER_IS_BETTER", "class_accuracy", "scores", "summary"]
 
-HIGHER_IS_BETTER = {"accuracy": True, "f1_macro": True, "balanced_accuracy": True, "auroc": True, "loss": False}
+HIGHER_IS_BETTER = {
+    "accuracy": True,
+    "f1_macro": True,
+    "balanced_accuracy": True,
+    "auroc": True,
+    "loss": False,
+}
 
 
-def scores(outputs: Mapping[str, Tensor], y: Tensor, spec: DataSpec, auroc: bool = True) -> dict[str, float]:
+def scores(
+    outputs: Mapping[str, Tensor], y: Tensor, spec: DataSpec, auroc: bool = True
+) -> dict[str, float]:
     """Accuracy, macro F1, balanced accuracy, AUROC, and the mean of every per-sample column.
 
     Balanced accuracy is the mean recall over the classes that occur in ``y``; for multi-label data, accuracy is the mean over
@@ -26,9 +34,15 @@ def scores(outputs: Mapping[str, Tensor], y: Tensor, spec: DataSpec, auroc: bool
         y: int64 ``(n,)``, or 0/1 ``(n, labels)``.
         auroc: The costly one of them.
     """
-    found = {name: float(column.double().mean()) for name, column in outputs.items() if column.ndim == 1}
+    found = {
+        name: float(column.double().mean()) for name, column in outputs.items() if column.ndim == 1
+    }
     probabilities = outputs["scores"]
-    found |= _multilabel(probabilities, y) if y.ndim == 2 else _multiclass(probabilities, y, spec.num_classes)
+    found |= (
+        _multilabel(probabilities, y)
+        if y.ndim == 2
+        else _multiclass(probabilities, y, spec.num_classes)
+    )
     if auroc and (value := _auroc(probabilities, y, spec.num_classes)) is not None:
         found["auroc"] = value
     return found
@@ -38,10 +52,14 @@ def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str
     """Accuracy of each class that occurs: recall, or the binary accuracy of each label."""
     names = spec.class_names or tuple(str(c) for c in range(spec.num_classes))
     if y.ndim == 2:
-        values = tm.multilabel_accuracy(probabilities, y, num_labels=spec.num_classes, average="none")
+        values = tm.multilabel_accuracy(
+            probabilities, y, num_labels=spec.num_classes, average="none"
+        )
         present = range(spec.num_classes)
     else:
-        values = tm.multiclass_recall(probabilities, y, num_classes=spec.num_classes, average="none")
+        values = tm.multiclass_recall(
+            probabilities, y, num_classes=spec.num_classes, average="none"
+        )
         present = y.unique().tolist()
     return {names[c]: float(values[c]) for c in present}
 
@@ -59,10 +77,16 @@ def summary(values: list[float], name: str, higher_is_better: bool = True) -> di
 
 def _multiclass(probabilities: Tensor, y: Tensor, classes: int) -> dict[str, float]:
     predicted = probabilities.argmax(1)
-    recall = tm.multiclass_recall(predicted, y, num_classes=classes, average="none", validate_args=False)
+    recall = tm.multiclass_recall(
+        predicted, y, num_classes=classes, average="none", validate_args=False
+    )
     return {
         "accuracy": float((predicted == y).double().mean()),
-        "f1_macro": float(tm.multiclass_f1_score(predicted, y, num_classes=classes, average="macro", validate_args=False)),
+        "f1_macro": float(
+            tm.multiclass_f1_score(
+                predicted, y, num_classes=classes, average="macro", validate_args=False
+            )
+        ),
         "balanced_accuracy": float(recall[y.unique()].double().mean()),
     }
 
@@ -73,9 +97,15 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
     specificity = tm.multilabel_specificity(probabilities, y, num_labels=labels, average="none")
     there = torch.stack([y.bool().any(0), ~y.bool().all(0)])  # of a label's two classes
     return {
-        "accuracy": float(tm.multilabel_accuracy(probabilities, y, num_labels=labels, average="macro")),
-        "f1_macro": float(tm.multilabel_f1_score(probabilities, y, num_labels=labels, average="macro")),
-        "balanced_accuracy": float(((torch.stack([sensitivity, specificity]) * there).sum(0) / there.sum(0)).mean()),
+        "accuracy": float(
+            tm.multilabel_accuracy(probabilities, y, num_labels=labels, average="macro")
+        ),
+        "f1_macro": float(
+            tm.multilabel_f1_score(probabilities, y, num_labels=labels, average="macro")
+        ),
+        "balanced_accuracy": float(
+            ((torch.stack([sensitivity, specificity]) * there).sum(0) / there.sum(0)).mean()
+        ),
     }
 
 
@@ -84,7 +114,9 @@ def _auroc(probabilities: Tensor, y: Tensor, classes: int) -> float | None:
         defined = (y.any(0) & ~y.bool().all(0)).nonzero().squeeze(1)
         if not len(defined):
             return None
-        values = tm.multilabel_auroc(probabilities[:, defined], y[:, defined].long(), num_labels=len(defined))
+        values = tm.multilabel_auroc(
+            probabilities[:, defined], y[:, defined].long(), num_labels=len(defined)
+        )
         return float(values)
     if len(y.unique()) < classes:
         return None

@@ -13,9 +13,15 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.data.source import DataSpec
+from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
-from flsuite.models.autoencoders import SMALLEST, BottleneckDecoder, BottleneckEncoder, TableDecoder, TableEncoder
+from flsuite.models.autoencoders import (
+    SMALLEST,
+    BottleneckDecoder,
+    BottleneckEncoder,
+    TableDecoder,
+    TableEncoder,
+)
 from flsuite.models.backbones.norms import Norm
 from flsuite.models.base import ClientModel
 from flsuite.models.gaussians import kl_divergence, log_density, sample
@@ -65,7 +71,10 @@ class ACVAE(ClientModel):
         parameter_groups: The class priors, for an aggregator that treats them apart.
     """
 
-    parameter_groups = {"prior_mean": ("prior_mean",), "prior_log_variance": ("prior_log_variance",)}
+    parameter_groups = {
+        "prior_mean": ("prior_mean",),
+        "prior_log_variance": ("prior_log_variance",),
+    }
 
     def __init__(
         self,
@@ -90,11 +99,19 @@ class ACVAE(ClientModel):
         require_one_of("ACVAE", get_args(Reconstruction), reconstruction=reconstruction)
         require_one_of("ACVAE", get_args(Negatives), negatives=negatives)
         require_at_least("ACVAE", 1, latent_dim=latent_dim, width=width, mapper_width=mapper_width)
-        require_at_least("ACVAE", 0, reconstruction_weight=reconstruction_weight, kl_weight=kl_weight, cls_weight=cls_weight)
+        require_at_least(
+            "ACVAE",
+            0,
+            reconstruction_weight=reconstruction_weight,
+            kl_weight=kl_weight,
+            cls_weight=cls_weight,
+        )
         require_at_least("ACVAE", 0, prior_scale=prior_scale)
         require_positive("ACVAE", log_variance_limit=log_variance_limit)
         if class_prior is not None and not all(value > 0 for value in class_prior):
-            raise FlsuiteError(f"ACVAE: class_prior must be positive for every class, got {list(class_prior)}")
+            raise FlsuiteError(
+                f"ACVAE: class_prior must be positive for every class, got {list(class_prior)}"
+            )
         self.latent_dim = latent_dim
         self.hidden = tuple(hidden)
         self.width = width
@@ -114,17 +131,29 @@ class ACVAE(ClientModel):
 
     def build(self, spec: DataSpec) -> None:
         if spec.task == "multilabel":
-            raise FlsuiteError("ACVAE has one prior a class, and a sample of multi-label data has several; choose other data")
+            raise FlsuiteError(
+                "ACVAE has one prior a class, and a sample of multi-label data has several; choose other data"
+            )
         self.encoder, self.decoder = self._networks(spec.shape)
         last = nn.Linear(self.mapper_width, self.latent_dim)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
-        self.mapper = nn.Sequential(nn.Linear(self.latent_dim, self.mapper_width), nn.LeakyReLU(0.2), last)
-        self.prior_mean = nn.Parameter(self.prior_scale * torch.randn(spec.num_classes, self.latent_dim))
+        self.mapper = nn.Sequential(
+            nn.Linear(self.latent_dim, self.mapper_width), nn.LeakyReLU(0.2), last
+        )
+        self.prior_mean = nn.Parameter(
+            self.prior_scale * torch.randn(spec.num_classes, self.latent_dim)
+        )
         self.prior_log_variance = nn.Parameter(torch.zeros(spec.num_classes, self.latent_dim))
-        pi = torch.ones(spec.num_classes) if self.class_prior is None else torch.tensor(self.class_prior)
+        pi = (
+            torch.ones(spec.num_classes)
+            if self.class_prior is None
+            else torch.tensor(self.class_prior)
+        )
         if len(pi) != spec.num_classes:
-            raise FlsuiteError(f"ACVAE: class_prior has {len(pi)} numbers for {spec.num_classes} classes")
+            raise FlsuiteError(
+                f"ACVAE: class_prior has {len(pi)} numbers for {spec.num_classes} classes"
+            )
         self.register_buffer("log_pi", (pi / pi.sum()).log(), persistent=False)
 
     def posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +190,9 @@ class ACVAE(ClientModel):
     def sample(self, classes: Tensor) -> Tensor:
         """New data of the given classes ``(n,)``, drawn from their priors and decoded: ``(n, *shape)``, within [0, 1]."""
         means, log_variances = self.priors()
-        z = sample(means[classes], log_variances[classes])  # the KL term holds q(z|x), not H(z), to the priors
+        z = sample(
+            means[classes], log_variances[classes]
+        )  # the KL term holds q(z|x), not H(z), to the priors
         return self.decoder(self.map(z)).float().sigmoid()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

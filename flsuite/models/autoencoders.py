@@ -69,7 +69,9 @@ class UNetDecoder(nn.Module):
     def forward(self, features: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Images ``(n, c, h, w)`` from what :class:`UNetEncoder` gives."""
         coarse, middle, fine = features
-        h = self.middle(torch.cat([self.up_middle(coarse, output_size=list(middle.shape[-2:])), middle], 1))
+        h = self.middle(
+            torch.cat([self.up_middle(coarse, output_size=list(middle.shape[-2:])), middle], 1)
+        )
         h = self.fine(torch.cat([self.up_fine(h, output_size=list(fine.shape[-2:])), fine], 1))
         image: Tensor = self.image(h)
         return image
@@ -78,7 +80,9 @@ class UNetDecoder(nn.Module):
 class BottleneckEncoder(nn.Module):
     """Three strided 3x3 convolutions and one linear layer: an image becomes ``latent_dim`` numbers."""
 
-    def __init__(self, shape: tuple[int, int, int], latent_dim: int, norm: Norm = "batch", width: int = 16) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], latent_dim: int, norm: Norm = "batch", width: int = 16
+    ) -> None:
         super().__init__()
         widths = [shape[0], *_widths(width)]
         layers: list[nn.Module] = []
@@ -98,7 +102,9 @@ class BottleneckEncoder(nn.Module):
 class BottleneckDecoder(nn.Module):
     """The way back: one linear layer and three transposed convolutions, the last of them without norm and ReLU."""
 
-    def __init__(self, shape: tuple[int, int, int], latent_dim: int, norm: Norm = "batch", width: int = 16) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], latent_dim: int, norm: Norm = "batch", width: int = 16
+    ) -> None:
         super().__init__()
         widths = [*reversed(_widths(width)), shape[0]]
         self.sides = list(reversed(_sides(shape)))
@@ -121,13 +127,19 @@ class TableEncoder(nn.Sequential):
     """Linear layers, each with BatchNorm, leaky ReLU and dropout: ``(n, features)`` becomes ``(n, outputs)``."""
 
     def __init__(self, features: int, hidden: Sequence[int], outputs: int, dropout: float) -> None:
-        super().__init__(nn.Flatten(), *_dense(features, hidden, dropout), nn.Linear(([features, *hidden])[-1], outputs))
+        super().__init__(
+            nn.Flatten(),
+            *_dense(features, hidden, dropout),
+            nn.Linear(([features, *hidden])[-1], outputs),
+        )
 
 
 class TableDecoder(nn.Sequential):
     """The way back, the widths in reverse: ``(n, latent_dim)`` becomes ``(n, *shape)``."""
 
-    def __init__(self, shape: Sequence[int], hidden: Sequence[int], latent_dim: int, dropout: float) -> None:
+    def __init__(
+        self, shape: Sequence[int], hidden: Sequence[int], latent_dim: int, dropout: float
+    ) -> None:
         widths = list(reversed(hidden))
         last = nn.Linear(([latent_dim, *widths])[-1], prod(shape))
         super().__init__(*_dense(latent_dim, widths, dropout), last, nn.Unflatten(1, tuple(shape)))
@@ -136,7 +148,12 @@ class TableDecoder(nn.Sequential):
 def _dense(inputs: int, widths: Sequence[int], dropout: float) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for before, after in pairwise([inputs, *widths]):
-        layers += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.LeakyReLU(0.2), nn.Dropout(dropout)]
+        layers += [
+            nn.Linear(before, after, bias=False),
+            nn.BatchNorm1d(after),
+            nn.LeakyReLU(0.2),
+            nn.Dropout(dropout),
+        ]
     return layers
 
 

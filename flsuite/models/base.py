@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from flsuite.data.source import DataSpec
+from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 
 __all__ = ["ClientModel", "LatentModel", "LikelihoodModel"]
@@ -78,7 +78,11 @@ class ClientModel(LightningModule):
         if self.spec is None:
             self.build(spec)
             self.spec = spec
-        elif (self.spec.shape, self.spec.num_classes, self.spec.task) != (spec.shape, spec.num_classes, spec.task):
+        elif (self.spec.shape, self.spec.num_classes, self.spec.task) != (
+            spec.shape,
+            spec.num_classes,
+            spec.task,
+        ):
             raise FlsuiteError(
                 f"{type(self).__name__} was built for {self.spec.task} data of shape {self.spec.shape} with "
                 f"{self.spec.num_classes} classes; this data is {spec.task} of shape {spec.shape} with {spec.num_classes}"
@@ -86,11 +90,15 @@ class ClientModel(LightningModule):
 
     def configure_model(self) -> None:
         """Lightning's hook: builds the model for the Trainer's data module, where it is not built yet."""
-        if self.spec is None and self._trainer is not None:  # without a Trainer, a checkpoint is about to say it
+        if (
+            self.spec is None and self._trainer is not None
+        ):  # without a Trainer, a checkpoint is about to say it
             datamodule = getattr(self.trainer, "datamodule", None)
             spec = getattr(datamodule, "spec", None)
             if spec is None:
-                raise FlsuiteError(f"{type(self).__name__} is not built: call ensure_built(spec), or fit with a data module")
+                raise FlsuiteError(
+                    f"{type(self).__name__} is not built: call ensure_built(spec), or fit with a data module"
+                )
             self.ensure_built(spec)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -104,7 +112,10 @@ class ClientModel(LightningModule):
 
     def _log_evaluation(self, prefix: str, batch: tuple[Tensor, Tensor]) -> None:
         outputs = self.evaluation_step(batch)
-        self.log_dict({f"{prefix}/{k}": v.mean() for k, v in outputs.items() if v.ndim == 1}, batch_size=len(batch[1]))
+        self.log_dict(
+            {f"{prefix}/{k}": v.mean() for k, v in outputs.items() if v.ndim == 1},
+            batch_size=len(batch[1]),
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.spec is not None:

@@ -7,7 +7,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torch.nn import functional as F
 
-from flsuite.data.source import DataSpec
+from flsuite.data.spec import DataSpec
 from flsuite.models.backbones import Backbone, LeNet5
 from flsuite.models.base import ClientModel
 
@@ -25,7 +25,11 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
 def mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     """The mean of :func:`classification_loss` over the batch, in one operation."""
     logits = logits.float()
-    return F.cross_entropy(logits, y) if y.ndim == 1 else F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
+    return (
+        F.cross_entropy(logits, y)
+        if y.ndim == 1
+        else F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
+    )
 
 
 def class_probabilities(logits: Tensor, y: Tensor) -> Tensor:

@@ -29,7 +29,12 @@ class ConditionalCoupling(nf.flows.Flow):
         self.halves = features // 2, features - features // 2
         self.limit = limit
         self.conditioner = nf.nets.ResidualNet(
-            self.halves[0], 2 * self.halves[1], width, context_features=context, num_blocks=2, activation=F.leaky_relu
+            self.halves[0],
+            2 * self.halves[1],
+            width,
+            context_features=context,
+            num_blocks=2,
+            activation=F.leaky_relu,
         )
         nn.init.zeros_(self.conditioner.final_layer.weight)
         nn.init.zeros_(self.conditioner.final_layer.bias)
@@ -82,7 +87,9 @@ class ConditionalFlow(nf.ConditionalNormalizingFlow):
             log_density = torch.zeros_like(u[:, 0])
             for flow in reversed(self.flows):
                 u, log_determinant = flow.inverse(u, context=context)
-                log_density = log_density + log_determinant  # not in place: torch.func cannot vectorise that
+                log_density = (
+                    log_density + log_determinant
+                )  # not in place: torch.func cannot vectorise that
             return u, log_density + self.q0.log_prob(u)
 
     def generate(self, u: Tensor, y: Tensor) -> Tensor:

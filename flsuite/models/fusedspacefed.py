@@ -10,9 +10,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from flsuite.data.source import DataSpec
+from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
-from flsuite.models.autoencoders import SMALLEST, BottleneckDecoder, BottleneckEncoder, UNetDecoder, UNetEncoder
+from flsuite.models.autoencoders import (
+    SMALLEST,
+    BottleneckDecoder,
+    BottleneckEncoder,
+    UNetDecoder,
+    UNetEncoder,
+)
 from flsuite.models.backbones import Backbone, ResNet20
 from flsuite.models.backbones.norms import Norm
 from flsuite.models.base import ClientModel
@@ -92,7 +98,12 @@ class FusedSpaceFed(ClientModel):
         require_one_of(own, get_args(Norm), norm=norm)
         require_at_least(own, 1, latent_dim=latent_dim)
         require_at_least(
-            own, 0, warmup_epochs=warmup_epochs, fusion_scale=fusion_scale, lambda_rec=lambda_rec, lambda_sp=lambda_sp
+            own,
+            0,
+            warmup_epochs=warmup_epochs,
+            fusion_scale=fusion_scale,
+            lambda_rec=lambda_rec,
+            lambda_sp=lambda_sp,
         )
         require_at_least(own, 0, momentum=momentum, weight_decay=weight_decay)
         require_positive(own, lr=lr, autoencoder_lr=autoencoder_lr)
@@ -120,9 +131,13 @@ class FusedSpaceFed(ClientModel):
         channels, height, width = spec.shape
         self.encoder, self.decoder = self._autoencoder((channels, height, width))
         seen = channels if self.fusion == "sum" else 2 * channels
-        self.classifier = (self.backbone or ResNet20(self.norm)).build((seen, height, width), spec.num_classes)
+        self.classifier = (self.backbone or ResNet20(self.norm)).build(
+            (seen, height, width), spec.num_classes
+        )
         if self.lambda_sp:
-            self.register_buffer("initial_encoder", _flat(self.encoder).detach().clone(), persistent=False)
+            self.register_buffer(
+                "initial_encoder", _flat(self.encoder).detach().clone(), persistent=False
+            )
 
     def reconstruct(self, x: Tensor) -> Tensor:
         """x~, the shape of ``x``."""
@@ -190,12 +205,16 @@ class FusedSpaceFed(ClientModel):
         x, y = batch
         with torch.no_grad():
             plain, fused = self.classifier_inputs(x)
-        return classification_loss(self.classifier(plain), y).mean(), classification_loss(self.classifier(fused), y).mean()
+        return classification_loss(self.classifier(plain), y).mean(), classification_loss(
+            self.classifier(fused), y
+        ).mean()
 
     def pictures(self, x: Tensor) -> dict[str, Tensor]:
         """``reconstructions``: ``x``, x~ below it, and where they are summed, what C sees."""
         reconstruction = self.reconstruct(x).float()
-        seen = [self.fuse(x, reconstruction) / (1 + self.fusion_scale)] if self.fusion == "sum" else []
+        seen = (
+            [self.fuse(x, reconstruction) / (1 + self.fusion_scale)] if self.fusion == "sum" else []
+        )
         rows = [x, reconstruction, *seen]
         return {"reconstructions": torch.stack(rows)}
 

@@ -20,7 +20,9 @@ def log_density(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     return -0.5 * (_LOG_2PI + log_variance + (x - mean).square() * (-log_variance).exp()).sum(-1)
 
 
-def kl_divergence(mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_log_variance: Tensor) -> Tensor:
+def kl_divergence(
+    mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_log_variance: Tensor
+) -> Tensor:
     """``KL(N(mean, .) || N(prior_mean, .))`` in nats, summed over the last dimension; the arguments broadcast."""
     ratio = log_variance - prior_log_variance
     distance = (mean - prior_mean).square() * (-prior_log_variance).exp()

@@ -12,12 +12,18 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.data.source import DataSpec
+from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
 from flsuite.models.backbones import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel
 from flsuite.models.flows import ConditionalFlow
-from flsuite.models.replay import Previous, credibility, draw_classes, frozen_copy, soft_cross_entropy
+from flsuite.models.replay import (
+    Previous,
+    credibility,
+    draw_classes,
+    frozen_copy,
+    soft_cross_entropy,
+)
 
 __all__ = ["NFClassifier"]
 
@@ -101,7 +107,9 @@ class NFClassifier(ClientModel):
         own = "NFClassifier"
         require_at_least(own, 2, feature_dim=feature_dim)
         require_at_least(own, 1, couplings=couplings, flow_width=flow_width)
-        require_at_least(own, 0, k_replay=k_replay, k_flow_last=k_flow_last, k_last=k_last, k_global=k_global)
+        require_at_least(
+            own, 0, k_replay=k_replay, k_flow_last=k_flow_last, k_last=k_last, k_global=k_global
+        )
         require_at_least(own, 0, k_feature=k_feature, k_output=k_output, clip=clip)
         require_one_of(own, get_args(ReplayClasses), replay_classes=replay_classes)
         require_positive(own, lr=lr, flow_lr=flow_lr)
@@ -127,18 +135,24 @@ class NFClassifier(ClientModel):
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
         self._told: Tensor | None = None  # the classes that other clients have met
-        self._received: tuple[nn.Module, nn.Module] | None = None  # a tuple, so that it is no part of the state
+        self._received: tuple[nn.Module, nn.Module] | None = (
+            None  # a tuple, so that it is no part of the state
+        )
 
     def build(self, spec: DataSpec) -> None:
         if spec.task == "multilabel":
-            raise FlsuiteError("NFClassifier's flow knows one class a sample, and multi-label data has several: choose other")
+            raise FlsuiteError(
+                "NFClassifier's flow knows one class a sample, and multi-label data has several: choose other"
+            )
         backbone = self.backbone or (StridedCNN() if len(spec.shape) == 3 else MLP())
         features: list[nn.Module] = [backbone.build(spec.shape, self.feature_dim), nn.LeakyReLU()]
         if self.normalize_features:
             features.append(nn.LayerNorm(self.feature_dim, elementwise_affine=False))
         self.extractor = nn.Sequential(*features)
         self.head = _Head(self.feature_dim, spec.num_classes)
-        self.flow = ConditionalFlow(self.feature_dim, spec.num_classes, self.couplings, self.flow_width)
+        self.flow = ConditionalFlow(
+            self.feature_dim, spec.num_classes, self.couplings, self.flow_width
+        )
         self.previous = Previous(
             spec.num_classes,
             {"flow": self.flow} if self.k_flow_last else {},
@@ -155,14 +169,20 @@ class NFClassifier(ClientModel):
         classes = len(self.previous.met)
         for c in (*seen, *past):
             if not 0 <= c < classes:
-                raise FlsuiteError(f"NFClassifier: there is no class {c}; there are {classes} classes")
+                raise FlsuiteError(
+                    f"NFClassifier: there is no class {c}; there are {classes} classes"
+                )
         if task < 0:
             raise FlsuiteError(f"NFClassifier: there is no task {task}")
         others = self.replay_classes == "all"
         self._told = torch.zeros_like(self.previous.met)
         self._told[list(seen) if others else []] = 1
         if task != int(self.previous.task):
-            modules: dict[str, nn.Module] = {"flow": self.flow, "extractor": self.extractor, "head": self.head}
+            modules: dict[str, nn.Module] = {
+                "flow": self.flow,
+                "extractor": self.extractor,
+                "head": self.head,
+            }
             self.previous.take(task, past if others else (), modules)
 
     def features(self, x: Tensor) -> Tensor:
@@ -184,7 +204,9 @@ class NFClassifier(ClientModel):
 
     def sampled_logits(self, y: Tensor) -> Tensor:
         """Logits ``(n, classes)`` at one sample of the flow for each class of y ``(n,)``."""
-        logits: Tensor = self.head(self.flow.generate(torch.randn(len(y), self.feature_dim, device=y.device), y))
+        logits: Tensor = self.head(
+            self.flow.generate(torch.randn(len(y), self.feature_dim, device=y.device), y)
+        )
         return logits.float()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -223,14 +245,20 @@ class NFClassifier(ClientModel):
         with torch.no_grad():
             density = (log_density / self.feature_dim).exp().mean()
             met = self.previous.met
-            replayed = met if self._told is None else met | self._told.to(met.device)  # told before the fit moved the module
+            replayed = (
+                met if self._told is None else met | self._told.to(met.device)
+            )  # told before the fit moved the module
             classes = draw_classes(replayed, len(y))
             drawn = torch.randn_like(codes)
             z = self.flow.generate(drawn, classes)
             weights = credibility(codes, y, drawn, classes, density)
         losses = F.cross_entropy(self.head.hidden_only(z).float(), classes, reduction="none")
         loss = (weights * losses).mean()
-        for name, value in (("density", density), ("credibility", weights.mean()), ("replay", loss)):
+        for name, value in (
+            ("density", density),
+            ("credibility", weights.mean()),
+            ("replay", loss),
+        ):
             self._note(name, value)
         return self.k_replay * ((1 - self.theta) * density + self.theta) * loss
 
@@ -248,7 +276,9 @@ class NFClassifier(ClientModel):
                 wanted = extractor(x)
                 outputs = head(wanted)
             features = (z.float() - wanted.float()).square().mean()
-            loss = loss + weight * (self.k_feature * features + self.k_output * soft_cross_entropy(logits, outputs))
+            loss = loss + weight * (
+                self.k_feature * features + self.k_output * soft_cross_entropy(logits, outputs)
+            )
         return loss
 
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -265,7 +295,10 @@ class NFClassifier(ClientModel):
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         classifier = [*self.extractor.parameters(), *self.head.parameters()]
         flow = self.flow.parameters()
-        return [torch.optim.Adam(classifier, lr=self.lr, fused=True), torch.optim.Adam(flow, lr=self.flow_lr, fused=True)]
+        return [
+            torch.optim.Adam(classifier, lr=self.lr, fused=True),
+            torch.optim.Adam(flow, lr=self.flow_lr, fused=True),
+        ]
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """None; the first moment at which a Trainer can be told what it must not do, before it says so in its own words."""
@@ -275,18 +308,29 @@ class NFClassifier(ClientModel):
                 f"{self.trainer.gradient_clip_val} and leave trainer.gradient_clip_val unset"
             )
         if self.trainer.accumulate_grad_batches != 1:
-            raise FlsuiteError("NFClassifier steps once a batch: leave trainer.accumulate_grad_batches unset")
+            raise FlsuiteError(
+                "NFClassifier steps once a batch: leave trainer.accumulate_grad_batches unset"
+            )
         if self.trainer.max_steps != -1:
-            raise FlsuiteError("NFClassifier has two optimizers, and trainer.max_steps counts both: limit trainer.max_epochs")
+            raise FlsuiteError(
+                "NFClassifier has two optimizers, and trainer.max_steps counts both: limit trainer.max_epochs"
+            )
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            raise FlsuiteError("NFClassifier clips gradients that 16-mixed has scaled: set trainer.precision to bf16-mixed")
+            raise FlsuiteError(
+                "NFClassifier clips gradients that 16-mixed has scaled: set trainer.precision to bf16-mixed"
+            )
         return []
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip, after what callbacks have added to the gradient; one that is not finite makes the update so, for all to see."""
         parameters = optimizer.param_groups[0]["params"]
         norm = nn.utils.clip_grad_norm_(parameters, self.clip or float("inf"))
-        self._note("flow_gradient_norm" if parameters[0] is next(self.flow.parameters()) else "gradient_norm", norm)
+        self._note(
+            "flow_gradient_norm"
+            if parameters[0] is next(self.flow.parameters())
+            else "gradient_norm",
+            norm,
+        )
 
     def on_train_start(self) -> None:
         self._sums, self._steps = {}, 0
@@ -303,7 +347,9 @@ class NFClassifier(ClientModel):
         self._received = None
 
     def _note(self, name: str, value: Tensor) -> None:
-        self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach().clone()
+        self._sums[name] = (
+            self._sums[name] + value.detach() if name in self._sums else value.detach().clone()
+        )
 
 
 class _Head(nn.Module):
@@ -320,4 +366,6 @@ class _Head(nn.Module):
 
     def hidden_only(self, z: Tensor) -> Tensor:
         """The same logits; gradients reach the hidden layer only."""
-        return F.linear(F.leaky_relu(self.hidden(z)), self.output.weight.detach(), self.output.bias.detach())
+        return F.linear(
+            F.leaky_relu(self.hidden(z)), self.output.weight.detach(), self.output.bias.detach()
+        )

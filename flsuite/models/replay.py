@@ -15,7 +15,9 @@ _LEAST_VARIANCE = 1e-4  # of a Gaussian fitted to few codes: one number that hap
 _TEMPERATURE = 2.0
 
 
-def credibility(codes: Tensor, y: Tensor, drawn: Tensor, classes: Tensor, otherwise: Tensor) -> Tensor:
+def credibility(
+    codes: Tensor, y: Tensor, drawn: Tensor, classes: Tensor, otherwise: Tensor
+) -> Tensor:
     """How much a generated sample looks like the batch's own of its class: its weight ``(m,)``.
 
     That is the density of its code, a mean over its numbers, under the diagonal Gaussian of the codes of the batch's samples
@@ -38,7 +40,9 @@ def credibility(codes: Tensor, y: Tensor, drawn: Tensor, classes: Tensor, otherw
     return torch.where(count.squeeze(1) >= 2, density.mean(1), otherwise)
 
 
-def soft_cross_entropy(logits: Tensor, teacher: Tensor, temperature: float = _TEMPERATURE) -> Tensor:
+def soft_cross_entropy(
+    logits: Tensor, teacher: Tensor, temperature: float = _TEMPERATURE
+) -> Tensor:
     """Mean cross-entropy of ``logits`` to the ``teacher``'s, both ``(n, classes)`` and softened (Hinton et al. 2015)."""
     wanted = (teacher.float() / temperature).softmax(1)
     return F.cross_entropy(logits.float() / temperature, wanted)
@@ -56,7 +60,9 @@ class Previous(nn.Module):
             that a step asks no tensor on another device.
     """
 
-    def __init__(self, classes: int, flow: dict[str, nn.Module], classifier: dict[str, nn.Module]) -> None:
+    def __init__(
+        self, classes: int, flow: dict[str, nn.Module], classifier: dict[str, nn.Module]
+    ) -> None:
         super().__init__()
         self.task = nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
         self.met = nn.Parameter(torch.zeros(classes, dtype=torch.uint8), requires_grad=False)

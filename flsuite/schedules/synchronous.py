@@ -21,13 +21,19 @@ class Synchronous(Schedule):
         sampling: ``uniform``, or ``size`` with probabilities in proportion to the clients' training samples.
     """
 
-    def __init__(self, participation: int | float = 1.0, sampling: Literal["uniform", "size"] = "uniform") -> None:
+    def __init__(
+        self, participation: int | float = 1.0, sampling: Literal["uniform", "size"] = "uniform"
+    ) -> None:
         if sampling not in ("uniform", "size"):
             raise FlsuiteError(f"sampling must be uniform or size, got {sampling!r}")
         if not participation > 0:
-            raise FlsuiteError(f"participation must be positive, got {participation}: no client would ever train")
+            raise FlsuiteError(
+                f"participation must be positive, got {participation}: no client would ever train"
+            )
         if isinstance(participation, float) and participation > 1:
-            raise FlsuiteError(f"participation as a fraction must be at most 1.0, got {participation}; a number is an integer")
+            raise FlsuiteError(
+                f"participation as a fraction must be at most 1.0, got {participation}; a number is an integer"
+            )
         self.participation = participation
         self.sampling = sampling
 
@@ -35,11 +41,19 @@ class Synchronous(Schedule):
         self._sizes = np.asarray(sizes, dtype=np.float64)
         self._seed = seed
         clients = len(sizes)
-        number = self.participation if isinstance(self.participation, int) else int(self.participation * clients + 0.5)
+        number = (
+            self.participation
+            if isinstance(self.participation, int)
+            else int(self.participation * clients + 0.5)
+        )
         if number < 1:
-            raise FlsuiteError(f"participation {self.participation} of {clients} clients gives no client; raise it")
+            raise FlsuiteError(
+                f"participation {self.participation} of {clients} clients gives no client; raise it"
+            )
         if number > clients:
-            raise FlsuiteError(f"participation {number} is more than the {clients} clients there are; lower it")
+            raise FlsuiteError(
+                f"participation {number} is more than the {clients} clients there are; lower it"
+            )
         self._number = number
 
     def cohort(self, round: int) -> list[int]:

@@ -12,7 +12,7 @@ from flsuite import FederatedTrainer
 from flsuite.aggregators import Aggregator
 from flsuite.data import FederatedDataModule
 from flsuite.data.partitions import Natural
-from flsuite.data.source import Arrays, DataSpec, Source
+from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.models.base import ClientModel
 
 
@@ -33,7 +33,10 @@ class Quadratic(ClientModel):
         return (a / 2 * (self.w - m).square()).mean()
 
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        return {"loss": batch[1] * 0.0, "scores": torch.full((len(batch[1]), self.spec.num_classes), 0.5)}
+        return {
+            "loss": batch[1] * 0.0,
+            "scores": torch.full((len(batch[1]), self.spec.num_classes), 0.5),
+        }
 
     def configure_optimizers(self) -> Optimizer:
         return self.optimizer(self.parameters())
@@ -42,27 +45,42 @@ class Quadratic(ClientModel):
 class Quadratics(FederatedDataModule):
     """One client a row of the table."""
 
-    def __init__(self, curvatures: Sequence[float], minima: Sequence[float], samples: Sequence[int] | None = None) -> None:
-        super().__init__(clients=len(curvatures), partition=Natural(), batch_size=1000, val_fraction=0.0)
+    def __init__(
+        self,
+        curvatures: Sequence[float],
+        minima: Sequence[float],
+        samples: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(
+            clients=len(curvatures), partition=Natural(), batch_size=1000, val_fraction=0.0
+        )
         self.curvatures = tuple(curvatures)
         self.minima = tuple(minima)
         self.samples = tuple(samples or [1] * len(curvatures))
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         table = torch.tensor([self.curvatures, self.minima]).T
         owners = torch.arange(self.clients)
         rows = owners.repeat_interleave(torch.tensor(self.samples))
         spec = DataSpec((2,), max(2, self.clients))
-        return Source(spec, Arrays(table[rows], rows, rows), Arrays(table, owners))
+        return PublishedSplits(spec, DataSplit(table[rows], rows, rows), DataSplit(table, owners))
 
 
 def federation(aggregator: Aggregator, rounds: int, **kwargs: Any) -> FederatedTrainer:
     """A silent trainer that leaves nothing on disk, unless told where."""
-    defaults = {"evaluate_every": 1000, "enable_checkpointing": "run_dir" in kwargs, "enable_progress_bar": False}
-    return FederatedTrainer(rounds, aggregator, **{"accelerator": "cpu", "seed": 3, **defaults, **kwargs})
+    defaults = {
+        "evaluate_every": 1000,
+        "enable_checkpointing": "run_dir" in kwargs,
+        "enable_progress_bar": False,
+    }
+    return FederatedTrainer(
+        rounds, aggregator, **{"accelerator": "cpu", "seed": 3, **defaults, **kwargs}
+    )
 
 
-def optimum(aggregator: Aggregator, data: Quadratics, rounds: int, steps: int = 10, **kwargs: Any) -> float:
+def optimum(
+    aggregator: Aggregator, data: Quadratics, rounds: int, steps: int = 10, **kwargs: Any
+) -> float:
     """Where a federation ends whose clients take ``steps`` steps a round."""
     model = kwargs.pop("model", None) or Quadratic()
     trainer = federation(aggregator, rounds, max_epochs=steps, **kwargs)

@@ -17,21 +17,38 @@ from flsuite.engines import Processes
 from flsuite.messages import ClientUpdate
 from flsuite.models import ACVAE
 from flsuite.schedules import Synchronous
-from flsuite.state import Layout, State
+from flsuite.state import State, StateLayout
 from tests.conftest import classifier, digits, equal_states, trainer
 
-LAYOUT = Layout(("w", "mu", "lv"), 3, {"prior_mean": ("mu",), "prior_log_variance": ("lv",)})
+LAYOUT = StateLayout(("w", "mu", "lv"), 3, {"prior_mean": ("mu",), "prior_log_variance": ("lv",)})
 
 
-def update(client: int, w: float, mu: list[list[float]], counts: list[int], lv: float = 0.0, samples: int = 1) -> ClientUpdate:
+def update(
+    client: int,
+    w: float,
+    mu: list[list[float]],
+    counts: list[int],
+    lv: float = 0.0,
+    samples: int = 1,
+) -> ClientUpdate:
     means = torch.tensor(mu)
-    state = {"w": torch.tensor([w]), "mu": means, "lv": torch.full_like(means, lv), "steps": torch.tensor(client)}
+    state = {
+        "w": torch.tensor([w]),
+        "mu": means,
+        "lv": torch.full_like(means, lv),
+        "steps": torch.tensor(client),
+    }
     return ClientUpdate(client, 1, samples, 1, torch.tensor(counts), state)
 
 
 def start(classes: int = 3) -> State:
     mu = 10.0 * torch.arange(classes).float()[:, None].repeat(1, 2)
-    return {"w": torch.tensor([1.0]), "mu": mu, "lv": torch.zeros(classes, 2), "steps": torch.tensor(0)}
+    return {
+        "w": torch.tensor([1.0]),
+        "mu": mu,
+        "lv": torch.zeros(classes, 2),
+        "steps": torch.tensor(0),
+    }
 
 
 def cmga(**kwargs: Any) -> CMGA:
@@ -48,7 +65,9 @@ def test_step_1_selects_networks_and_priors() -> None:
 
 def test_step_2_moves_parameters_along_the_mean_change_and_takes_buffers_as_they_are() -> None:
     theta = {"w": torch.tensor([1.0]), "running": torch.tensor([1.0])}
-    moved = move_weights(theta, {"w": torch.tensor([3.0]), "running": torch.tensor([3.0])}, ("w",), lr=0.25)
+    moved = move_weights(
+        theta, {"w": torch.tensor([3.0]), "running": torch.tensor([3.0])}, ("w",), lr=0.25
+    )
     assert moved["w"].item() == 1.5 and moved["running"].item() == 3.0
 
 
@@ -58,14 +77,19 @@ def test_step_3_by_hand() -> None:
     observed = torch.tensor([[2.0], [2.0], [math.nan], [math.nan]])
     seen = torch.tensor([True, False, True, False])
     held = torch.tensor([True, True, False, False])
-    torch.testing.assert_close(class_momentum(momentum, seen, observed, held, 0.9), torch.tensor([[1.1], [2.0], [1.0], [1.0]]))
+    torch.testing.assert_close(
+        class_momentum(momentum, seen, observed, held, 0.9),
+        torch.tensor([[1.1], [2.0], [1.0], [1.0]]),
+    )
 
 
 def test_step_4_by_hand() -> None:
     """Distance 1 and delta 2: each is pushed by lambda, away from the other, and held there by the quadratic term."""
     centres = torch.tensor([[0.0, 0.0], [1.0, 0.0], [9.0, 0.0]])
     for steps in (1, 2, 3):
-        torch.testing.assert_close(separate(centres, 2.0, 0.1, steps), torch.tensor([[-0.1, 0.0], [1.1, 0.0], [9.0, 0.0]]))
+        torch.testing.assert_close(
+            separate(centres, 2.0, 0.1, steps), torch.tensor([[-0.1, 0.0], [1.1, 0.0], [9.0, 0.0]])
+        )
     assert torch.equal(separate(centres, 2.0, 0.1, 0), centres)
     pushed_twice = separate(torch.tensor([[0.0], [1.0], [1.5]]), 2.0, 0.1, 1)
     torch.testing.assert_close(pushed_twice, torch.tensor([[-0.2], [1.0], [1.7]]))
@@ -77,7 +101,9 @@ def test_step_4_is_a_descent_on_the_documents_objective() -> None:
     m = torch.randn(5, 3, dtype=torch.float64)
     mu = m.clone().requires_grad_()
     others = m
-    gap = (mu[:, None] - others[None]).norm(dim=-1) + torch.diag(torch.full((5,), 9.0, dtype=torch.float64))
+    gap = (mu[:, None] - others[None]).norm(dim=-1) + torch.diag(
+        torch.full((5,), 9.0, dtype=torch.float64)
+    )
     objective = 0.5 * (mu - m).square().sum() + 0.1 * (2.0 - gap).clamp(min=0).sum()
     gradient = torch.autograd.grad(objective, mu)[0].nan_to_num(0.0)
     torch.testing.assert_close(separate(m, 2.0, 0.1, 1), m - gradient)
@@ -114,7 +140,9 @@ def test_a_round_by_hand() -> None:
     assert made.metrics["prior_sigma_floored"] == 2
 
     made.metrics = {}  # as the federation does before each round
-    second = made.aggregate(new, iter([update(0, 3.0, [[12.0, 0.0], [0.0, 0.0], [5.0, 5.0]], [1, 0, 1])]))
+    second = made.aggregate(
+        new, iter([update(0, 3.0, [[12.0, 0.0], [0.0, 0.0], [5.0, 5.0]], [1, 0, 1])])
+    )
     torch.testing.assert_close(second["mu"], torch.tensor([[3.0, 0.0], [7.0, 7.0], [5.0, 5.0]]))
     assert made.metrics["prior_distance_before"] == pytest.approx(math.sqrt(8))
     assert made.metrics["prior_drift/0"] == pytest.approx(9.0)
@@ -136,9 +164,13 @@ def acvae(**kwargs: Any) -> ACVAE:
     return ACVAE(latent_dim=4, width=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), **kwargs)
 
 
-def fit(aggregator: Any, model: ACVAE | None = None, data: Digits | None = None, **kwargs: Any) -> FederatedTrainer:
+def fit(
+    aggregator: Any, model: ACVAE | None = None, data: Digits | None = None, **kwargs: Any
+) -> FederatedTrainer:
     made = trainer(aggregator=aggregator, gradient_clip_val=0.5, **{"rounds": 3, **kwargs})
-    made.fit(model or acvae(), data or digits(clients=4, standardize=False, partition=Pathological(3)))
+    made.fit(
+        model or acvae(), data or digits(clients=4, standardize=False, partition=Pathological(3))
+    )
     return made
 
 
@@ -179,13 +211,23 @@ def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) ->
     half = Synchronous(participation=0.5)
     whole = fit(CMGA(), rounds=4, schedule=half, run_dir=str(tmp_path / "a"))
     fit(CMGA(), rounds=2, schedule=half, run_dir=str(tmp_path / "b"))
-    resumed = trainer(aggregator=CMGA(), gradient_clip_val=0.5, rounds=4, schedule=half, run_dir=str(tmp_path / "b"))
-    resumed.fit(acvae(), digits(clients=4, standardize=False, partition=Pathological(3)), ckpt_path="last")
+    resumed = trainer(
+        aggregator=CMGA(),
+        gradient_clip_val=0.5,
+        rounds=4,
+        schedule=half,
+        run_dir=str(tmp_path / "b"),
+    )
+    resumed.fit(
+        acvae(), digits(clients=4, standardize=False, partition=Pathological(3)), ckpt_path="last"
+    )
     assert equal_states(state(whole), state(resumed))
     assert equal_states(whole.aggregator.memory["momentum"], resumed.aggregator.memory["momentum"])
     elsewhere = fit(CMGA(), rounds=4, schedule=half, engine=Processes(workers=2))
     assert equal_states(state(whole), state(elsewhere))
-    logged = {row[5] for row in whole.run_folder.table.rows if row[3] == "global" and row[4] == "train"}
+    logged = {
+        row[5] for row in whole.run_folder.table.rows if row[3] == "global" and row[4] == "train"
+    }
     assert {"prior_distance_before", "prior_distance_after", "prior_sigma_floored"} <= logged
 
 
@@ -196,7 +238,12 @@ def test_a_model_without_priors_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("bad", "said"),
-    [({"beta": 1.0}, "beta"), ({"lr": 0.0}, "lr"), ({"delta": -1.0}, "delta"), ({"sigma_floor": math.nan}, "sigma_floor")],
+    [
+        ({"beta": 1.0}, "beta"),
+        ({"lr": 0.0}, "lr"),
+        ({"delta": -1.0}, "delta"),
+        ({"sigma_floor": math.nan}, "sigma_floor"),
+    ],
 )
 def test_bad_settings_are_named(bad: dict[str, float], said: str) -> None:
     with pytest.raises(FlsuiteError, match=f"CMGA: {said}"):

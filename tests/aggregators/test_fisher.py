@@ -17,19 +17,21 @@ from flsuite.aggregators import FedAvg, FisherAveraging
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, Dirichlet, Synthetic
 from flsuite.engines import Processes
-from flsuite.messages import Client, ClientUpdate
+from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import fisher_diagonal
 from flsuite.models import NFClassifier
 from flsuite.models.backbones import MLP
 from flsuite.models.base import ClientModel
 from flsuite.schedules import Synchronous
-from flsuite.state import Layout, State, clone, nbytes
+from flsuite.state import State, StateLayout, clone, nbytes
 from tests.conftest import classifier, digits, equal_states, trainer
 
-LAYOUT = Layout(("w", "flow.a"), 2, {"flow": ("flow.a",)})
+LAYOUT = StateLayout(("w", "flow.a"), 2, {"flow": ("flow.a",)})
 
 
-def update(client: int, w: float, a: list[float], fisher: list[float], samples: int = 1) -> ClientUpdate:
+def update(
+    client: int, w: float, a: list[float], fisher: list[float], samples: int = 1
+) -> ClientUpdate:
     state = {"w": torch.tensor([w]), "flow.a": torch.tensor(a), "steps": torch.tensor(client)}
     extras = {"fisher": {"flow.a": torch.tensor(fisher)}}
     return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
@@ -71,7 +73,10 @@ def test_by_samples_it_is_the_laplace_posterior_of_all_of_them() -> None:
 
 def test_without_fisher_a_parameter_is_fedavgs() -> None:
     """By samples, not plain; and what is not above the damping counts as none."""
-    updates = (update(0, 0.0, [1.0, 2.0, 3.0], [0.0, 1e-9, 1.0], 1), update(1, 0.0, [5.0, 4.0, 5.0], [0.0, 0.0, 1.0], 3))
+    updates = (
+        update(0, 0.0, [1.0, 2.0, 3.0], [0.0, 1e-9, 1.0], 1),
+        update(1, 0.0, [5.0, 4.0, 5.0], [0.0, 0.0, 1.0], 3),
+    )
     new, made = merge(*updates)
     torch.testing.assert_close(new["flow.a"], torch.tensor([4.0, 2.0, 4.0]))
     damped, _ = merge(*updates, damping=1e-6)
@@ -86,7 +91,9 @@ def test_equal_fishers_give_the_plain_mean_and_one_fisher_wins(scale: float) -> 
     torch.manual_seed(0)
     values = torch.randn(3, 3)
     fisher = (torch.rand(3) + 0.1) * scale
-    equal, _ = merge(*(update(i, 0.0, values[i].tolist(), fisher.tolist(), i + 1) for i in range(3)))
+    equal, _ = merge(
+        *(update(i, 0.0, values[i].tolist(), fisher.tolist(), i + 1) for i in range(3))
+    )
     torch.testing.assert_close(equal["flow.a"], values.mean(0))
     alone = [[0.0] * 3, fisher.tolist(), [0.0] * 3]
     won, _ = merge(*(update(i, 0.0, values[i].tolist(), alone[i], i + 1) for i in range(3)))
@@ -109,7 +116,9 @@ def test_it_holds_one_update_at_a_time_and_changes_none() -> None:
     made.aggregate(kept[0].state, stream())
     assert order == ["sent", "used"] * 3
     for now, then in zip(kept, before, strict=True):
-        assert equal_states(now.state, then.state) and equal_states(now.extras["fisher"], then.extras["fisher"])
+        assert equal_states(now.state, then.state) and equal_states(
+            now.extras["fisher"], then.extras["fisher"]
+        )
 
 
 # The estimators
@@ -148,7 +157,15 @@ def densities(n: int = 12) -> tuple[Densities, tuple[Tensor, Tensor]]:
 
 def flow_model(spec: DataSpec | None = None, **settings: Any) -> NFClassifier:
     torch.manual_seed(0)
-    made = NFClassifier(**{"feature_dim": 6, "couplings": 2, "flow_width": 8, "backbone": MLP(hidden=(8,)), **settings})
+    made = NFClassifier(
+        **{
+            "feature_dim": 6,
+            "couplings": 2,
+            "flow_width": 8,
+            "backbone": MLP(hidden=(8,)),
+            **settings,
+        }
+    )
     made.ensure_built(spec or DataSpec((5,), 3))
     for parameter in made.flow.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -167,14 +184,24 @@ def looped(model: Any, names: list[str], batch: tuple[Tensor, Tensor]) -> State:
 
 
 @pytest.mark.parametrize("sizes", [(12,), (5, 5, 2)])
-def test_exact_is_a_loop_over_samples(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_is_a_loop_over_samples(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the layer, the batches, and how many samples fit at a time."""
     monkeypatch.setattr("flsuite.metrics.fisher._NUMBERS_AT_ONCE", 1000)
     table = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
     for model, (x, y) in (densities(), (flow_model(), table)):
-        names = [name for name, _ in model.named_parameters() if isinstance(model, Densities) or name.startswith("flow.")]
-        found = fisher_diagonal(model, names, zip(x.split(sizes), y.split(sizes), strict=True), "exact")
-        assert found.keys() == set(names) and all(value.dtype == torch.float32 for value in found.values())
+        names = [
+            name
+            for name, _ in model.named_parameters()
+            if isinstance(model, Densities) or name.startswith("flow.")
+        ]
+        found = fisher_diagonal(
+            model, names, zip(x.split(sizes), y.split(sizes), strict=True), "exact"
+        )
+        assert found.keys() == set(names) and all(
+            value.dtype == torch.float32 for value in found.values()
+        )
         for name, expected in looped(model, names, (x, y)).items():
             torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
             assert found[name].sum() > 0
@@ -187,7 +214,10 @@ def test_batch_is_its_formula_and_no_more_than_exact() -> None:
     batches = list(zip(x.split(4), y.split(4), strict=True))
     found, exact = (fisher_diagonal(model, names, batches, kind) for kind in ("batch", "exact"))
     for name in names:
-        squares = [torch.autograd.grad(model.log_likelihood(b).mean(), own[name])[0].square() for b in batches]
+        squares = [
+            torch.autograd.grad(model.log_likelihood(b).mean(), own[name])[0].square()
+            for b in batches
+        ]
         torch.testing.assert_close(found[name], torch.stack(squares).mean(0), rtol=1e-5, atol=1e-9)
         assert (found[name] <= exact[name] + 1e-7).all()
 
@@ -208,14 +238,20 @@ def test_both_by_hand_and_the_factor_between_them() -> None:
     """Samples 1, 3 | 2, -2: mean of squares 4.5; batch means 2 and 0, so 2. At an optimum it is 1 / batch size."""
     x, y = torch.tensor([[1.0, 0], [3, 0], [2, 0], [-2, 0]]), torch.zeros(4)
     batches = list(zip(x.split(2), y.split(2), strict=True))
-    assert fisher_diagonal(Normals(), ["mean", "frozen"], batches, "exact")["mean"].tolist() == [4.5, 0]
+    assert fisher_diagonal(Normals(), ["mean", "frozen"], batches, "exact")["mean"].tolist() == [
+        4.5,
+        0,
+    ]
     found = fisher_diagonal(Normals(), ["mean", "frozen"], batches, "batch")
     assert found["mean"].tolist() == [2.0, 0] and found["frozen"].tolist() == [0.0, 0]
     x = torch.randn(6400, 2, generator=torch.Generator().manual_seed(0))
     batches = [(part, part[:, 0]) for part in x.split(32)]
     for kind, expected in (("exact", 1.0), ("batch", 1 / 32)):
         torch.testing.assert_close(
-            fisher_diagonal(Normals(), ["mean"], batches, kind)["mean"], torch.full((2,), expected), rtol=0.25, atol=0
+            fisher_diagonal(Normals(), ["mean"], batches, kind)["mean"],
+            torch.full((2,), expected),
+            rtol=0.25,
+            atol=0,
         )
 
 
@@ -225,7 +261,10 @@ def test_both_by_hand_and_the_factor_between_them() -> None:
     [
         (lambda model, x: model.mean.sum(), r"one number a sample, \(3,\), not \(\)"),
         (lambda model, x: x.sum(1), "depends on none of the parameters"),
-        (lambda model, x: (x - model.mean.detach()).sum(1) + 0 * model.other, "depends on none of the parameters"),
+        (
+            lambda model, x: (x - model.mean.detach()).sum(1) + 0 * model.other,
+            "depends on none of the parameters",
+        ),
     ],
 )
 def test_bad_log_likelihoods_are_named(estimator: Any, values: Any, said: str) -> None:
@@ -249,7 +288,9 @@ def test_what_cannot_be_vectorised_is_named_and_may_go_by_batches() -> None:
             return total
 
     batches = [(torch.ones(3, 2), torch.ones(3))]
-    with pytest.raises(FlsuiteError, match=r"InPlace.log_likelihood cannot be vectorised.*estimator to batch"):
+    with pytest.raises(
+        FlsuiteError, match=r"InPlace.log_likelihood cannot be vectorised.*estimator to batch"
+    ):
         fisher_diagonal(InPlace(), ["mean"], batches, "exact")
     assert fisher_diagonal(InPlace(), ["mean"], batches, "batch")["mean"].tolist() == [1.0, 1.0]
 
@@ -259,13 +300,23 @@ def test_what_cannot_be_vectorised_is_named_and_may_go_by_batches() -> None:
 
 def data(clients: int = 4) -> Synthetic:
     return Synthetic(
-        features=5, classes=3, samples=150, clients=clients, partition=Dirichlet(0.5, min_samples=4), batch_size=16
+        features=5,
+        classes=3,
+        samples=150,
+        clients=clients,
+        partition=Dirichlet(0.5, min_samples=4),
+        batch_size=16,
     )
 
 
 def model() -> NFClassifier:
     return NFClassifier(
-        feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,), dropout=0.2), k_last=0, k_flow_last=0
+        feature_dim=6,
+        couplings=2,
+        flow_width=8,
+        backbone=MLP(hidden=(8,), dropout=0.2),
+        k_last=0,
+        k_flow_last=0,
     )
 
 
@@ -293,9 +344,13 @@ def test_the_pass_changes_nothing_but_adds_its_bytes() -> None:
         for a, b in zip(plain, found, strict=True):
             assert equal_states(a.state, b.state) and a.metrics["loss"] == b.metrics["loss"]
             fisher = b.extras["fisher"]
-            assert fisher.keys() == {name for name in b.state if name.startswith("flow.") and "conditioner" in name}
+            assert fisher.keys() == {
+                name for name in b.state if name.startswith("flow.") and "conditioner" in name
+            }
             assert b.bytes_up == a.bytes_up + nbytes(fisher) and b.bytes_down == a.bytes_down
-            assert b.metrics["fisher_mass"] == pytest.approx(sum(float(f.sum()) for f in fisher.values()), rel=1e-5)
+            assert b.metrics["fisher_mass"] == pytest.approx(
+                sum(float(f.sum()) for f in fisher.values()), rel=1e-5
+            )
             assert b.metrics["fisher_mass"] > 0
 
 
@@ -312,14 +367,18 @@ class After(pl.Callback):
 
 
 def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
-    client = Client(0, 1, 1, torch.ones(1), {}, {}, {})
+    client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {})
     aggregator = FisherAveraging()
     built = model()
     module = data()
     module.use_seed(0)
     module.setup()
     built.ensure_built(module.spec)
-    aggregator.configure(Layout((), 1, {"flow": [n for n, _ in built.named_parameters() if n.startswith("flow.")]}))
+    aggregator.configure(
+        StateLayout(
+            (), 1, {"flow": [n for n, _ in built.named_parameters() if n.startswith("flow.")]}
+        )
+    )
     before, after = After(), After()
     plain = pl.Trainer(
         max_epochs=1,
@@ -332,7 +391,10 @@ def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
         callbacks=[before, *aggregator.client_callbacks(client), after],
     )
     plain.fit(built, module.federated.loader(0, 0, 1))
-    (state, modes, generator, grads), (state2, modes2, generator2, grads2) = before.seen[0], after.seen[0]
+    (state, modes, generator, grads), (state2, modes2, generator2, grads2) = (
+        before.seen[0],
+        after.seen[0],
+    )
     assert equal_states(state, state2) and modes == modes2 and torch.equal(generator, generator2)
     assert all(a is b or torch.equal(a, b) for a, b in zip(grads, grads2, strict=True))
     assert client.extras["fisher"]
@@ -348,21 +410,35 @@ def test_the_fisher_sent_is_the_one_of_the_clients_own_samples() -> None:
         built.load_state_dict(update.state, strict=False)
         rows = own.train_rows(update.client)
         names = list(update.extras["fisher"])
-        for name, expected in looped(built.eval(), names, (own.train.x[rows], own.train.y[rows])).items():
-            torch.testing.assert_close(update.extras["fisher"][name], expected, rtol=1e-4, atol=1e-6)
+        for name, expected in looped(
+            built.eval(), names, (own.train.x[rows], own.train.y[rows])
+        ).items():
+            torch.testing.assert_close(
+                update.extras["fisher"][name], expected, rtol=1e-4, atol=1e-6
+            )
 
 
 def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) -> None:
     half = {"schedule": Synchronous(0.5), "callbacks": []}
     whole, _ = fit(FisherAveraging(), rounds=4, run_dir=str(tmp_path / "a"), **half)
-    fit(FisherAveraging(), rounds=2, run_dir=str(tmp_path / "b"), engine=Processes(workers=2), **half)
+    fit(
+        FisherAveraging(),
+        rounds=2,
+        run_dir=str(tmp_path / "b"),
+        engine=Processes(workers=2),
+        **half,
+    )
     resumed = trainer(aggregator=FisherAveraging(), rounds=4, run_dir=str(tmp_path / "b"), **half)
     resumed.fit(model(), data(), ckpt_path="last")
     assert whole.federation is not None and resumed.federation is not None
     assert resumed.round == 4 and equal_states(whole.federation.state, resumed.federation.state)
     for client in range(4):
-        assert equal_states(whole.federation.client_state(client), resumed.federation.client_state(client))
-    logged = {row[5] for row in whole.run_folder.table.rows if row[3] == "global" and row[4] == "train"}
+        assert equal_states(
+            whole.federation.client_state(client), resumed.federation.client_state(client)
+        )
+    logged = {
+        row[5] for row in whole.run_folder.table.rows if row[3] == "global" and row[4] == "train"
+    }
     assert {"fisher_mass", "fisher_covered/flow", "spread/flow"} <= logged
     assert {name for name in logged if name.startswith("fisher_mass/flow.flows.0.conditioner")}
 
@@ -380,7 +456,10 @@ class Unlikely(ClientModel):
 
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         logits = self.linear(batch[0])
-        return {"loss": F.cross_entropy(logits, batch[1], reduction="none"), "scores": logits.softmax(1)}
+        return {
+            "loss": F.cross_entropy(logits, batch[1], reduction="none"),
+            "scores": logits.softmax(1),
+        }
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -394,7 +473,10 @@ class Likely(Unlikely):
 
 
 def test_models_that_do_not_fit_are_told_what_to_add() -> None:
-    with pytest.raises(FlsuiteError, match=r"no parameters in the group 'flow' \(it has none\); declare parameter_groups"):
+    with pytest.raises(
+        FlsuiteError,
+        match=r"no parameters in the group 'flow' \(it has none\); declare parameter_groups",
+    ):
         trainer(aggregator=FisherAveraging(), rounds=1).fit(classifier(), digits())
     with pytest.raises(FlsuiteError, match=r"'empty' \(it has flow\)"):
         trainer(aggregator=FisherAveraging(groups=["empty"]), rounds=1).fit(Likely(), data())

@@ -29,11 +29,11 @@ from flsuite.aggregators import (
 )
 from flsuite.data import DataSpec, Digits, Dirichlet, FederatedDataModule, Synthetic
 from flsuite.engines import Processes
-from flsuite.messages import POOLED, Client, ClientUpdate
+from flsuite.messages import POOLED, ClientContext, ClientUpdate
 from flsuite.models import Classifier
 from flsuite.models.backbones import MLP, Backbone
 from flsuite.schedules import Synchronous
-from flsuite.state import Layout, State, clone
+from flsuite.state import State, StateLayout, clone
 
 CURVATURES, MINIMA = (1.0, 10.0), (0.0, 1.0)
 EVERY: list[Callable[[], Aggregator]] = [
@@ -55,12 +55,19 @@ class Normalised(Backbone):
     """A network with BatchNorm, for tables."""
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs))
+        return nn.Sequential(
+            nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs)
+        )
 
 
 def table_data(clients: int = 4) -> FederatedDataModule:
     return Synthetic(
-        features=5, classes=3, samples=150, clients=clients, partition=Dirichlet(0.5, min_samples=4), batch_size=16
+        features=5,
+        classes=3,
+        samples=150,
+        clients=clients,
+        partition=Dirichlet(0.5, min_samples=4),
+        batch_size=16,
     )
 
 
@@ -68,7 +75,9 @@ def table_model(**settings: Any) -> Classifier:
     return Classifier(Normalised(), optimizer=partial(SGD, **{"lr": 0.05, **settings}))
 
 
-def run(aggregator: Aggregator, rounds: int = 2, data: FederatedDataModule | None = None, **kwargs: Any) -> FederatedTrainer:
+def run(
+    aggregator: Aggregator, rounds: int = 2, data: FederatedDataModule | None = None, **kwargs: Any
+) -> FederatedTrainer:
     model = kwargs.pop("model", None) or table_model()
     trainer = federation(aggregator, rounds, **kwargs)
     trainer.fit(model, data or table_data())
@@ -99,17 +108,21 @@ def update(client: int, state: State, samples: int = 1, **extras: Any) -> Client
 
 
 def configured(aggregator: Aggregator, *parameters: str, clients: int = 2) -> Aggregator:
-    aggregator.configure(Layout(parameters=parameters, clients=clients))
+    aggregator.configure(StateLayout(parameters=parameters, clients=clients))
     return aggregator
 
 
-def server_steps(aggregator: Aggregator, start: float, clients: Sequence[tuple[float, float]]) -> list[float]:
+def server_steps(
+    aggregator: Aggregator, start: float, clients: Sequence[tuple[float, float]]
+) -> list[float]:
     """The global number after each round, given what the two clients send in it."""
     configured(aggregator, "w")
     state = {"w": torch.tensor([start])}
     found = []
     for sent in clients:
-        state = aggregator.aggregate(state, iter([update(i, {"w": torch.tensor([w])}) for i, w in enumerate(sent)]))
+        state = aggregator.aggregate(
+            state, iter([update(i, {"w": torch.tensor([w])}) for i, w in enumerate(sent)])
+        )
         found.append(float(state["w"]))
     return found
 
@@ -127,13 +140,23 @@ def test_fedavg_on_two_quadratics_stops_where_the_drift_balances() -> None:
 
 def test_fedavg_weighs_by_samples_or_uniformly_and_counters_take_the_maximum() -> None:
     states = [
-        {"w": torch.tensor([1.0, 2.0]), "bn.running_mean": torch.tensor([4.0]), "bn.num_batches_tracked": torch.tensor(7)},
-        {"w": torch.tensor([5.0, 0.0]), "bn.running_mean": torch.tensor([0.0]), "bn.num_batches_tracked": torch.tensor(3)},
+        {
+            "w": torch.tensor([1.0, 2.0]),
+            "bn.running_mean": torch.tensor([4.0]),
+            "bn.num_batches_tracked": torch.tensor(7),
+        },
+        {
+            "w": torch.tensor([5.0, 0.0]),
+            "bn.running_mean": torch.tensor([0.0]),
+            "bn.num_batches_tracked": torch.tensor(3),
+        },
     ]
     before = copy.deepcopy(states)
     for weighting, w, mean in [("samples", [2.0, 1.5], 3.0), ("uniform", [3.0, 1.0], 2.0)]:
         aggregator = configured(FedAvg(weighting), "w")
-        new = aggregator.aggregate(states[1], iter([update(0, states[0], 30), update(1, states[1], 10)]))
+        new = aggregator.aggregate(
+            states[1], iter([update(0, states[0], 30), update(1, states[1], 10)])
+        )
         assert new["w"].tolist() == w
         assert new["bn.running_mean"].tolist() == [mean]
         assert new["bn.num_batches_tracked"].item() == 7
@@ -153,7 +176,9 @@ def test_fedavgm_without_momentum_is_fedavg() -> None:
 
 def test_fedavgm_by_hand() -> None:
     """Deltas 2 and 1: v = 2, then 0.5 * 2 + 1 = 2; the state moves by 0.1 v."""
-    assert server_steps(FedAvgM(lr=0.1, momentum=0.5), 1.0, [(2.0, 4.0), (2.4, 2.0)]) == pytest.approx([1.2, 1.4])
+    assert server_steps(
+        FedAvgM(lr=0.1, momentum=0.5), 1.0, [(2.0, 4.0), (2.4, 2.0)]
+    ) == pytest.approx([1.2, 1.4])
 
 
 @pytest.mark.parametrize("method", [FedAdagrad, FedAdam, FedYogi])
@@ -174,7 +199,9 @@ def test_adaptive_server_optimizers_by_hand(method: type) -> None:
         x = x + lr * m / (np.sqrt(v) + tau)
         expected.append(x)
     second = {} if method is FedAdagrad else {"beta2": beta2}
-    assert server_steps(method(lr=lr, beta1=beta1, tau=tau, **second), 0.2, sent) == pytest.approx(expected, rel=1e-5)
+    assert server_steps(method(lr=lr, beta1=beta1, tau=tau, **second), 0.2, sent) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("make", [FedAvgM, FedAdagrad, FedAdam, FedYogi, SCAFFOLD])
@@ -183,7 +210,9 @@ def test_buffers_take_the_plain_mean(make: Callable[[], Aggregator]) -> None:
     old = {"w": torch.zeros(1), "mean": torch.zeros(1), "count": torch.tensor(0)}
     updates = [
         update(
-            i, {"w": torch.ones(1), "mean": torch.tensor([m]), "count": torch.tensor(n)}, control_change={"w": torch.ones(1)}
+            i,
+            {"w": torch.ones(1), "mean": torch.tensor([m]), "count": torch.tensor(n)},
+            control_change={"w": torch.ones(1)},
         )
         for i, (m, n) in enumerate([(1.0, 5), (4.0, 2)])
     ]
@@ -234,7 +263,9 @@ def test_fedprox_stops_at_its_closed_form() -> None:
     offset = (1 - left) * a * m / (a + mu)
     fixed = offset.mean() / (1 - slope.mean())
     assert abs(fixed - 0.713442) > 0.05
-    reached = optimum(FedProx(mu=mu, weighting="uniform"), Quadratics(CURVATURES, MINIMA), rounds=35)
+    reached = optimum(
+        FedProx(mu=mu, weighting="uniform"), Quadratics(CURVATURES, MINIMA), rounds=35
+    )
     assert reached == pytest.approx(fixed, abs=1e-4)
 
 
@@ -246,7 +277,9 @@ def test_fedprox_without_its_term_is_fedavg() -> None:
     plain = digits(FedAvg())
     assert_same_models(plain, digits(FedProx(mu=0.0)))
     pulled = digits(FedProx(mu=0.1))
-    assert not torch.equal(plain.federation.state["network.1.weight"], pulled.federation.state["network.1.weight"])
+    assert not torch.equal(
+        plain.federation.state["network.1.weight"], pulled.federation.state["network.1.weight"]
+    )
 
 
 def test_fedprox_leaves_private_parameters_alone() -> None:
@@ -262,7 +295,12 @@ def test_fedprox_leaves_private_parameters_alone() -> None:
 
 
 def scaffold(
-    a: Sequence[float], m: Sequence[float], lr: float, steps: int, cohorts: Sequence[Sequence[int]], server_lr: float = 1.0
+    a: Sequence[float],
+    m: Sequence[float],
+    lr: float,
+    steps: int,
+    cohorts: Sequence[Sequence[int]],
+    server_lr: float = 1.0,
 ) -> list[float]:
     """Algorithm 1, option II, for one number; the state after each round."""
     x, c, own, states = 0.0, 0.0, [0.0] * len(a), []
@@ -290,9 +328,14 @@ def test_scaffold_on_two_quadratics_finds_the_optimum(control: Any) -> None:
 
 @pytest.mark.parametrize(
     ("curvatures", "lr", "control"),
-    [((1.0, 2.0, 5.0, 10.0), 1.0, "displacement"), ((1.0, -1.0, 5.0, float("inf")), 0.7, "mean_gradient")],
+    [
+        ((1.0, 2.0, 5.0, 10.0), 1.0, "displacement"),
+        ((1.0, -1.0, 5.0, float("inf")), 0.7, "mean_gradient"),
+    ],
 )
-def test_scaffold_follows_algorithm_1(curvatures: tuple[float, ...], lr: float, control: Any) -> None:
+def test_scaffold_follows_algorithm_1(
+    curvatures: tuple[float, ...], lr: float, control: Any
+) -> None:
     """With half of the clients a round, and with clients that fail: one that raises, one whose update is refused."""
     minima = (0.0, 0.5, -1.0, 1.0)
     data = Quadratics(curvatures, minima)
@@ -323,8 +366,12 @@ def test_both_controls_of_scaffold_agree_for_plain_sgd() -> None:
     for name, value in written.federation.state.items():
         torch.testing.assert_close(mean.federation.state[name], value, rtol=1e-3, atol=1e-5)
     for name, value in written.aggregator.memory["control"].items():
-        torch.testing.assert_close(mean.aggregator.memory["control"][name], value, rtol=1e-3, atol=1e-5)
-    assert written.aggregator.memory["control"].keys() == {n for n, _ in written._model.named_parameters()}
+        torch.testing.assert_close(
+            mean.aggregator.memory["control"][name], value, rtol=1e-3, atol=1e-5
+        )
+    assert written.aggregator.memory["control"].keys() == {
+        n for n, _ in written._model.named_parameters()
+    }
 
 
 def test_scaffold_never_shares_memory_with_what_it_was_given() -> None:
@@ -335,7 +382,11 @@ def test_scaffold_never_shares_memory_with_what_it_was_given() -> None:
     sent = aggregator.broadcast()["control"]
     assert sent["w"].item() == 0.5
     aggregator.aggregate(old, iter([update(0, {"w": torch.ones(1)}, control_change=change)]))
-    assert (sent["w"].item(), aggregator.memory["control"]["w"].item(), change["w"].item()) == (0.5, 1.0, 2.0)
+    assert (sent["w"].item(), aggregator.memory["control"]["w"].item(), change["w"].item()) == (
+        0.5,
+        1.0,
+        2.0,
+    )
 
 
 def test_scaffold_counts_the_steps_that_a_parameter_took() -> None:
@@ -353,7 +404,9 @@ def test_scaffold_counts_the_steps_that_a_parameter_took() -> None:
     data = Quadratics(CURVATURES, MINIMA)
     expected = scaffold(CURVATURES, MINIMA, 0.05, 4, [(0, 1)] * 3)[-1]
     for control in ("displacement", "mean_gradient"):
-        assert optimum(SCAFFOLD(control=control), data, 3, model=Thawing()) == pytest.approx(expected, abs=1e-6)
+        assert optimum(SCAFFOLD(control=control), data, 3, model=Thawing()) == pytest.approx(
+            expected, abs=1e-6
+        )
 
 
 class Scheduled(Quadratic):
@@ -382,7 +435,9 @@ class TwoRates(Quadratic):
         (Quadratic(), {"gradient_clip_val": 1.0}, "gradient_clip_val"),
     ],
 )
-def test_scaffold_refuses_what_makes_the_displacement_lie(model: Quadratic, kwargs: Any, message: str) -> None:
+def test_scaffold_refuses_what_makes_the_displacement_lie(
+    model: Quadratic, kwargs: Any, message: str
+) -> None:
     data = Quadratics(CURVATURES, MINIMA)
     with pytest.raises(FlsuiteError, match=rf"{message}.*round 1, client 0.*'mean_gradient'"):
         optimum(SCAFFOLD(), data, 1, model=copy.deepcopy(model), **kwargs)
@@ -393,7 +448,9 @@ def test_scaffold_with_momentum_and_decay_finds_the_optimum_of_the_decayed_loss(
     """Decay adds ``decay / 2 w^2`` to each client's loss; with the mean gradient as control it is counted once."""
     a, m, decay = np.array(CURVATURES), np.array(MINIMA), 0.5
     model = Quadratic(partial(SGD, lr=0.02, momentum=0.5, weight_decay=decay))
-    reached = optimum(SCAFFOLD(control="mean_gradient"), Quadratics(CURVATURES, MINIMA), 40, model=model)
+    reached = optimum(
+        SCAFFOLD(control="mean_gradient"), Quadratics(CURVATURES, MINIMA), 40, model=model
+    )
     assert reached == pytest.approx((a @ m) / (a + decay).sum(), abs=1e-4)
 
 
@@ -401,7 +458,9 @@ def test_scaffold_with_momentum_and_decay_finds_the_optimum_of_the_decayed_loss(
 
 
 @pytest.mark.parametrize("make", EVERY)
-def test_a_resumed_run_ends_like_one_that_never_stopped(make: Callable[[], Aggregator], tmp_path: Path) -> None:
+def test_a_resumed_run_ends_like_one_that_never_stopped(
+    make: Callable[[], Aggregator], tmp_path: Path
+) -> None:
     settings = {"schedule": Synchronous(0.75), "max_epochs": 2}
     whole = run(make(), 4, **settings)
     folder = str(tmp_path / "run")
@@ -412,20 +471,34 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(make: Callable[[], Aggre
 
 
 @pytest.mark.parametrize("make", [partial(FedProx, mu=1.0), SCAFFOLD])
-def test_failures_processes_and_a_resume_change_nothing(make: Callable[[], Aggregator], tmp_path: Path) -> None:
+def test_failures_processes_and_a_resume_change_nothing(
+    make: Callable[[], Aggregator], tmp_path: Path
+) -> None:
     """Three of five clients a round, one of which always raises and one of which sends no finite numbers."""
 
     def data() -> Quadratics:
-        return Quadratics((1.0, 3.0, 10.0, -1.0, float("inf")), (0.1, 0.5, 1.0, 0.0, 2.0), samples=(2, 1, 3, 1, 1))
+        return Quadratics(
+            (1.0, 3.0, 10.0, -1.0, float("inf")), (0.1, 0.5, 1.0, 0.0, 2.0), samples=(2, 1, 3, 1, 1)
+        )
 
     settings = {"schedule": Synchronous(3), "max_epochs": 3}
     whole = run(make(), 6, data(), model=Quadratic(), **settings)
     folder = str(tmp_path / "run")
-    run(make(), 3, data(), model=Quadratic(), run_dir=folder, engine=Processes(workers=2), **settings)
+    run(
+        make(),
+        3,
+        data(),
+        model=Quadratic(),
+        run_dir=folder,
+        engine=Processes(workers=2),
+        **settings,
+    )
     resumed = federation(make(), 6, run_dir=folder, engine=Processes(workers=2), **settings)
     resumed.fit(Quadratic(), data(), ckpt_path="last")
     assert_same_models(whole, resumed)
-    assert [f.client for f in whole.federation.log.failures] == [f.client for f in resumed.federation.log.failures]
+    assert [f.client for f in whole.federation.log.failures] == [
+        f.client for f in resumed.federation.log.failures
+    ]
     assert {i for r in range(1, 7) for i in whole.schedule.cohort(r)} >= {3, 4}
 
 
@@ -443,7 +516,12 @@ def test_aggregate_changes_nothing_that_it_was_given(make: Callable[[], Aggregat
     aggregator = configured(make(), "w", clients=3)
     old = {"w": torch.tensor([1.0]), "count": torch.tensor(1)}
     updates = [
-        update(i, {"w": torch.tensor([2.0 + i]), "count": torch.tensor(3 - i)}, 2, control_change={"w": torch.ones(1)})
+        update(
+            i,
+            {"w": torch.tensor([2.0 + i]), "count": torch.tensor(3 - i)},
+            2,
+            control_change={"w": torch.ones(1)},
+        )
         for i in range(2)
     ]
     before = clone(old), copy.deepcopy(updates)
@@ -471,7 +549,9 @@ def test_only_one_update_is_held_at_a_time(make: Callable[[], Aggregator]) -> No
         for i in range(3):
             order.append("sent")
             state = {"w": torch.ones(1)}
-            yield Watched(i, 1, 1, 1, torch.ones(1), state, {"control_change": {"w": torch.ones(1)}})
+            yield Watched(
+                i, 1, 1, 1, torch.ones(1), state, {"control_change": {"w": torch.ones(1)}}
+            )
 
     aggregator.aggregate({"w": torch.zeros(1)}, stream())
     if not isinstance(aggregator, LocalOnly):
@@ -507,11 +587,15 @@ def test_a_bad_parameter_is_refused(make: Callable[[], Aggregator]) -> None:
 def test_parameters_are_kept_under_their_names() -> None:
     """Configs, checkpoints and the command read them there."""
     assert vars(FedProx(0.5, "uniform")) == {"mu": 0.5, "weighting": "uniform"}
-    assert vars(SCAFFOLD(0.5, "samples", "mean_gradient")) == {"lr": 0.5, "weighting": "samples", "control": "mean_gradient"}
+    assert vars(SCAFFOLD(0.5, "samples", "mean_gradient")) == {
+        "lr": 0.5,
+        "weighting": "samples",
+        "control": "mean_gradient",
+    }
 
 
 def test_no_callback_where_there_is_nothing_to_do() -> None:
-    client = Client(0, 1, 1, torch.ones(1), {}, {}, {})
+    client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {})
     assert FedAvg().client_callbacks(client) == []
     assert FedProx(mu=0.0).client_callbacks(client) == []
     assert len(FedProx(mu=0.1).client_callbacks(client)) == 1

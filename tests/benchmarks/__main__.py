@@ -24,10 +24,18 @@ from lightning.pytorch import Callback
 from flsuite.aggregators import FedAvg
 from flsuite.aggregators.fisher import evaluating
 from flsuite.callbacks import FederationCallback
-from flsuite.data import IID, Arrays, DataSpec, FederatedDataModule, Source
+from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.engines import Engine, InProcess, Processes
 from flsuite.metrics.fisher import fisher_diagonal
-from flsuite.models import ACVAE, Classifier, ClientModel, FusedSpaceFed, LeNet5, NFClassifier, ResNet20
+from flsuite.models import (
+    ACVAE,
+    Classifier,
+    ClientModel,
+    FusedSpaceFed,
+    LeNet5,
+    NFClassifier,
+    ResNet20,
+)
 from flsuite.models.backbones import Backbone
 from flsuite.schedules import Synchronous
 from flsuite.trainer import FederatedTrainer
@@ -44,12 +52,14 @@ class RandomImages(FederatedDataModule):
         super().__init__(partition=IID(), batch_size=BATCH, val_fraction=0.0, **kwargs)
         self.samples, self.shape = samples, shape
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         channels, height, width = self.shape
         generator = torch.Generator().manual_seed(0)
-        x = torch.randint(0, 256, (self.samples, height, width, channels), dtype=torch.uint8, generator=generator)
+        x = torch.randint(
+            0, 256, (self.samples, height, width, channels), dtype=torch.uint8, generator=generator
+        )
         y = torch.randint(0, 10, (self.samples,), generator=generator)
-        return Source(DataSpec(self.shape, 10), Arrays(x, y), Arrays(x[:64], y[:64]))
+        return PublishedSplits(DataSpec(self.shape, 10), DataSplit(x, y), DataSplit(x[:64], y[:64]))
 
 
 class Clock(FederationCallback):
@@ -99,7 +109,11 @@ def federation(
         seed=0,
         **kwargs,
     )
-    model = net if isinstance(net, ClientModel) else Classifier(net, lambda p: torch.optim.SGD(p, lr=0.05))
+    model = (
+        net
+        if isinstance(net, ClientModel)
+        else Classifier(net, lambda p: torch.optim.SGD(p, lr=0.05))
+    )
     trainer.fit(model, module)
     return trainer
 
@@ -109,11 +123,18 @@ def loop_for(module: RandomImages, backbone: Backbone) -> HandWrittenLoop:
     data = module.federated
     rows = [data.train_rows(c) for c in range(data.clients)]
     network = backbone.build(data.spec.shape, 10)
-    return HandWrittenLoop(network, data.train.x, data.train.y, rows, data.scaling.scale, data.scaling.shift, BATCH)
+    return HandWrittenLoop(
+        network, data.train.x, data.train.y, rows, data.scaling.scale, data.scaling.shift, BATCH
+    )
 
 
 def beside_loop(
-    name: str, module: RandomImages, backbone: Backbone, rounds: int, threads: int, participation: int | float = 1.0
+    name: str,
+    module: RandomImages,
+    backbone: Backbone,
+    rounds: int,
+    threads: int,
+    participation: int | float = 1.0,
 ) -> None:
     """A round in this process beside the loop's, with the same threads."""
     loop = loop_for(module, backbone)
@@ -123,7 +144,9 @@ def beside_loop(
         loop.round(cohort)
 
     clock = Clock(between)
-    federation(module, backbone, rounds, InProcess(threads), clock, schedule=Synchronous(participation))
+    federation(
+        module, backbone, rounds, InProcess(threads), clock, schedule=Synchronous(participation)
+    )
     cohort = participation if isinstance(participation, int) else module.clients
     ours, theirs = clock.seconds[1:], clock.other[1:]
     extra = statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) / cohort * 1e3
@@ -131,13 +154,26 @@ def beside_loop(
     print(f"    flsuite is {ratio(ours, theirs):.3f} x the loop; {extra:+.2f} ms a client")
 
 
-def workers(name: str, module: RandomImages, backbone: Backbone, rounds: int, participation: int | float = 1.0) -> None:
+def workers(
+    name: str,
+    module: RandomImages,
+    backbone: Backbone,
+    rounds: int,
+    participation: int | float = 1.0,
+) -> None:
     """One one-thread worker, then two, alternating in blocks of rounds, each with its pool warm."""
     seconds: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(3):
         for number in seconds:
             clock = Clock()
-            federation(module, backbone, rounds // 2, Processes(number), clock, schedule=Synchronous(participation))
+            federation(
+                module,
+                backbone,
+                rounds // 2,
+                Processes(number),
+                clock,
+                schedule=Synchronous(participation),
+            )
             seconds[number] += clock.seconds[1:]
     report(name, one=seconds[1], two=seconds[2])
     print(f"    two workers are {ratio(seconds[1], seconds[2]):.2f} x as fast as one")
@@ -159,7 +195,9 @@ def resnet(rounds: int) -> None:
 def many(rounds: int) -> None:
     module = RandomImages(60000, (1, 28, 28), clients=1000)
     for threads in (1, 2):
-        beside_loop("LeNet-5, 1000 clients x 60, 100 a round", module, LeNet5(), rounds, threads, 100)
+        beside_loop(
+            "LeNet-5, 1000 clients x 60, 100 a round", module, LeNet5(), rounds, threads, 100
+        )
     workers("LeNet-5, 1000 clients x 60, 100 a round, workers", module, LeNet5(), rounds, 100)
 
 
@@ -173,9 +211,13 @@ def precision(rounds: int) -> None:
             federation(module, ResNet20(), max(3, rounds // 5), InProcess(2), clock, precision=kind)
             seconds[kind] += clock.seconds[1:]
     report(
-        f"ResNet-20, 10 clients x 256, two threads, AMX: {has_amx()}", float32=seconds["32-true"], bf16=seconds["bf16-mixed"]
+        f"ResNet-20, 10 clients x 256, two threads, AMX: {has_amx()}",
+        float32=seconds["32-true"],
+        bf16=seconds["bf16-mixed"],
     )
-    print(f"    bf16-mixed is {ratio(seconds['32-true'], seconds['bf16-mixed']):.2f} x as fast as float32")
+    print(
+        f"    bf16-mixed is {ratio(seconds['32-true'], seconds['bf16-mixed']):.2f} x as fast as float32"
+    )
 
 
 def registered(rounds: int) -> None:
@@ -186,16 +228,27 @@ def registered(rounds: int) -> None:
         module.setup()
         if clients == 10:
             data = module.federated
-            data.train_index.offsets, data.test_index.offsets = data.train_index.offsets[:11], data.test_index.offsets[:11]
+            data.train_index.offsets, data.test_index.offsets = (
+                data.train_index.offsets[:11],
+                data.test_index.offsets[:11],
+            )
             data.val_index.offsets = data.val_index.offsets[:11]
         clock = Clock()
         before = process.memory_info().rss
         made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=Synchronous(10))
-        found.setdefault(clients, []).append((clock.seconds[1:], (process.memory_info().rss) / 1e6, before))
+        found.setdefault(clients, []).append(
+            (clock.seconds[1:], (process.memory_info().rss) / 1e6, before)
+        )
         del made, module
     few, lots = found[10][-1], found[10_000][-1]
-    report("10 clients a round, registered", ten=found[10][0][0] + few[0], ten_thousand=found[10_000][0][0] + lots[0])
-    print(f"    memory of the process: {few[1]:.0f} MB with 10, {lots[1]:.0f} MB with 10,000: {lots[1] - few[1]:+.0f} MB")
+    report(
+        "10 clients a round, registered",
+        ten=found[10][0][0] + few[0],
+        ten_thousand=found[10_000][0][0] + lots[0],
+    )
+    print(
+        f"    memory of the process: {few[1]:.0f} MB with 10, {lots[1]:.0f} MB with 10,000: {lots[1] - few[1]:+.0f} MB"
+    )
 
 
 def acvae(rounds: int) -> None:
@@ -229,7 +282,11 @@ def acvae(rounds: int) -> None:
 
         clock = Clock(between)
         federation(module, model(), rounds, InProcess(threads), clock, gradient_clip_val=0.5)
-        report(f"ACVAE, 10 clients x 600, {threads} thread(s)", flsuite=clock.seconds[1:], loop=clock.other[1:])
+        report(
+            f"ACVAE, 10 clients x 600, {threads} thread(s)",
+            flsuite=clock.seconds[1:],
+            loop=clock.other[1:],
+        )
         print(f"    flsuite is {ratio(clock.seconds[1:], clock.other[1:]):.3f} x the loop")
 
 
@@ -256,9 +313,23 @@ def fused(rounds: int) -> None:
             loop.fit(images[rows], data.train.y[rows], epochs, module.batch_size)
 
     clock = Clock(between)
-    federation(module, model(), max(4, rounds // 3), Processes(2), clock, precision="bf16-mixed", max_epochs=epochs)
-    report("FusedSpaceFed, U-Net, 10 clients x 102, 1 + 3 epochs", flsuite=clock.seconds[1:], loop=clock.other[1:])
-    ours, loops = (samples * epochs / statistics.median(side[1:]) for side in (clock.seconds, clock.other))
+    federation(
+        module,
+        model(),
+        max(4, rounds // 3),
+        Processes(2),
+        clock,
+        precision="bf16-mixed",
+        max_epochs=epochs,
+    )
+    report(
+        "FusedSpaceFed, U-Net, 10 clients x 102, 1 + 3 epochs",
+        flsuite=clock.seconds[1:],
+        loop=clock.other[1:],
+    )
+    ours, loops = (
+        samples * epochs / statistics.median(side[1:]) for side in (clock.seconds, clock.other)
+    )
     print(f"    {ours:.0f} samples/s of joint epochs, the loop {loops:.0f}: {ours / loops:.2f} x")
 
 
@@ -285,7 +356,9 @@ class FisherPasses(Callback):
                 fisher_diagonal(pl_module, names, trainer.train_dataloader, estimator)
             self.seconds[estimator].append(time.perf_counter() - began)
         with evaluating(pl_module):
-            self.seconds["loop"].append(self._loop(pl_module, names, next(iter(trainer.train_dataloader))))
+            self.seconds["loop"].append(
+                self._loop(pl_module, names, next(iter(trainer.train_dataloader)))
+            )
 
     @staticmethod
     def _loop(model: Any, names: Sequence[str], batch: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -294,7 +367,9 @@ class FisherPasses(Callback):
         totals = [torch.zeros_like(p) for p in parameters]
         began = time.perf_counter()
         for x, y in zip(*batch, strict=True):
-            gradients = torch.autograd.grad(model.log_likelihood((x[None], y[None])).sum(), parameters)
+            gradients = torch.autograd.grad(
+                model.log_likelihood((x[None], y[None])).sum(), parameters
+            )
             for total, gradient in zip(totals, gradients, strict=True):
                 total.addcmul_(gradient, gradient)
         return (time.perf_counter() - began) / len(batch[1]) * FISHER_SAMPLES
@@ -306,12 +381,23 @@ def fisher(rounds: int) -> None:
     for task in (0, 1):
         seconds: dict[str, list[float]] = {"epoch": [], "exact": [], "batch": [], "loop": []}
         FisherPasses.seconds = seconds
-        federation(module, NFClassifier(), rounds, InProcess(2), Clock(), user_callbacks=[FisherPasses(task)])
+        federation(
+            module,
+            NFClassifier(),
+            rounds,
+            InProcess(2),
+            Clock(),
+            user_callbacks=[FisherPasses(task)],
+        )
         title = f"NFClassifier, 1 client x {FISHER_SAMPLES}, 2 threads, task {task}"
         report(title, **{name: found[1:] for name, found in seconds.items()})
         for estimator in ("exact", "batch"):
-            print(f"    {estimator} is {ratio(seconds[estimator][1:], seconds['epoch'][1:]):.2f} of an epoch")
-        print(f"    exact is {ratio(seconds['loop'][1:], seconds['exact'][1:]):.1f} x as fast as the loop over samples")
+            print(
+                f"    {estimator} is {ratio(seconds[estimator][1:], seconds['epoch'][1:]):.2f} of an epoch"
+            )
+        print(
+            f"    exact is {ratio(seconds['loop'][1:], seconds['exact'][1:]):.1f} x as fast as the loop over samples"
+        )
 
 
 def _mlp() -> Backbone:
@@ -332,7 +418,10 @@ def report(title: str, **sides: Sequence[float]) -> None:
     print(f"{title}")
     for side, seconds in sides.items():
         low, middle, high = statistics.quantiles(seconds, n=4)
-        print(f"    {side:<12} {middle:.4f} s a round  [{low:.4f}, {high:.4f}]  {len(seconds)} rounds", flush=True)
+        print(
+            f"    {side:<12} {middle:.4f} s a round  [{low:.4f}, {high:.4f}]  {len(seconds)} rounds",
+            flush=True,
+        )
 
 
 CASES = {
@@ -349,14 +438,20 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds a side, more for the small cases")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="rounds a side, more for the small cases"
+    )
     options = parser.parse_args()
     if unknown := set(options.cases) - set(CASES):
         sys.exit(f"unknown case {', '.join(unknown)}; there are {', '.join(CASES)}")
     warnings.filterwarnings("ignore")
     logging.getLogger("flsuite").setLevel(logging.ERROR)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    )
     for name in options.cases or CASES:
         CASES[name](options.rounds)
 

@@ -40,7 +40,14 @@ class HandWrittenLoop:
         clip: float | None = None,
     ) -> None:
         self.network = network.to(memory_format=torch.channels_last)
-        self.x, self.y, self.clients, self.scale, self.shift, self.batch = x, y, clients, scale, shift, batch
+        self.x, self.y, self.clients, self.scale, self.shift, self.batch = (
+            x,
+            y,
+            clients,
+            scale,
+            shift,
+            batch,
+        )
         self.state = {k: v.clone() for k, v in network.state_dict().items()}
         self.private, self.own = private, {}  # type: str, dict[int, dict[str, Tensor]]
         self.loss = loss or (lambda x, y: F.cross_entropy(self.network(x), y))
@@ -55,7 +62,9 @@ class HandWrittenLoop:
             self.fit(self.clients[client])
             share = len(self.clients[client]) / samples
             trained = self.network.state_dict()
-            self.own[client] = {k: v.clone() for k, v in trained.items() if k.startswith(self.private)}
+            self.own[client] = {
+                k: v.clone() for k, v in trained.items() if k.startswith(self.private)
+            }
             for k, v in trained.items():
                 if k.startswith(self.private):
                     total[k] = self.state[k]
@@ -69,7 +78,13 @@ class HandWrittenLoop:
         parameters = list(self.network.parameters())
         optimizer = self.optimizer(parameters)
         for index in rows[torch.randperm(len(rows))].split(self.batch):
-            x = self.x[index].to(torch.float32).mul_(self.scale).add_(self.shift).permute(0, 3, 1, 2)
+            x = (
+                self.x[index]
+                .to(torch.float32)
+                .mul_(self.scale)
+                .add_(self.shift)
+                .permute(0, 3, 1, 2)
+            )
             loss = self.loss(x, self.y[index])
             optimizer.zero_grad()
             loss.backward()

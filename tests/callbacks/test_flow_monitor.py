@@ -18,21 +18,39 @@ from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
 
 
-def fit(callbacks: Sequence[Any], aggregator: Any = None, rounds: int = 2, data: Any = None) -> FederatedTrainer:
-    made = trainer(rounds=rounds, callbacks=list(callbacks), aggregator=aggregator or FisherAveraging())
+def fit(
+    callbacks: Sequence[Any], aggregator: Any = None, rounds: int = 2, data: Any = None
+) -> FederatedTrainer:
+    made = trainer(
+        rounds=rounds, callbacks=list(callbacks), aggregator=aggregator or FisherAveraging()
+    )
     backbone = MLP(hidden=(8,))
-    model = NFClassifier(feature_dim=6, couplings=2, flow_width=8, backbone=backbone, lr=1e-2, k_last=0.0, k_flow_last=0.0)
+    model = NFClassifier(
+        feature_dim=6,
+        couplings=2,
+        flow_width=8,
+        backbone=backbone,
+        lr=1e-2,
+        k_last=0.0,
+        k_flow_last=0.0,
+    )
     made.fit(model, data or table())
     return made
 
 
 def table() -> Synthetic:
     partition = Dirichlet(0.5, min_samples=4)
-    return Synthetic(features=5, classes=3, samples=150, clients=3, partition=partition, batch_size=16)
+    return Synthetic(
+        features=5, classes=3, samples=150, clients=3, partition=partition, batch_size=16
+    )
 
 
 def logged(made: FederatedTrainer) -> dict[tuple[int, str], float]:
-    return {(row[0], row[5]): row[6] for row in made.run_folder.table.rows if row[3] == "global" and row[4] == "test"}
+    return {
+        (row[0], row[5]): row[6]
+        for row in made.run_folder.table.rows
+        if row[3] == "global" and row[4] == "test"
+    }
 
 
 class Kept(FlowMonitor):
@@ -44,7 +62,9 @@ class Kept(FlowMonitor):
         super().on_round_start(*args)
         self.states = {}
 
-    def on_client_end(self, trainer: FederatedTrainer, outcome: ClientResult | ClientFailure) -> None:
+    def on_client_end(
+        self, trainer: FederatedTrainer, outcome: ClientResult | ClientFailure
+    ) -> None:
         super().on_client_end(trainer, outcome)
         assert isinstance(outcome, ClientResult)
         self.states[outcome.update.client] = clone(outcome.update.state), outcome.update.samples
@@ -70,11 +90,17 @@ def test_the_numbers_by_hand() -> None:
     for state, samples in monitor.states.values():
         mean.add(state, samples)
     plain = mean.mean()
-    assert found["flow_nll"] == pytest.approx(float(nll(new).mean()), rel=1e-5) == pytest.approx(found["nll"], rel=1e-5)
+    assert (
+        found["flow_nll"]
+        == pytest.approx(float(nll(new).mean()), rel=1e-5)
+        == pytest.approx(found["nll"], rel=1e-5)
+    )
     assert found["flow_nll_of_mean"] == pytest.approx(float(nll(plain).mean()), rel=1e-5)
     assert found["flow_nll"] != found["flow_nll_of_mean"]
     columns = torch.stack([nll(state) for state, _ in monitor.states.values()])
-    assert found["flow_disagreement"] == pytest.approx(float(columns.std(0, correction=0).mean()), rel=1e-4)
+    assert found["flow_disagreement"] == pytest.approx(
+        float(columns.std(0, correction=0).mean()), rel=1e-4
+    )
     own = [(federation.data.class_counts(client) > 0)[test.y] for client in monitor.states]
     before = sum(float(column[rows].mean()) for column, rows in zip(columns, own, strict=True)) / 3
     assert found["flow_nll_before"] == pytest.approx(before, rel=1e-5)
@@ -82,7 +108,11 @@ def test_the_numbers_by_hand() -> None:
     assert found["flow_nll_after"] == pytest.approx(after, rel=1e-5)
     for name, centre in (("flow_spread", plain), ("flow_spread_after", new)):
         squares = torch.cat(
-            [(state[n].double() - centre[n]).square().flatten() for state, _ in monitor.states.values() for n in flow]
+            [
+                (state[n].double() - centre[n]).square().flatten()
+                for state, _ in monitor.states.values()
+                for n in flow
+            ]
         )
         assert found[name] == pytest.approx(math.sqrt(float(squares.mean())), rel=1e-5)
     assert 0 <= found["sample_agreement"] <= 1
@@ -103,15 +133,21 @@ def test_it_is_measured_when_asked_and_changes_nothing() -> None:
 
 def test_held_out_are_the_classes_met_so_far() -> None:
     monitor = FlowMonitor(every=1, samples=10_000)
-    data = TaskSequence(Synthetic(features=5, classes=4, samples=200, clients=2, batch_size=16), 2, 2, 1, "disjoint")
+    data = TaskSequence(
+        Synthetic(features=5, classes=4, samples=200, clients=2, batch_size=16), 2, 2, 1, "disjoint"
+    )
     found = logged(fit([monitor], data=data))
-    assert all(found[round, "flow_nll"] == pytest.approx(found[round, "nll"], rel=1e-5) for round in (1, 2))
+    assert all(
+        found[round, "flow_nll"] == pytest.approx(found[round, "nll"], rel=1e-5) for round in (1, 2)
+    )
 
 
 def test_samples_of_a_trained_flow_are_told_apart() -> None:
     made = trainer(rounds=4, max_epochs=6, callbacks=[FlowMonitor(every=4)], aggregator=FedAvg())
     data = Synthetic(features=5, classes=3, samples=600, clients=2, batch_size=16)
-    model = NFClassifier(feature_dim=6, couplings=4, flow_width=32, backbone=MLP(hidden=(32,)), lr=3e-3, flow_lr=3e-3)
+    model = NFClassifier(
+        feature_dim=6, couplings=4, flow_width=32, backbone=MLP(hidden=(32,)), lr=3e-3, flow_lr=3e-3
+    )
     made.fit(model, data)
     assert logged(made)[4, "sample_agreement"] > 0.8
 

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from flsuite.aggregators import CMGA, FedAvg
 from flsuite.callbacks import ForestProbe, LatentSpace
 from flsuite.callbacks.latent_space import latent_figure, prior_distances
-from flsuite.data import Digits, Dirichlet, Source
+from flsuite.data import Digits, Dirichlet, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.models import ACVAE
 from flsuite.trainer import FederatedTrainer
@@ -20,7 +20,9 @@ from tests.conftest import classifier, digits, equal_states, trainer
 
 def fit(callbacks: list[Any], rounds: int = 2, **kwargs: Any) -> FederatedTrainer:
     made = trainer(rounds=rounds, callbacks=callbacks, **{"aggregator": CMGA(), **kwargs})
-    model = ACVAE(latent_dim=4, width=4, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
+    model = ACVAE(
+        latent_dim=4, width=4, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3)
+    )
     made.fit(model, Digits(clients=3, partition=Dirichlet(1.0), standardize=False, batch_size=32))
     return made
 
@@ -30,16 +32,22 @@ def logged(made: FederatedTrainer) -> dict[tuple[int, str], float]:
 
 
 def test_distances_by_hand() -> None:
-    found = prior_distances(torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 1.0]]), torch.tensor([[1.0, 2.0]] * 3))
+    found = prior_distances(
+        torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 1.0]]), torch.tensor([[1.0, 2.0]] * 3)
+    )
     assert found["prior_distance_min"] == 1.0 and found["prior_sigma_min"] == 1.0
     assert found["prior_distance_mean"] == pytest.approx((5 + 1 + 18**0.5) / 3)
 
 
 def test_every_round_is_measured_and_some_are_drawn(tmp_path: Path) -> None:
-    made = fit([LatentSpace(every=2, clients=2, samples=50)], rounds=3, run_dir=str(tmp_path / "run"))
+    made = fit(
+        [LatentSpace(every=2, clients=2, samples=50)], rounds=3, run_dir=str(tmp_path / "run")
+    )
     found = logged(made)
     assert {round for round, name in found if name == "prior_distance_min"} == {1, 2, 3}
-    assert found[3, "prior_distance_min"] == pytest.approx(found[3, "prior_distance_after"], rel=1e-5)
+    assert found[3, "prior_distance_min"] == pytest.approx(
+        found[3, "prior_distance_after"], rel=1e-5
+    )
     pictures = sorted((tmp_path / "run" / "latent").iterdir())
     assert [path.name for path in pictures] == ["round-0002.png", "round-0003.png"]
     assert np.ptp(imread(pictures[0])[..., :3]) > 0.5
@@ -49,12 +57,18 @@ def test_the_picture_has_a_panel_a_client_and_a_cross_a_class() -> None:
     rng = np.random.default_rng(0)
     y = np.arange(40) % 4
     figure = latent_figure(
-        {"a": rng.normal(size=(40, 3)), "b": rng.normal(size=(40, 3))}, y, rng.normal(size=(4, 3)), np.ones((4, 3)), "wxyz"
+        {"a": rng.normal(size=(40, 3)), "b": rng.normal(size=(40, 3))},
+        y,
+        rng.normal(size=(4, 3)),
+        np.ones((4, 3)),
+        "wxyz",
     )
     assert [panel.get_title() for panel in figure.axes] == ["a", "b"]
     dots = figure.axes[0].collections
     assert len(dots) == 8 and sum(len(d.get_offsets()) for d in dots) == 44
-    two = latent_figure({"a": rng.normal(size=(40, 2))}, y % 2, np.zeros((2, 2)), np.ones((2, 2)), "xy")
+    two = latent_figure(
+        {"a": rng.normal(size=(40, 2))}, y % 2, np.zeros((2, 2)), np.ones((2, 2)), "xy"
+    )
     assert len(two.axes) == 1
 
 
@@ -73,10 +87,10 @@ def test_the_probe_reads_what_the_space_holds() -> None:
 
 def test_the_probe_sees_every_class_of_a_sorted_client() -> None:
     class Sorted(Digits):
-        def load(self) -> Source:
+        def load(self) -> PublishedSplits:
             source = super().load()
             order = source.train.y.argsort(stable=True)
-            return Source(source.spec, source.train.take(order), source.test)
+            return PublishedSplits(source.spec, source.train.take(order), source.test)
 
     made = trainer(rounds=1, callbacks=[ForestProbe(trees=20, samples=200)])
     made.fit(ACVAE(latent_dim=4, width=4), Sorted(clients=1, standardize=False, batch_size=64))
@@ -85,7 +99,9 @@ def test_the_probe_sees_every_class_of_a_sorted_client() -> None:
 
 def test_one_dimension_cannot_be_drawn() -> None:
     with pytest.raises(FlsuiteError, match=r"raise model\.latent_dim"):
-        trainer(rounds=1, callbacks=[LatentSpace()]).fit(ACVAE(latent_dim=1, width=4), digits(standardize=False))
+        trainer(rounds=1, callbacks=[LatentSpace()]).fit(
+            ACVAE(latent_dim=1, width=4), digits(standardize=False)
+        )
 
 
 @pytest.mark.parametrize("callback", [LatentSpace(), ForestProbe(every=1)])
@@ -96,7 +112,10 @@ def test_a_model_without_a_latent_space_is_refused(callback: Any) -> None:
 
 @pytest.mark.parametrize(
     ("make", "said"),
-    [(lambda: LatentSpace(clients=0), "LatentSpace: clients"), (lambda: ForestProbe(trees=0), "ForestProbe: trees")],
+    [
+        (lambda: LatentSpace(clients=0), "LatentSpace: clients"),
+        (lambda: ForestProbe(trees=0), "ForestProbe: trees"),
+    ],
 )
 def test_bad_settings_are_named(make: Any, said: str) -> None:
     with pytest.raises(FlsuiteError, match=said):

@@ -48,17 +48,24 @@ class Kept(FederationCallback):
     def keep(self, trainer: FederatedTrainer) -> None:
         federation = trainer.federation
         assert federation is not None
-        self.models[trainer.round] = [clone(federation.client_state(client)) for client in range(CLIENTS)]
+        self.models[trainer.round] = [
+            clone(federation.client_state(client)) for client in range(CLIENTS)
+        ]
 
 
 def sequence(**settings: Any) -> TaskSequence:
     """Three tasks of two rounds and two of seven classes; one class is never met."""
-    data = Synthetic(features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.0)
+    data = Synthetic(
+        features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.0
+    )
     return TaskSequence(data, **{"tasks": TASKS, "rounds_per_task": LENGTH, **settings})
 
 
 def fit(
-    model: Any = None, ckpt_path: str | None = None, arrangement: Any = "heterogeneous", **settings: Any
+    model: Any = None,
+    ckpt_path: str | None = None,
+    arrangement: Any = "heterogeneous",
+    **settings: Any,
 ) -> FederatedTrainer:
     made = trainer(**{"rounds": 6, **settings})
     made.fit(model or classifier(), sequence(arrangement=arrangement), ckpt_path=ckpt_path)
@@ -99,7 +106,9 @@ def by_hand(kept: Kept, data: TaskData) -> Tensor:
         for client in range(CLIENTS):
             for j, group in enumerate(data.sequences[client]):
                 rows = torch.isin(data.test.y, torch.tensor(group))
-                found[client, i, j] = accuracy(kept.models[round][client], data.test.x[rows], data.test.y[rows])
+                found[client, i, j] = accuracy(
+                    kept.models[round][client], data.test.x[rows], data.test.y[rows]
+                )
     return found
 
 
@@ -113,17 +122,25 @@ def test_rows_are_what_the_models_score_on_each_group(arrangement: str) -> None:
     found = matrix(made)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, by_hand(kept, data_of(made)))
-    assert found[:, 1:].diagonal(dim1=1, dim2=2).mean() > found[:, 0].mean() + 0.2, "something is learned"
+    assert found[:, 1:].diagonal(dim1=1, dim2=2).mean() > found[:, 0].mean() + 0.2, (
+        "something is learned"
+    )
     assert bool((found == found[:1]).all()) == (arrangement == "disjoint")
 
 
 def test_the_last_row_is_the_exported_models(tmp_path: Path) -> None:
     made = fit(run_dir=str(tmp_path))
-    data, model = data_of(made), Classifier.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt").eval()
+    data, model = (
+        data_of(made),
+        Classifier.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt").eval(),
+    )
     with torch.no_grad():
         right = model(data.test.x).argmax(1) == data.test.y
     for client, groups in enumerate(data.sequences):
-        expected = [float(right[torch.isin(data.test.y, torch.tensor(group))].double().mean()) for group in groups]
+        expected = [
+            float(right[torch.isin(data.test.y, torch.tensor(group))].double().mean())
+            for group in groups
+        ]
         assert matrix(made)[client, -1].tolist() == pytest.approx(expected)
 
 
@@ -134,7 +151,10 @@ def test_the_table_has_a_row_of_the_matrix_behind_each_task() -> None:
         so_far = matrix(made)[:, : task + 2]
         for j in range(TASKS):
             expected[round, "global", f"task_accuracy/{j}"] = float(so_far[:, -1, j].mean())
-            expected |= {(round, str(c), f"task_accuracy/{j}"): float(so_far[c, -1, j]) for c in range(CLIENTS)}
+            expected |= {
+                (round, str(c), f"task_accuracy/{j}"): float(so_far[c, -1, j])
+                for c in range(CLIENTS)
+            }
         for name, function in SUMMARIES.items():
             if task or name == "task_accuracy":
                 values = [float(function(so_far[client])) for client in range(CLIENTS)]
@@ -155,7 +175,10 @@ def test_without_tasks_nothing_is_left(tmp_path: Path) -> None:
     made = trainer(rounds=2, run_dir=str(tmp_path), callbacks=[callback])
     made.fit(classifier(), sequence().data)
     assert callback.matrix is None and callback.state_dict() == {}
-    assert not logged(made, "task", "forgetting", "backward", "forward") and not (tmp_path / "tasks.png").exists()
+    assert (
+        not logged(made, "task", "forgetting", "backward", "forward")
+        and not (tmp_path / "tasks.png").exists()
+    )
 
 
 def test_some_clients_are_enough() -> None:
@@ -175,7 +198,9 @@ def test_looking_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TaskMatrix, "on_federation_start", lambda *args: None)
     plain = fit()
     assert watched.federation is not None and plain.federation is not None
-    assert not logged(plain, "task_accuracy") and equal_states(watched.federation.state, plain.federation.state)
+    assert not logged(plain, "task_accuracy") and equal_states(
+        watched.federation.state, plain.federation.state
+    )
     assert watched.test() == plain.test()
 
 
@@ -184,7 +209,9 @@ def test_looking_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def same(a: FederatedTrainer, b: FederatedTrainer) -> None:
     assert a.federation is not None and b.federation is not None
-    assert torch.equal(matrix(a), matrix(b)) and equal_states(a.federation.state, b.federation.state)
+    assert torch.equal(matrix(a), matrix(b)) and equal_states(
+        a.federation.state, b.federation.state
+    )
     for client in range(CLIENTS):
         assert equal_states(a.federation.client_state(client), b.federation.client_state(client))
 
@@ -195,8 +222,14 @@ def test_broken_off_within_a_task_or_behind_it_and_resumed(rounds: int, tmp_path
     fit(schedule=Synchronous(2), rounds=rounds, run_dir=str(tmp_path))
     resumed = fit(schedule=Synchronous(2), run_dir=str(tmp_path), ckpt_path="last")
     same(whole, resumed)
-    ends = {key: value for key, value in logged(resumed, "task_accuracy").items() if key[0] in ENDS and key[0] > rounds}
-    assert ends and ends == {key: value for key, value in logged(whole, "task_accuracy").items() if key[0] > rounds}
+    ends = {
+        key: value
+        for key, value in logged(resumed, "task_accuracy").items()
+        if key[0] in ENDS and key[0] > rounds
+    }
+    assert ends and ends == {
+        key: value for key, value in logged(whole, "task_accuracy").items() if key[0] > rounds
+    }
     assert whole.test() == resumed.test()
 
 
@@ -207,11 +240,17 @@ def test_workers_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "warned"), [(4, True), (5, False)])
-def test_a_run_that_ends_before_its_last_task_says_so(rounds: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_ends_before_its_last_task_says_so(
+    rounds: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="flsuite"):
         made = fit(rounds=rounds)
     said = [record.getMessage() for record in caplog.records if "last task" in record.getMessage()]
-    assert said == (["trainer.rounds is 4, and the last task begins with round 5: it is never learned"] if warned else [])
+    assert said == (
+        ["trainer.rounds is 4, and the last task begins with round 5: it is never learned"]
+        if warned
+        else []
+    )
     assert matrix(made).shape == (CLIENTS, 3 if warned else 4, TASKS)
 
 
@@ -220,11 +259,15 @@ def test_a_run_that_ends_before_its_last_task_says_so(rounds: int, warned: bool,
 
 def test_a_client_with_a_model_of_its_own_is_scored_by_it() -> None:
     kept = Kept()
-    model = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1), private=["network.3"])
+    model = Classifier(
+        MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1), private=["network.3"]
+    )
     made = fit(model, arrangement="disjoint", callbacks=[kept])
     assert made.federation is not None and made.federation.personal
     torch.testing.assert_close(matrix(made), by_hand(kept, data_of(made)))
-    assert all(not torch.equal(matrix(made)[0, 1:], matrix(made)[client, 1:]) for client in (1, 2)), "the tasks are the same"
+    assert all(
+        not torch.equal(matrix(made)[0, 1:], matrix(made)[client, 1:]) for client in (1, 2)
+    ), "the tasks are the same"
 
 
 def test_the_score_of_a_round_is_on_the_classes_seen() -> None:
@@ -238,11 +281,15 @@ def test_the_score_of_a_round_is_on_the_classes_seen() -> None:
         rows = torch.isin(whole.test.y, torch.tensor([c for own in met for c in own]))
         sizes.append(int(rows.sum()))
         state = kept.models[round][0]
-        assert found[round, "global", "accuracy"] == pytest.approx(accuracy(state, whole.test.x[rows], whole.test.y[rows]))
+        assert found[round, "global", "accuracy"] == pytest.approx(
+            accuracy(state, whole.test.x[rows], whole.test.y[rows])
+        )
         for client in range(CLIENTS):
             own = whole.test_index[client]
             own = own[torch.isin(whole.test.y[own], torch.tensor(met[client]))]
-            assert found[round, str(client), "accuracy"] == pytest.approx(accuracy(state, whole.test.x[own], whole.test.y[own]))
+            assert found[round, str(client), "accuracy"] == pytest.approx(
+                accuracy(state, whole.test.x[own], whole.test.y[own])
+            )
     assert sizes[0] < sizes[-1] <= len(whole.test)
 
 
@@ -274,20 +321,25 @@ def test_every_fit_begins_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None
     for client, groups in enumerate(sequences):
         own = made.federation.client_state(client)
         assert own["previous.task"].item() == TASKS - 1
-        assert own["previous.met"].nonzero().flatten().tolist() == sorted(c for group in groups for c in group)
+        assert own["previous.met"].nonzero().flatten().tolist() == sorted(
+            c for group in groups for c in group
+        )
 
 
 def test_without_tasks_a_model_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Told, "calls", [])
     made = trainer(rounds=1)
-    made.fit(Told(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,))), sequence().data)
+    made.fit(
+        Told(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,))), sequence().data
+    )
     assert not Told.calls
 
 
 def test_what_only_training_reads_has_no_part_in_the_matrix() -> None:
     """Private entries that predictions do not need: one model is scored for all, so equal groups have equal rows."""
     made = fit(
-        NFClassifier(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)), lr=1e-2), arrangement="disjoint"
+        NFClassifier(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)), lr=1e-2),
+        arrangement="disjoint",
     )
     assert all(torch.equal(matrix(made)[0], matrix(made)[client]) for client in (1, 2))
     assert {"nll", "accuracy"} <= {name for _, _, name in logged(made, "nll", "accuracy")}
@@ -296,20 +348,26 @@ def test_what_only_training_reads_has_no_part_in_the_matrix() -> None:
 def test_the_round_that_is_picked_is_one_of_the_last_task(tmp_path: Path) -> None:
     """Fewer classes are easier: the best score on validation data would be an early task's."""
     made = trainer(rounds=6, run_dir=str(tmp_path / "run"))
-    data = Synthetic(features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2)
+    data = Synthetic(
+        features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2
+    )
     made.fit(classifier(lr=0.3), TaskSequence(data, TASKS, 2, LENGTH, "disjoint"))
     rows = made.run_folder.table.rows
     validation = {row[0]: row[6] for row in rows if row[3:6] == ("global", "val", "accuracy")}
     assert [row[6] for row in rows if row[3:6] == ("global", "train", "task")] == [0, 0, 1, 1, 2, 2]
     assert max(validation, key=validation.__getitem__) <= 2
-    assert made.run is not None and made.run.summary.best["round"] == max((5, 6), key=validation.__getitem__)
+    assert made.run is not None and made.run.summary.best["round"] == max(
+        (5, 6), key=validation.__getitem__
+    )
 
 
 def test_a_run_that_is_stopped_within_a_task_has_a_row_for_it() -> None:
     """The score stops rising within the first task of four rounds: rounds 1 to 3 are all there is."""
     stop = RoundEarlyStopping(patience=2, min_delta=1.0)
     made = trainer(rounds=12, callbacks=[stop])
-    data = Synthetic(features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2)
+    data = Synthetic(
+        features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2
+    )
     made.fit(classifier(), TaskSequence(data, TASKS, 2, 4, "disjoint"))
     assert made.round == 3
     assert matrix(made).shape == (CLIENTS, 2, TASKS)
@@ -327,7 +385,13 @@ def test_the_final_table_speaks_of_forgetting(capsys: pytest.CaptureFixture[str]
 def test_a_run_goes_on_where_its_wrapped_data_has_moved(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     for rounds, root in ((1, "/here"), (2, "/there")):
-        data = Synthetic(features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, root=root)
+        data = Synthetic(
+            features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, root=root
+        )
         made = trainer(rounds=rounds, run_dir=folder)
-        made.fit(classifier(), TaskSequence(data, TASKS, 2, LENGTH), ckpt_path="last" if rounds == 2 else None)
+        made.fit(
+            classifier(),
+            TaskSequence(data, TASKS, 2, LENGTH),
+            ckpt_path="last" if rounds == 2 else None,
+        )
     assert made.round == 2

@@ -13,11 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from flsuite.data.digits import Digits, read_digits
-from flsuite.data.medmnist import MedMNIST, read_medmnist
-from flsuite.data.source import Arrays, Source
-from flsuite.data.synthetic import Synthetic, bayes_accuracy, make_mixture, simplex_means
-from flsuite.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, FashionMNIST, read_torchvision
+from flsuite.data.datasets.digits import Digits, read_digits
+from flsuite.data.datasets.medmnist import MedMNIST, read_medmnist
+from flsuite.data.datasets.synthetic import Synthetic, bayes_accuracy, make_mixture, simplex_means
+from flsuite.data.datasets.vision import (
+    CIFAR10,
+    CIFAR100,
+    EMNIST,
+    MNIST,
+    SVHN,
+    FashionMNIST,
+    read_torchvision,
+)
+from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.random import torch_generator
 from tests.conftest import published
@@ -41,19 +49,21 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def check(source: Source, shape: tuple[int, ...], **sizes: int) -> None:
+def check(source: PublishedSplits, shape: tuple[int, ...], **sizes: int) -> None:
     """Sizes, shapes and dtypes of an image set."""
     channels, height, width = shape
     assert source.spec.shape == shape
     assert len(source.spec.class_names) == source.spec.num_classes
     for split, size in sizes.items():
         arrays = getattr(source, split)
-        assert isinstance(arrays, Arrays)
+        assert isinstance(arrays, DataSplit)
         assert arrays.x.shape == (size, height, width, channels)
         assert arrays.x.dtype == torch.uint8
         assert arrays.x.is_contiguous()
         if source.spec.task == "multilabel":
-            assert arrays.y.shape == (size, source.spec.num_classes) and arrays.y.dtype == torch.uint8
+            assert (
+                arrays.y.shape == (size, source.spec.num_classes) and arrays.y.dtype == torch.uint8
+            )
         else:
             assert arrays.y.shape == (size,) and arrays.y.dtype == torch.int64
             assert arrays.y.min() >= 0 and arrays.y.max() < source.spec.num_classes
@@ -67,7 +77,9 @@ def test_digits() -> None:
     check(source, (1, 8, 8), train=1437, test=360)
     assert source.val is None and source.spec.task == "multiclass"
     assert source.train.x.max() == 255 and source.train.x.min() == 0
-    share = torch.bincount(source.test.y) / (torch.bincount(source.test.y) + torch.bincount(source.train.y))
+    share = torch.bincount(source.test.y) / (
+        torch.bincount(source.test.y) + torch.bincount(source.train.y)
+    )
     assert torch.all((share - 0.2).abs() < 0.005), "the split is stratified"
 
 
@@ -123,7 +135,11 @@ MED_TASKS = {
 
 @pytest.mark.parametrize("name", MED_TASKS)
 def test_medmnist_sets(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, offline: list[str]
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+    offline: list[str],
 ) -> None:
     arrays = medmnist_arrays(name, 28, rng)
     save_npz(tmp_path / f"{name}.npz", arrays)
@@ -132,19 +148,25 @@ def test_medmnist_sets(
     check(source, (3 if arrays["val_images"].ndim == 4 else 1, 28, 28), **COUNTS)
     assert (source.spec.task, source.spec.num_classes) == MED_TASKS[name]
     assert source.val is not None
-    assert np.array_equal(source.val.x.numpy().reshape(arrays["val_images"].shape), arrays["val_images"])
-    assert np.array_equal(source.val.y.numpy().reshape(arrays["val_labels"].shape), arrays["val_labels"])
+    assert np.array_equal(
+        source.val.x.numpy().reshape(arrays["val_images"].shape), arrays["val_images"]
+    )
+    assert np.array_equal(
+        source.val.y.numpy().reshape(arrays["val_labels"].shape), arrays["val_labels"]
+    )
     assert not offline
 
 
-def test_medmnist_sizes_have_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def test_medmnist_sizes_have_their_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
     save_npz(tmp_path / "bloodmnist_64.npz", medmnist_arrays("bloodmnist", 64, rng))
     publish(monkeypatch, tmp_path / "bloodmnist_64.npz", "bloodmnist", "_64")
     check(read_medmnist("bloodmnist", 64, tmp_path, False), (3, 64, 64), **COUNTS)
 
 
 def test_medmnist_class_names() -> None:
-    from flsuite.data.medmnist import _info, _spec
+    from flsuite.data.datasets.medmnist import _info, _spec
 
     assert _spec(_info("pneumoniamnist", 28), 28).class_names == ("normal", "pneumonia")
     assert _spec(_info("retinamnist", 28), 28).class_names == ("0", "1", "2", "3", "4")
@@ -158,19 +180,27 @@ def test_medmnist_unknown_name(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 32, 256])
 def test_medmnist_unknown_size(size: int, tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match=rf"size {size}; data.size must be one of \(28, 64, 128, 224\)"):
+    with pytest.raises(
+        FlsuiteError, match=rf"size {size}; data.size must be one of \(28, 64, 128, 224\)"
+    ):
         read_medmnist("breastmnist", size, tmp_path, False)
 
 
 def test_medmnist_missing(tmp_path: Path, offline: list[str]) -> None:
-    with pytest.raises(FlsuiteError, match=r"breastmnist_64.npz is not in .*; set data.download or put https://\S+_64.npz"):
+    with pytest.raises(
+        FlsuiteError,
+        match=r"breastmnist_64.npz is not in .*; set data.download or put https://\S+_64.npz",
+    ):
         read_medmnist("breastmnist", 64, tmp_path, download=False)
     assert not offline
 
 
 def test_medmnist_no_network(tmp_path: Path, offline: list[str]) -> None:
     root = tmp_path / "new"
-    with pytest.raises(FlsuiteError, match=r"breastmnist.npz is not in .*new.*no network in tests.*put https://\S+ there"):
+    with pytest.raises(
+        FlsuiteError,
+        match=r"breastmnist.npz is not in .*new.*no network in tests.*put https://\S+ there",
+    ):
         read_medmnist("breastmnist", 28, root, download=True)
     assert offline and not list(root.iterdir()), "nothing is left of a failed download"
 
@@ -197,10 +227,15 @@ def test_medmnist_download(
     assert [path.name for path in root.iterdir()] == ["breastmnist.npz"]
 
 
-def test_medmnist_wrong_checksum(tmp_path: Path, rng: np.random.Generator, offline: list[str]) -> None:
+def test_medmnist_wrong_checksum(
+    tmp_path: Path, rng: np.random.Generator, offline: list[str]
+) -> None:
     save_npz(tmp_path / "breastmnist.npz", medmnist_arrays("breastmnist", 28, rng))
     before = (tmp_path / "breastmnist.npz").read_bytes()
-    with pytest.raises(FlsuiteError, match=r"breastmnist.npz is damaged .*MD5 is \w+, the published one 750601b1.*delete it"):
+    with pytest.raises(
+        FlsuiteError,
+        match=r"breastmnist.npz is damaged .*MD5 is \w+, the published one 750601b1.*delete it",
+    ):
         read_medmnist("breastmnist", 28, tmp_path, download=True)
     assert (tmp_path / "breastmnist.npz").read_bytes() == before and not offline
 
@@ -217,7 +252,9 @@ def test_medmnist_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("keep", [0, 10, 1000, -30])
-def test_medmnist_truncated(keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def test_medmnist_truncated(
+    keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
     file = tmp_path / "breastmnist.npz"
     save_npz(file, medmnist_arrays("breastmnist", 28, rng))
     file.write_bytes(file.read_bytes()[:keep])
@@ -226,7 +263,9 @@ def test_medmnist_truncated(keep: int, tmp_path: Path, monkeypatch: pytest.Monke
         read_medmnist("breastmnist", 28, tmp_path, False)
 
 
-def test_medmnist_flipped_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def test_medmnist_flipped_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
     file = tmp_path / "breastmnist.npz"
     save_npz(file, medmnist_arrays("breastmnist", 28, rng))
     raw = bytearray(file.read_bytes())
@@ -239,9 +278,17 @@ def test_medmnist_flipped_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 BAD_ARRAYS = {
     "no key": ("val_labels", None, "val_labels"),
-    "other size": ("val_images", np.zeros((3, 32, 32), np.uint8), "val_images are uint8 .3, 32, 32, 1"),
+    "other size": (
+        "val_images",
+        np.zeros((3, 32, 32), np.uint8),
+        "val_images are uint8 .3, 32, 32, 1",
+    ),
     "floats": ("val_images", np.zeros((3, 28, 28), np.float32), "val_images are float32"),
-    "fewer labels": ("test_labels", np.zeros((3, 1), np.uint8), "test_labels have shape .3, 1. for 4"),
+    "fewer labels": (
+        "test_labels",
+        np.zeros((3, 1), np.uint8),
+        "test_labels have shape .3, 1. for 4",
+    ),
     "two columns": ("test_labels", np.zeros((4, 2), np.uint8), "test_labels have shape .4, 2."),
     "class 2 of 2": ("test_labels", np.full((4, 1), 2, np.uint8), "test_labels lie outside"),
     "objects": ("test_labels", np.array([[None]] * 4), "allow_pickle"),
@@ -249,7 +296,9 @@ BAD_ARRAYS = {
 
 
 @pytest.mark.parametrize("case", BAD_ARRAYS)
-def test_medmnist_bad_arrays(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def test_medmnist_bad_arrays(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
     key, value, message = BAD_ARRAYS[case]
     arrays = medmnist_arrays("breastmnist", 28, rng) | {key: value}
     save_npz(tmp_path / "breastmnist.npz", {k: v for k, v in arrays.items() if v is not None})
@@ -263,14 +312,21 @@ def test_medmnist_bad_arrays(case: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def idx(array: np.ndarray) -> bytes:
     """The format of the MNIST files: a magic number that says uint8 and the rank, big-endian sizes, the bytes."""
-    return struct.pack(f">I{array.ndim}I", 0x800 + array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+    return (
+        struct.pack(f">I{array.ndim}I", 0x800 + array.ndim, *array.shape)
+        + array.astype(np.uint8).tobytes()
+    )
 
 
-def write_mnist(root: Path, name: str, rng: np.random.Generator, train: int = 12, test: int = 5) -> np.ndarray:
+def write_mnist(
+    root: Path, name: str, rng: np.random.Generator, train: int = 12, test: int = 5
+) -> np.ndarray:
     """Four raw files; returns the training images."""
     raw = root / name / "raw"
     raw.mkdir(parents=True)
-    images = {part: rng.integers(0, 256, (n, 28, 28)) for part, n in (("train", train), ("t10k", test))}
+    images = {
+        part: rng.integers(0, 256, (n, 28, 28)) for part, n in (("train", train), ("t10k", test))
+    }
     for part, array in images.items():
         (raw / f"{part}-images-idx3-ubyte").write_bytes(idx(array))
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx(np.arange(len(array)) % 10))
@@ -278,7 +334,9 @@ def write_mnist(root: Path, name: str, rng: np.random.Generator, train: int = 12
 
 
 @pytest.mark.parametrize("module", [MNIST, FashionMNIST])
-def test_mnist(module: type[MNIST], tmp_path: Path, rng: np.random.Generator, offline: list[str]) -> None:
+def test_mnist(
+    module: type[MNIST], tmp_path: Path, rng: np.random.Generator, offline: list[str]
+) -> None:
     images = write_mnist(tmp_path, module.__name__, rng)
     source = module(root=str(tmp_path)).load()
     check(source, (1, 28, 28), train=12, test=5)
@@ -310,7 +368,9 @@ def test_mnist_truncated(tmp_path: Path, rng: np.random.Generator, offline: list
         whole = file.read_bytes()
         for keep in (0, 3, 9, len(whole) - 1):
             file.write_bytes(whole[:keep])
-            with pytest.raises(FlsuiteError, match=r"files of MNIST in .*MNIST/raw are damaged .*delete them"):
+            with pytest.raises(
+                FlsuiteError, match=r"files of MNIST in .*MNIST/raw are damaged .*delete them"
+            ):
                 read_torchvision("MNIST", tmp_path, download=True)
         file.write_bytes(whole)
     assert not offline
@@ -330,30 +390,47 @@ def test_mnist_labels_of_another_file(tmp_path: Path, rng: np.random.Generator) 
 @pytest.mark.parametrize("module", [MNIST, FashionMNIST, EMNIST, CIFAR10, CIFAR100, SVHN])
 def test_missing(module: type[MNIST], tmp_path: Path, offline: list[str]) -> None:
     name = module.__name__
-    with pytest.raises(FlsuiteError, match=rf"^{name} is not in {tmp_path} \(\S+ is missing\); set data.download"):
+    with pytest.raises(
+        FlsuiteError, match=rf"^{name} is not in {tmp_path} \(\S+ is missing\); set data.download"
+    ):
         module(root=str(tmp_path), download=False).load()
     assert not offline
-    with pytest.raises(FlsuiteError, match=rf"^{name} is not in {tmp_path} .*no network in tests.*set data.root") as caught:
+    with pytest.raises(
+        FlsuiteError, match=rf"^{name} is not in {tmp_path} .*no network in tests.*set data.root"
+    ) as caught:
         module(root=str(tmp_path), download=True).load()
     assert offline and "\n" not in str(caught.value)
 
 
-def write_emnist(root: Path, split: str, labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def write_emnist(
+    root: Path, split: str, labels: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """Returns the upright images; the files hold them transposed, as published."""
     raw = root / "EMNIST" / "raw"
     raw.mkdir(parents=True)
     upright = rng.integers(0, 256, (len(labels), 28, 28))
     for part in ("train", "test"):
-        (raw / f"emnist-{split}-{part}-images-idx3-ubyte").write_bytes(idx(upright.transpose(0, 2, 1)))
+        (raw / f"emnist-{split}-{part}-images-idx3-ubyte").write_bytes(
+            idx(upright.transpose(0, 2, 1))
+        )
         (raw / f"emnist-{split}-{part}-labels-idx1-ubyte").write_bytes(idx(labels))
     return upright
 
 
 @pytest.mark.parametrize(
     ("split", "classes"),
-    [("byclass", 62), ("bymerge", 47), ("balanced", 47), ("letters", 26), ("digits", 10), ("mnist", 10)],
+    [
+        ("byclass", 62),
+        ("bymerge", 47),
+        ("balanced", 47),
+        ("letters", 26),
+        ("digits", 10),
+        ("mnist", 10),
+    ],
 )
-def test_emnist(split: str, classes: int, tmp_path: Path, rng: np.random.Generator, offline: list[str]) -> None:
+def test_emnist(
+    split: str, classes: int, tmp_path: Path, rng: np.random.Generator, offline: list[str]
+) -> None:
     first = 1 if split == "letters" else 0
     upright = write_emnist(tmp_path, split, np.arange(classes) + first, rng)
     source = EMNIST(split, root=str(tmp_path)).load()
@@ -368,20 +445,29 @@ def test_emnist(split: str, classes: int, tmp_path: Path, rng: np.random.Generat
 def test_emnist_unknown_split() -> None:
     from torchvision import datasets
 
-    from flsuite.data.vision import EMNIST_SPLITS
+    from flsuite.data.datasets.vision import EMNIST_SPLITS
 
     assert datasets.EMNIST.splits == EMNIST_SPLITS
-    with pytest.raises(FlsuiteError, match=r"no split 'lettres'; data.split must be one of byclass, "):
+    with pytest.raises(
+        FlsuiteError, match=r"no split 'lettres'; data.split must be one of byclass, "
+    ):
         EMNIST("lettres")
 
 
 CIFAR_FILES = {
-    "CIFAR10": ("cifar-10-batches-py", [f"data_batch_{k}" for k in range(1, 6)], "test_batch", "batches.meta"),
+    "CIFAR10": (
+        "cifar-10-batches-py",
+        [f"data_batch_{k}" for k in range(1, 6)],
+        "test_batch",
+        "batches.meta",
+    ),
     "CIFAR100": ("cifar-100-python", ["train"], "test", "meta"),
 }
 
 
-def write_cifar(root: Path, name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+def write_cifar(
+    root: Path, name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> np.ndarray:
     """Pickled batches of four images and their checksums; returns all in ``(n, 3, 32, 32)``, test last."""
     from torchvision import datasets
 
@@ -399,7 +485,9 @@ def write_cifar(root: Path, name: str, rng: np.random.Generator, monkeypatch: py
         images.append(rng.integers(0, 256, (4, 3 * 32 * 32), dtype=np.uint8))
         labels = "labels" if name == "CIFAR10" else "fine_labels"
         dump(file, {"data": images[-1], labels: [k, k + 1, k + 2, k + 3]})
-    dump(meta, {reader.meta["key"]: [f"class {k}" for k in range(10 if name == "CIFAR10" else 100)]})
+    dump(
+        meta, {reader.meta["key"]: [f"class {k}" for k in range(10 if name == "CIFAR10" else 100)]}
+    )
     monkeypatch.setattr(reader, "train_list", [[file, sums[file]] for file in train])
     monkeypatch.setattr(reader, "test_list", [[test, sums[test]]])
     monkeypatch.setattr(reader, "meta", reader.meta | {"md5": sums[meta]})
@@ -425,20 +513,29 @@ def test_cifar(
 
 @pytest.mark.parametrize("name", CIFAR_FILES)
 def test_cifar_damaged(
-    name: str, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, offline: list[str]
+    name: str,
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    offline: list[str],
 ) -> None:
     write_cifar(tmp_path, name, rng, monkeypatch)
     folder, _, test, meta = CIFAR_FILES[name]
     for file in (tmp_path / folder / test, tmp_path / folder / meta):
         whole = file.read_bytes()
         file.write_bytes(whole[:-7])
-        with pytest.raises(FlsuiteError, match=rf"files of {name} in .*{folder} are damaged .*corrupted.*delete them"):
+        with pytest.raises(
+            FlsuiteError,
+            match=rf"files of {name} in .*{folder} are damaged .*corrupted.*delete them",
+        ):
             read_torchvision(name, tmp_path, download=True)
         file.write_bytes(whole)
     assert not offline
 
 
-def test_svhn(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, offline: list[str]) -> None:
+def test_svhn(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, offline: list[str]
+) -> None:
     scipy_io = pytest.importorskip("scipy.io")
     from torchvision import datasets
 
@@ -463,7 +560,9 @@ def test_svhn(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.Monk
     assert not offline
 
 
-def test_missing_package(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchvision import datasets
 
     def refuse(self: Any) -> None:
@@ -471,7 +570,9 @@ def test_missing_package(tmp_path: Path, rng: np.random.Generator, monkeypatch: 
 
     write_mnist(tmp_path, "MNIST", rng)
     monkeypatch.setattr(datasets.MNIST, "_load_data", refuse)
-    with pytest.raises(FlsuiteError, match=r"MNIST needs a package that is not installed .No module named 'scipy'"):
+    with pytest.raises(
+        FlsuiteError, match=r"MNIST needs a package that is not installed .No module named 'scipy'"
+    ):
         read_torchvision("MNIST", tmp_path, download=False)
 
 
@@ -500,7 +601,7 @@ def test_the_nearest_mean_reaches_bayes_accuracy(classes: int, separation: float
     features, samples = 12, 40000
     source = make_mixture(features, classes, samples, separation, seed=3)
     means = simplex_means(classes, features, separation, torch_generator(3, "synthetic"))
-    whole = Arrays.concat([source.train, source.test])
+    whole = DataSplit.concat([source.train, source.test])
     right = (torch.cdist(whole.x.double(), means).argmin(1) == whole.y).double().mean()
     best = bayes_accuracy(classes, separation)
     assert float(right) == pytest.approx(best, abs=4 * (best * (1 - best) / samples) ** 0.5)
@@ -509,12 +610,18 @@ def test_the_nearest_mean_reaches_bayes_accuracy(classes: int, separation: float
 def test_synthetic() -> None:
     data = Synthetic(features=6, classes=3, samples=100, separation=2.0)
     source, again, other = data.load(), data.load(), make_mixture(6, 3, 100, 2.0, seed=1)
-    assert source.spec.shape == (6,) and source.spec.num_classes == 3 and source.spec.class_names == ("0", "1", "2")
+    assert (
+        source.spec.shape == (6,)
+        and source.spec.num_classes == 3
+        and source.spec.class_names == ("0", "1", "2")
+    )
     assert source.train.x.shape == (80, 6) and source.train.x.dtype == torch.float32
     assert source.test.y.shape == (20,) and source.test.y.dtype == torch.int64
     assert source.train.ids is None and source.val is None
     assert torch.bincount(torch.cat([source.train.y, source.test.y])).tolist() == [34, 33, 33]
-    assert torch.equal(source.train.x, again.train.x) and not torch.equal(source.train.x, other.train.x)
+    assert torch.equal(source.train.x, again.train.x) and not torch.equal(
+        source.train.x, other.train.x
+    )
     assert data.bayes_accuracy == bayes_accuracy(3, 2.0)
 
 
@@ -526,7 +633,9 @@ def test_synthetic_owners() -> None:
     shifts = source.train.x - plain.train.x
     for owner in range(4):
         own = shifts[source.train.ids == owner]
-        assert torch.allclose(own, own[:1].expand_as(own), atol=1e-5), "one shift for all samples of an owner"
+        assert torch.allclose(own, own[:1].expand_as(own), atol=1e-5), (
+            "one shift for all samples of an owner"
+        )
     assert torch.pdist(shifts[:4]).min() > 1, "the shifts differ"
     assert torch.equal(source.train.y, plain.train.y), "owners do not change the labels"
 
@@ -552,7 +661,9 @@ def test_synthetic_bad_arguments(arguments: dict[str, Any], message: str) -> Non
 # Where the files are looked for
 
 
-def test_root_argument_before_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def test_root_argument_before_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
     write_mnist(tmp_path / "argument", "MNIST", rng, train=3)
     write_mnist(tmp_path / "environment", "MNIST", rng, train=4)
     monkeypatch.setenv("FLSUITE_DATA_ROOT", str(tmp_path / "environment"))
@@ -562,9 +673,14 @@ def test_root_argument_before_environment(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("module", "folder"),
-    [(MNIST(download=False), ".cache/flsuite"), (MedMNIST("breastmnist", download=False), ".medmnist")],
+    [
+        (MNIST(download=False), ".cache/flsuite"),
+        (MedMNIST("breastmnist", download=False), ".medmnist"),
+    ],
 )
-def test_default_roots(module: Any, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_roots(
+    module: Any, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("FLSUITE_DATA_ROOT", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(FlsuiteError, match=rf"is not in {tmp_path / folder}"):
@@ -576,9 +692,14 @@ def test_default_roots(module: Any, folder: str, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("name", "shape", "sizes", "task"),
-    [("breastmnist", (1, 28, 28), (546, 78, 156), "binary"), ("retinamnist", (3, 28, 28), (1080, 120, 400), "ordinal")],
+    [
+        ("breastmnist", (1, 28, 28), (546, 78, 156), "binary"),
+        ("retinamnist", (3, 28, 28), (1080, 120, 400), "ordinal"),
+    ],
 )
-def test_real_medmnist(name: str, shape: tuple[int, int, int], sizes: tuple[int, int, int], task: str) -> None:
+def test_real_medmnist(
+    name: str, shape: tuple[int, int, int], sizes: tuple[int, int, int], task: str
+) -> None:
     source = read_medmnist(name, 28, published(f"{name}.npz"), download=False)
     check(source, shape, train=sizes[0], val=sizes[1], test=sizes[2])
     assert source.spec.task == task
@@ -586,13 +707,17 @@ def test_real_medmnist(name: str, shape: tuple[int, int, int], sizes: tuple[int,
 
 @pytest.mark.parametrize("name", ["MNIST", "FashionMNIST"])
 def test_real_mnist(name: str) -> None:
-    source = read_torchvision(name, published(f"{name}/raw/train-images-idx3-ubyte"), download=False)
+    source = read_torchvision(
+        name, published(f"{name}/raw/train-images-idx3-ubyte"), download=False
+    )
     check(source, (1, 28, 28), train=60000, test=10000)
     assert source.spec.task == "multiclass" and source.spec.num_classes == 10
 
 
 def test_real_cifar10() -> None:
-    source = read_torchvision("CIFAR10", published("cifar-10-batches-py/data_batch_1"), download=False)
+    source = read_torchvision(
+        "CIFAR10", published("cifar-10-batches-py/data_batch_1"), download=False
+    )
     check(source, (3, 32, 32), train=50000, test=10000)
     assert torch.bincount(source.train.y).tolist() == [5000] * 10
     assert source.spec.class_names[0] == "airplane"

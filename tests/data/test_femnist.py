@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flsuite.data import FEMNIST, Natural
-from flsuite.data.femnist import read_femnist
+from flsuite.data.datasets.femnist import read_femnist
 from flsuite.errors import FlsuiteError
 
 WRITERS = {"f0002_7": 20, "f0001_41": 10, "f0003_1": 3}
@@ -39,9 +39,16 @@ def test_all_data(tmp_path: Path) -> None:
     write_leaf(tmp_path / "all_data_0.json", dict([first]))
     write_leaf(tmp_path / "all_data_1.json", dict(others))
     source = read_femnist(tmp_path)
-    assert source.spec.shape == (1, 28, 28) and source.spec.num_classes == len(source.spec.class_names) == 62
+    assert (
+        source.spec.shape == (1, 28, 28)
+        and source.spec.num_classes == len(source.spec.class_names) == 62
+    )
     assert [source.spec.class_names[k] for k in (0, 10, 36)] == ["0", "A", "a"]
-    assert source.train.x.shape == (30, 28, 28, 1) and source.train.x.dtype == torch.uint8 and source.val is None
+    assert (
+        source.train.x.shape == (30, 28, 28, 1)
+        and source.train.x.dtype == torch.uint8
+        and source.val is None
+    )
     assert source.train.x.unique().tolist() == [51, 255]
     assert source.train.y.dtype == torch.int64
     assert source.train.ids is not None and source.test.ids is not None
@@ -129,6 +136,11 @@ def test_damaged_file(tmp_path: Path, name: str, content: bytes) -> None:
 
 
 def test_damaged_arrays(tmp_path: Path) -> None:
-    np.savez(tmp_path / "femnist.npz", X=np.zeros((4, 784), np.uint8), y=np.zeros(4, int), writers=np.zeros(3, int))
+    np.savez(
+        tmp_path / "femnist.npz",
+        X=np.zeros((4, 784), np.uint8),
+        y=np.zeros(4, int),
+        writers=np.zeros(3, int),
+    )
     with pytest.raises(FlsuiteError, match="writers have shape"):
         read_femnist(tmp_path)

@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flsuite.data import IID, Arrays, CropFlip, DataSpec, Digits, Dirichlet, FederatedDataModule, Natural, Source, Synthetic
+from flsuite.data import (
+    IID,
+    CropFlip,
+    DataSpec,
+    DataSplit,
+    Digits,
+    Dirichlet,
+    FederatedDataModule,
+    Natural,
+    PublishedSplits,
+    Synthetic,
+)
 from flsuite.data.federated import batch_bounds
 from flsuite.data.module import deal_like
 from flsuite.errors import FlsuiteError
@@ -19,21 +30,25 @@ from flsuite.messages import POOLED
 class Images(FederatedDataModule):
     """Random pictures of three classes: 120 training, 60 test and, on request, 30 validation samples."""
 
-    def __init__(self, channels: int = 3, published: bool = False, owners: Sequence[int] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, channels: int = 3, published: bool = False, owners: Sequence[int] = (), **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.channels, self.published, self.owners = channels, published, owners
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         generator = torch.Generator().manual_seed(0)
         train, test, val = (self._split(n, generator) for n in (sum(self.owners) or 120, 60, 30))
         if self.owners:
             train.ids = torch.arange(len(self.owners)).repeat_interleave(torch.tensor(self.owners))
-        return Source(DataSpec((self.channels, 8, 8), 3), train, test, val if self.published else None)
+        return PublishedSplits(
+            DataSpec((self.channels, 8, 8), 3), train, test, val if self.published else None
+        )
 
-    def _split(self, samples: int, generator: torch.Generator) -> Arrays:
+    def _split(self, samples: int, generator: torch.Generator) -> DataSplit:
         ceiling = torch.tensor([256, 128, 64])[: self.channels]
         x = torch.rand(samples, 8, 8, self.channels, generator=generator) * ceiling
-        return Arrays(x.to(torch.uint8), torch.randint(0, 3, (samples,), generator=generator))
+        return DataSplit(x.to(torch.uint8), torch.randint(0, 3, (samples,), generator=generator))
 
 
 def dealt(**kwargs: Any) -> Images:
@@ -60,14 +75,18 @@ def all_rows(module: FederatedDataModule, split: str) -> Tensor:
         (True, 0.5, 60, 60, 60),
     ],
 )
-def test_what_is_held_out(published: bool, val_fraction: float | None, train: int, held: int, validation: int | None) -> None:
+def test_what_is_held_out(
+    published: bool, val_fraction: float | None, train: int, held: int, validation: int | None
+) -> None:
     data = dealt(published=published, val_fraction=val_fraction).federated
     assert (len(data.train_index.values), len(data.val_index.values)) == (train, held)
     assert not set(data.train_index.values.tolist()) & set(data.val_index.values.tolist())
     found = data.validation()
     assert (None if found is None else len(found)) == validation
     for client in range(4):
-        assert len(data.train_index[client]) == train / 4 and len(data.val_index[client]) == held / 4
+        assert (
+            len(data.train_index[client]) == train / 4 and len(data.val_index[client]) == held / 4
+        )
 
 
 @pytest.mark.parametrize("val_fraction", [None, 0.5, 0.9])
@@ -94,8 +113,12 @@ def test_test_samples_follow_each_clients_class_mix(alpha: float) -> None:
     data = module.federated
     rows = data.test_index.values
     assert len(rows.unique()) == len(rows) == 360, "every sample goes to exactly one client"
-    train = torch.stack([torch.bincount(data.train.y[data.train_index[c]], minlength=10) for c in range(8)]).double()
-    test = torch.stack([torch.bincount(data.test.y[data.test_index[c]], minlength=10) for c in range(8)]).double()
+    train = torch.stack(
+        [torch.bincount(data.train.y[data.train_index[c]], minlength=10) for c in range(8)]
+    ).double()
+    test = torch.stack(
+        [torch.bincount(data.test.y[data.test_index[c]], minlength=10) for c in range(8)]
+    ).double()
     expected = train / train.sum(0) * torch.bincount(data.test.y, minlength=10)
     assert (test - expected).abs().max() <= 1
     assert (test[train == 0] == 0).all(), "no test sample of a class that the client does not know"
@@ -111,7 +134,10 @@ def test_the_training_rows_alone_decide_who_tests_what() -> None:
     labels = np.repeat([0, 1], 50)
     rows = [np.arange(0, 30), np.arange(30, 90)]  # rows 90 to 99 belong to nobody
     parts = deal_like(labels, rows, np.repeat([0, 1], 10), seed=1)
-    assert [np.bincount(np.repeat([0, 1], 10)[part], minlength=2).tolist() for part in parts] == [[6, 0], [4, 10]]
+    assert [np.bincount(np.repeat([0, 1], 10)[part], minlength=2).tolist() for part in parts] == [
+        [6, 0],
+        [4, 10],
+    ]
 
 
 # Pixels
@@ -120,7 +146,11 @@ def test_the_training_rows_alone_decide_who_tests_what() -> None:
 def test_resize() -> None:
     module = dealt(resize=16)
     data = module.federated
-    assert data.train.x.shape == (120, 16, 16, 3) and data.train.x.dtype == torch.uint8 and data.test.x.shape[1:3] == (16, 16)
+    assert (
+        data.train.x.shape == (120, 16, 16, 3)
+        and data.train.x.dtype == torch.uint8
+        and data.test.x.shape[1:3] == (16, 16)
+    )
     assert module.spec.shape == (3, 16, 16)
     batch, _ = next(iter(module.train_dataloader()))
     assert batch.shape == (16, 3, 16, 16)
@@ -135,17 +165,23 @@ def test_rgb(channels: int) -> None:
     assert module.spec.shape == (3, 8, 8) and module.federated.train.x.shape[-1] == channels
     batch, _ = next(iter(module.train_dataloader()))
     assert batch.shape == (16, 3, 8, 8)
-    assert (channels == 1) == bool(batch[:, 0].equal(batch[:, 1]) and batch[:, 0].equal(batch[:, 2]))
+    assert (channels == 1) == bool(
+        batch[:, 0].equal(batch[:, 1]) and batch[:, 0].equal(batch[:, 2])
+    )
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"channels": 1}, {"channels": 1, "rgb": True}, {"resize": 12}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"channels": 1}, {"channels": 1, "rgb": True}, {"resize": 12}]
+)
 def test_standardized_pixels(kwargs: dict[str, Any]) -> None:
     data = dealt(**kwargs).federated
     x = data.scaling(data.train.x).double()
     assert x.mean((0, 2, 3)).abs().max() < 1e-5
     assert (x.std((0, 2, 3), correction=0) - 1).abs().max() < 1e-5
     test = data.scaling(data.test.x).double()
-    assert 0 < test.mean((0, 2, 3)).abs().max() < 0.2, "the test split has the training split's scale"
+    assert 0 < test.mean((0, 2, 3)).abs().max() < 0.2, (
+        "the test split has the training split's scale"
+    )
 
 
 def test_plain_pixels() -> None:
@@ -157,7 +193,7 @@ def test_plain_pixels() -> None:
 
 def test_a_channel_without_contrast_stays_finite() -> None:
     class Flat(Images):
-        def load(self) -> Source:
+        def load(self) -> PublishedSplits:
             source = super().load()
             source.train.x[..., 0] = 7
             return source
@@ -170,7 +206,9 @@ def test_a_channel_without_contrast_stays_finite() -> None:
 
 @pytest.mark.parametrize("augment", [None, CropFlip(2)], ids=["plain", "augmented"])
 @pytest.mark.parametrize(("channels", "rgb"), [(1, False), (1, True), (3, False)])
-def test_batches_are_float_and_channels_last(channels: int, rgb: bool, augment: CropFlip | None) -> None:
+def test_batches_are_float_and_channels_last(
+    channels: int, rgb: bool, augment: CropFlip | None
+) -> None:
     module = dealt(channels=channels, rgb=rgb, augment=augment)
     for x, y in module.federated.loader(1, seed=0, round=1):
         assert x.dtype == torch.float32 and y.dtype == torch.int64
@@ -192,7 +230,10 @@ def test_tables_pass_through() -> None:
 def rows_of(module: Images, **kwargs: Any) -> list[list[int]]:
     """The rows of each batch of an epoch, recognised by their pixels."""
     loader = kwargs.pop("loader", None) or module.federated.loader(**kwargs)
-    known = {module.federated.scaling(module.federated.train.x[i : i + 1]).numpy().tobytes(): i for i in range(120)}
+    known = {
+        module.federated.scaling(module.federated.train.x[i : i + 1]).numpy().tobytes(): i
+        for i in range(120)
+    }
     return [[known[x[i : i + 1].numpy().tobytes()] for i in range(len(x))] for x, _ in loader]
 
 
@@ -211,7 +252,11 @@ def test_epochs_differ_and_repeat() -> None:
     again = module.federated.loader(2, seed=5, round=3)
     torch.rand(3)  # nothing that is drawn elsewhere matters
     assert [rows_of(module, loader=again), rows_of(module, loader=again)] == [first, second]
-    assert rows_of(module, client=2, seed=6, round=3) != first != rows_of(module, client=2, seed=5, round=4)
+    assert (
+        rows_of(module, client=2, seed=6, round=3)
+        != first
+        != rows_of(module, client=2, seed=5, round=4)
+    )
 
 
 def test_a_number_of_batches_instead_of_a_pass() -> None:
@@ -232,7 +277,8 @@ def test_the_pooled_client_holds_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "bounds"), [(1, [(0, 1)]), (4, [(0, 4)]), (5, [(0, 5)]), (6, [(0, 4), (4, 6)]), (9, [(0, 4), (4, 9)])]
+    ("samples", "bounds"),
+    [(1, [(0, 1)]), (4, [(0, 4)]), (5, [(0, 5)]), (6, [(0, 4), (4, 6)]), (9, [(0, 4), (4, 9)])],
 )
 def test_no_batch_of_one(samples: int, bounds: list[tuple[int, int]]) -> None:
     assert batch_bounds(samples, 4) == bounds
@@ -254,7 +300,10 @@ def test_crop_flip_repeats_and_keeps_the_shape() -> None:
     assert not one.equal(CropFlip(2)(x, torch.Generator().manual_seed(2)))
     assert CropFlip(0, flip=False)(x, torch.Generator()).equal(x)
     mirrored = CropFlip(0)(x, torch.Generator().manual_seed(0))
-    kinds = [("same" if a.equal(b) else "mirrored" if a.equal(b.flip(2)) else "?") for a, b in zip(mirrored, x, strict=True)]
+    kinds = [
+        ("same" if a.equal(b) else "mirrored" if a.equal(b.flip(2)) else "?")
+        for a, b in zip(mirrored, x, strict=True)
+    ]
     assert set(kinds) == {"same", "mirrored"}
 
 
@@ -263,12 +312,16 @@ def test_crop_shifts_and_pads_with_zeros() -> None:
     cropped = CropFlip(2, flip=False)(x, torch.Generator().manual_seed(0))
     rows, columns = cropped.amax(3).sum((1, 2)), cropped.amax(2).sum((1, 2))
     assert set(rows.tolist()) == set(columns.tolist()) == {4.0, 5.0, 6.0}
-    assert torch.equal(cropped.sum((1, 2, 3)), rows * columns), "what is left of the picture is one rectangle"
+    assert torch.equal(cropped.sum((1, 2, 3)), rows * columns), (
+        "what is left of the picture is one rectangle"
+    )
 
 
 def test_augmentation_follows_the_loaders_seed() -> None:
     module = dealt(augment=CropFlip(2))
-    one, two = (torch.cat([x for x, _ in module.federated.loader(0, seed=1, round=1)]) for _ in range(2))
+    one, two = (
+        torch.cat([x for x, _ in module.federated.loader(0, seed=1, round=1)]) for _ in range(2)
+    )
     assert one.equal(two)
     with pytest.raises(FlsuiteError, match="padding must not be negative"):
         CropFlip(-1)
@@ -291,7 +344,9 @@ def test_the_partition_follows_its_own_seed_before_the_runs() -> None:
     assert all_rows(made(7), "train").equal(all_rows(made(0, seed=7), "train"))
 
 
-def test_the_argument_comes_before_the_environment_before_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_argument_comes_before_the_environment_before_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("FLSUITE_DATA_ROOT", "~/environment")
     assert Images(root="~/argument").data_root("~/default") == tmp_path / "argument"
@@ -321,9 +376,12 @@ def test_impossible_numbers_are_refused(kwargs: dict[str, int]) -> None:
 class Owned(FederatedDataModule):
     """Forty training and ten test samples of two owners."""
 
-    def load(self) -> Source:
-        train, test = (Arrays(torch.zeros(n, 2), torch.arange(n) % 2, torch.arange(n) % 4 // 2) for n in (40, 12))
-        return Source(DataSpec((2,), 2), train, test)
+    def load(self) -> PublishedSplits:
+        train, test = (
+            DataSplit(torch.zeros(n, 2), torch.arange(n) % 2, torch.arange(n) % 4 // 2)
+            for n in (40, 12)
+        )
+        return PublishedSplits(DataSpec((2,), 2), train, test)
 
 
 def test_test_samples_follow_their_owner_only_where_owners_are_whole() -> None:
@@ -333,4 +391,6 @@ def test_test_samples_follow_their_owner_only_where_owners_are_whole() -> None:
     ids = whole.federated.test.ids
     assert ids is not None
     assert all(len(ids[whole.federated.test_index[c]].unique()) == 1 for c in range(2))
-    assert min(cut.federated.test_index.lengths()) > 0 and len(cut.federated.test_index.values) == 12
+    assert (
+        min(cut.federated.test_index.lengths()) > 0 and len(cut.federated.test_index.values) == 12
+    )

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 import torch
 
-from flsuite.cli import main
-from flsuite.data import Dirichlet, Natural, NBaIoT, Source
-from flsuite.data.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI, read_nbaiot
+from flsuite.commands.main import main
+from flsuite.data import Dirichlet, Natural, NBaIoT, PublishedSplits
+from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI, read_nbaiot
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 
@@ -39,7 +39,9 @@ def flat(device: int, traffic: str) -> str:
 
 def nested(device: int, traffic: str) -> str:
     family, _, attack = traffic.partition(".")
-    return f"{DEVICES[device - 1]}/" + (f"{family}_attacks/{attack}.csv" if attack else "benign_traffic.csv")
+    return f"{DEVICES[device - 1]}/" + (
+        f"{family}_attacks/{attack}.csv" if attack else "benign_traffic.csv"
+    )
 
 
 def write(folder: Path, devices: Mapping[int, int], name: Callable[[int, str], str] = flat) -> Path:
@@ -59,7 +61,7 @@ def change(file: Path, row: int, column: int, value: str) -> None:
     file.write_text("\n".join(map(",".join, lines)) + "\n")
 
 
-def equal(a: Source, b: Source) -> bool:
+def equal(a: PublishedSplits, b: PublishedSplits) -> bool:
     return all(
         torch.equal(x.x, y.x) and torch.equal(x.y, y.y) and torch.equal(x.ids, y.ids)
         for x, y in ((a.train, b.train), (a.test, b.test))
@@ -95,7 +97,10 @@ def test_both_layouts_are_the_same(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("classes", "names", "counts"),
-    [("binary", ("benign", "attack"), [26, 5 * 26 + 5 * 16]), ("family", ("benign", "gafgyt", "mirai"), [26, 5 * 26, 5 * 16])],
+    [
+        ("binary", ("benign", "attack"), [26, 5 * 26 + 5 * 16]),
+        ("family", ("benign", "gafgyt", "mirai"), [26, 5 * 26, 5 * 16]),
+    ],
 )
 def test_classes(folder: Path, classes: Any, names: tuple[str, ...], counts: list[int]) -> None:
     source = read_nbaiot(folder, classes)
@@ -122,11 +127,15 @@ def test_chunks_make_no_difference(tmp_path: Path, cap: int | None) -> None:
         assert equal(read_nbaiot(tmp_path, rows_per_file=cap, chunk_rows=rows), whole)
 
 
-def raw_rows(folder: Path, cap: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], set[int]]:
+def raw_rows(
+    folder: Path, cap: int | None, monkeypatch: pytest.MonkeyPatch
+) -> tuple[set[int], set[int]]:
     """The numbers of the training and test rows that are taken of the first file."""
-    monkeypatch.setattr("flsuite.data.nbaiot.fit_scale", lambda _, train: lambda x: x)
+    monkeypatch.setattr("flsuite.data.datasets.nbaiot.fit_scale", lambda _, train: lambda x: x)
     source = read_nbaiot(folder, "attack", device=1, rows_per_file=cap)
-    train, test = ({*part.x[part.y == 0][:, 113].int().tolist()} for part in (source.train, source.test))
+    train, test = (
+        {*part.x[part.y == 0][:, 113].int().tolist()} for part in (source.train, source.test)
+    )
     return train, test
 
 
@@ -152,11 +161,13 @@ def test_the_run_has_no_say_in_the_split(folder: Path) -> None:
 # Scaling
 
 
-def test_scaling_is_that_of_the_training_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scaling_is_that_of_the_training_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the formula in float64, on the unscaled rows."""
     scaled = read_nbaiot(folder, chunk_rows=9)
     with monkeypatch.context() as patch:
-        patch.setattr("flsuite.data.nbaiot.fit_scale", lambda _, train: lambda x: x)
+        patch.setattr("flsuite.data.datasets.nbaiot.fit_scale", lambda _, train: lambda x: x)
         raw = read_nbaiot(folder)
     low, high = raw.train.x.double().amin(0), raw.train.x.double().amax(0)
     for part, unscaled in ((scaled.train, raw.train), (scaled.test, raw.test)):
@@ -169,7 +180,7 @@ def test_test_rows_have_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A wild value in a test row leaves the training rows bit for bit, and is cut."""
     write(tmp_path, {3: 10})
     with monkeypatch.context() as patch:
-        patch.setattr("flsuite.data.nbaiot.fit_scale", lambda _, train: lambda x: x)
+        patch.setattr("flsuite.data.datasets.nbaiot.fit_scale", lambda _, train: lambda x: x)
         raw = read_nbaiot(tmp_path, "attack")
     before = read_nbaiot(tmp_path, "attack")
     held = int(raw.test.x[raw.test.y == 0][0, 113])
@@ -185,12 +196,32 @@ def test_test_rows_have_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("row", "column", "value", "message"),
     [
-        (9, 4, "", r"3\.gafgyt\.scan\.csv has missing values in column 'MI_dir_L4_weight' in 1 row, first in row 9;"),
-        (9, 4, "nan", r"3\.gafgyt\.scan\.csv has missing values in column 'MI_dir_L4_weight' in 1 row, first in row 9;"),
-        (9, 4, "x", r"3\.gafgyt\.scan\.csv has no number but 'x' in column 'MI_dir_L4_weight', row 9;"),
+        (
+            9,
+            4,
+            "",
+            r"3\.gafgyt\.scan\.csv has missing values in column 'MI_dir_L4_weight' in 1 row, first in row 9;",
+        ),
+        (
+            9,
+            4,
+            "nan",
+            r"3\.gafgyt\.scan\.csv has missing values in column 'MI_dir_L4_weight' in 1 row, first in row 9;",
+        ),
+        (
+            9,
+            4,
+            "x",
+            r"3\.gafgyt\.scan\.csv has no number but 'x' in column 'MI_dir_L4_weight', row 9;",
+        ),
         (9, 4, "inf", r"3\.gafgyt\.scan\.csv has inf in column 'MI_dir_L4_weight', row 9,"),
         (9, 4, "1,2", r"3\.gafgyt\.scan\.csv cannot be read as CSV .*line 10"),
-        (0, 4, "a", r"3\.gafgyt\.scan\.csv names column 5 'a' where the first file has 'MI_dir_L4_weight'"),
+        (
+            0,
+            4,
+            "a",
+            r"3\.gafgyt\.scan\.csv names column 5 'a' where the first file has 'MI_dir_L4_weight'",
+        ),
         (0, 4, "a,b", r"3\.gafgyt\.scan\.csv has 116 columns where N-BaIoT has 115"),
         (0, 4, "MI_dir_L3_weight", r"more than one column named 'MI_dir_L3_weight'"),
     ],
@@ -209,7 +240,9 @@ def test_all_gaps_are_counted(tmp_path: Path) -> None:
     write(tmp_path, {3: 12})
     for row, column in ((4, 7), (11, 7), (2, 9)):
         change(tmp_path / "3.benign.csv", row, column, "")
-    with pytest.raises(FlsuiteError, match=r"'MI_dir_L7_weight' in 2 rows, first in row 4, and in 1 other column"):
+    with pytest.raises(
+        FlsuiteError, match=r"'MI_dir_L7_weight' in 2 rows, first in row 4, and in 1 other column"
+    ):
         read_nbaiot(tmp_path, chunk_rows=3)
 
 
@@ -218,7 +251,10 @@ def test_all_gaps_are_counted(tmp_path: Path) -> None:
     [
         ([], r"3\.benign\.csv is empty"),
         ([",".join(HEADER)], r"3\.benign\.csv has a header and no rows"),
-        ([",".join(map(str, np.arange(115) / 7))] * 3, r"more than one|3\.benign\.csv has no header"),
+        (
+            [",".join(map(str, np.arange(115) / 7))] * 3,
+            r"more than one|3\.benign\.csv has no header",
+        ),
     ],
 )
 def test_files_without_rows_or_header(tmp_path: Path, lines: list[str], message: str) -> None:
@@ -230,7 +266,8 @@ def test_files_without_rows_or_header(tmp_path: Path, lines: list[str], message:
 
 def test_missing(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        FlsuiteError, match=r"not in .*1\.gafgyt\.combo\.csv or Danmini.*/combo\.csv; .*dataset/442.*data\.root"
+        FlsuiteError,
+        match=r"not in .*1\.gafgyt\.combo\.csv or Danmini.*/combo\.csv; .*dataset/442.*data\.root",
     ):
         NBaIoT(root=str(tmp_path)).setup()
     with pytest.raises(FlsuiteError, match=r"N-BaIoT's device 2 is not in"):
@@ -240,7 +277,10 @@ def test_missing(folder: Path, tmp_path: Path) -> None:
 def test_a_device_must_be_whole(tmp_path: Path) -> None:
     write(tmp_path, {1: 6})
     (tmp_path / "1.mirai.udpplain.csv").unlink()
-    with pytest.raises(FlsuiteError, match=r"device 1 lacks .*1\.mirai\.udpplain\.csv \(or .*mirai_attacks/udpplain\.csv\)"):
+    with pytest.raises(
+        FlsuiteError,
+        match=r"device 1 lacks .*1\.mirai\.udpplain\.csv \(or .*mirai_attacks/udpplain\.csv\)",
+    ):
         read_nbaiot(tmp_path)
 
 
@@ -251,7 +291,11 @@ def test_too_few_for_a_test_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
-    [({"classes": "all"}, "binary, family, attack"), ({"device": 10}, "from 1 to 9"), ({"rows_per_file": 4}, "at least 5")],
+    [
+        ({"classes": "all"}, "binary, family, attack"),
+        ({"device": 10}, "from 1 to 9"),
+        ({"rows_per_file": 4}, "at least 5"),
+    ],
 )
 def test_arguments(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(FlsuiteError, match=message):
@@ -278,7 +322,10 @@ def test_one_device_dealt_to_clients(tmp_path: Path) -> None:
     data = NBaIoT(device=1, root=str(tmp_path), clients=4, partition=Dirichlet(1.0), batch_size=16)
     made = trainer(rounds=2)
     made.fit(classifier(), data)
-    assert data.federated.train_index.lengths().sum() + data.federated.val_index.lengths().sum() == 11 * 24
+    assert (
+        data.federated.train_index.lengths().sum() + data.federated.val_index.lengths().sum()
+        == 11 * 24
+    )
     assert len(data.federated.test_index.values) == 11 * 6
     assert len(made.test()) == 5
 
@@ -289,6 +336,16 @@ def test_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "data: {class_path: NBaIoT, init_args: {classes: attack, clients: 2, partition: Natural}}\n"
     )
     with pytest.raises(SystemExit) as exit:
-        main(["partition", "--config", "c.yaml", "--data.root", str(folder), "--data.rows_per_file", "10"])
+        main(
+            [
+                "partition",
+                "--config",
+                "c.yaml",
+                "--data.root",
+                str(folder),
+                "--data.rows_per_file",
+                "10",
+            ]
+        )
     assert not exit.value.code
     assert {*pd.read_csv("c-partition.csv")["class"]} == {*TRAFFIC}

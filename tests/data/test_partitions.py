@@ -50,7 +50,9 @@ def make_labels(n: int, classes: int, seed: int = 0) -> np.ndarray:
     return 3 * labels.astype(np.int64)
 
 
-def split(partition: Partition, labels: np.ndarray, clients: int, seed: int = 0) -> list[np.ndarray]:
+def split(
+    partition: Partition, labels: np.ndarray, clients: int, seed: int = 0
+) -> list[np.ndarray]:
     ids = np.random.default_rng(9).integers(100, 100 + 2 * clients + 5, size=len(labels))
     ids[: 2 * clients] = 100 + np.arange(2 * clients)
     return partition(labels, clients, np.random.default_rng(seed), ids)
@@ -65,14 +67,18 @@ def table(labels: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("n", "classes", "clients"), SWEEP)
 @pytest.mark.parametrize("partition", PARTITIONS, ids=name)
-def test_common_promises(partition: Partition, n: int, classes: int, clients: int, seed: int) -> None:
+def test_common_promises(
+    partition: Partition, n: int, classes: int, clients: int, seed: int
+) -> None:
     labels = make_labels(n, classes, seed)
     before = labels.copy()
     parts = split(partition, labels, clients, seed)
     together = np.concatenate(parts)
 
     assert len(parts) == clients
-    assert all(part.dtype == np.int64 and len(part) > 0 and (np.diff(part) > 0).all() for part in parts)
+    assert all(
+        part.dtype == np.int64 and len(part) > 0 and (np.diff(part) > 0).all() for part in parts
+    )
     assert len(np.unique(together)) == len(together)
     assert together.min() >= 0 and together.max() < n
     assert (labels == before).all()
@@ -83,7 +89,9 @@ def test_common_promises(partition: Partition, n: int, classes: int, clients: in
         assert not all(map(np.array_equal, parts, split(partition, labels, clients, seed + 1)))
 
 
-@pytest.mark.parametrize("partition", [p for p in PARTITIONS if getattr(p, "min_samples", 1) == 1], ids=name)
+@pytest.mark.parametrize(
+    "partition", [p for p in PARTITIONS if getattr(p, "min_samples", 1) == 1], ids=name
+)
 def test_one_sample_a_client(partition: Partition) -> None:
     labels = np.arange(7) % getattr(partition, "classes_per_client", 1) + 4
     parts = partition(labels, 7, np.random.default_rng(0), np.arange(7))
@@ -130,7 +138,9 @@ def test_dirichlet_mends_what_redraws_cannot(min_samples: int, max_redraws: int,
 
 def test_dirichlet_redraws_before_it_mends() -> None:
     labels = np.repeat(np.arange(10), 20)
-    first, patient = (Dirichlet(0.2, 8, redraws)(labels, 10, np.random.default_rng(1)) for redraws in (0, 1000))
+    first, patient = (
+        Dirichlet(0.2, 8, redraws)(labels, 10, np.random.default_rng(1)) for redraws in (0, 1000)
+    )
     assert min(map(len, first)) == 8
     assert min(map(len, patient)) >= 8
     assert not all(map(np.array_equal, first, patient))
@@ -139,7 +149,9 @@ def test_dirichlet_redraws_before_it_mends() -> None:
 def test_dirichlet_balanced_keeps_the_drawn_mix_where_data_is_abundant() -> None:
     clients, classes, size, seed = 5, 4, 20_000, 3
     mix = np.random.default_rng(seed).dirichlet(np.full(classes, 0.5), size=clients)
-    supply = np.ceil(mix.sum(axis=0) * size).astype(np.int64)  # as many of each class as the clients will ask for
+    supply = np.ceil(mix.sum(axis=0) * size).astype(
+        np.int64
+    )  # as many of each class as the clients will ask for
     labels = np.repeat(np.arange(classes), supply)
     counts = table(labels, DirichletBalanced(0.5)(labels, clients, np.random.default_rng(seed)))
     assert (counts.sum(axis=1) == len(labels) // clients).all()
@@ -150,7 +162,9 @@ def test_dirichlet_balanced_keeps_the_drawn_mix_where_data_is_abundant() -> None
 @pytest.mark.parametrize(("n", "classes", "clients"), SWEEP)
 def test_dirichlet_balanced_sizes(n: int, classes: int, clients: int, alpha: float) -> None:
     labels = make_labels(n, classes)
-    assert {len(part) for part in split(DirichletBalanced(alpha), labels, clients)} == {n // clients}
+    assert {len(part) for part in split(DirichletBalanced(alpha), labels, clients)} == {
+        n // clients
+    }
 
 
 def test_dirichlet_balanced_extremes_of_alpha() -> None:
@@ -162,14 +176,18 @@ def test_dirichlet_balanced_extremes_of_alpha() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("classes", "clients", "each"), [(10, 10, 2), (10, 7, 3), (7, 10, 5), (9, 9, 9), (10, 2, 3)])
+@pytest.mark.parametrize(
+    ("classes", "clients", "each"), [(10, 10, 2), (10, 7, 3), (7, 10, 5), (9, 9, 9), (10, 2, 3)]
+)
 def test_pathological_holdings(classes: int, clients: int, each: int, seed: int) -> None:
     labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(classes), 103))
     counts = table(labels, Pathological(each)(labels, clients, np.random.default_rng(seed)))
     assert ((counts > 0).sum(axis=1) == each).all()
     holders = (counts > 0).sum(axis=0)
     assert np.ptp(holders) <= 1
-    assert (counts.sum(axis=0) == np.where(holders > 0, 103, 0)).all()  # a class that somebody holds is used up
+    assert (
+        counts.sum(axis=0) == np.where(holders > 0, 103, 0)
+    ).all()  # a class that somebody holds is used up
     for column in counts.T:
         assert not column.any() or np.ptp(column[column > 0]) <= 1
 
@@ -187,7 +205,9 @@ def test_pathological_rare_class_reaches_only_some_holders() -> None:
 
 
 @pytest.mark.parametrize(
-    "partition", [QuantitySkew(sigma=1.0), QuantitySkew("dirichlet", alpha=0.5)], ids=["lognormal", "dirichlet"]
+    "partition",
+    [QuantitySkew(sigma=1.0), QuantitySkew("dirichlet", alpha=0.5)],
+    ids=["lognormal", "dirichlet"],
 )
 def test_quantity_skew_sizes_and_mix(partition: QuantitySkew) -> None:
     labels = make_labels(100_000, 4)
@@ -200,19 +220,28 @@ def test_quantity_skew_sizes_and_mix(partition: QuantitySkew) -> None:
 
 
 def test_quantity_skew_lognormal_has_its_sigma() -> None:
-    sizes = [len(p) for p in QuantitySkew(sigma=0.7)(np.zeros(10**6, np.int64), 1000, np.random.default_rng(0))]
+    sizes = [
+        len(p)
+        for p in QuantitySkew(sigma=0.7)(np.zeros(10**6, np.int64), 1000, np.random.default_rng(0))
+    ]
     assert np.log(sizes).std() == pytest.approx(0.7, rel=0.1)
 
 
-@pytest.mark.parametrize("partition", [QuantitySkew(sigma=0.0), QuantitySkew("dirichlet", alpha=1e12)], ids=name)
+@pytest.mark.parametrize(
+    "partition", [QuantitySkew(sigma=0.0), QuantitySkew("dirichlet", alpha=1e12)], ids=name
+)
 @pytest.mark.parametrize(("n", "clients"), [(100, 10), (103, 10), (107, 49)])
 def test_quantity_skew_without_skew(partition: QuantitySkew, n: int, clients: int) -> None:
-    sizes = [len(part) for part in partition(np.zeros(n, np.int64), clients, np.random.default_rng(0))]
+    sizes = [
+        len(part) for part in partition(np.zeros(n, np.int64), clients, np.random.default_rng(0))
+    ]
     assert np.ptp(sizes) <= 1 and sum(sizes) == n
 
 
 def test_quantity_skew_min_samples() -> None:
-    parts = QuantitySkew(sigma=5.0, min_samples=9)(np.zeros(100, np.int64), 10, np.random.default_rng(0))
+    parts = QuantitySkew(sigma=5.0, min_samples=9)(
+        np.zeros(100, np.int64), 10, np.random.default_rng(0)
+    )
     sizes = [len(part) for part in parts]
     assert min(sizes) == 9 and max(sizes) > 15
 
@@ -238,7 +267,11 @@ def test_deal_leaves_the_rest_unused() -> None:
 
 
 def test_multilabel_targets_get_one_class_each() -> None:
-    assert partition_labels(np.array([[0, 1, 1], [0, 0, 0], [1, 0, 0]], np.uint8)).tolist() == [1, 3, 0]
+    assert partition_labels(np.array([[0, 1, 1], [0, 0, 0], [1, 0, 0]], np.uint8)).tolist() == [
+        1,
+        3,
+        0,
+    ]
 
 
 NOT_POSITIVE = [0.0, -1.0, float("nan"), float("inf")]
@@ -249,7 +282,10 @@ NOT_POSITIVE = [0.0, -1.0, float("nan"), float("inf")]
     [
         *[(lambda a=a: Dirichlet(a), "Dirichlet.alpha") for a in NOT_POSITIVE],
         *[(lambda a=a: DirichletBalanced(a), "DirichletBalanced.alpha") for a in NOT_POSITIVE],
-        *[(lambda a=a: QuantitySkew("dirichlet", alpha=a), "QuantitySkew.alpha") for a in NOT_POSITIVE],
+        *[
+            (lambda a=a: QuantitySkew("dirichlet", alpha=a), "QuantitySkew.alpha")
+            for a in NOT_POSITIVE
+        ],
         *[(lambda s=s: QuantitySkew(sigma=s), "QuantitySkew.sigma") for s in NOT_POSITIVE[1:]],
         (lambda: Dirichlet(1.0, min_samples=0), "Dirichlet.min_samples"),
         (lambda: Dirichlet(1.0, max_redraws=-1), "Dirichlet.max_redraws"),
@@ -275,14 +311,41 @@ def test_more_clients_than_samples_or_none(partition: Partition) -> None:
 @pytest.mark.parametrize(
     ("partition", "labels", "ids", "message"),
     [
-        (Dirichlet(1.0, min_samples=3), np.arange(8) % 2, None, "lower Dirichlet.min_samples or data.clients"),
-        (QuantitySkew(min_samples=3), np.arange(8) % 2, None, "lower QuantitySkew.min_samples or data.clients"),
-        (Pathological(3), np.arange(8) % 2, None, "Pathological.classes_per_client is 3, but the training data has 2"),
-        (Pathological(1), np.repeat([0, 1], [99, 1]), None, "would have no sample.*raise Pathological.classes_per_cl"),
+        (
+            Dirichlet(1.0, min_samples=3),
+            np.arange(8) % 2,
+            None,
+            "lower Dirichlet.min_samples or data.clients",
+        ),
+        (
+            QuantitySkew(min_samples=3),
+            np.arange(8) % 2,
+            None,
+            "lower QuantitySkew.min_samples or data.clients",
+        ),
+        (
+            Pathological(3),
+            np.arange(8) % 2,
+            None,
+            "Pathological.classes_per_client is 3, but the training data has 2",
+        ),
+        (
+            Pathological(1),
+            np.repeat([0, 1], [99, 1]),
+            None,
+            "would have no sample.*raise Pathological.classes_per_cl",
+        ),
         (Natural(), np.arange(8), None, "no natural owners"),
-        (Natural(), np.arange(8), np.arange(8) % 2, "2 natural owners cannot make 4 clients; lower data.clients"),
+        (
+            Natural(),
+            np.arange(8),
+            np.arange(8) % 2,
+            "2 natural owners cannot make 4 clients; lower data.clients",
+        ),
     ],
 )
-def test_infeasible(partition: Partition, labels: np.ndarray, ids: np.ndarray | None, message: str) -> None:
+def test_infeasible(
+    partition: Partition, labels: np.ndarray, ids: np.ndarray | None, message: str
+) -> None:
     with pytest.raises(FlsuiteError, match=message):
         partition(labels, 4, np.random.default_rng(0), ids)

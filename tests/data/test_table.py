@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 import torch
 
-from flsuite.cli import main
-from flsuite.data import Natural, Source, Table
-from flsuite.data.table import read_table
-from flsuite.data.tabular import csv_frames, every, fit_scale, numeric_chunks
+from flsuite.commands.main import main
+from flsuite.data import Natural, PublishedSplits, Table
+from flsuite.data.datasets.table import read_table
+from flsuite.data.datasets.tabular import csv_frames, every, fit_scale, numeric_chunks
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 
@@ -38,11 +38,11 @@ def write(file: Path, content: pd.DataFrame) -> Path:
     return file
 
 
-def read(file: Path, **kwargs: Any) -> Source:
+def read(file: Path, **kwargs: Any) -> PublishedSplits:
     return read_table(file, **{"label": "kind", **kwargs})
 
 
-def text(tmp_path: Path, content: str, **kwargs: Any) -> Source:
+def text(tmp_path: Path, content: str, **kwargs: Any) -> PublishedSplits:
     file = tmp_path / "t.csv"
     file.write_text(content)
     return read_table(file, **{"label": "y", **kwargs})
@@ -56,7 +56,11 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert source.spec.shape == (3,) and source.spec.task == "multiclass" and source.val is None
     assert source.spec.class_names == ("benign", "scan", "worm")
     assert (len(source.train), len(source.test)) == (80, 20)
-    assert source.train.x.dtype == torch.float32 and source.train.y.dtype == torch.int64 and source.train.ids is None
+    assert (
+        source.train.x.dtype == torch.float32
+        and source.train.y.dtype == torch.int64
+        and source.train.ids is None
+    )
     assert (source.train.y.bincount() + source.test.y.bincount()).tolist() == [33, 33, 34]
 
 
@@ -68,10 +72,18 @@ def test_numbers_are_classes_in_their_own_order(tmp_path: Path) -> None:
 
 
 def test_features_and_owners(tmp_path: Path) -> None:
-    source = read(write(tmp_path / "t.csv", frame()), features=["b", "a"], client="owner", scale="none")
+    source = read(
+        write(tmp_path / "t.csv", frame()), features=["b", "a"], client="owner", scale="none"
+    )
     assert source.train.x.shape == (80, 2) and source.train.x[:, 0].min() < -1000
     assert source.train.ids is not None and source.test.ids is not None
-    assert (source.train.ids.bincount() + source.test.ids.bincount()).tolist() == [21, 21, 21, 19, 18]
+    assert (source.train.ids.bincount() + source.test.ids.bincount()).tolist() == [
+        21,
+        21,
+        21,
+        19,
+        18,
+    ]
 
 
 def test_numeric_owners_are_no_feature(tmp_path: Path) -> None:
@@ -96,10 +108,14 @@ def test_parquet(tmp_path: Path) -> None:
     content = frame()
     content.to_parquet(tmp_path / "t.parquet")
     source, expected = read(tmp_path / "t.parquet"), read(write(tmp_path / "t.csv", content))
-    assert torch.equal(source.train.x, expected.train.x) and torch.equal(source.test.x, expected.test.x)
+    assert torch.equal(source.train.x, expected.train.x) and torch.equal(
+        source.test.x, expected.test.x
+    )
     content.loc[3, "a"] = np.nan
     content.to_parquet(tmp_path / "t.parquet")
-    with pytest.raises(FlsuiteError, match=r"t\.parquet has missing values in column 'a' in 1 row, first in row 4"):
+    with pytest.raises(
+        FlsuiteError, match=r"t\.parquet has missing values in column 'a' in 1 row, first in row 4"
+    ):
         read(tmp_path / "t.parquet")
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
     with pytest.raises(FlsuiteError, match=r"t\.parquet cannot be read as Parquet"):
@@ -149,12 +165,20 @@ def test_test_files(tmp_path: Path) -> None:
     train, test = frame(60, seed=1), frame(30, seed=2)
     write(tmp_path / "train.csv", train)
     write(tmp_path / "held" / "test.csv", test)
-    source = read(tmp_path / "train.csv", test_path=tmp_path / "held", client="owner", scale="none", features=["a"])
+    source = read(
+        tmp_path / "train.csv",
+        test_path=tmp_path / "held",
+        client="owner",
+        scale="none",
+        features=["a"],
+    )
     assert (len(source.train), len(source.test)) == (60, 30)
     assert torch.equal(source.test.x[:, 0], torch.tensor(test["a"], dtype=torch.float32))
 
 
-@pytest.mark.parametrize(("samples", "fraction", "held"), [(100, 0.29, 29), (100, 0.2, 20), (4, 0.2, 0), (10, 0.75, 7)])
+@pytest.mark.parametrize(
+    ("samples", "fraction", "held"), [(100, 0.29, 29), (100, 0.2, 20), (4, 0.2, 0), (10, 0.75, 7)]
+)
 def test_every(samples: int, fraction: float, held: int) -> None:
     places = every(samples, fraction)
     assert places.sum() == held and (every(2 * samples, fraction)[:samples] == places).all()
@@ -183,7 +207,10 @@ def test_test_rows_have_no_say(tmp_path: Path, scale: str) -> None:
     wild = frame(30, seed=3)
     wild.loc[0, ["a", "b", "constant"]] = [1e6, -1e9, 3]
     write(tmp_path / "wild.csv", wild)
-    sources = [read(tmp_path / "train.csv", test_path=tmp_path / f"{test}.csv", scale=scale) for test in ("mild", "wild")]
+    sources = [
+        read(tmp_path / "train.csv", test_path=tmp_path / f"{test}.csv", scale=scale)
+        for test in ("mild", "wild")
+    ]
     assert torch.equal(sources[0].train.x, sources[1].train.x)
     first = sources[1].test.x[0]
     assert first[2] == (0.5 if scale == "minmax" else 0)
@@ -225,25 +252,61 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
         (",a,y\n0,1,u\n", {}, r"t\.csv has no name for column 1; name it"),
         ("a,a,y\n1,2,u\n", {}, r"more than one column named 'a'"),
         ("a,b,y\n1,2,u\n1,2,u,4\n", {}, r"t\.csv cannot be read as CSV \(.*line 3.*\)"),
-        ("a,b,y\n1,2,u,\n3,4,v,\n", {}, r"cannot be read as CSV \(.*Expected 3 fields in line 2, saw 4\)"),
-        ("a,b,y\n0,1,2,u\n1,3,4,v\n", {}, r"cannot be read as CSV \(.*Expected 3 fields in line 2, saw 4\)"),
-        (GOOD, {"label": "x"}, r"t\.csv has no column 'x'; set data\.label to another \(it has 'a', 'b', 'y'\)"),
+        (
+            "a,b,y\n1,2,u,\n3,4,v,\n",
+            {},
+            r"cannot be read as CSV \(.*Expected 3 fields in line 2, saw 4\)",
+        ),
+        (
+            "a,b,y\n0,1,2,u\n1,3,4,v\n",
+            {},
+            r"cannot be read as CSV \(.*Expected 3 fields in line 2, saw 4\)",
+        ),
+        (
+            GOOD,
+            {"label": "x"},
+            r"t\.csv has no column 'x'; set data\.label to another \(it has 'a', 'b', 'y'\)",
+        ),
         (GOOD.replace("y", "Label"), {"label": "label"}, r"data\.label .*the nearest are 'Label'"),
         (GOOD, {"client": "who"}, r"no column 'who'; set data\.client"),
         (GOOD, {"features": ["a", "c"]}, r"no column 'c'; set data\.features"),
-        (GOOD + "1,,v\n3,4,v\n,,v\n", {}, r"missing values in column 'a' in 1 row, first in row 13, and in 1 other column;"),
-        (GOOD + "1,,v\n3,4,v\n1,NaN,v\n", {}, r"missing values in column 'b' in 2 rows, first in row 11;"),
+        (
+            GOOD + "1,,v\n3,4,v\n,,v\n",
+            {},
+            r"missing values in column 'a' in 1 row, first in row 13, and in 1 other column;",
+        ),
+        (
+            GOOD + "1,,v\n3,4,v\n1,NaN,v\n",
+            {},
+            r"missing values in column 'b' in 2 rows, first in row 11;",
+        ),
         (GOOD + "1\n", {}, r"missing values in column 'b' in 1 row"),
         (GOOD + "1,2,\n", {}, r"missing values in column 'y' in 1 row, first in row 11"),
-        ("w," + GOOD.replace("\n", "\n,")[:-1], {"client": "w"}, r"missing values in column 'w' in 10 rows, first in row 1"),
+        (
+            "w," + GOOD.replace("\n", "\n,")[:-1],
+            {"client": "w"},
+            r"missing values in column 'w' in 10 rows, first in row 1",
+        ),
         (GOOD + "1,2x,v\n", {}, r"t\.csv has no number but '2x' in column 'b', row 11"),
         (GOOD + "1,2x,v\n", {"features": ["b"]}, r"no number but '2x' in column 'b', row 11"),
         (GOOD + "1,-inf,v\n", {}, r"t\.csv has -inf in column 'b', row 11"),
         (GOOD + "1e39,1,v\n", {}, r"t\.csv has 1e\+39 in column 'a', row 11"),
         (GOOD.replace("v", "u"), {}, r"column 'y' of .*t\.csv has the same label in all rows, u"),
-        (GOOD, {"label": "a", "features": ["b"], "test_fraction": 0.05}, r"no row of .* it has 10 rows; raise"),
-        (GOOD + "1.5,1,u\n", {"label": "a"}, r"t\.csv has 1\.5 in column 'a', row 11, where a whole number or a word"),
-        (GOOD + "inf,1,u\n", {"label": "a"}, r"t\.csv has inf in column 'a', row 11, where a whole number or a word"),
+        (
+            GOOD,
+            {"label": "a", "features": ["b"], "test_fraction": 0.05},
+            r"no row of .* it has 10 rows; raise",
+        ),
+        (
+            GOOD + "1.5,1,u\n",
+            {"label": "a"},
+            r"t\.csv has 1\.5 in column 'a', row 11, where a whole number or a word",
+        ),
+        (
+            GOOD + "inf,1,u\n",
+            {"label": "a"},
+            r"t\.csv has inf in column 'a', row 11, where a whole number or a word",
+        ),
         ("y,z\nu,p\nv,q\n", {}, r"no numeric column besides 'y'; name some"),
         ("a;b;y\n1;2;u\n", {}, r"no column 'y'; .*it has 'a;b;y'"),
     ],
@@ -261,7 +324,10 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match=r"no file or folder .*t\.csv; set data\.path, which is relative to data\.root"):
+    with pytest.raises(
+        FlsuiteError,
+        match=r"no file or folder .*t\.csv; set data\.path, which is relative to data\.root",
+    ):
         Table("t.csv", "y", root=str(tmp_path)).setup()
     with pytest.raises(FlsuiteError, match=r"holds no file whose name ends in \.csv or \.parquet"):
         read(tmp_path)
@@ -274,7 +340,10 @@ def test_headers_that_differ(tmp_path: Path) -> None:
     content = frame(30)
     write(tmp_path / "1.csv", content)
     second = write(tmp_path / "2.csv", content.rename(columns={"a": "A"}))
-    with pytest.raises(FlsuiteError, match=r"2\.csv and .*1\.csv differ in their columns: 'A', 'a' in one of them only"):
+    with pytest.raises(
+        FlsuiteError,
+        match=r"2\.csv and .*1\.csv differ in their columns: 'A', 'a' in one of them only",
+    ):
         read(tmp_path)
     assert read(tmp_path, features=["b"]).spec.shape == (1,)
     with pytest.raises(FlsuiteError, match=r"2\.csv has no column 'a'"):
@@ -293,7 +362,9 @@ def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("a,b\n" + "1,2\n" * 6 + ",2\n1,\n1,2\n,3\n")
     for rows in (None, 1, 3, 4, 100):
-        with pytest.raises(FlsuiteError, match=r"column 'a' in 2 rows, first in row 7, and in 1 other column;"):
+        with pytest.raises(
+            FlsuiteError, match=r"column 'a' in 2 rows, first in row 7, and in 1 other column;"
+        ):
             list(numeric_chunks(csv_frames(file, rows), file))
 
 
@@ -317,7 +388,15 @@ def test_arguments(kwargs: dict[str, Any], message: str) -> None:
 
 def test_federation(tmp_path: Path) -> None:
     write(tmp_path / "t.csv", frame(300))
-    data = Table("t.csv", "kind", client="owner", root=str(tmp_path), clients=5, partition=Natural(), batch_size=16)
+    data = Table(
+        "t.csv",
+        "kind",
+        client="owner",
+        root=str(tmp_path),
+        clients=5,
+        partition=Natural(),
+        batch_size=16,
+    )
     made = trainer(rounds=4, max_epochs=2)
     made.fit(classifier(lr=0.5), data)
     assert data.federated.train.ids is not None
@@ -327,7 +406,9 @@ def test_federation(tmp_path: Path) -> None:
     assert federation["accuracy"] > 0.9 and len(clients) == 5
 
 
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Under its short name, with every argument from the command line."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "t.csv", frame(60))
@@ -342,7 +423,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "the nearest are 'kind'" in capsys.readouterr().err
 
 
-def test_a_file_beside_the_user_comes_before_the_published_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_beside_the_user_comes_before_the_published_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, published = tmp_path / "here", tmp_path / "published"
     for folder, rows in ((here, 40), (published, 80)):
         folder.mkdir()

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flsuite.data import (
     IID,
-    Arrays,
     DataSpec,
+    DataSplit,
     Dirichlet,
     FederatedData,
     FederatedDataModule,
     Pathological,
-    Source,
+    PublishedSplits,
     Synthetic,
     TaskSequence,
 )
@@ -33,17 +33,30 @@ CLASSES, CLIENTS = 8, 4
 class Published(Synthetic):
     """With a validation split of its own."""
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         source = super().load()
         val, train = torch.arange(len(source.train)).split([100, len(source.train) - 100])
-        return Source(source.spec, source.train.take(train), source.test, source.train.take(val))
+        return PublishedSplits(
+            source.spec, source.train.take(train), source.test, source.train.take(val)
+        )
 
 
 def table(kind: type[Synthetic] = Synthetic, **settings: Any) -> Synthetic:
-    return kind(**{"features": 7, "classes": CLASSES, "samples": 1000, "clients": CLIENTS, "batch_size": 16, **settings})
+    return kind(
+        **{
+            "features": 7,
+            "classes": CLASSES,
+            "samples": 1000,
+            "clients": CLIENTS,
+            "batch_size": 16,
+            **settings,
+        }
+    )
 
 
-def module(data: FederatedDataModule | None = None, run_seed: int = 3, **settings: Any) -> TaskSequence:
+def module(
+    data: FederatedDataModule | None = None, run_seed: int = 3, **settings: Any
+) -> TaskSequence:
     """Three tasks of two of the eight classes, two rounds each."""
     made = TaskSequence(data or table(), **{"tasks": 3, "rounds_per_task": 2, **settings})
     made.use_seed(run_seed)
@@ -77,7 +90,9 @@ def met_by_any(data: TaskData, task: int) -> set[int]:
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_every_client_meets_groups_of_the_asked_size_and_no_class_twice(arrangement: Arrangement) -> None:
+def test_every_client_meets_groups_of_the_asked_size_and_no_class_twice(
+    arrangement: Arrangement,
+) -> None:
     data = dealt(arrangement=arrangement, tasks=2, classes_per_task=3)
     assert len(data.sequences) == CLIENTS and data.tasks == 2
     for groups in data.sequences:
@@ -162,7 +177,9 @@ def test_a_client_trains_on_its_own_samples_of_the_group(arrangement: Arrangemen
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_the_test_split_is_of_the_classes_seen_and_a_clients_part_of_those_it_has_met(arrangement: Arrangement) -> None:
+def test_the_test_split_is_of_the_classes_seen_and_a_clients_part_of_those_it_has_met(
+    arrangement: Arrangement,
+) -> None:
     made = module(table(partition=Dirichlet(5.0)), arrangement=arrangement)
     data, whole = made.federated, made.data.federated
     assert isinstance(data, TaskData)
@@ -176,7 +193,11 @@ def test_the_test_split_is_of_the_classes_seen_and_a_clients_part_of_those_it_ha
             own = whole.test_index[client]
             own = own[isin(whole.test.y[own], met(data, client, task))]
             mine = view.test_index[client]
-            assert len(own) and view.test.x[mine].equal(whole.test.x[own]) and view.test.y[mine].equal(whole.test.y[own])
+            assert (
+                len(own)
+                and view.test.x[mine].equal(whole.test.x[own])
+                and view.test.y[mine].equal(whole.test.y[own])
+            )
     assert sizes[0] < len(whole.test) and sizes == sorted(sizes)
 
 
@@ -203,7 +224,11 @@ def test_a_publishers_validation_split_is_cut_to_the_classes_seen() -> None:
     for task in range(3):
         validation = data.at(2 * task + 1).validation()
         kept = isin(whole.val.y, list(met_by_any(data, task)))
-        assert validation is not None and validation.x.equal(whole.val.x[kept]) and 0 < kept.sum() < len(kept)
+        assert (
+            validation is not None
+            and validation.x.equal(whole.val.x[kept])
+            and 0 < kept.sum() < len(kept)
+        )
         assert not len(data.at(2 * task + 1).val_index.values)
 
 
@@ -213,7 +238,9 @@ def test_a_view_says_where_the_federation_is(arrangement: Arrangement) -> None:
     assert data.stage is None
     for task in range(3):
         past = met_by_any(data, task - 1) if task else set()
-        assert data.at(2 * task + 1).stage == Stage(task, tuple(sorted(met_by_any(data, task))), tuple(sorted(past)))
+        assert data.at(2 * task + 1).stage == Stage(
+            task, tuple(sorted(met_by_any(data, task))), tuple(sorted(past))
+        )
 
 
 def test_the_whole_is_all_that_clients_will_meet() -> None:
@@ -226,7 +253,9 @@ def test_the_whole_is_all_that_clients_will_meet() -> None:
             kept = own[isin(y[own], met(data, client, 2))]
             assert getattr(data, f"{split}_index")[client].equal(kept) and len(kept) < len(own)
         each = [data.at(round).train_index[client] for round in (1, 3, 5)]
-        assert torch.cat(each).sort().values.equal(data.train_index[client]), "a sample is met in one task"
+        assert torch.cat(each).sort().values.equal(data.train_index[client]), (
+            "a sample is met in one task"
+        )
 
 
 def test_the_view_of_a_task_is_made_once() -> None:
@@ -243,7 +272,10 @@ def test_a_pickle_leaves_the_view_behind() -> None:
     view = data.at(3)
     found = pickle.loads(pickle.dumps(data))
     assert data.at(3) is view and data._views and not found._views
-    assert isinstance(found, TaskData) and (found.sequences, found.starts) == (data.sequences, data.starts)
+    assert isinstance(found, TaskData) and (found.sequences, found.starts) == (
+        data.sequences,
+        data.starts,
+    )
     same(found, data)
     same(found.at(3), view)
 
@@ -251,7 +283,9 @@ def test_a_pickle_leaves_the_view_behind() -> None:
 def test_the_view_on_another_device_is_the_same() -> None:
     data = dealt()
     moved = data.to(torch.device("meta"))
-    assert isinstance(moved, TaskData) and moved.sequences == data.sequences and moved.train.x.is_meta
+    assert (
+        isinstance(moved, TaskData) and moved.sequences == data.sequences and moved.train.x.is_meta
+    )
     assert moved.starts == data.starts and not moved._views
 
 
@@ -280,7 +314,10 @@ def test_one_task_of_all_classes_is_the_wrapped_data() -> None:
 def test_one_task_of_all_classes_trains_as_the_wrapped_data_does() -> None:
     plain, tasks = trainer(rounds=3), trainer(rounds=3)
     plain.fit(classifier(), table(partition=Dirichlet(0.3)))
-    tasks.fit(classifier(), TaskSequence(table(partition=Dirichlet(0.3)), tasks=1, classes_per_task=CLASSES))
+    tasks.fit(
+        classifier(),
+        TaskSequence(table(partition=Dirichlet(0.3)), tasks=1, classes_per_task=CLASSES),
+    )
     assert plain.federation is not None and tasks.federation is not None
     assert equal_states(plain.federation.state, tasks.federation.state)
     assert plain.test() == tasks.test() and plain.validate() == tasks.validate()
@@ -297,7 +334,10 @@ def test_one_task_of_all_classes_trains_as_the_wrapped_data_does() -> None:
         ({"rounds_per_task": 0}, "TaskSequence: rounds_per_task must be at least 1, got 0"),
         ({"rounds_per_task": [2, 0, 2]}, "TaskSequence: rounds_per_task must be at least 1, got 0"),
         ({"rounds_per_task": [2, 2]}, "rounds_per_task has 2 numbers for 3 tasks"),
-        ({"arrangement": "random"}, "arrangement must be one of disjoint, shuffled, heterogeneous, got 'random'"),
+        (
+            {"arrangement": "random"},
+            "arrangement must be one of disjoint, shuffled, heterogeneous, got 'random'",
+        ),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
@@ -307,13 +347,18 @@ def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
 
 def test_too_few_classes_are_refused() -> None:
     dealt(tasks=4)
-    with pytest.raises(FlsuiteError, match="3 tasks of 3 classes need 9 classes, and the data has 8; lower tasks or"):
+    with pytest.raises(
+        FlsuiteError,
+        match="3 tasks of 3 classes need 9 classes, and the data has 8; lower tasks or",
+    ):
         dealt(classes_per_task=3)
 
 
 @pytest.mark.parametrize("partition", [Pathological(2), Dirichlet(0.02)])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_a_client_without_a_sample_of_a_group_is_refused(arrangement: Arrangement, partition: Any) -> None:
+def test_a_client_without_a_sample_of_a_group_is_refused(
+    arrangement: Arrangement, partition: Any
+) -> None:
     said = r"client (\d) has no sample of task (\d), classes (\[.*\]); give it some \(data\.data\.partition IID"
     wrapped = table(partition=partition)
     with pytest.raises(FlsuiteError, match=said) as error:
@@ -325,18 +370,25 @@ def test_a_client_without_a_sample_of_a_group_is_refused(arrangement: Arrangemen
 
 def test_a_client_needs_one_class_of_a_group_only() -> None:
     """Each has five of eight classes, so at least one of any four."""
-    data = dealt(table(partition=Pathological(5)), tasks=2, classes_per_task=4, arrangement="disjoint")
+    data = dealt(
+        table(partition=Pathological(5)), tasks=2, classes_per_task=4, arrangement="disjoint"
+    )
     assert min(data.at(round).samples(client) for round in (1, 3) for client in range(CLIENTS)) > 0
 
 
 class Labels(FederatedDataModule):
     """Two labels a sample."""
 
-    def load(self) -> Source:
-        arrays = Arrays(torch.randn(20, 3), torch.arange(40).reshape(20, 2).remainder(3).eq(0).to(torch.uint8))
-        return Source(DataSpec((3,), 2, "multilabel"), arrays, arrays)
+    def load(self) -> PublishedSplits:
+        arrays = DataSplit(
+            torch.randn(20, 3), torch.arange(40).reshape(20, 2).remainder(3).eq(0).to(torch.uint8)
+        )
+        return PublishedSplits(DataSpec((3,), 2, "multilabel"), arrays, arrays)
 
 
 def test_several_labels_a_sample_are_refused() -> None:
-    with pytest.raises(FlsuiteError, match="TaskSequence needs one class a sample, and this data has several labels"):
+    with pytest.raises(
+        FlsuiteError,
+        match="TaskSequence needs one class a sample, and this data has several labels",
+    ):
         dealt(Labels(clients=2, partition=IID()), tasks=1, classes_per_task=2)

@@ -10,7 +10,9 @@ from flsuite.metrics import average_accuracy, backward_transfer, forgetting, for
 ALL = (average_accuracy, backward_transfer, forward_transfer, forgetting)
 UNTRAINED = [0.10, 0.20, 0.30]
 # The first task is known best behind the second, and the second by luck before its own training.
-MATRIX = torch.tensor([UNTRAINED, [0.90, 0.85, 0.20], [0.95, 0.80, 0.40], [0.60, 0.70, 0.90]], dtype=torch.float64)
+MATRIX = torch.tensor(
+    [UNTRAINED, [0.90, 0.85, 0.20], [0.95, 0.80, 0.40], [0.60, 0.70, 0.90]], dtype=torch.float64
+)
 
 
 def test_three_tasks_by_hand() -> None:
@@ -29,17 +31,24 @@ def test_two_of_three_tasks_by_hand() -> None:
     assert float(forgetting(so_far)) == pytest.approx(0.90 - 0.95)
 
 
-@pytest.mark.parametrize("matrix", [MATRIX[:2], MATRIX[:2, :1]], ids=["the first of three", "the only one"])
+@pytest.mark.parametrize(
+    "matrix", [MATRIX[:2], MATRIX[:2, :1]], ids=["the first of three", "the only one"]
+)
 def test_one_task_has_an_average_and_nothing_to_compare(matrix: torch.Tensor) -> None:
     assert float(average_accuracy(matrix)) == pytest.approx(0.90)
-    assert all(math.isnan(function(matrix)) for function in (backward_transfer, forward_transfer, forgetting))
+    assert all(
+        math.isnan(function(matrix))
+        for function in (backward_transfer, forward_transfer, forgetting)
+    )
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])
 @pytest.mark.parametrize("function", ALL)
 def test_matrices_are_summarised_one_by_one(function: object, done: int) -> None:
     assert callable(function)
-    many = torch.rand(2, 4, 1 + done, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    many = torch.rand(
+        2, 4, 1 + done, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     found = function(many)
     assert found.shape == (2, 4) and found.dtype == torch.float64
     one_by_one = torch.stack([function(matrix) for matrix in many.flatten(0, 1)]).reshape(2, 4)

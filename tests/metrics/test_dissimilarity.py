@@ -10,10 +10,22 @@ from torch import Tensor, nn
 
 from flsuite.callbacks import GradientDissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches, head_gradients, head_parameters
-from flsuite.data import Arrays, DataSpec, Dirichlet, FederatedDataModule, MedMNIST, Source
+from flsuite.data import (
+    DataSpec,
+    DataSplit,
+    Dirichlet,
+    FederatedDataModule,
+    MedMNIST,
+    PublishedSplits,
+)
 from flsuite.data.federated import Ragged
 from flsuite.errors import FlsuiteError
-from flsuite.metrics import RunningDissimilarity, decompose, gradient_dissimilarity, relative_dissimilarity
+from flsuite.metrics import (
+    RunningDissimilarity,
+    decompose,
+    gradient_dissimilarity,
+    relative_dissimilarity,
+)
 from flsuite.models import MLP, Backbone, Classifier, ClientModel, FusedSpaceFed, ResNet20
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import equal_states, trainer
@@ -26,22 +38,38 @@ class Images(FederatedDataModule):
 
     def __init__(self, clients: int = 3, partition: Any = None, **kwargs: Any) -> None:
         partition = partition or Dirichlet(0.5)
-        super().__init__(clients=clients, partition=partition, batch_size=8, val_fraction=0, standardize=False, **kwargs)
+        super().__init__(
+            clients=clients,
+            partition=partition,
+            batch_size=8,
+            val_fraction=0,
+            standardize=False,
+            **kwargs,
+        )
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         g = torch.Generator().manual_seed(0)
         y = torch.arange(60) % 2
         x = torch.randint(0, 128, (60, 8, 8, 1), generator=g) + 127 * y.view(-1, 1, 1, 1)
-        part = Arrays(x.to(torch.uint8), y)
-        return Source(DataSpec((1, 8, 8), 2), part, part)
+        part = DataSplit(x.to(torch.uint8), y)
+        return PublishedSplits(DataSpec((1, 8, 8), 2), part, part)
 
 
 def fused(**kwargs: Any) -> FusedSpaceFed:
     return FusedSpaceFed(backbone=ResNet20(width=4), latent_dim=4, **kwargs)
 
 
-def fit(model: ClientModel, data: Any = None, callback: Any = None, **kwargs: Any) -> FederatedTrainer:
-    made = trainer(**{"rounds": 2, "evaluate_every": 100, "callbacks": [callback] if callback else None, **kwargs})
+def fit(
+    model: ClientModel, data: Any = None, callback: Any = None, **kwargs: Any
+) -> FederatedTrainer:
+    made = trainer(
+        **{
+            "rounds": 2,
+            "evaluate_every": 100,
+            "callbacks": [callback] if callback else None,
+            **kwargs,
+        }
+    )
     made.fit(model, data or Images())
     return made
 
@@ -49,14 +77,18 @@ def fit(model: ClientModel, data: Any = None, callback: Any = None, **kwargs: An
 def logged(made: FederatedTrainer, metric: str) -> dict[int, float]:
     """Round to value."""
     rows = made.run_folder.table.rows
-    return {row[0]: row[6] for row in rows if (row[3], row[4], row[5]) == ("global", "train", metric)}
+    return {
+        row[0]: row[6] for row in rows if (row[3], row[4], row[5]) == ("global", "train", metric)
+    }
 
 
 def assert_identity(found: dict[str, float], fused_gamma: str) -> None:
     """To 1e-5 of the largest term."""
     largest = max(abs(found[name]) for name in (fused_gamma, "gamma_orig", "R", "Phi"))
     assert largest > 0
-    assert found[fused_gamma] == pytest.approx(found["gamma_orig"] + found["R"] + found["Phi"], rel=1e-5, abs=1e-5 * largest)
+    assert found[fused_gamma] == pytest.approx(
+        found["gamma_orig"] + found["R"] + found["Phi"], rel=1e-5, abs=1e-5 * largest
+    )
 
 
 # The metric
@@ -80,7 +112,9 @@ def test_equal_clients_give_exactly_zero() -> None:
     for _ in range(5):
         running.add(gradient, gradient)
     found = running.summary()
-    assert [found[k] for k in ("gamma", "gamma_relative", "gamma_orig", "R", "Phi", "calibrated")] == [0] * 6
+    assert [
+        found[k] for k in ("gamma", "gamma_relative", "gamma_orig", "R", "Phi", "calibrated")
+    ] == [0] * 6
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
@@ -109,7 +143,9 @@ def test_no_mean_gradient() -> None:
 
 
 @pytest.mark.parametrize("batch_norm", ["train", "eval"])
-@pytest.mark.parametrize("options", [{}, {"autoencoder": "unet", "fusion": "concat"}], ids=["sum", "concat"])
+@pytest.mark.parametrize(
+    "options", [{}, {"autoencoder": "unet", "fusion": "concat"}], ids=["sum", "concat"]
+)
 def test_decomposition_of_a_federation(options: dict[str, Any], batch_norm: Any) -> None:
     callback = GradientDissimilarity(every=1, batches=None, batch_norm=batch_norm)
     made = fit(fused(**options), callback=callback)
@@ -159,14 +195,18 @@ def test_callback_equals_the_stacked_gradients() -> None:
         assert found[name] == pytest.approx(value, rel=1e-4)
 
 
-@pytest.mark.parametrize("model", [fused, lambda: Classifier(ResNet20(width=4))], ids=["fused", "classifier"])
+@pytest.mark.parametrize(
+    "model", [fused, lambda: Classifier(ResNet20(width=4))], ids=["fused", "classifier"]
+)
 def test_leaves_no_trace(model: Any) -> None:
     """Weights, BatchNorm statistics and private parts are those of a run without the callback, bit for bit."""
     without = fit(model())
     with_it = fit(model(), callback=GradientDissimilarity(every=1, batches=None))
     assert without.federation is not None and with_it.federation is not None
     for client in range(3):
-        assert equal_states(without.federation.client_state(client), with_it.federation.client_state(client))
+        assert equal_states(
+            without.federation.client_state(client), with_it.federation.client_state(client)
+        )
 
 
 def test_resident_model_and_random_numbers_are_given_back() -> None:

@@ -6,7 +6,7 @@ import torch
 from sklearn import metrics as sk
 from torch import Tensor
 
-from flsuite.data.source import DataSpec, Task
+from flsuite.data.spec import DataSpec, Task
 from flsuite.metrics import class_accuracy, scores, summary
 
 
@@ -23,10 +23,17 @@ def test_a_confusion_matrix_by_hand() -> None:
     """Rows are the truth: 3 of 4, 1 of 2, 1 of 2 right."""
     y = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     predicted = [0, 0, 0, 1, 1, 2, 2, 0]
-    found = scores({"scores": certain(predicted, 3), "loss": torch.arange(8.0)}, y, spec(3), auroc=False)
+    found = scores(
+        {"scores": certain(predicted, 3), "loss": torch.arange(8.0)}, y, spec(3), auroc=False
+    )
     f1 = [2 * 3 / (4 + 4), 2 * 1 / (2 + 2), 2 * 1 / (2 + 2)]  # 2 hits / (true + predicted)
     assert found == pytest.approx(
-        {"accuracy": 5 / 8, "balanced_accuracy": (3 / 4 + 1 / 2 + 1 / 2) / 3, "f1_macro": sum(f1) / 3, "loss": 3.5}
+        {
+            "accuracy": 5 / 8,
+            "balanced_accuracy": (3 / 4 + 1 / 2 + 1 / 2) / 3,
+            "f1_macro": sum(f1) / 3,
+            "loss": 3.5,
+        }
     )
     by_class = class_accuracy(certain(predicted, 3), y, spec(3, names=("a", "b", "c")))
     assert by_class == pytest.approx({"a": 3 / 4, "b": 1 / 2, "c": 1 / 2})
@@ -36,8 +43,12 @@ def test_a_class_that_does_not_occur() -> None:
     """It has no recall; predicted by mistake, its F1 is 0; neither there nor predicted, it has none."""
     y = torch.tensor([0, 0, 2, 2])
     found = scores({"scores": certain([0, 1, 2, 2], 4)}, y, spec(4))
-    assert found == pytest.approx({"accuracy": 3 / 4, "balanced_accuracy": (1 / 2 + 1) / 2, "f1_macro": (2 / 3 + 0 + 1) / 3})
-    assert class_accuracy(certain([0, 1, 2, 2], 4), y, spec(4)) == pytest.approx({"0": 0.5, "2": 1.0})
+    assert found == pytest.approx(
+        {"accuracy": 3 / 4, "balanced_accuracy": (1 / 2 + 1) / 2, "f1_macro": (2 / 3 + 0 + 1) / 3}
+    )
+    assert class_accuracy(certain([0, 1, 2, 2], 4), y, spec(4)) == pytest.approx(
+        {"0": 0.5, "2": 1.0}
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -45,12 +56,18 @@ def test_a_class_that_does_not_occur() -> None:
 def test_classes_as_scikit_learn_has_them(classes: int, present: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(0, present, (200,), generator=generator)
-    logits = torch.randn(200, classes, generator=generator) + torch.nn.functional.one_hot(y, classes)
+    logits = torch.randn(200, classes, generator=generator) + torch.nn.functional.one_hot(
+        y, classes
+    )
     probabilities = logits.softmax(1)
-    found = scores({"scores": probabilities}, y, spec(classes, "binary" if classes == 2 else "multiclass"))
+    found = scores(
+        {"scores": probabilities}, y, spec(classes, "binary" if classes == 2 else "multiclass")
+    )
     predicted = probabilities.argmax(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *args, **kwargs: None)  # of classes that are predicted but not there
+        patch.setattr(
+            "warnings.warn", lambda *args, **kwargs: None
+        )  # of classes that are predicted but not there
         balanced = sk.balanced_accuracy_score(y, predicted)
     assert found["accuracy"] == pytest.approx(sk.accuracy_score(y, predicted))
     assert found["f1_macro"] == pytest.approx(sk.f1_score(y, predicted, average="macro"), abs=1e-6)
@@ -60,7 +77,9 @@ def test_classes_as_scikit_learn_has_them(classes: int, present: int, seed: int)
     elif classes == 2:
         assert found["auroc"] == pytest.approx(sk.roc_auc_score(y, probabilities[:, 1]), abs=1e-6)
     else:
-        assert found["auroc"] == pytest.approx(sk.roc_auc_score(y, probabilities.double(), multi_class="ovr"), abs=1e-5)
+        assert found["auroc"] == pytest.approx(
+            sk.roc_auc_score(y, probabilities.double(), multi_class="ovr"), abs=1e-5
+        )
 
 
 def test_labels_by_hand() -> None:
@@ -76,7 +95,9 @@ def test_labels_by_hand() -> None:
             "auroc": (3 / 4 + 1) / 2,
         }
     )
-    assert class_accuracy(probabilities, y, spec(2, "multilabel", ("a", "b"))) == pytest.approx({"a": 3 / 4, "b": 1.0})
+    assert class_accuracy(probabilities, y, spec(2, "multilabel", ("a", "b"))) == pytest.approx(
+        {"a": 3 / 4, "b": 1.0}
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -92,10 +113,18 @@ def test_labels_as_scikit_learn_has_them(rare: str, seed: int) -> None:
     found = scores({"scores": probabilities}, y, spec(4, "multilabel"))
     truth, predicted = y.numpy(), (probabilities > 0.5).long().numpy()
     columns = [(truth[:, k], predicted[:, k], probabilities[:, k].numpy()) for k in range(4)]
-    assert found["accuracy"] == pytest.approx(np.mean([sk.accuracy_score(t, p) for t, p, _ in columns]), abs=1e-6)
-    assert found["f1_macro"] == pytest.approx(sk.f1_score(truth, predicted, average="macro", zero_division=0), abs=1e-6)
-    recalls = [[sk.recall_score(t, p, pos_label=value) for value in np.unique(t)] for t, p, _ in columns]
-    assert found["balanced_accuracy"] == pytest.approx(np.mean([np.mean(r) for r in recalls]), abs=1e-6)
+    assert found["accuracy"] == pytest.approx(
+        np.mean([sk.accuracy_score(t, p) for t, p, _ in columns]), abs=1e-6
+    )
+    assert found["f1_macro"] == pytest.approx(
+        sk.f1_score(truth, predicted, average="macro", zero_division=0), abs=1e-6
+    )
+    recalls = [
+        [sk.recall_score(t, p, pos_label=value) for value in np.unique(t)] for t, p, _ in columns
+    ]
+    assert found["balanced_accuracy"] == pytest.approx(
+        np.mean([np.mean(r) for r in recalls]), abs=1e-6
+    )
     defined = [sk.roc_auc_score(t, q) for t, _, q in columns if len(np.unique(t)) == 2]
     assert found["auroc"] == pytest.approx(np.mean(defined), abs=1e-6)
 
@@ -112,7 +141,9 @@ def test_labels_as_scikit_learn_has_them(rare: str, seed: int) -> None:
 )
 def test_an_undefined_auroc_is_left_out(y: Tensor, classes: int) -> None:
     probabilities = torch.rand(5, classes, generator=torch.Generator().manual_seed(0))
-    found = scores({"scores": probabilities}, y, spec(classes, "multilabel" if y.ndim == 2 else "multiclass"))
+    found = scores(
+        {"scores": probabilities}, y, spec(classes, "multilabel" if y.ndim == 2 else "multiclass")
+    )
     assert "auroc" not in found and all(value == value for value in found.values())
 
 
@@ -121,4 +152,8 @@ def test_summary() -> None:
         {"accuracy_mean": 0.5, "accuracy_worst": 0.2, "accuracy_std": np.std([0.2, 0.4, 0.9])}
     )
     assert summary([0.2, 0.4, 0.9], "loss", higher_is_better=False)["loss_worst"] == 0.9
-    assert summary([0.7], "accuracy") == {"accuracy_mean": 0.7, "accuracy_worst": 0.7, "accuracy_std": 0.0}
+    assert summary([0.7], "accuracy") == {
+        "accuracy_mean": 0.7,
+        "accuracy_worst": 0.7,
+        "accuracy_std": 0.0,
+    }

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from torch.distributions import Independent, Normal, kl_divergence
 
 from flsuite.aggregators import Centralized
-from flsuite.data import DataSpec, Source, Synthetic
+from flsuite.data import DataSpec, PublishedSplits, Synthetic
 from flsuite.errors import FlsuiteError
 from flsuite.models import ACVAE, gaussians
 from flsuite.state import clone
@@ -28,7 +28,9 @@ def small(spec: DataSpec = IMAGES, **kwargs: Any) -> ACVAE:
 
 
 def batch(spec: DataSpec = IMAGES, n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.rand(n, *spec.shape, generator=torch.Generator().manual_seed(1)), torch.arange(n) % spec.num_classes
+    return torch.rand(n, *spec.shape, generator=torch.Generator().manual_seed(1)), torch.arange(
+        n
+    ) % spec.num_classes
 
 
 def normal(mean: torch.Tensor, log_variance: torch.Tensor) -> Independent:
@@ -38,7 +40,9 @@ def normal(mean: torch.Tensor, log_variance: torch.Tensor) -> Independent:
 def test_gaussians_are_those_of_torch_distributions() -> None:
     torch.manual_seed(0)
     m, v, pm, pv, x = torch.randn(5, 7, 4, dtype=torch.float64)
-    torch.testing.assert_close(gaussians.kl_divergence(m, v, pm, pv), kl_divergence(normal(m, v), normal(pm, pv)))
+    torch.testing.assert_close(
+        gaussians.kl_divergence(m, v, pm, pv), kl_divergence(normal(m, v), normal(pm, pv))
+    )
     torch.testing.assert_close(gaussians.log_density(x, m, v), normal(m, v).log_prob(x))
     torch.manual_seed(1)
     drawn = gaussians.sample(m[:1].expand(40000, 4), v[:1].expand(40000, 4))
@@ -49,7 +53,14 @@ def test_gaussians_are_those_of_torch_distributions() -> None:
 @pytest.mark.parametrize("spec", [IMAGES, TABLE])
 @pytest.mark.parametrize("reconstruction", ["mse", "bce"])
 def test_the_loss_is_its_three_terms(spec: DataSpec, reconstruction: Any) -> None:
-    model = small(spec, reconstruction=reconstruction, reconstruction_weight=2.0, kl_weight=0.3, cls_weight=0.7, dropout=0.0)
+    model = small(
+        spec,
+        reconstruction=reconstruction,
+        reconstruction_weight=2.0,
+        kl_weight=0.3,
+        cls_weight=0.7,
+        dropout=0.0,
+    )
     model.eval()  # BatchNorm of the running statistics, for the same networks in both
     x, y = batch(spec)
     torch.manual_seed(5)
@@ -58,10 +69,16 @@ def test_the_loss_is_its_three_terms(spec: DataSpec, reconstruction: Any) -> Non
     mean, log_variance = model.posterior(x)
     h = model.map(mean + (0.5 * log_variance).exp() * torch.randn_like(mean))
     out = model.decoder(h).sigmoid()
-    error = -(x * out.log() + (1 - x) * (1 - out).log()) if reconstruction == "bce" else 0.5 * (out - x) ** 2
+    error = (
+        -(x * out.log() + (1 - x) * (1 - out).log())
+        if reconstruction == "bce"
+        else 0.5 * (out - x) ** 2
+    )
     prior = normal(model.prior_mean[y], model.prior_log_variance[y])
     kl = kl_divergence(normal(mean, log_variance), prior)
-    joint = torch.stack([normal(model.prior_mean[c], model.prior_log_variance[c]).log_prob(h) for c in range(3)], 1)
+    joint = torch.stack(
+        [normal(model.prior_mean[c], model.prior_log_variance[c]).log_prob(h) for c in range(3)], 1
+    )
     cross_entropy = (joint.logsumexp(1) - joint.gather(1, y[:, None]).squeeze(1)).mean()
     expected = 2.0 * error.flatten(1).sum(1).mean() + 0.3 * kl.mean() + 0.7 * cross_entropy
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
@@ -73,7 +90,13 @@ def test_a_prediction_is_bayes_rule_and_needs_no_label() -> None:
     x, y = batch()
     h = model.latent(x)
     by_hand = (
-        torch.stack([normal(model.prior_mean[c], model.prior_log_variance[c]).log_prob(h) for c in range(3)], 1)
+        torch.stack(
+            [
+                normal(model.prior_mean[c], model.prior_log_variance[c]).log_prob(h)
+                for c in range(3)
+            ],
+            1,
+        )
         + torch.tensor([0.25, 0.5, 0.25]).log()
     )
     torch.testing.assert_close(model(x), by_hand)
@@ -106,17 +129,28 @@ def test_terms_are_float32_and_finite_under_bf16_and_far_out() -> None:
 def test_samples_reconstructions_and_pictures_have_the_shape_of_the_data() -> None:
     model, table = small(), small(TABLE)
     x, _ = batch()
-    assert model.reconstruct(x).shape == x.shape and table.reconstruct(batch(TABLE)[0]).shape == (6, 6)
+    assert model.reconstruct(x).shape == x.shape and table.reconstruct(batch(TABLE)[0]).shape == (
+        6,
+        6,
+    )
     drawn = table.sample(torch.tensor([0, 0, 2]))
     assert drawn.shape == (3, 6) and drawn.min() >= 0 and drawn.max() <= 1
     pictures = model.eval().pictures(x)
-    assert pictures["reconstructions"].shape == (2, 6, 1, 8, 8) and pictures["samples"].shape == (3, 6, 1, 8, 8)
+    assert pictures["reconstructions"].shape == (2, 6, 1, 8, 8) and pictures["samples"].shape == (
+        3,
+        6,
+        1,
+        8,
+        8,
+    )
     assert table.pictures(batch(TABLE)[0]) == {}
 
 
 def test_trained_centrally_it_tells_digits_apart_and_samples_the_class_asked_for() -> None:
     made = trainer(aggregator=Centralized(), rounds=8, max_epochs=2, gradient_clip_val=0.5)
-    model = ACVAE(latent_dim=8, width=8, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
+    model = ACVAE(
+        latent_dim=8, width=8, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3)
+    )
     made.fit(model, digits(standardize=False))
     assert made.test()[0]["accuracy"] > 0.93
     model.eval()
@@ -124,14 +158,18 @@ def test_trained_centrally_it_tells_digits_apart_and_samples_the_class_asked_for
         wanted = torch.arange(10).repeat_interleave(20)
         found = model(model.sample(wanted)).argmax(1)
     assert (found == wanted).float().mean() > 0.8
-    rows = {row[5]: row[6] for row in made.run_folder.table.rows if row[3] == "global" and row[4] == "test"}
+    rows = {
+        row[5]: row[6]
+        for row in made.run_folder.table.rows
+        if row[3] == "global" and row[4] == "test"
+    }
     assert rows["kl"] > 0.1 and rows["reconstruction"] > 0
 
 
 class Squeezed(Synthetic):
     """Its features within [0, 1]."""
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         source = super().load()
         for part in (source.train, source.test):
             part.x = part.x.sigmoid()
@@ -140,9 +178,19 @@ class Squeezed(Synthetic):
 
 def test_it_learns_a_table_and_a_plain_trainer_fits_it() -> None:
     data = Squeezed(features=6, classes=3, samples=600, clients=2, batch_size=32)
-    model = ACVAE(latent_dim=4, hidden=(16,), dropout=0.0, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=5e-3))
+    model = ACVAE(
+        latent_dim=4,
+        hidden=(16,),
+        dropout=0.0,
+        cls_weight=5.0,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=5e-3),
+    )
     plain = Trainer(
-        max_epochs=8, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=8,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     data.setup()
     before = float((data.federated.test.y == 0).float().mean())
@@ -178,14 +226,19 @@ def test_multi_label_data_is_refused() -> None:
         small(DataSpec((1, 8, 8), 3, "multilabel"))
 
 
-def test_predict_writes_reconstructions_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_writes_reconstructions_and_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = trainer(rounds=1, run_dir=str(tmp_path / "run"), enable_progress_bar=True)
     made.fit(ACVAE(latent_dim=4, width=4), digits(clients=3, standardize=False))
     capsys.readouterr()
     made.predict()
     said = capsys.readouterr().out
     assert all(name in said for name in ("predictions.csv", "reconstructions.png", "samples.png"))
-    height = {name: imread(tmp_path / "run" / f"{name}.png").shape for name in ("reconstructions", "samples")}
+    height = {
+        name: imread(tmp_path / "run" / f"{name}.png").shape
+        for name in ("reconstructions", "samples")
+    }
     assert height["samples"][0] > 3 * height["reconstructions"][0], "ten rows, and two"
     before = (tmp_path / "run" / "samples.png").read_bytes()
     made.predict()
@@ -195,7 +248,9 @@ def test_predict_writes_reconstructions_and_samples(tmp_path: Path, capsys: pyte
 def test_negatives_present_leaves_absent_classes_alone() -> None:
     """A batch without class 2 says nothing about its prior; with all classes in it, the two losses are one."""
     x, y = batch()
-    absent, everything = (small(negatives=negatives, kl_weight=0.0) for negatives in ("present", "all"))
+    absent, everything = (
+        small(negatives=negatives, kl_weight=0.0) for negatives in ("present", "all")
+    )
     for model in (absent, everything):
         model.eval()
         torch.manual_seed(0)

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.errors import FlsuiteError
-from flsuite.models.backbones import CNN, MLP, Backbone, LeNet5, PreActResNet, ResNet18, ResNet20, make_norm
+from flsuite.models.backbones import (
+    CNN,
+    MLP,
+    Backbone,
+    LeNet5,
+    PreActResNet,
+    ResNet18,
+    ResNet20,
+    make_norm,
+)
 from flsuite.models.backbones.norms import Norm
 
 GREY, COLOUR, LARGE, TINY = (1, 28, 28), (3, 32, 32), (3, 64, 64), (1, 8, 8)
@@ -41,9 +50,13 @@ def test_lenet5_parameters() -> None:
     assert count(LeNet5(bias=False).build(GREY, 10)) == 44_190
 
 
-@pytest.mark.parametrize(("side", "flat"), [(28, 256), (32, 400), (16, 16), (17, 16), (64, 16 * 13 * 13)])
+@pytest.mark.parametrize(
+    ("side", "flat"), [(28, 256), (32, 400), (16, 16), (17, 16), (64, 16 * 13 * 13)]
+)
 def test_lenet5_flattens(side: int, flat: int) -> None:
-    linear = next(m for m in LeNet5().build((1, side, side), 10).modules() if isinstance(m, nn.Linear))
+    linear = next(
+        m for m in LeNet5().build((1, side, side), 10).modules() if isinstance(m, nn.Linear)
+    )
     assert linear.in_features == flat
 
 
@@ -86,7 +99,9 @@ def test_resnet18_is_torchvisions_on_large_images() -> None:
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert torch.equal(ours.eval()(batch(LARGE)), theirs.eval()(batch(LARGE)))
     plain = ResNet18(norm="none").build(LARGE, 10)
-    assert plain.state_dict().keys() == {key for key in theirs.state_dict() if "bn" not in key and "downsample.1" not in key}
+    assert plain.state_dict().keys() == {
+        key for key in theirs.state_dict() if "bn" not in key and "downsample.1" not in key
+    }
 
 
 def test_resnet18_chooses_its_stem() -> None:
@@ -125,9 +140,17 @@ def test_one_sample_scores_as_in_a_batch(backbone: Backbone) -> None:
 @pytest.mark.parametrize("backbone", RESIDUAL, ids=name)
 def test_norms_are_those_asked_for(backbone: ResNet20 | ResNet18) -> None:
     network = backbone.build(COLOUR, 10)
-    found = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm | nn.GroupNorm)]
+    found = [
+        m
+        for m in network.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm | nn.GroupNorm)
+    ]
     layers = {ResNet20: 19, ResNet18: 20}[type(backbone)]
-    expected: dict[Norm, set[type]] = {"batch": {nn.BatchNorm2d}, "group": {nn.GroupNorm}, "none": set()}
+    expected: dict[Norm, set[type]] = {
+        "batch": {nn.BatchNorm2d},
+        "group": {nn.GroupNorm},
+        "none": set(),
+    }
     assert len(found) == (0 if backbone.norm == "none" else layers)
     assert {type(m) for m in found} == expected[backbone.norm]
     assert bool(list(network.buffers())) == (backbone.norm == "batch")
@@ -141,15 +164,23 @@ def test_make_norm_finds_groups_that_divide() -> None:
     assert ResNet20(norm="group", width=3).build(GREY, 2)(batch(GREY)).shape == (4, 2)
 
 
-@pytest.mark.parametrize("backbone", [LeNet5(bias=False), CNN(bias=False), MLP(bias=False)], ids=name)
+@pytest.mark.parametrize(
+    "backbone", [LeNet5(bias=False), CNN(bias=False), MLP(bias=False)], ids=name
+)
 def test_bias_false_leaves_none(backbone: Backbone) -> None:
-    assert not [key for key, _ in backbone.build(GREY, 10).named_parameters() if key.endswith("bias")]
+    assert not [
+        key for key, _ in backbone.build(GREY, 10).named_parameters() if key.endswith("bias")
+    ]
 
 
 @pytest.mark.parametrize("backbone", [ResNet20(norm="none"), ResNet18(norm="none")], ids=name)
 def test_without_norms_the_blocks_start_as_their_shortcuts(backbone: Backbone) -> None:
     network = backbone.build(COLOUR, 10)
-    last = [m.weight for key, m in network.named_modules() if key.endswith("conv2") and isinstance(m, nn.Conv2d)]
+    last = [
+        m.weight
+        for key, m in network.named_modules()
+        if key.endswith("conv2") and isinstance(m, nn.Conv2d)
+    ]
     assert len(last) == (9 if isinstance(backbone, ResNet20) else 8)
     assert not any(weight.any() for weight in last)
 
@@ -194,7 +225,9 @@ def test_channels_last_flows_through(backbone: Backbone) -> None:
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.GroupNorm | nn.MaxPool2d):
             module.register_forward_hook(
-                lambda _, inputs, out: formats.append(out.is_contiguous(memory_format=torch.channels_last))
+                lambda _, inputs, out: formats.append(
+                    out.is_contiguous(memory_format=torch.channels_last)
+                )
             )
     network.to(memory_format=torch.channels_last)
     actual = network(batch(COLOUR).to(memory_format=torch.channels_last))
@@ -222,9 +255,13 @@ def test_backbones_and_networks_pickle(backbone: Backbone) -> None:
 
 
 @pytest.mark.parametrize("backbone", [b for b in ALL if not isinstance(b, MLP)], ids=name)
-@pytest.mark.parametrize("shape", [(12,), (28, 28), (3, 3, 32, 32), (1, 3, 40), (0, 32, 32)], ids=name)
+@pytest.mark.parametrize(
+    "shape", [(12,), (28, 28), (3, 3, 32, 32), (1, 3, 40), (0, 32, 32)], ids=name
+)
 def test_shapes_that_do_not_fit(backbone: Backbone, shape: tuple[int, ...]) -> None:
-    with pytest.raises(FlsuiteError, match=rf"{type(backbone).__name__} takes images.*at least \d+ x \d+.*MLP"):
+    with pytest.raises(
+        FlsuiteError, match=rf"{type(backbone).__name__} takes images.*at least \d+ x \d+.*MLP"
+    ):
         backbone.build(shape, 2)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flsuite.callbacks import FederationCallback
-from flsuite.data import IID, Arrays, DataSpec, FederatedDataModule, Natural, Source
-from flsuite.data.source import Task
+from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
+from flsuite.data.spec import Task
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Backbone, Classifier, ResNet20
 from flsuite.models.classifier import class_probabilities, classification_loss
@@ -24,15 +24,15 @@ from tests.conftest import classifier, digits, equal_states, trainer
 class TinyImages(FederatedDataModule):
     """Three classes of coloured squares; three clients of 12, 20 and 28 samples, each of another brightness."""
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         generator = torch.Generator().manual_seed(0)
         sizes = torch.tensor([12, 20, 28])
         owners = torch.arange(3).repeat_interleave(sizes)
         y = torch.arange(60) % 3
         x = torch.randint(0, 60, (60, 8, 8, 3), generator=generator) + 50 * owners.view(-1, 1, 1, 1)
         x[torch.arange(60), :, :, y] += 60
-        train = Arrays(x.to(torch.uint8), y, owners)
-        return Source(DataSpec((3, 8, 8), 3), train, train.take(torch.arange(0, 60, 3)))
+        train = DataSplit(x.to(torch.uint8), y, owners)
+        return PublishedSplits(DataSpec((3, 8, 8), 3), train, train.take(torch.arange(0, 60, 3)))
 
 
 def tiny() -> TinyImages:
@@ -82,7 +82,9 @@ def test_losses_are_torchs() -> None:
     assert torch.allclose(class_probabilities(logits, y).sum(1), torch.ones(7))
     labels = torch.randint(0, 2, (7, 5)).to(torch.uint8)
     found = classification_loss(logits, labels)
-    assert found.shape == (7,) and torch.allclose(found.mean(), nn.BCEWithLogitsLoss()(logits, labels.float()))
+    assert found.shape == (7,) and torch.allclose(
+        found.mean(), nn.BCEWithLogitsLoss()(logits, labels.float())
+    )
     assert torch.allclose(class_probabilities(logits, labels), logits.sigmoid())
     half = classification_loss(logits.bfloat16(), y)
     assert half.dtype == torch.float32, "the loss is taken in full precision"
@@ -91,10 +93,14 @@ def test_losses_are_torchs() -> None:
 class Labels(FederatedDataModule):
     """Tables with three independent labels, each the sign of a feature."""
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         x = torch.randn(90, 5, generator=torch.Generator().manual_seed(0))
-        whole = Arrays(x, (x[:, :3] > 0).to(torch.uint8))
-        return Source(DataSpec((5,), 3, "multilabel"), whole.take(torch.arange(60)), whole.take(torch.arange(60, 90)))
+        whole = DataSplit(x, (x[:, :3] > 0).to(torch.uint8))
+        return PublishedSplits(
+            DataSpec((5,), 3, "multilabel"),
+            whole.take(torch.arange(60)),
+            whole.take(torch.arange(60, 90)),
+        )
 
 
 def test_a_federation_learns_labels() -> None:
@@ -105,13 +111,17 @@ def test_a_federation_learns_labels() -> None:
     assert scores["accuracy"] > 0.9 and scores["auroc"] > 0.95
     probabilities, data = made.predict(), module.federated
     assert probabilities.shape == (30, 3)
-    assert scores["loss"] == pytest.approx(float(nn.BCELoss()(probabilities, data.test.y.float())), rel=1e-4)
+    assert scores["loss"] == pytest.approx(
+        float(nn.BCELoss()(probabilities, data.test.y.float())), rel=1e-4
+    )
 
 
 # Without a federation
 
 
-@pytest.mark.parametrize("backbone", [MLP(hidden=(16,)), ResNet20(width=4, norm="group")], ids=["mlp", "resnet"])
+@pytest.mark.parametrize(
+    "backbone", [MLP(hidden=(16,)), ResNet20(width=4, norm="group")], ids=["mlp", "resnet"]
+)
 def test_a_plain_trainer_fits_and_validates(backbone: Backbone) -> None:
     module = tiny()
     module.setup()
@@ -131,7 +141,9 @@ def test_a_plain_trainer_fits_and_validates(backbone: Backbone) -> None:
     plain.fit(model, module.train_dataloader(), held)
     assert plain.global_step == data.batches(-1) and not equal_states(before, model.state_dict())
     by_hand = nn.functional.cross_entropy(model.eval()(data.scaling(data.test.x)), data.test.y)
-    assert float(plain.callback_metrics["val/loss"]) == pytest.approx(float(by_hand.detach()), rel=1e-4)
+    assert float(plain.callback_metrics["val/loss"]) == pytest.approx(
+        float(by_hand.detach()), rel=1e-4
+    )
     predicted = torch.cat(plain.predict(model, held))
     assert predicted.shape == (20, 3) and torch.allclose(predicted.sum(1), torch.ones(20))
 
@@ -154,7 +166,9 @@ def test_a_plain_trainer_builds_the_model_for_its_data_module() -> None:
 
 
 @pytest.mark.parametrize("hidden", [(16,), (8, 8)])
-def test_the_exported_model_is_an_ordinary_checkpoint(hidden: tuple[int, ...], tmp_path: Path) -> None:
+def test_the_exported_model_is_an_ordinary_checkpoint(
+    hidden: tuple[int, ...], tmp_path: Path
+) -> None:
     made, module = trainer(rounds=2, run_dir=tmp_path), digits()
     made.fit(Classifier(MLP(hidden=hidden), lambda p: torch.optim.SGD(p, lr=0.1)), module)
     loaded = Classifier.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt")
@@ -163,16 +177,27 @@ def test_the_exported_model_is_an_ordinary_checkpoint(hidden: tuple[int, ...], t
     with torch.inference_mode():
         probabilities = loaded.eval()(data.scaling(data.test.x)).softmax(1)
     assert torch.allclose(probabilities, made.predict(), atol=1e-6)
-    assert made.federation is not None and equal_states(dict(loaded.state_dict()), made.federation.state)
+    assert made.federation is not None and equal_states(
+        dict(loaded.state_dict()), made.federation.state
+    )
 
 
 def test_the_exported_model_keeps_what_it_was_made_with(tmp_path: Path) -> None:
     made = trainer(rounds=1, run_dir=tmp_path)
     made.fit(Classifier(ResNet20(width=4, norm="group"), private=["network.head"]), tiny())
     loaded = Classifier.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt")
-    assert isinstance(loaded.backbone, ResNet20) and (loaded.backbone.width, loaded.backbone.norm) == (4, "group")
+    assert isinstance(loaded.backbone, ResNet20) and (
+        loaded.backbone.width,
+        loaded.backbone.norm,
+    ) == (4, "group")
     assert tuple(loaded.private) == ("network.head",)
-    plain = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    plain = pl.Trainer(
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+    )
     plain.fit(loaded, datamodule=tiny())
 
 
@@ -216,14 +241,19 @@ def test_averaged_buffers() -> None:
     assert len(buffers) == 57, "19 norms"
     for name in buffers:
         sent = [update.state[name] for update in updates.rounds[2]]
-        weights = torch.tensor([update.samples for update in updates.rounds[2]], dtype=torch.float64)
+        weights = torch.tensor(
+            [update.samples for update in updates.rounds[2]], dtype=torch.float64
+        )
         if name.endswith("num_batches_tracked"):
             assert int(state[name]) == max(int(value) for value in sent)
         else:
             mean = torch.tensordot(weights / weights.sum(), torch.stack(sent).double(), 1)
             assert torch.allclose(state[name], mean.float(), rtol=1e-5, atol=1e-7)
     after_first = Starts.seen[2, 0]
-    assert equal_states(after_first, Starts.seen[2, 2]) and int(after_first["network.norm.num_batches_tracked"]) == 3
+    assert (
+        equal_states(after_first, Starts.seen[2, 2])
+        and int(after_first["network.norm.num_batches_tracked"]) == 3
+    )
     assert not made.federation.personal
 
 
@@ -232,27 +262,42 @@ def test_local_buffers() -> None:
     federation = made.federation
     assert not [name for name in federation.state if is_buffer(name)] and federation.personal
     assert not [name for update in updates.rounds[1] for name in update.state if is_buffer(name)]
-    assert [int(Starts.seen[2, c]["network.norm.num_batches_tracked"]) for c in range(3)] == [2, 2, 3]
+    assert [int(Starts.seen[2, c]["network.norm.num_batches_tracked"]) for c in range(3)] == [
+        2,
+        2,
+        3,
+    ]
     means = [federation.client_state(c)["network.stages.0.0.norm1.running_mean"] for c in range(3)]
     assert not torch.equal(means[0], means[1]) and not torch.equal(means[1], means[2])
-    assert torch.equal(federation.client_state(0)["network.norm.weight"], federation.client_state(1)["network.norm.weight"])
+    assert torch.equal(
+        federation.client_state(0)["network.norm.weight"],
+        federation.client_state(1)["network.norm.weight"],
+    )
 
 
 def test_reset_buffers() -> None:
     made, updates = fit_resnet(buffers="reset")
     for seen in Starts.seen.values():
         for name, value in seen.items():
-            assert torch.equal(value, torch.ones_like(value) if name.endswith("running_var") else torch.zeros_like(value))
+            assert torch.equal(
+                value,
+                torch.ones_like(value) if name.endswith("running_var") else torch.zeros_like(value),
+            )
     assert len(Starts.seen) == 6
     name = "network.norm.running_mean"
     assert all(update.state[name].abs().sum() > 0 for update in updates.rounds[2]), "they travel"
     assert made.federation.state[name].abs().sum() > 0 and not made.federation.personal
-    counters = [int(update.state["network.norm.num_batches_tracked"]) for update in updates.rounds[2]]
+    counters = [
+        int(update.state["network.norm.num_batches_tracked"]) for update in updates.rounds[2]
+    ]
     assert counters == [2, 2, 3], "a fit's own batches only"
 
 
 def test_the_policies_differ() -> None:
-    states = [fit_resnet(buffers=policy)[0].federation.client_state(0) for policy in ("average", "local", "reset")]
+    states = [
+        fit_resnet(buffers=policy)[0].federation.client_state(0)
+        for policy in ("average", "local", "reset")
+    ]
     name = "network.norm.running_mean"
     assert len({tuple(state[name].tolist()) for state in states}) == 3
 
@@ -266,8 +311,13 @@ def test_weights_stay_float32_under_mixed_precision() -> None:
     dtypes = {name: value.dtype for name, value in mixed.federation.state.items()}
     assert dtypes == {name: value.dtype for name, value in full.federation.state.items()}
     assert set(dtypes.values()) == {torch.float32, torch.int64}
-    assert all(update.state["network.head.weight"].dtype == torch.float32 for update in updates.rounds[1])
-    a, b = mixed.federation.state["network.head.weight"], full.federation.state["network.head.weight"]
+    assert all(
+        update.state["network.head.weight"].dtype == torch.float32 for update in updates.rounds[1]
+    )
+    a, b = (
+        mixed.federation.state["network.head.weight"],
+        full.federation.state["network.head.weight"],
+    )
     assert not torch.equal(a, b) and torch.allclose(a, b, atol=0.1)
     assert mixed.predict().dtype == torch.float32 and mixed.test()[0]["loss"] < 3
 
@@ -285,6 +335,12 @@ def test_a_partition_of_one_client_is_plain_training() -> None:
     model = Classifier(MLP(hidden=(8,)), lambda p: torch.optim.SGD(p, lr=0.05))
     seed_process(3, "model")
     model.ensure_built(module.spec)
-    plain = pl.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    plain = pl.Trainer(
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+    )
     plain.fit(model, module.federated.loader(0, seed=3, round=1))
     assert equal_states(dict(model.state_dict()), made.federation.state)

@@ -11,7 +11,9 @@ from torch.distributions.transforms import AffineTransform
 from flsuite.models.flows import ConditionalCoupling, ConditionalFlow
 
 
-def flow(features: int = 6, classes: int = 3, couplings: int = 4, scale: float = 0.3) -> ConditionalFlow:
+def flow(
+    features: int = 6, classes: int = 3, couplings: int = 4, scale: float = 0.3
+) -> ConditionalFlow:
     """One that is far from the identity."""
     torch.manual_seed(0)
     made = ConditionalFlow(features, classes, couplings, width=16)
@@ -41,8 +43,12 @@ def test_log_determinants_are_those_of_autograds_jacobian() -> None:
     u, log_density = made.density(z, y)
     base = Normal(0.0, 1.0).log_prob(u).sum(1)
     for i in range(5):
-        jacobian = torch.autograd.functional.jacobian(lambda v, i=i: made.density(v[None], y[i : i + 1])[0][0], z[i])
-        torch.testing.assert_close(log_density[i] - base[i], torch.linalg.slogdet(jacobian)[1], atol=1e-4, rtol=1e-4)
+        jacobian = torch.autograd.functional.jacobian(
+            lambda v, i=i: made.density(v[None], y[i : i + 1])[0][0], z[i]
+        )
+        torch.testing.assert_close(
+            log_density[i] - base[i], torch.linalg.slogdet(jacobian)[1], atol=1e-4, rtol=1e-4
+        )
 
 
 def test_both_directions_of_a_coupling_have_opposite_determinants() -> None:
@@ -71,7 +77,9 @@ def test_every_number_is_moved(couplings: int) -> None:
         made = flow(features, couplings=couplings)
         y = batch(features)[1]
         base = torch.randn(1, features, generator=torch.Generator().manual_seed(0))
-        jacobian = torch.autograd.functional.jacobian(lambda v, f=made, y=y: f.density(v, y[:1])[0][0], base).squeeze()
+        jacobian = torch.autograd.functional.jacobian(
+            lambda v, f=made, y=y: f.density(v, y[:1])[0][0], base
+        ).squeeze()
         same = (jacobian - 1).abs() < 1e-6  # a number that nothing has moved is one of the codes
         assert not (same & ((jacobian != 0).sum(1, keepdim=True) == 1)).any()
 
@@ -79,7 +87,9 @@ def test_every_number_is_moved(couplings: int) -> None:
 def test_an_untrained_flow_is_a_standard_normal() -> None:
     made = ConditionalFlow(6, 3, 4, 16)
     z, y = batch()
-    torch.testing.assert_close(made.density(z, y)[1], Independent(Normal(torch.zeros(6), 1.0), 1).log_prob(z))
+    torch.testing.assert_close(
+        made.density(z, y)[1], Independent(Normal(torch.zeros(6), 1.0), 1).log_prob(z)
+    )
 
 
 def test_a_flow_that_shifts_and_scales_is_a_normal_of_torch_distributions() -> None:
@@ -88,7 +98,9 @@ def test_a_flow_that_shifts_and_scales_is_a_normal_of_torch_distributions() -> N
     with torch.no_grad():
         made.flows[0].conditioner.final_layer.bias.copy_(torch.tensor([0.4, -0.7, 1.0, 2.0]))
     log_scale = 2 * torch.tanh(torch.tensor([0.4, -0.7]) / 2)
-    affine = AffineTransform(torch.tensor([1.0, 2, 0, 0]), torch.cat((log_scale.exp(), torch.ones(2))), event_dim=1)
+    affine = AffineTransform(
+        torch.tensor([1.0, 2, 0, 0]), torch.cat((log_scale.exp(), torch.ones(2))), event_dim=1
+    )
     expected = TransformedDistribution(Independent(Normal(torch.zeros(4), 1.0), 1), affine)
     z, y = batch(4, 2)
     torch.testing.assert_close(made.density(z, y)[1], expected.log_prob(z))
@@ -127,7 +139,9 @@ def test_a_flow_learns_classes_apart() -> None:
     with torch.no_grad():
         drawn = made.generate(torch.randn(4000, 2), y)
         nll = -made.density(centre[y] + 0.5 * torch.randn(4000, 2), y)[1].mean()
-    assert float(nll) == pytest.approx(2 * (0.5 * math.log(2 * math.pi * math.e) + math.log(0.5)), abs=0.15)
+    assert float(nll) == pytest.approx(
+        2 * (0.5 * math.log(2 * math.pi * math.e) + math.log(0.5)), abs=0.15
+    )
     for c in range(2):
         torch.testing.assert_close(drawn[y == c].mean(0), centre[c], atol=0.2, rtol=0)
 

@@ -12,11 +12,16 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from flsuite.aggregators import FedAvg, FedProx
-from flsuite.data import Arrays, DataSpec, FederatedDataModule, Source
+from flsuite.data import DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Client, ClientUpdate
+from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.models import Classifier, FusedSpaceFed, ResNet20
-from flsuite.models.autoencoders import BottleneckDecoder, BottleneckEncoder, UNetDecoder, UNetEncoder
+from flsuite.models.autoencoders import (
+    BottleneckDecoder,
+    BottleneckEncoder,
+    UNetDecoder,
+    UNetEncoder,
+)
 from flsuite.models.fusedspacefed import reconstruction_error
 from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
@@ -35,15 +40,15 @@ class Images(FederatedDataModule):
         self.samples = samples
         self.labels = labels
 
-    def load(self) -> Source:
+    def load(self) -> PublishedSplits:
         g = torch.Generator().manual_seed(0)
         y = torch.arange(self.samples) % 3
         x = torch.randint(0, 86, (self.samples, 8, 8, 1), generator=g) + 85 * y.view(-1, 1, 1, 1)
         if self.labels:
             y = torch.randint(0, 2, (self.samples, 3), generator=g)
         task = "multilabel" if self.labels else "multiclass"
-        part = Arrays(x.to(torch.uint8), y.to(torch.uint8) if self.labels else y)
-        return Source(DataSpec((1, 8, 8), 3, task), part, part)
+        part = DataSplit(x.to(torch.uint8), y.to(torch.uint8) if self.labels else y)
+        return PublishedSplits(DataSpec((1, 8, 8), 3, task), part, part)
 
 
 class Recorder(FedAvg):
@@ -106,7 +111,11 @@ def test_logits_and_columns(autoencoder: Any, fusion: Any) -> None:
     model = built(autoencoder=autoencoder, fusion=fusion)
     assert model(batch()[0]).shape == (6, 3)
     columns = model.eval().evaluation_step(batch())
-    assert {k: v.shape for k, v in columns.items()} == {"loss": (6,), "scores": (6, 3), "reconstruction": (6,)}
+    assert {k: v.shape for k, v in columns.items()} == {
+        "loss": (6,),
+        "scores": (6, 3),
+        "reconstruction": (6,),
+    }
 
 
 def test_fusion() -> None:
@@ -119,7 +128,9 @@ def test_fusion() -> None:
     assert torch.equal(added.eval().classifier_inputs(x)[1], x + added.reconstruct(x))
     half = built(fusion="sum", fusion_scale=0.5)
     assert torch.equal(half.fuse(x, other), x + 0.5 * other)
-    assert torch.equal(built(fusion="concat", fusion_scale=0.5).fuse(x, other), torch.cat([x, 0.5 * other], 1))
+    assert torch.equal(
+        built(fusion="concat", fusion_scale=0.5).fuse(x, other), torch.cat([x, 0.5 * other], 1)
+    )
     assert torch.equal(half.classifier_inputs(x)[0], x)
     stems = [model.state_dict()["classifier.stem.weight"].shape[1] for model in (added, stacked)]
     assert stems == [1, 2]
@@ -127,7 +138,9 @@ def test_fusion() -> None:
 
 def test_reconstruction_error_stays_in_float32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        error = reconstruction_error(torch.full((2, 1, 4, 4), 0.5, dtype=torch.bfloat16), torch.zeros(2, 1, 4, 4))
+        error = reconstruction_error(
+            torch.full((2, 1, 4, 4), 0.5, dtype=torch.bfloat16), torch.zeros(2, 1, 4, 4)
+        )
     assert error.dtype == torch.float32 and error.tolist() == [0.25, 0.25]
 
 
@@ -195,7 +208,9 @@ def test_warm_up_moves_the_encoder_only(autoencoder: Any, aggregator: FedAvg) ->
         callbacks=aggregator.client_callbacks(_client(before)),
     )
     plain.fit(model, datamodule=Images())
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
     assert _error(model) < error
     assert changed and all(name.startswith("encoder.") for name in changed)
     assert any("running_mean" in name for name in changed)
@@ -212,7 +227,7 @@ def _error(model: FusedSpaceFed) -> float:
 
 def _client(state: State) -> Any:
     far = {k: v + 1 for k, v in state.items() if not k.startswith("encoder.")}
-    return Client(0, 1, 48, torch.ones(3, dtype=torch.int64), far, {}, {})
+    return ClientContext(0, 1, 48, torch.ones(3, dtype=torch.int64), far, {}, {})
 
 
 def test_nothing_moves_a_frozen_part_even_if_a_callback_gives_it_a_gradient() -> None:
@@ -267,13 +282,17 @@ def tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
 def test_no_encoder_tensor_leaves_a_client() -> None:
     """By name, by key and by value: the same weights under another name would be found too."""
     recorder = Recorder()
-    made = federate(small(latent_dim=5, lambda_sp=0.1), aggregator=recorder, rounds=2, keep_optimizers=True)
+    made = federate(
+        small(latent_dim=5, lambda_sp=0.1), aggregator=recorder, rounds=2, keep_optimizers=True
+    )
     assert len(recorder.seen) == 6
     encoders = [
         {k: v for k, v in made.federation.client_state(c).items() if k.startswith("encoder.")}  # type: ignore[union-attr]
         for c in range(3)
     ]
-    sizes = {v.shape for v in encoders[0].values() if v.ndim > 1} | {(sum(v.numel() for v in encoders[0].values()),)}
+    sizes = {v.shape for v in encoders[0].values() if v.ndim > 1} | {
+        (sum(v.numel() for v in encoders[0].values()),)
+    }
     shared = {v.shape for k, v in made.federation.state.items()}  # type: ignore[union-attr]
     own = sizes - shared  # shapes that only the encoder has, the latent's among them
     assert torch.Size((5, 64)) in own
@@ -290,10 +309,14 @@ def test_no_encoder_tensor_leaves_a_client() -> None:
 def test_without_the_reconstruction_it_is_the_plain_classifier() -> None:
     """``fusion_scale: 0`` and no warm-up: C takes the steps that FedAvg of the same network takes, bit for bit."""
     fused = built(fusion_scale=0.0, warmup_epochs=0, lr=0.1, momentum=0.9, weight_decay=5e-4)
-    plain = Classifier(ResNet20(width=4), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4))
+    plain = Classifier(
+        ResNet20(width=4), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4)
+    )
     plain.ensure_built(SPEC)
     prefix = fused.head
-    plain.network.load_state_dict({k.removeprefix(prefix): v for k, v in fused.state_dict().items() if k.startswith(prefix)})
+    plain.network.load_state_dict(
+        {k.removeprefix(prefix): v for k, v in fused.state_dict().items() if k.startswith(prefix)}
+    )
     ours, theirs = (federate(model, rounds=3).federation.state for model in (fused, plain))  # type: ignore[union-attr]
     heads = {k.removeprefix(prefix): v for k, v in ours.items() if k.startswith(prefix)}
     assert equal_states(heads, {k.removeprefix("network."): v for k, v in theirs.items()})
@@ -317,7 +340,11 @@ def test_a_client_that_joins_late_starts_from_the_encoder_of_round_one() -> None
     first = {client: (round, encoder) for round, client, encoder in reversed(Starts.seen)}
     assert first.keys() == {0, 1, 2} and max(round for round, _ in first.values()) > 2
     assert all(equal_states(encoder, initial) for _, encoder in first.values())
-    assert not any(equal_states(encoder, initial) for round, client, encoder in Starts.seen if round > first[client][0])
+    assert not any(
+        equal_states(encoder, initial)
+        for round, client, encoder in Starts.seen
+        if round > first[client][0]
+    )
 
 
 def test_encoders_differ_between_clients_and_the_rest_does_not() -> None:

@@ -29,7 +29,16 @@ IMAGES = DataSpec((1, 8, 8), 3)
 
 def small(**settings: Any) -> NFClassifier:
     backbone = MLP(hidden=(8,))
-    return NFClassifier(**{"feature_dim": 6, "couplings": 2, "flow_width": 8, "backbone": backbone, "lr": 1e-2, **settings})
+    return NFClassifier(
+        **{
+            "feature_dim": 6,
+            "couplings": 2,
+            "flow_width": 8,
+            "backbone": backbone,
+            "lr": 1e-2,
+            **settings,
+        }
+    )
 
 
 def built(spec: DataSpec = TABLE, **settings: Any) -> NFClassifier:
@@ -47,7 +56,12 @@ def batch(n: int = 12) -> tuple[Tensor, Tensor]:
 
 def table(clients: int = 4) -> Synthetic:
     return Synthetic(
-        features=5, classes=3, samples=150, clients=clients, partition=Dirichlet(0.5, min_samples=4), batch_size=16
+        features=5,
+        classes=3,
+        samples=150,
+        clients=clients,
+        partition=Dirichlet(0.5, min_samples=4),
+        batch_size=16,
     )
 
 
@@ -63,7 +77,12 @@ def state(made: FederatedTrainer) -> State:
 
 
 def plain_trainer(**settings: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return pl.Trainer(**{"max_epochs": 1, "accelerator": "cpu", **quiet, **settings})
 
 
@@ -87,7 +106,9 @@ def test_credibility_by_hand() -> None:
     top = 1 / math.sqrt(2 * math.pi)
     first = (top + 100 * top) / 2
     second = (top * math.exp(-0.5) + 100 * top * math.exp(-0.5)) / 2
-    torch.testing.assert_close(found, torch.tensor([first, second, 0.25, 0.25]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found, torch.tensor([first, second, 0.25, 0.25]), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_soft_cross_entropy_is_least_at_the_teachers_outputs() -> None:
@@ -111,12 +132,20 @@ def test_the_replay_is_weighed_and_trains_the_hidden_layer_only() -> None:
     z = model.flow.generate(drawn, classes).detach()
     weights = torch.stack(
         [
-            (torch.distributions.Normal(own.mean(0), own.var(0, correction=0).sqrt()).log_prob(u).exp()).mean()
+            (
+                torch.distributions.Normal(own.mean(0), own.var(0, correction=0).sqrt())
+                .log_prob(u)
+                .exp()
+            ).mean()
             for u, c in zip(drawn, classes, strict=True)
             for own in [codes[y == c]]
         ]
     )
-    expected = 0.3 * (0.75 * p + 0.25) * (weights * F.cross_entropy(model.head(z), classes, reduction="none")).mean()
+    expected = (
+        0.3
+        * (0.75 * p + 0.25)
+        * (weights * F.cross_entropy(model.head(z), classes, reduction="none")).mean()
+    )
     torch.testing.assert_close(loss, expected.detach())
     loss.backward()
     touched = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -145,14 +174,22 @@ class Same(Backbone):
 @pytest.mark.parametrize("aggregator", [FedAvg, FedProx])
 def test_without_replay_its_classifier_is_a_plain_one_bit_for_bit(aggregator: Any) -> None:
     """Two optimizers, clipped inside; the flow looks on. An algorithm's term comes before the clipping in both."""
-    nf = fit(small(k_replay=0.0, clip=0.5, normalize_features=False), aggregator=aggregator(), max_epochs=2)
+    nf = fit(
+        small(k_replay=0.0, clip=0.5, normalize_features=False),
+        aggregator=aggregator(),
+        max_epochs=2,
+    )
     same = Classifier(Same(), optimizer=lambda p: torch.optim.Adam(p, lr=1e-2, fused=True))
     plain = fit(same, aggregator=aggregator(), max_epochs=2, gradient_clip_val=0.5)
     ours = {name: value for name, value in state(nf).items() if not name.startswith("flow.")}
-    assert ours and all(torch.equal(a, b) for a, b in zip(ours.values(), state(plain).values(), strict=True))
+    assert ours and all(
+        torch.equal(a, b) for a, b in zip(ours.values(), state(plain).values(), strict=True)
+    )
     assert nf.test()[0]["accuracy"] == plain.test()[0]["accuracy"]
     updates = zip(nf.federation.log.updates, plain.federation.log.updates, strict=True)  # type: ignore[union-attr]
-    assert all(a.steps == b.steps and a.metrics["loss"] == b.metrics["loss"] for a, b in updates), "a batch is one step"
+    assert all(a.steps == b.steps and a.metrics["loss"] == b.metrics["loss"] for a, b in updates), (
+        "a batch is one step"
+    )
 
 
 def test_the_flow_teaches_the_features_nothing() -> None:
@@ -171,7 +208,9 @@ def test_scores_need_no_label_and_nll_does() -> None:
     model = built().eval()
     x, y = batch()
     given, permuted = model.evaluation_step((x, y)), model.evaluation_step((x, (y + 1) % 3))
-    assert torch.equal(given["scores"], permuted["scores"]) and torch.equal(given["scores"], model(x).softmax(1))
+    assert torch.equal(given["scores"], permuted["scores"]) and torch.equal(
+        given["scores"], model(x).softmax(1)
+    )
     assert not torch.equal(given["nll"], permuted["nll"])
     torch.testing.assert_close(given["nll"], -model.log_likelihood((x, y)).detach() / 6)
 
@@ -247,7 +286,9 @@ def test_the_rehearsal_is_of_classes_from_before() -> None:
 
 
 @pytest.mark.parametrize(("replay_classes", "drawn"), [("all", [0, 1]), ("own", [0])])
-def test_others_classes_are_replayed_if_asked_for(replay_classes: Any, drawn: list[int], monkeypatch: Any) -> None:
+def test_others_classes_are_replayed_if_asked_for(
+    replay_classes: Any, drawn: list[int], monkeypatch: Any
+) -> None:
     model = built(replay_classes=replay_classes)
     model.previous.meet(torch.tensor([0]))
     model.begin_task(1, seen=[0, 1], past=[1])
@@ -294,13 +335,23 @@ def test_two_tasks_resume_and_workers_change_nothing(buffers: Any, tmp_path: Pat
     assert not any(name.startswith("previous.") for name in state(whole))
     counts = [whole.federation.data.class_counts(client) for client in range(4)]
     for client in range(4):
-        ours, theirs = whole.federation.client_state(client), resumed.federation.client_state(client)
+        ours, theirs = (
+            whole.federation.client_state(client),
+            resumed.federation.client_state(client),
+        )
         assert equal_states(ours, theirs)
-        assert torch.equal(ours["previous.met"].bool(), counts[client] > 0), "its own labels, and no others"
+        assert torch.equal(ours["previous.met"].bool(), counts[client] > 0), (
+            "its own labels, and no others"
+        )
         assert ours["previous.task"].item() == 1 and ours["previous.past"].any()
-    kept = [whole.federation.client_state(c)["previous.flow.flows.0.conditioner.initial_layer.weight"] for c in range(4)]
+    kept = [
+        whole.federation.client_state(c)["previous.flow.flows.0.conditioner.initial_layer.weight"]
+        for c in range(4)
+    ]
     assert not torch.equal(kept[0], state(whole)["flow.flows.0.conditioner.initial_layer.weight"])
-    norms = [whole.federation.client_state(c)["previous.extractor.0.1.running_mean"] for c in range(4)]
+    norms = [
+        whole.federation.client_state(c)["previous.extractor.0.1.running_mean"] for c in range(4)
+    ]
     assert all(norm.abs().sum() > 0 for norm in norms) or buffers == "reset"
 
 
@@ -321,7 +372,10 @@ def test_distillation_from_the_global_classifier_holds_a_client_back() -> None:
     start = built()
     x, _ = batch()
     with torch.no_grad():
-        distances = [float((model.eval().features(x) - start.eval().features(x)).norm()) for model in (free, held)]
+        distances = [
+            float((model.eval().features(x) - start.eval().features(x)).norm())
+            for model in (free, held)
+        ]
     assert distances[1] < 0.5 * distances[0]
     assert held._received is None
 
@@ -331,7 +385,9 @@ def test_distillation_from_the_global_classifier_holds_a_client_back() -> None:
 
 def test_samples_of_a_trained_flow_are_told_apart_by_the_head() -> None:
     """The flow goes on learning for a while when the features have settled; its score falls on unseen samples, too."""
-    model = NFClassifier(feature_dim=16, flow_width=32, backbone=StridedCNN(8), lr=3e-3, flow_lr=1e-2)
+    model = NFClassifier(
+        feature_dim=16, flow_width=32, backbone=StridedCNN(8), lr=3e-3, flow_lr=1e-2
+    )
     made = trainer(aggregator=Centralized(), rounds=1, max_epochs=6)
     made.fit(model, digits(clients=4))
     before = made.test()[0]
@@ -347,12 +403,22 @@ def test_samples_of_a_trained_flow_are_told_apart_by_the_head() -> None:
     model.eval()
     with torch.no_grad():
         wanted = torch.arange(10).repeat_interleave(30)
-        drawn = model.flow.generate(torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), wanted)
+        drawn = model.flow.generate(
+            torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), wanted
+        )
         right = (model.head(drawn).argmax(1) == wanted).float().mean()
         nll = model.evaluation_step((data.scaling(data.test.x), data.test.y))["nll"].mean()
     assert right > 0.7 and nll < before["nll"]
     rows = {row[5]: row[6] for row in made.run_folder.table.rows if row[3] == "global"}
-    assert {"nll", "flow_nll", "density", "credibility", "replay", "gradient_norm", "flow_gradient_norm"} <= rows.keys()
+    assert {
+        "nll",
+        "flow_nll",
+        "density",
+        "credibility",
+        "replay",
+        "gradient_norm",
+        "flow_gradient_norm",
+    } <= rows.keys()
 
 
 def test_bf16_trains_with_densities_in_float32() -> None:
@@ -383,7 +449,9 @@ class Spoil(pl.Callback):
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
         if optimizer is trainer.optimizers[1]:
             for parameter in optimizer.param_groups[0]["params"]:
                 parameter.grad.mul_(self.factor)
@@ -392,7 +460,9 @@ class Spoil(pl.Callback):
 def test_a_plain_trainer_fits_it_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
     model = one_fit(built(), max_epochs=2)
     assert not [w for w in recwarn if "eval mode" in str(w.message)]
-    assert model.trainer.global_step == 2 * 2 * model.trainer.num_training_batches, "Lightning counts each optimizer's step"
+    assert model.trainer.global_step == 2 * 2 * model.trainer.num_training_batches, (
+        "Lightning counts each optimizer's step"
+    )
     assert model.previous.met.tolist() == [1, 1, 1]
 
 
@@ -402,7 +472,11 @@ def test_kept_optimizers_carry_both_adams() -> None:
 
 
 def test_it_builds_for_tables_images_and_colour() -> None:
-    for shape, backbone in (((5,), None), ((1, 28, 28), StridedCNN(4)), ((3, 32, 32), ResNet20(width=4))):
+    for shape, backbone in (
+        ((5,), None),
+        ((1, 28, 28), StridedCNN(4)),
+        ((3, 32, 32), ResNet20(width=4)),
+    ):
         model = built(DataSpec(shape, 4), backbone=backbone)
         assert model.eval()(torch.rand(2, *shape)).shape == (2, 4)
     made = StridedCNN().build((1, 28, 28), 512)

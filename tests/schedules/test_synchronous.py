@@ -13,7 +13,9 @@ from flsuite.schedules import Synchronous
 ROUNDS = range(1, 2001)
 
 
-def configured(*args: Any, sizes: list[int] | None = None, seed: int = 0, **kwargs: Any) -> Synchronous:
+def configured(
+    *args: Any, sizes: list[int] | None = None, seed: int = 0, **kwargs: Any
+) -> Synchronous:
     schedule = Synchronous(*args, **kwargs)
     schedule.configure(sizes or [10] * 20, seed)
     return schedule
@@ -21,7 +23,16 @@ def configured(*args: Any, sizes: list[int] | None = None, seed: int = 0, **kwar
 
 @pytest.mark.parametrize(
     ("participation", "clients", "number"),
-    [(1.0, 7, 7), (0.25, 20, 5), (0.1, 26, 3), (0.06, 10, 1), (1, 7, 1), (3, 7, 3), (7, 7, 7), (0.999, 7, 7)],
+    [
+        (1.0, 7, 7),
+        (0.25, 20, 5),
+        (0.1, 26, 3),
+        (0.06, 10, 1),
+        (1, 7, 1),
+        (3, 7, 3),
+        (7, 7, 7),
+        (0.999, 7, 7),
+    ],
 )
 def test_a_fraction_or_a_number(participation: float, clients: int, number: int) -> None:
     schedule = configured(participation, sizes=[1] * clients)
@@ -51,7 +62,9 @@ def test_a_cohort_is_a_function_of_seed_and_round() -> None:
 def test_rounds_and_seeds_draw_anew() -> None:
     schedule = configured(0.5)
     assert len({tuple(schedule.cohort(r)) for r in range(1, 21)}) == 20
-    assert [schedule.cohort(r) for r in range(1, 21)] != [configured(0.5, seed=1).cohort(r) for r in range(1, 21)]
+    assert [schedule.cohort(r) for r in range(1, 21)] != [
+        configured(0.5, seed=1).cohort(r) for r in range(1, 21)
+    ]
 
 
 def test_uniform_sampling_ignores_sizes() -> None:
@@ -71,12 +84,17 @@ def test_sampling_by_size_is_without_replacement() -> None:
     p = np.array([0.1, 0.2, 0.7])
     schedule = configured(2, sampling="size", sizes=[10, 20, 70])
     counts = np.bincount(np.concatenate([schedule.cohort(r) for r in ROUNDS]), minlength=3)
-    left_out = [p[j] * p[k] / (1 - p[j]) + p[k] * p[j] / (1 - p[k]) for j, k in [(1, 2), (0, 2), (0, 1)]]
+    left_out = [
+        p[j] * p[k] / (1 - p[j]) + p[k] * p[j] / (1 - p[k]) for j, k in [(1, 2), (0, 2), (0, 1)]
+    ]
     assert counts / len(ROUNDS) == pytest.approx(1 - np.array(left_out), abs=0.04)
 
 
 def test_a_round_takes_as_long_as_its_slowest_client() -> None:
-    updates = [ClientUpdate(i, 1, 1, 1, torch.ones(1), {}, seconds=s) for i, s in enumerate([0.5, 2.0, 1.0])]
+    updates = [
+        ClientUpdate(i, 1, 1, 1, torch.ones(1), {}, seconds=s)
+        for i, s in enumerate([0.5, 2.0, 1.0])
+    ]
     assert configured().elapse(updates) == 2.0
     assert configured().elapse([]) == 0.0
 

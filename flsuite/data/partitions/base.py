@@ -18,7 +18,11 @@ class Partition(ABC):
 
     @abstractmethod
     def __call__(
-        self, labels: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         """Split ``range(len(labels))``.
 
@@ -41,7 +45,9 @@ class Partition(ABC):
         if clients < 1:
             raise FlsuiteError(f"clients must be at least 1, got {clients}")
         if clients > samples:
-            raise FlsuiteError(f"{clients} clients cannot share {samples} training samples; lower data.clients")
+            raise FlsuiteError(
+                f"{clients} clients cannot share {samples} training samples; lower data.clients"
+            )
 
 
 def partition_labels(targets: np.ndarray) -> np.ndarray:

@@ -45,14 +45,20 @@ class Dirichlet(Partition):
         self.max_redraws = max_redraws
 
     def __call__(
-        self, labels: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         self.check_enough(len(labels), clients)
         check_min_samples("Dirichlet", self.min_samples, clients, len(labels))
         classes = np.unique(labels, return_inverse=True)[1]
         sizes = np.bincount(classes)
         for _ in range(1 + self.max_redraws):
-            counts = apportion(rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes, rng)
+            counts = apportion(
+                rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes, rng
+            )
             if counts.sum(axis=0).min() >= self.min_samples:
                 break
         return deal(classes, _mend(counts, self.min_samples), rng)
@@ -80,7 +86,11 @@ class DirichletBalanced(Partition):
         self.alpha = alpha
 
     def __call__(
-        self, labels: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         self.check_enough(len(labels), clients)
         classes = np.unique(labels, return_inverse=True)[1]

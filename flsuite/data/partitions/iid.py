@@ -11,7 +11,11 @@ class IID(Partition):
     """A random split into clients whose sizes differ by at most one (McMahan et al. 2017, arXiv:1602.05629)."""
 
     def __call__(
-        self, labels: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         self.check_enough(len(labels), clients)
         sizes = np.full((1, clients), len(labels) // clients)

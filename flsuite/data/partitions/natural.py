@@ -22,14 +22,22 @@ class Natural(Partition):
     """
 
     def __call__(
-        self, labels: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         self.check_enough(len(labels), clients)
         if ids is None:
-            raise FlsuiteError("the dataset has no natural owners for the Natural partition; choose another data.partition")
+            raise FlsuiteError(
+                "the dataset has no natural owners for the Natural partition; choose another data.partition"
+            )
         _, owner, sizes = np.unique(ids, return_inverse=True, return_counts=True)
         if len(sizes) < clients:
-            raise FlsuiteError(f"{len(sizes)} natural owners cannot make {clients} clients; lower data.clients")
+            raise FlsuiteError(
+                f"{len(sizes)} natural owners cannot make {clients} clients; lower data.clients"
+            )
         client_of = np.arange(clients) if len(sizes) == clients else _group(sizes, clients, rng)
         client = client_of[owner]
         by_client = np.argsort(client, kind="stable").astype(np.int64)

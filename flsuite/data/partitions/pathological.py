@@ -28,11 +28,17 @@ class Pathological(Partition):
 
     def __init__(self, classes_per_client: int) -> None:
         if classes_per_client < 1:
-            raise FlsuiteError(f"Pathological.classes_per_client must be at least 1, got {classes_per_client}")
+            raise FlsuiteError(
+                f"Pathological.classes_per_client must be at least 1, got {classes_per_client}"
+            )
         self.classes_per_client = classes_per_client
 
     def __call__(
-        self, labels: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         self.check_enough(len(labels), clients)
         classes = np.unique(labels, return_inverse=True)[1]
@@ -44,7 +50,9 @@ class Pathological(Partition):
             )
         holds = _deal_classes(len(sizes), clients, self.classes_per_client, rng)
         counts = np.zeros((len(sizes), clients), dtype=np.int64)
-        for k in np.argsort(-(sizes // np.maximum(holds.sum(axis=1), 1)), kind="stable"):  # the scarcest last
+        for k in np.argsort(
+            -(sizes // np.maximum(holds.sum(axis=1), 1)), kind="stable"
+        ):  # the scarcest last
             holders = rng.permutation(np.flatnonzero(holds[k]))
             if len(holders):
                 share, extra = divmod(int(sizes[k]), len(holders))
@@ -66,7 +74,9 @@ def _deal_classes(classes: int, clients: int, each: int, rng: np.random.Generato
     deck = rng.permutation(classes)
     for client in range(clients):
         hand, deck = deck[:each], deck[each:]
-        if missing := each - len(hand):  # the rest comes from a new permutation, past the classes already in hand
+        if missing := each - len(
+            hand
+        ):  # the rest comes from a new permutation, past the classes already in hand
             fresh = rng.permutation(classes)
             drawn = fresh[~np.isin(fresh, hand)][:missing]
             hand, deck = np.concatenate([hand, drawn]), fresh[~np.isin(fresh, drawn)]

@@ -37,7 +37,9 @@ class QuantitySkew(Partition):
         min_samples: int = 1,
     ) -> None:
         if distribution not in ("lognormal", "dirichlet"):
-            raise FlsuiteError(f"QuantitySkew.distribution must be lognormal or dirichlet, got {distribution}")
+            raise FlsuiteError(
+                f"QuantitySkew.distribution must be lognormal or dirichlet, got {distribution}"
+            )
         if not (math.isfinite(sigma) and sigma >= 0):
             raise FlsuiteError(f"QuantitySkew.sigma must be finite and at least 0, got {sigma}")
         check_positive("QuantitySkew.alpha", alpha)
@@ -49,7 +51,11 @@ class QuantitySkew(Partition):
         self.min_samples = min_samples
 
     def __call__(
-        self, labels: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         self.check_enough(len(labels), clients)
         check_min_samples("QuantitySkew", self.min_samples, clients, len(labels))

@@ -9,4 +9,14 @@ from flsuite.models.backbones.resnet18 import ResNet18
 from flsuite.models.backbones.resnet20 import PreActResNet, ResNet20
 from flsuite.models.backbones.strided import StridedCNN
 
-__all__ = ["CNN", "MLP", "Backbone", "LeNet5", "PreActResNet", "ResNet18", "ResNet20", "StridedCNN", "make_norm"]
+__all__ = [
+    "CNN",
+    "MLP",
+    "Backbone",
+    "LeNet5",
+    "PreActResNet",
+    "ResNet18",
+    "ResNet20",
+    "StridedCNN",
+    "make_norm",
+]

@@ -39,9 +39,13 @@ class CNN(Backbone):
             without.
     """
 
-    def __init__(self, bias: bool = True, hidden: tuple[int, ...] = (512,), padding: bool = True) -> None:
+    def __init__(
+        self, bias: bool = True, hidden: tuple[int, ...] = (512,), padding: bool = True
+    ) -> None:
         if any(width < 1 for width in hidden):
-            raise FlsuiteError(f"CNN(hidden={hidden}) has a layer without units; every width must be at least 1")
+            raise FlsuiteError(
+                f"CNN(hidden={hidden}) has a layer without units; every width must be at least 1"
+            )
         self.bias = bias
         self.hidden = tuple(hidden)
         self.padding = padding

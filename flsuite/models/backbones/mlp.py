@@ -21,11 +21,17 @@ class MLP(Backbone):
         dropout: Probability with which a hidden unit is dropped in training, in [0, 1).
     """
 
-    def __init__(self, hidden: tuple[int, ...] = (64,), bias: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self, hidden: tuple[int, ...] = (64,), bias: bool = True, dropout: float = 0.0
+    ) -> None:
         if any(width < 1 for width in hidden):
-            raise FlsuiteError(f"MLP(hidden={hidden}) has a layer without units; every width must be at least 1")
+            raise FlsuiteError(
+                f"MLP(hidden={hidden}) has a layer without units; every width must be at least 1"
+            )
         if not 0.0 <= dropout < 1.0:
-            raise FlsuiteError(f"MLP(dropout={dropout}) is no probability below 1; choose a number in [0, 1)")
+            raise FlsuiteError(
+                f"MLP(dropout={dropout}) is no probability below 1; choose a number in [0, 1)"
+            )
         self.hidden = tuple(hidden)
         self.bias = bias
         self.dropout = dropout
@@ -34,7 +40,9 @@ class MLP(Backbone):
         """A network from ``(n, *shape)``, of any number of dimensions, to ``(n, outputs)``."""
         features = prod(shape)
         if features < 1:
-            raise FlsuiteError(f"MLP takes samples of at least one number, not data of shape {tuple(shape)}")
+            raise FlsuiteError(
+                f"MLP takes samples of at least one number, not data of shape {tuple(shape)}"
+            )
         layers: list[nn.Module] = [nn.Flatten()]
         for units in self.hidden:
             layers += [nn.Linear(features, units, bias=self.bias), nn.ReLU()]

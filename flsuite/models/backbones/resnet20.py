@@ -45,7 +45,9 @@ class PreActResNet(nn.Module):
         super().__init__()
         self.stem = _conv3x3(channels, width)
         self.stages = nn.Sequential(
-            _stage(width, width, 1, norm), _stage(width, 2 * width, 2, norm), _stage(2 * width, 4 * width, 2, norm)
+            _stage(width, width, 1, norm),
+            _stage(width, 2 * width, 2, norm),
+            _stage(2 * width, 4 * width, 2, norm),
         )
         self.norm = make_norm(norm, 4 * width, _GROUPS)
         self.relu = nn.ReLU(inplace=True)
@@ -89,7 +91,9 @@ def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
 
 def _stage(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential:
     return nn.Sequential(
-        _Block(inputs, outputs, stride, norm), _Block(outputs, outputs, 1, norm), _Block(outputs, outputs, 1, norm)
+        _Block(inputs, outputs, stride, norm),
+        _Block(outputs, outputs, 1, norm),
+        _Block(outputs, outputs, 1, norm),
     )
 
 

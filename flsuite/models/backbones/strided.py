@@ -31,4 +31,6 @@ class StridedCNN(Backbone):
         for maps in (self.width, 2 * self.width, 4 * self.width):
             layers += [nn.Conv2d(channels, maps, 4, stride=2, padding=1), nn.LeakyReLU()]
             channels = maps
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * (height // 8) * (width // 8), outputs))
+        return nn.Sequential(
+            *layers, nn.Flatten(), nn.Linear(channels * (height // 8) * (width // 8), outputs)
+        )

@@ -1,0 +1,1 @@
+"""One client's fit."""

@@ -1,0 +1,174 @@
+"""``flsuite fit | validate | test | predict``: a LightningCLI around the federated trainer."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+import flsuite.aggregators
+import flsuite.callbacks
+import flsuite.client.lr_decay
+import flsuite.engines.in_process
+import flsuite.engines.processes
+import flsuite.schedules  # noqa: F401  (what is imported has a short name in configs)
+from flsuite.analysis import curves_figure, partition_figure, read_partition
+from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
+from flsuite.data import FederatedDataModule
+from flsuite.errors import FlsuiteError
+from flsuite.models import ClientModel
+from flsuite.runs.folder import new_run_dir
+from flsuite.trainer import FederatedTrainer
+
+__all__ = ["build", "run"]
+
+_SKIP = {"model", "datamodule"}
+
+
+def run(command: str, args: list[str]) -> None:
+    """Parse, build, and call the trainer's method of that name."""
+    _speak()
+    sys.argv = ["flsuite", command, *args]  # LightningCLI warns when args and argv differ
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(
+        logging.WARNING
+    )  # "Seed set to 1", on stderr
+    _FederatedCLI(command)
+
+
+def build(args: list[str]) -> tuple[FederatedTrainer, ClientModel, FederatedDataModule]:
+    """What ``flsuite fit`` would fit with these arguments: the trainer, and what its ``fit`` takes.
+
+    Raises:
+        FlsuiteError: If the request cannot be met.
+    """
+    _speak()
+    argv, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI warns when args and argv differ
+    try:
+        cli = _Builder("fit", args=["fit", *args])
+    finally:
+        sys.argv = argv
+    return cli.trainer, cli.model, cli.datamodule
+
+
+class _FederatedCLI(LightningCLI):
+    trainer: FederatedTrainer
+
+    def __init__(self, command: str, **kwargs: Any) -> None:
+        _FederatedCLI._command = command
+        super().__init__(
+            model_class=ClientModel,
+            datamodule_class=FederatedDataModule,
+            trainer_class=FederatedTrainer,
+            save_config_callback=None,
+            seed_everything_default=1,
+            parser_class=OneLineParser,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,  # the trainer exports models; the hook would tie each optimizer to the CLI
+            **kwargs,
+        )
+
+    _command = "fit"
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Only the one that is asked for: each costs a parser of its own."""
+        return {_FederatedCLI._command: _SKIP}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="The run's folder; default runs/NAME/TIME-SEED.",
+        )
+        parser.add_argument(
+            "--plugins", type=list[str] | str | None, default=None, help="Modules to import first."
+        )
+
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything")
+        if not 0 <= int(seed) < 1 << 32:
+            raise FlsuiteError(f"seed_everything must be from 0 to {(1 << 32) - 1}, got {seed}")
+        super()._set_seed()
+
+    def _parse_ckpt_path(self) -> None:
+        """A federation's checkpoint says nothing of how to build the model; the config does."""
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        dump = self._parser(self.subcommand).dump(config, skip_unset=True)
+        self._resolved = _without(dump, ("config", "run_dir", "ckpt_path"))
+        run_dir = config.run_dir or config.trainer.run_dir or str(self._default_run_dir(config))
+        config.run_dir = config.trainer.run_dir = run_dir
+        for logger in _loggers(config.trainer.logger):
+            if logger.get("init_args") is not None and logger.init_args.get("save_dir", "") in (
+                None,
+                "",
+                ".",
+            ):
+                logger.init_args.save_dir = str(Path(run_dir).resolve())
+
+    def instantiate_classes(self) -> None:
+        with plain_errors():
+            super().instantiate_classes()
+
+    def after_instantiate_classes(self) -> None:
+        self.trainer.config = self._resolved
+
+    def after_fit(self) -> None:
+        """Two pictures beside the tables."""
+        folder = self.trainer.run_folder.path
+        if folder is not None:
+            curves_figure({"run": folder}).savefig(folder / "curves.png", dpi=130)
+            partition_figure(read_partition(folder)).savefig(folder / "partition.png", dpi=130)
+
+    def _default_run_dir(self, config: Any) -> Path:
+        """A new folder for a new run; for everything else the run that the config lies in, else the newest of its name."""
+        ckpt_path = config.get("ckpt_path")
+        if self.subcommand != "fit" and ckpt_path not in (None, "last", "best"):
+            return Path(ckpt_path).resolve().parent.parent
+        paths = [Path(str(path)) for path in config.get("config") or []]
+        going_on = self.subcommand != "fit" or config.get("ckpt_path") in ("last", "best")
+        inside = [
+            path.resolve().parent
+            for path in paths
+            if (path.resolve().parent / "metrics.csv").exists()
+        ]
+        if going_on and inside:
+            return inside[-1]
+        name = config_name(paths, "flsuite")
+        earlier = sorted(path.parent for path in Path("runs", name).glob("*/config.yaml"))
+        if going_on and earlier:
+            return earlier[-1]
+        return new_run_dir(name, int(config.seed_everything))
+
+
+class _Builder(_FederatedCLI):
+    def _run_subcommand(self, subcommand: str) -> None:
+        """What is built is all that is wanted."""
+
+
+def _speak() -> None:
+    """What the federation has to say goes to the terminal as plain lines."""
+    logger = logging.getLogger("flsuite")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
+
+
+def _loggers(logger: Any) -> list[Any]:
+    found = logger if isinstance(logger, list) else [logger]
+    return [one for one in found if hasattr(one, "get")]
+
+
+def _without(dump: str, keys: tuple[str, ...]) -> str:
+    import yaml
+
+    content = yaml.safe_load(dump)
+    return yaml.safe_dump({k: v for k, v in content.items() if k not in keys}, sort_keys=False)

@@ -1,0 +1,185 @@
+"""The command: ``flsuite fit | validate | test | predict | partition | report``.
+
+Importing torch and Lightning takes seconds, so nothing here does until the subcommand is known to need it.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from flsuite import __version__
+from flsuite.errors import FederationError, FlsuiteError
+
+__all__ = ["import_plugins", "main"]
+
+_HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch Lightning
+
+usage: flsuite COMMAND --config FILE [--KEY VALUE ...]
+
+commands:
+  fit         run a federation and write its folder; --ckpt_path last goes on with a killed one
+  validate    score a finished run on validation data
+  test        score a finished run on test data: the global model and every client
+  predict     write class probabilities on test data to predictions.csv, and a model's pictures (reconstructions, samples)
+  partition   draw how a config splits the data, without training
+  report      put finished runs side by side: mean and spread over seeds
+
+examples:
+  flsuite fit --config configs/quickstart.yaml
+  flsuite fit --config configs/quickstart.yaml --trainer.rounds 50 --data.partition.alpha 0.1
+  flsuite test --config runs/quickstart/TIME-SEED/config.yaml --ckpt_path best
+  flsuite partition --config configs/quickstart.yaml
+  flsuite report runs/quickstart --metric accuracy f1_macro
+
+flsuite COMMAND --help lists every key; flsuite fit --config FILE --print_config prints the resolved config.
+A key of a class is given without init_args: --trainer.aggregator FedAvgM --trainer.aggregator.momentum 0.5
+"""
+
+_PARTITION_HELP = """usage: flsuite partition --config FILE [--output FOLDER] [--data.KEY VALUE ...] [--seed_everything SEED]
+
+Draw how a config splits the data (class by client), without training: NAME-partition.png, and the same numbers as
+NAME-partition.csv with the columns client, split, class, samples. NAME is the config's.
+
+  --config FILE           a config as for flsuite fit; its model and trainer are not looked at
+  --output FOLDER         where to write; default: here
+  --data.KEY VALUE        override a key of the data, e.g. --data.partition.alpha 0.1 --data.clients 20
+  --seed_everything SEED  the run's seed, which the partition follows unless data.seed is given
+  --plugins LIST          modules to import first, e.g. '[my_package]', whose classes then have short names
+"""
+
+_REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] [--last N] [--output FOLDER]
+
+Put finished runs side by side. Every run in or below a FOLDER counts; runs whose configs differ in nothing but seed, engine,
+logger and callbacks that only look on are one row, named by what tells it from the others, with mean and standard deviation:
+test scores of the last round, of the round picked on validation data, the mean of the last rounds, and the best on test data
+(no honest choice: for comparison with tables that were made so).
+
+  --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro accuracy_first_five; default accuracy
+  --last N            rounds in the mean of the last ones; default 10
+  --output FOLDER     write report.csv, report.md and report.png (curves with their range) there
+"""
+
+_HELPS = {"partition": _PARTITION_HELP, "report": _REPORT_HELP}
+_LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exit status: 0, 1 if the run failed, 2 if the request cannot be met."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    command = args[0] if args else "--help"
+    if command in ("-h", "--help", "help"):
+        print(_HELP, end="")
+    elif command == "--version":
+        print(f"flsuite {__version__}")
+    elif command in _HELPS and {"-h", "--help"} & set(args):
+        print(_HELPS[command], end="")
+    elif command in _LIGHTNING_COMMANDS or command in _HELPS:
+        sys.exit(_guarded(command, args[1:]))
+    else:
+        known = ", ".join((*_LIGHTNING_COMMANDS, *_HELPS))
+        sys.exit(_complain(f"unknown command {command!r}; there are: {known}", 2))
+
+
+def _guarded(command: str, args: list[str]) -> int:
+    """Run one subcommand; errors become one line."""
+    try:
+        if command == "report":
+            from flsuite.commands.report import report
+
+            report(args)
+            return 0
+        _prepare(args)
+        if command == "partition":
+            from flsuite.commands.partition import partition
+
+            partition(args)
+        else:
+            from flsuite.commands.fit import run
+
+            run(command, args)
+    except FlsuiteError as error:
+        return _complain(str(error), 2)
+    except FederationError as error:
+        return _complain(str(error), 1)
+    except KeyboardInterrupt:
+        return _complain(
+            "interrupted; fit goes on from the last finished round with --ckpt_path last", 130
+        )
+    return 0
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"flsuite: error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _prepare(args: list[str]) -> None:
+    """What must happen before a parser is built: import plugins, and have the workers' parent start importing beside us."""
+    configs = [_read(path) for path in _values(args, "--config", "-c")]
+    chosen = _values(args, "--trainer.engine") or [
+        _engine(config) for config in configs
+    ]  # an argument overrides the config
+    if "Processes" in str(chosen) and "--print_config" not in args and "--help" not in args:
+        from flsuite.engines.forkserver import prepare_workers
+
+        prepare_workers()
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a user's own package beside the config is found, as with python -m
+    import_plugins(args)
+
+
+def import_plugins(args: list[str]) -> None:
+    """Import what ``--plugins`` and the configs name, so that its classes have short names.
+
+    Raises:
+        FlsuiteError: If that fails, or a config cannot be read.
+    """
+    import yaml
+
+    configs = [_read(path) for path in _values(args, "--config", "-c")]
+    named = [yaml.safe_load(value) for value in _values(args, "--plugins")] + [
+        c.get("plugins") for c in configs
+    ]
+    for plugins in named:
+        for plugin in [plugins] if isinstance(plugins, str) else plugins or []:
+            try:
+                importlib.import_module(plugin)
+            except (ImportError, SyntaxError) as error:
+                raise FlsuiteError(
+                    f"plugins: cannot import {plugin!r} ({error}); mend it, install it, or run where it lies"
+                ) from error
+
+
+def _values(args: list[str], *options: str) -> list[str]:
+    found = [after for option, after in pairwise(args) if option in options]
+    return found + [
+        arg.split("=", 1)[1] for arg in args if arg.split("=", 1)[0] in options and "=" in arg
+    ]
+
+
+def _read(path: str) -> dict[str, Any]:
+    import yaml
+
+    if not Path(path).is_file():
+        raise FlsuiteError(f"there is no config file {path}")
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise FlsuiteError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise FlsuiteError(
+            f"{path} is not a config: it must be a mapping with model, data and trainer"
+        )
+    return content
+
+
+def _engine(config: dict[str, Any]) -> Any:
+    trainer = config.get("trainer")
+    return trainer.get("engine") if isinstance(trainer, dict) else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Published datasets and tables, one class a file."""

@@ -1,0 +1,171 @@
+"""MedMNIST v2 and MedMNIST+: twelve sets of small medical images, at 28, 64, 128 and 224 pixels.
+
+Names, checksums, addresses and the download are those of the ``medmnist`` package. The file is read here, straight into
+tensors: the package's own dataset makes a PIL image of every sample.
+
+Source: Yang et al., "MedMNIST v2: A large-scale lightweight benchmark for 2D and 3D biomedical image classification",
+Scientific Data 10, 2023.
+"""
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flsuite.data.module import FederatedDataModule
+from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
+from flsuite.errors import FlsuiteError
+
+__all__ = ["MedMNIST", "read_medmnist"]
+
+DEFAULT_ROOT = "~/.medmnist"
+SIZES = (28, 64, 128, 224)
+SPLITS = ("train", "val", "test")
+TASKS: dict[str, Task] = {
+    "multi-class": "multiclass",
+    "binary-class": "binary",
+    "ordinal-regression": "ordinal",
+    "multi-label, binary-class": "multilabel",
+}
+CHUNK = 1 << 20
+
+
+def read_medmnist(name: str, size: int, root: Path, download: bool) -> PublishedSplits:
+    """Read one set as it is published, validation split included.
+
+    Args:
+        name: One of the twelve 2D sets, e.g. ``"retinamnist"``.
+        size: Side of the images in pixels; each size is a file of its own, not a resized 28.
+        root: Folder of the ``.npz`` files.
+        download: Fetch a missing file. A file that is there is never fetched again, nor overwritten.
+
+    Returns:
+        Images uint8 ``(n, size, size, 1 or 3)``; labels int64 ``(n,)``, or uint8 ``(n, 14)`` for ChestMNIST.
+
+    Raises:
+        FlsuiteError: If the name or the size does not exist, or the file is missing, cannot be fetched, or is damaged.
+    """
+    info = _info(name, size)
+    suffix = "" if size == 28 else f"_{size}"
+    file = root.expanduser() / f"{name}{suffix}.npz"
+    url, md5 = info[f"url{suffix}"], info[f"MD5{suffix}"]
+    if not file.is_file():
+        if not download:
+            raise FlsuiteError(
+                f"{file.name} is not in {file.parent}; set data.download or put {url} there"
+            )
+        _fetch(file, url, md5)
+    _check_md5(file, md5)
+    spec = _spec(info, size)
+    train, val, test = _read(file, spec)
+    return PublishedSplits(spec, train, test, val)
+
+
+def _info(name: str, size: int) -> dict[str, Any]:
+    from medmnist import INFO
+
+    names = [key for key in INFO if not key.endswith("3d")]
+    if name not in names:
+        raise FlsuiteError(
+            f"no 2D MedMNIST set is called {name!r}; data.name must be one of {', '.join(names)}"
+        )
+    if size not in SIZES:
+        raise FlsuiteError(
+            f"MedMNIST has no images of size {size}; data.size must be one of {SIZES}"
+        )
+    info: dict[str, Any] = INFO[name]
+    return info
+
+
+def _spec(info: dict[str, Any], size: int) -> DataSpec:
+    names = tuple(info["label"][str(k)] for k in range(len(info["label"])))
+    return DataSpec((info["n_channels"], size, size), len(names), TASKS[info["task"]], names)
+
+
+def _fetch(file: Path, url: str, md5: str) -> None:
+    """Download beside the target, then rename: a killed download leaves no half file under the real name."""
+    from torchvision.datasets.utils import download_url
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".download-") as folder:
+            download_url(url, root=folder, filename=file.name, md5=md5)
+            os.replace(Path(folder) / file.name, file)
+    except (
+        Exception
+    ) as error:  # sockets, HTTP, TLS and disks each have their own family of exceptions
+        raise FlsuiteError(
+            f"{file.name} is not in {file.parent} and could not be downloaded ({_line(error)}); put {url} there by hand"
+        ) from error
+
+
+def _check_md5(file: Path, expected: str) -> None:
+    digest = hashlib.md5(usedforsecurity=False)
+    try:
+        with file.open("rb") as stream:
+            while chunk := stream.read(CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise FlsuiteError(f"{file} cannot be read ({_line(error)})") from error
+    if digest.hexdigest() != expected:
+        raise _damaged(file, f"its MD5 is {digest.hexdigest()}, the published one {expected}")
+
+
+def _read(file: Path, spec: DataSpec) -> list[DataSplit]:
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return [_split(arrays[f"{s}_images"], arrays[f"{s}_labels"], s, spec) for s in SPLITS]
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen types on a damaged archive
+        raise _damaged(file, _line(error)) from error
+
+
+def _split(images: np.ndarray, labels: np.ndarray, split: str, spec: DataSpec) -> DataSplit:
+    """Images ``(n, h, w[, c])`` and labels ``(n, 1 or labels)`` of the file as one split."""
+    channels, height, width = spec.shape
+    columns = spec.num_classes if spec.task == "multilabel" else 1
+    if images.ndim == 3:
+        images = images[..., None]
+    if images.dtype != np.uint8 or images.shape[1:] != (height, width, channels):
+        raise ValueError(f"{split}_images are {images.dtype} {images.shape}")
+    if labels.shape != (len(images), columns) or not len(labels):
+        raise ValueError(f"{split}_labels have shape {labels.shape} for {len(images)} images")
+    if labels.min() < 0 or labels.max() >= (2 if spec.task == "multilabel" else spec.num_classes):
+        raise ValueError(f"{split}_labels lie outside the classes")
+    y = labels.astype(np.uint8) if spec.task == "multilabel" else labels[:, 0].astype(np.int64)
+    return DataSplit(torch.from_numpy(images), torch.from_numpy(y))
+
+
+def _damaged(file: Path, reason: str) -> FlsuiteError:
+    return FlsuiteError(
+        f"{file} is damaged or not the published file ({reason}); delete it and fetch it again"
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class MedMNIST(FederatedDataModule):
+    """One of the twelve 2D MedMNIST sets, with its published training, validation and test split.
+
+    The files are looked for in ``root``, by default where the ``medmnist`` package keeps them, ``~/.medmnist``.
+
+    Args:
+        name: ``pathmnist``, ``chestmnist`` (14 labels), ``dermamnist``, ``octmnist``, ``pneumoniamnist``,
+            ``retinamnist`` (ordinal), ``breastmnist``, ``bloodmnist``, ``tissuemnist``, ``organamnist``,
+            ``organcmnist`` or ``organsmnist``.
+        size: Side of the images in pixels: 28, 64, 128 or 224.
+        **kwargs: Those of ``FederatedDataModule``.
+    """
+
+    def __init__(self, name: str, size: int = 28, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.name: str = name
+        self.size = size
+
+    def load(self) -> PublishedSplits:
+        return read_medmnist(self.name, self.size, self.data_root(DEFAULT_ROOT), self.download)

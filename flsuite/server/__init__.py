@@ -1,0 +1,1 @@
+"""The federation: its state, its evaluation, and what its clients keep."""

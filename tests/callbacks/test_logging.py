@@ -1,0 +1,330 @@
+"""What a run tells loggers, the tidy table, callbacks and the terminal."""
+
+import csv
+import json
+import logging
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+
+from flsuite.callbacks import FederationCallback, RoundLogger
+from flsuite.data import IID
+from tests.conftest import classifier, digits, trainer
+
+ROUNDS = 2
+
+
+class Memory(Logger):
+    """A logger that remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int | None, dict[str, float]] = {}
+        self.params: dict[str, Any] = {}
+
+    name = "memory"
+    version = 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step not in self.rows
+        self.rows[step] = dict(metrics)
+
+    def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        self.params = params
+
+
+# Weights & Biases
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The records of an offline run: protobuf messages in the framing of LevelDB's log, blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, parts = path.read_bytes(), 7, []
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(b"".join(parts))
+            parts = []
+            yield record
+
+
+def items(entries: Any) -> dict[str, Any]:
+    return {
+        entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in entries
+    }
+
+
+class Recorded:
+    """An offline run of Weights & Biases, read back."""
+
+    def __init__(self, path: Path) -> None:
+        self.id = path.stem.removeprefix("run-")
+        self.rows: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {}
+        self.step_metrics: dict[str, str] = {}
+        for record in records(path):
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                self.rows.append(
+                    {k: v for k, v in items(record.history.item).items() if not k.startswith("_")}
+                )
+            elif kind == "config":
+                self.config |= items(record.config.update)
+            elif kind == "metric":
+                self.step_metrics[record.metric.glob_name or record.metric.name] = (
+                    record.metric.step_metric
+                )
+
+
+@pytest.fixture(scope="module")
+def wandb_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
+    """Two experiments of one process, one after the other."""
+    folder = tmp_path_factory.mktemp("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        import wandb
+
+        for _ in range(2):
+            made = trainer(
+                rounds=ROUNDS, logger=WandbLogger(offline=True, project="flsuite", save_dir=folder)
+            )
+            made.fit(classifier(), digits())
+            assert wandb.run is None, "the next experiment would go on in this run"
+    return [Recorded(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def test_wandb_has_one_row_a_round(wandb_runs: list[Recorded]) -> None:
+    for run in wandb_runs:
+        assert all("round" in row and "step" not in row for row in run.rows)
+        scored = [row for row in run.rows if "train/loss" in row]
+        assert [row["round"] for row in scored] == list(range(1, ROUNDS + 1))
+        for row in scored:
+            assert {
+                "train/loss",
+                "val/accuracy",
+                "test/accuracy",
+                "client/0/train/loss",
+                "client/4/test/accuracy",
+            } <= row.keys()
+        assert run.step_metrics["*"] == "round"
+
+
+def test_wandb_has_the_config_and_the_partition_once(wandb_runs: list[Recorded]) -> None:
+    for run in wandb_runs:
+        assert run.config["model"]["class_path"] == "flsuite.models.Classifier"
+        assert run.config["model"]["init_args"]["backbone"]["init_args"]["hidden"] == [16]
+        assert run.config["data"]["class_path"] == "flsuite.data.Digits"
+        assert run.config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.5
+        assert run.config["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
+        pictures = [row for row in run.rows if row.get("partition/_type") == "image-file"]
+        assert [row["round"] for row in pictures] == [0]
+        assert len(run.rows) == ROUNDS + 1
+
+
+def test_wandb_runs_of_one_process_are_two(wandb_runs: list[Recorded]) -> None:
+    assert len({run.id for run in wandb_runs}) == 2
+    values = [
+        [(row["train/loss"], row["test/accuracy"]) for row in run.rows if "train/loss" in row]
+        for run in wandb_runs
+    ]
+    assert values[0] == values[1], "the same experiment twice"
+
+
+def test_a_resumed_federation_goes_on_in_its_wandb_run(tmp_path: Path) -> None:
+    for rounds in (1, 2):
+        logger = WandbLogger(offline=True, project="flsuite", save_dir=tmp_path / "log")
+        made = trainer(rounds=rounds, logger=logger, run_dir=tmp_path / "run")
+        made.fit(classifier(), digits(), ckpt_path="last")
+    runs = [Recorded(path) for path in sorted(tmp_path.glob("log/wandb/offline-run-*/*.wandb"))]
+    assert len({run.id for run in runs}) == 1
+    assert sorted(row["round"] for run in runs for row in run.rows) == [0, 1, 2]
+
+
+# Other loggers and the table
+
+
+def test_csv_logger_has_rounds_as_steps(tmp_path: Path) -> None:
+    made = trainer(rounds=3, evaluate_every=2, logger=CSVLogger(tmp_path, name="", version="log"))
+    made.fit(classifier(), digits())
+    with (tmp_path / "log" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert all(row["train/loss"] for row in rows)
+    assert [bool(row["test/accuracy"]) for row in rows] == [False, True, True], (
+        "not every round is scored"
+    )
+
+
+def test_the_table_has_every_scope_and_split(tmp_path: Path) -> None:
+    made = trainer(rounds=ROUNDS, run_dir=tmp_path)
+    made.fit(classifier(), digits())
+    rows = made.run_folder.table.rows
+    assert {row[3] for row in rows} == {"global", "0", "1", "2", "3", "4"}
+    assert {row[4] for row in rows} == {"train", "val", "test"}
+    for scope in ("global", "0", "4"):
+        for split, metric in (
+            ("train", "loss"),
+            ("train", "bytes_up"),
+            ("val", "accuracy"),
+            ("test", "accuracy"),
+        ):
+            assert [row[0] for row in rows if row[3:6] == (scope, split, metric)] == [1, 2]
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        written = list(csv.reader(file))[1:]
+    assert [(int(w[0]), *w[3:6]) for w in written] == [(row[0], *row[3:6]) for row in rows]
+    assert all(
+        float(w[6]) == pytest.approx(row[6], rel=1e-8) for w, row in zip(written, rows, strict=True)
+    )
+
+
+def test_the_mean_of_the_clients_losses_weighs_samples() -> None:
+    made = trainer(rounds=1)
+    made.fit(classifier(), digits())
+    found = {row[3:6]: row[6] for row in made.run_folder.table.rows}
+    sizes = [found[str(c), "train", "samples"] for c in range(5)]
+    losses = [found[str(c), "train", "loss"] for c in range(5)]
+    expected = sum(n * loss for n, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+    assert found["global", "train", "loss"] == pytest.approx(expected)
+    assert found["global", "train", "bytes_up"] == sum(
+        found[str(c), "train", "bytes_up"] for c in range(5)
+    )
+
+
+def test_many_clients_are_not_logged_one_by_one() -> None:
+    memory = Memory()
+    made = trainer(rounds=1, logger=memory, callbacks=[RoundLogger(per_client=4)])
+    made.fit(classifier(), digits())
+    assert not [name for name in memory.rows[1] if name.startswith("client/")]
+    assert "test/accuracy_client_worst" in memory.rows[1]
+
+
+# The terminal
+
+
+def test_only_the_federation_speaks(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("", "lightning", "lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            if (
+                type(handler) is logging.StreamHandler
+            ):  # it holds the stderr of the time of its import
+                monkeypatch.setattr(handler, "stream", sys.stderr)
+    made = trainer(rounds=ROUNDS, enable_progress_bar=True)
+    made.fit(classifier(), digits())
+    out, err = capfd.readouterr()
+    lines = err.splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        ["round", f"{n}/{ROUNDS}", "5", "clients"] for n in (1, ROUNDS)
+    ]
+    assert all("train/loss" in line and "test/accuracy" in line for line in lines)
+    assert out.startswith("test scores") and f"last round ({ROUNDS})" in out
+    for trace in ("Trainer.fit", "GPU", "TPU", "Epoch", "it/s", "Tip"):
+        assert trace not in out + err
+
+
+def test_without_a_bar_nobody_speaks(capfd: pytest.CaptureFixture[str]) -> None:
+    trainer(rounds=1).fit(classifier(), digits())
+    assert capfd.readouterr() == ("", "")
+
+
+# Callbacks
+
+
+class Hooks(FederationCallback):
+    """Notes the federation's hooks, and those of each client's Trainer."""
+
+    fits: ClassVar[list[tuple[int, int, int]]] = []
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.batches += 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        Hooks.fits.append((loader.round, loader.client, self.batches - trainer.global_step))
+
+    def on_federation_start(self, trainer: Any) -> None:
+        self.heard.append(("start",))
+
+    def on_round_start(self, trainer: Any, round: int, cohort: Any) -> None:
+        self.heard.append(("round", round, tuple(cohort)))
+
+    def on_client_end(self, trainer: Any, outcome: Any) -> None:
+        self.heard.append(("client", outcome.update.client))
+
+    def on_round_end(self, trainer: Any, round: int) -> None:
+        self.heard.append(("round end", round))
+        trainer.log_metric("gap", round / 2)
+        trainer.log_metric("gap", 7.0, scope=1, split="test")
+
+    def on_evaluation_end(self, trainer: Any, round: int, split: str, scores: Any) -> None:
+        self.heard.append(("scored", round, split, "accuracy" in scores["global"]))
+
+    def on_round_recorded(self, trainer: Any, round: int, metrics: Any) -> None:
+        self.heard.append(("recorded", round, metrics["train/gap"]))
+
+    def on_federation_end(self, trainer: Any) -> None:
+        self.heard.append(("end",))
+
+
+def test_hooks_are_called_once_each_and_lightnings_on_a_fresh_copy() -> None:
+    Hooks.fits.clear()
+    hooks, memory = Hooks(), Memory()
+    made = trainer(rounds=2, callbacks=[hooks], logger=memory)
+    made.fit(classifier(), digits(clients=3, partition=IID()))
+    rounds = [
+        [
+            ("round", n, (0, 1, 2)),
+            *(("client", client) for client in range(3)),
+            ("round end", n),
+            ("scored", n, "val", True),
+            ("scored", n, "test", True),
+            ("recorded", n, n / 2),
+        ]
+        for n in (1, 2)
+    ]
+    assert hooks.heard == [("start",), *rounds[0], *rounds[1], ("end",)]
+    assert Hooks.fits == [(n, client, 0) for n in (1, 2) for client in range(3)], (
+        "a batch count of its own in every fit"
+    )
+    assert hooks.batches == 0, "the configured object is not the one that a client's Trainer calls"
+    rows = [row for row in made.run_folder.table.rows if row[5] == "gap"]
+    assert [(row[0], *row[3:]) for row in rows] == [
+        (1, "global", "train", "gap", 0.5),
+        (1, "1", "test", "gap", 7.0),
+        (2, "global", "train", "gap", 1.0),
+        (2, "1", "test", "gap", 7.0),
+    ]
+    assert [memory.rows[n]["train/gap"] for n in (1, 2)] == [0.5, 1.0]
+    assert memory.rows[2]["client/1/test/gap"] == 7.0
+    assert memory.params["seed"] == 3 and memory.params["data"]["init_args"]["clients"] == 3
+
+
+def test_the_end_is_told_when_a_run_breaks() -> None:
+    class Breaks(Hooks):
+        def on_round_end(self, trainer: Any, round: int) -> None:
+            raise KeyboardInterrupt
+
+    hooks = Breaks()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(rounds=2, callbacks=[hooks]).fit(classifier(), digits(clients=2, partition=IID()))
+    assert hooks.heard[-1] == ("end",) and hooks.heard.count(("end",)) == 1

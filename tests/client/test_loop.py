@@ -1,0 +1,150 @@
+"""The local loop against Lightning's own: the same calls in the same order, the same weights bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
+from flsuite.client.loop import LocalLoop
+from flsuite.client.runner import ClientRunner, WorkerSetup
+from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest
+from flsuite.models import MLP, Classifier, FusedSpaceFed
+from flsuite.models.base import ClientModel
+from flsuite.state import StateLayout, clone
+from tests.conftest import digits, equal_states
+
+HOOKS = [
+    name
+    for name in vars(Callback)
+    if name.startswith("on_")
+    and "checkpoint" not in name
+    and "exception" not in name
+    and "validation" not in name
+]
+
+
+class Diary(Callback):
+    """Writes down every hook that is called, with the numbers that a callback may look at."""
+
+    lines: list[tuple[Any, ...]] = []
+
+
+def _note(name: str) -> Any:
+    def hook(self: Diary, trainer: Any, module: Any, *args: Any) -> None:
+        Diary.lines.append(
+            (
+                name,
+                trainer.current_epoch,
+                trainer.global_step,
+                trainer.num_training_batches,
+                module.training,
+            )
+        )
+
+    hook.__name__ = name
+    return hook
+
+
+for _name in HOOKS:
+    setattr(Diary, _name, _note(_name))
+
+
+class Logs(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("twice", 2 * loss, on_step=False, on_epoch=True)
+        return {"loss": loss, "more": 1}
+
+
+class Accumulates(Classifier):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+def dropout() -> Classifier:
+    return Classifier(
+        MLP(hidden=(16,), dropout=0.5), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+    )
+
+
+def fits(
+    model: ClientModel, lean: bool, aggregator: Aggregator, **kwargs: Any
+) -> tuple[list[ClientResult], list[Any], bool]:
+    """Three clients' fits; the first always takes Lightning's loop."""
+    module = digits(clients=3)
+    module.setup()
+    torch.manual_seed(0)
+    model.ensure_built(module.federated.spec)
+    state = clone(model.state_dict())
+    aggregator.configure(StateLayout(tuple(name for name, _ in model.named_parameters()), 3))
+    settings = {"max_epochs": 2, "accelerator": "cpu", **kwargs}
+    runner = ClientRunner(
+        WorkerSetup(model, module.federated, aggregator, 0, state, settings, callbacks=[Diary()])
+    )
+    Diary.lines = []
+    results = []
+    for client in range(3):
+        if runner._trainer is not None:
+            runner._trainer.lean = lean
+        result = runner.run(
+            FitRequest(FitAssignment(client), Broadcast(1, state, aggregator.broadcast()), {})
+        )
+        assert isinstance(result, ClientResult), result.reason
+        results.append(result)
+    assert runner._trainer is not None
+    return results, Diary.lines, runner._trainer._logs
+
+
+@pytest.mark.parametrize(
+    ("model", "aggregator", "kwargs"),
+    [
+        (dropout, FedAvg, {}),
+        (dropout, lambda: FedProx(0.1), {"gradient_clip_val": 0.5}),
+        (dropout, lambda: SCAFFOLD(control="mean_gradient"), {"precision": "bf16-mixed"}),
+        (dropout, FedAvg, {"max_steps": 3}),
+        (dropout, FedAvg, {"accumulate_grad_batches": 2}),
+        (dropout, FedAvg, {"limit_train_batches": 1}),
+        (lambda: FusedSpaceFed(warmup_epochs=1, latent_dim=4), FedAvg, {"max_epochs": 1}),
+        (lambda: Accumulates(MLP(hidden=(8,))), FedAvg, {}),
+    ],
+    ids=[
+        "plain",
+        "clipped_prox",
+        "bf16_scaffold",
+        "max_steps",
+        "accumulated",
+        "one_batch",
+        "fused",
+        "own_optimizer_step",
+    ],
+)
+def test_same_weights_and_same_hooks(
+    model: Any, aggregator: Any, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    run = LocalLoop.run
+    monkeypatch.setattr(LocalLoop, "run", lambda self: (runs.append(1), run(self))[1])
+    special = kwargs.keys() & {
+        "max_steps",
+        "accumulate_grad_batches",
+        "limit_train_batches",
+    } or isinstance(model(), Accumulates)
+    lean, lean_diary, _ = fits(model(), True, aggregator(), **kwargs)
+    assert len(runs) == (0 if special else 2), (
+        "the first fit is Lightning's, and so is whatever is not plain"
+    )
+    whole, whole_diary, _ = fits(model(), False, aggregator(), **kwargs)
+    for a, b in zip(lean, whole, strict=True):
+        assert equal_states(a.update.state, b.update.state)
+        assert a.update.steps == b.update.steps and a.update.metrics == b.update.metrics
+    assert lean_diary == whole_diary
+
+
+def test_what_a_model_logs_becomes_a_metric_of_the_client() -> None:
+    results, _, logs = fits(Logs(MLP(hidden=(8,))), True, FedAvg())
+    assert logs
+    for result in results:
+        assert {"loss", "twice"} <= result.update.metrics.keys()
+        assert result.update.metrics["twice"] > 0

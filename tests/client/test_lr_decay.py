@@ -1,0 +1,175 @@
+"""Learning rates that fall from round to round."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from flsuite.aggregators import SCAFFOLD
+from flsuite.client.lr_decay import CosineDecay, ExponentialDecay, LRDecay, StepDecay
+from flsuite.data import IID
+from flsuite.engines import Processes
+from flsuite.errors import FlsuiteError
+from flsuite.models import MLP, Classifier, FusedSpaceFed
+from flsuite.trainer import FederatedTrainer
+from tests.conftest import classifier, digits, equal_states, trainer
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        (
+            CosineDecay(rounds=4, final=0.2),
+            [1.0, 0.2 + 0.8 * (2 + 2**0.5) / 4, 0.6, 0.2 + 0.8 * (2 - 2**0.5) / 4, 0.2, 0.2],
+        ),
+        (ExponentialDecay(gamma=0.5), [1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125]),
+        (StepDecay(every=2, gamma=0.1), [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]),
+    ],
+    ids=["cosine", "exponential", "step"],
+)
+def test_worked_by_hand(decay: LRDecay, expected: list[float]) -> None:
+    assert [decay.factor(round) for round in range(1, 7)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: CosineDecay(rounds=0), "rounds"),
+        (lambda: CosineDecay(rounds=5, final=0.0), "final"),
+        (lambda: ExponentialDecay(gamma=1.5), "gamma"),
+        (lambda: StepDecay(every=0), "every"),
+        (lambda: StepDecay(every=2, gamma=float("nan")), "gamma"),
+    ],
+)
+def test_bad_arguments_are_named(make: Any, named: str) -> None:
+    with pytest.raises(FlsuiteError, match=named):
+        make()
+
+
+class Rates(Callback):
+    """What the optimizers step with; one entry a fit, kept on the class since every fit has a copy."""
+
+    seen: list[tuple[int, list[float]]] = []
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        Rates.seen.append((trainer.train_dataloader.round, [group["lr"] for group in groups]))
+
+
+@pytest.mark.parametrize("keep_optimizers", [False, True])
+def test_every_group_steps_with_its_own_rate_times_the_factor(keep_optimizers: bool) -> None:
+    """Kept optimizers come back with a rate that is scaled already: the factors must not multiply up."""
+    Rates.seen = []
+    model = FusedSpaceFed(lr=0.1, autoencoder_lr=0.02)
+    decay = ExponentialDecay(gamma=0.5)
+    made = trainer(rounds=3, lr_decay=decay, keep_optimizers=keep_optimizers, callbacks=[Rates()])
+    made.fit(model, digits(clients=2, resize=16))
+    assert [round for round, _ in Rates.seen] == [1, 1, 2, 2, 3, 3]
+    for round, (autoencoder, head) in Rates.seen:
+        assert (autoencoder, head) == pytest.approx(
+            (0.02 * 0.5 ** (round - 1), 0.1 * 0.5 ** (round - 1))
+        )
+
+
+def test_a_step_is_as_much_shorter() -> None:
+    """One client, one step a round of plain SGD: ``w_2 - w_1 = -gamma lr g(w_1)``, worked out by hand."""
+
+    def states(rounds: int, **kwargs: Any) -> dict[str, torch.Tensor]:
+        made = trainer(rounds=rounds, **kwargs)
+        made.fit(classifier(lr=0.1), digits(clients=1, partition=IID()))
+        assert made.federation is not None
+        return made.federation.state
+
+    first = states(1, limit_train_batches=1)
+    plain, decayed = (
+        states(2, limit_train_batches=1, lr_decay=decay)
+        for decay in (None, ExponentialDecay(gamma=0.25))
+    )
+    for name, start in first.items():
+        torch.testing.assert_close(
+            decayed[name] - start, 0.25 * (plain[name] - start), rtol=1e-4, atol=1e-7
+        )
+    assert any(not torch.equal(plain[name], first[name]) for name in first)
+
+
+def fit(
+    folder: Path | None = None, rounds: int = 4, ckpt_path: str | None = None, **kwargs: Any
+) -> FederatedTrainer:
+    made = trainer(rounds=rounds, **({"run_dir": str(folder)} if folder else {}), **kwargs)
+    model = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
+    made.fit(model, digits(), ckpt_path=ckpt_path)
+    return made
+
+
+def state(made: FederatedTrainer) -> dict[str, torch.Tensor]:
+    assert made.federation is not None
+    return made.federation.state
+
+
+def test_a_factor_of_one_changes_nothing() -> None:
+    assert equal_states(state(fit()), state(fit(lr_decay=StepDecay(every=100))))
+
+
+def test_resume_workers_and_more_rounds_give_the_same(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"lr_decay": CosineDecay(rounds=4), "keep_optimizers": True}
+    whole = fit(**settings)
+    fit(tmp_path / "run", rounds=2, **settings)
+    extended = fit(tmp_path / "run", ckpt_path="last", **settings)
+    assert equal_states(state(whole), state(extended))
+    assert equal_states(state(whole), state(fit(engine=Processes(workers=2), **settings)))
+    with pytest.raises(FlsuiteError, match="lr_decay"):
+        fit(
+            tmp_path / "run",
+            rounds=5,
+            ckpt_path="last",
+            keep_optimizers=True,
+            lr_decay=CosineDecay(rounds=5),
+        )
+
+
+def test_scaffold_takes_each_rounds_rate() -> None:
+    """Option II divides by the rate: within a fit it is constant, so that it is the mean gradient still."""
+
+    def control(**kwargs: Any) -> dict[str, torch.Tensor]:
+        made = trainer(
+            rounds=3, aggregator=SCAFFOLD(**kwargs), lr_decay=ExponentialDecay(gamma=0.5)
+        )
+        made.fit(classifier(), digits())
+        memory: dict[str, torch.Tensor] = made.aggregator.memory["control"]
+        return memory
+
+    displacement, mean_gradient = control(), control(control="mean_gradient")
+    for name, value in displacement.items():
+        torch.testing.assert_close(value, mean_gradient[name], rtol=1e-3, atol=1e-5)
+
+
+def test_the_factor_is_in_the_table() -> None:
+    made = fit(lr_decay=ExponentialDecay(gamma=0.5))
+    assert [row[6] for row in made.run_folder.table.rows if row[5] == "lr_factor"] == [
+        1.0,
+        0.5,
+        0.25,
+        0.125,
+    ]
+
+
+class Scheduled(Classifier):
+    """Sets its rate itself."""
+
+    def __init__(self) -> None:
+        super().__init__(MLP(hidden=(4,)))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        }
+
+
+def test_a_model_that_schedules_its_own_rate_is_refused() -> None:
+    made = trainer(rounds=1, lr_decay=ExponentialDecay())
+    with pytest.raises(FlsuiteError, match="Scheduled"):
+        made.fit(Scheduled(), digits())

@@ -1,0 +1,490 @@
+"""The command: what a run leaves behind, and what a request that cannot be met comes to."""
+
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from flsuite import __version__
+from flsuite.commands.main import main
+from flsuite.data import Digits, Dirichlet
+from flsuite.models import MLP, Classifier
+from flsuite.runs.folder import COLUMNS
+from flsuite.trainer import FederatedTrainer
+from tests.conftest import equal_states
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+SHORT = ("fit", "--config", QUICKSTART, "--trainer.rounds", "1")
+
+
+@pytest.fixture(autouse=True)
+def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder to work in; what the command does to the interpreter is undone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a short run of the quickstart, by the command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("quickstart"))
+        patch.setattr(sys, "argv", list(sys.argv))
+        patch.setattr(sys, "path", list(sys.path))
+        assert cli("fit", "--config", QUICKSTART, "--trainer.rounds", "3") == 0
+        (folder,) = (Path.cwd() / "runs" / "quickstart").iterdir()
+        yield folder
+
+
+@pytest.fixture
+def run_folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "runs" / "quickstart" / finished.name))
+
+
+def cli(*args: str) -> int:
+    """Run the command; its exit status."""
+    with pytest.raises(SystemExit) as exit:
+        main(args)
+    return int(exit.value.code or 0)
+
+
+def final_state(folder: Path, name: str = "last.ckpt") -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoints" / name, weights_only=True)["federation"]["state"]
+
+
+def files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file with its time and content."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line of a request that cannot be met."""
+    capsys.readouterr()
+    before = files(Path.cwd())
+    folders = sorted(Path.cwd().rglob("*"))
+    assert cli(*args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("flsuite: error: ")
+    assert files(Path.cwd()) == before and sorted(Path.cwd().rglob("*")) == folders
+    return line
+
+
+def score(folder: Path, split: str, metric: str, round: int) -> float:
+    table = pd.read_csv(folder / "metrics.csv")
+    chosen = (
+        (table["scope"] == "global")
+        & (table["split"] == split)
+        & (table["metric"] == metric)
+        & (table["round"] == round)
+    )
+    return float(table[chosen]["value"].item())
+
+
+# What a run leaves behind
+
+
+def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
+    date, _, seed = finished.name.rpartition("-")
+    assert time.strptime(date, "%Y%m%d-%H%M%S") and seed == "1"
+    assert {str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file()} == {
+        "config.yaml",
+        "partition.csv",
+        "versions.txt",
+        "metrics.csv",
+        "curves.png",
+        "partition.png",
+        "checkpoints/last.ckpt",
+        "checkpoints/best.ckpt",
+        "checkpoints/model.ckpt",
+    }
+    header, *rows = (finished / "metrics.csv").read_text().splitlines()
+    assert header == "round,virtual_s,wall_s,scope,split,metric,value" == ",".join(COLUMNS)
+    assert {row.split(",")[0] for row in rows} == {"1", "2", "3"}
+    assert f"torch {torch.__version__.split('+')[0]}" in (finished / "versions.txt").read_text()
+    for picture in ("curves.png", "partition.png"):
+        assert (finished / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_short_names_are_resolved_in_the_saved_config(finished: Path) -> None:
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    assert config["model"]["class_path"] == "flsuite.models.Classifier"
+    assert config["model"]["init_args"]["backbone"]["class_path"] == "flsuite.models.MLP"
+    assert config["data"]["init_args"]["partition"]["class_path"] == "flsuite.data.Dirichlet"
+    assert config["trainer"]["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
+    assert (
+        config["trainer"]["rounds"] == 3
+        and config["trainer"]["max_epochs"] == 2
+        and config["seed_everything"] == 1
+    )
+
+
+def test_the_saved_config_makes_the_same_weights(finished: Path, tmp_path: Path) -> None:
+    assert cli("fit", "--config", str(finished / "config.yaml"), "--run_dir", "again") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["again"]
+    assert equal_states(final_state(tmp_path / "again"), final_state(finished))
+    assert (tmp_path / "again" / "config.yaml").read_bytes() == (
+        finished / "config.yaml"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last", "best"])
+@pytest.mark.parametrize(("command", "split"), [("test", "test"), ("validate", "val")])
+def test_scores_from_the_saved_config(
+    command: str,
+    split: str,
+    ckpt_path: str | None,
+    run_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = files(run_folder)
+    request = ["--ckpt_path", ckpt_path] if ckpt_path else []
+    assert cli(command, "--config", str(run_folder / "config.yaml"), *request) == 0
+    name = f"{ckpt_path or 'last'}.ckpt"
+    round = torch.load(run_folder / "checkpoints" / name, weights_only=True)["federation"]["round"]
+    out = capsys.readouterr().out
+    assert f"{split} scores of round {round}" in out
+    shown = next(line for line in out.splitlines() if "global accuracy" in line)
+    assert f"{score(run_folder, split, 'accuracy', round):.4f}" in shown
+    assert files(run_folder) == before
+
+
+def test_predictions(run_folder: Path) -> None:
+    assert cli("predict", "--config", str(run_folder / "config.yaml")) == 0
+    table = pd.read_csv(run_folder / "predictions.csv")
+    probabilities = [f"p_{c}" for c in range(10)]
+    assert list(table.columns) == ["sample", "target", "prediction", *probabilities]
+    assert len(table) == 360 and table["sample"].tolist() == list(range(360))
+    assert np.allclose(table[probabilities].sum(axis=1), 1, atol=1e-4)
+    assert (table["prediction"] == table[probabilities].to_numpy().argmax(axis=1)).mean() > 0.99
+    accuracy = (table["prediction"] == table["target"]).mean()
+    assert accuracy == pytest.approx(score(run_folder, "test", "accuracy", 3))
+
+
+def test_a_run_of_the_command_can_be_opened_in_python(finished: Path) -> None:
+    """The command writes out every default, of Lightning's Trainer and of the optimizer; that is no difference."""
+    made = FederatedTrainer(
+        rounds=3, max_epochs=2, run_dir=str(finished), seed=1, enable_progress_bar=False
+    )
+    model = Classifier(MLP(hidden=(64,)), partial(torch.optim.SGD, lr=0.1))
+    data = Digits(clients=10, partition=Dirichlet(0.3), batch_size=16)
+    assert made.test(model, data, ckpt_path="last")[0]["accuracy"] == pytest.approx(
+        score(finished, "test", "accuracy", 3)
+    )
+
+
+def test_partition_draws_what_a_run_would_deal(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("partition", "--config", QUICKSTART, "--output", "drawn") == 0
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [
+        "quickstart-partition.csv",
+        "quickstart-partition.png",
+    ]
+    assert (tmp_path / "drawn" / "quickstart-partition.png").read_bytes().startswith(b"\x89PNG")
+    drawn = pd.read_csv(tmp_path / "drawn" / "quickstart-partition.csv")
+    assert drawn.equals(pd.read_csv(finished / "partition.csv"))
+    assert list(drawn.columns) == ["client", "split", "class", "samples"]
+    out = capsys.readouterr().out
+    assert "training samples" in out and "drawn/quickstart-partition.png" in out
+
+
+def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert (
+        cli(
+            *SHORT,
+            "--trainer.aggregator",
+            "FedAdam",
+            "--trainer.aggregator.lr",
+            "0.5",
+            "--print_config",
+        )
+        == 0
+    )
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["trainer"]["rounds"] == 1
+    assert config["trainer"]["aggregator"]["class_path"].endswith("FedAdam")
+    assert config["trainer"]["aggregator"]["init_args"]["lr"] == 0.5
+    assert not list(tmp_path.iterdir())
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["flsuite", "--version"])
+    runpy.run_module("flsuite", run_name="__main__")
+    assert capsys.readouterr().out == f"flsuite {__version__}\n"
+
+
+@pytest.mark.parametrize("args", [("--help",), ("partition", "--help")])
+def test_help_is_there_at_once(args: tuple[str, ...]) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "flsuite", *args],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert time.monotonic() - began < 2
+    assert "usage: flsuite" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "flsuite.commands.main" in imported
+    assert not imported & {"torch", "lightning", "numpy", "matplotlib", "jsonargparse"}
+
+
+# A user's own package
+
+PACKAGE = '''
+"""A user's own classes."""
+
+import numpy as np
+
+from flsuite.aggregators import FedAvg
+from flsuite.data import Partition
+
+
+class Halfway(FedAvg):
+    """Goes a part of the way to the mean."""
+
+    def __init__(self, part: float = 0.5) -> None:
+        super().__init__()
+        self.part = part
+
+    def aggregate(self, global_state, updates):
+        mean = super().aggregate(global_state, updates)
+        return {k: v + self.part * (mean[k] - v) for k, v in global_state.items()}
+
+
+class Stripes(Partition):
+    """Every so-manieth sample."""
+
+    def __call__(self, labels, clients, rng, ids=None):
+        return [np.arange(client, len(labels), clients) for client in range(clients)]
+'''
+
+
+def test_a_users_own_classes_go_by_their_short_names(tmp_path: Path) -> None:
+    (tmp_path / "my_own_classes").mkdir()
+    (tmp_path / "my_own_classes" / "__init__.py").write_text(PACKAGE)
+    mine = (
+        "--trainer.aggregator",
+        "Halfway",
+        "--trainer.aggregator.part",
+        "0.25",
+        "--data.partition",
+        "Stripes",
+    )
+    try:
+        assert cli(*SHORT, "--plugins", "[my_own_classes]", *mine, "--run_dir", "run") == 0
+        config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+        assert config["trainer"]["aggregator"] == {
+            "class_path": "my_own_classes.Halfway",
+            "init_args": {"part": 0.25},
+        }
+        assert config["data"]["init_args"]["partition"]["class_path"] == "my_own_classes.Stripes"
+        counts = pd.read_csv(tmp_path / "run" / "partition.csv").groupby("client")["samples"].sum()
+        assert counts.max() - counts.min() < 45, (
+            "stripes are even but for the test samples' rounding"
+        )
+        sys.modules.pop("my_own_classes")
+        assert cli("test", "--config", "run/config.yaml") == 0
+        assert cli("partition", "--config", "run/config.yaml", "--output", "drawn") == 0
+    finally:
+        sys.modules.pop("my_own_classes", None)
+
+
+# Requests that cannot be met
+
+BAD_ARGUMENTS = {
+    "unknown_key": (("--trainer.rouns", "3"), "did you mean --trainer.rounds"),
+    "unknown_key_of_data": (("--data.alfa", "3"), "data: there is no key 'alfa'"),
+    "unknown_nested_key": (
+        ("--data.partition.alfa", "3"),
+        "data.partition: there is no key 'alfa'",
+    ),
+    "not_a_number": (("--trainer.max_epochs", "x"), "trainer.max_epochs"),
+    "not_a_choice": (("--trainer.buffers", "mean"), "trainer.buffers"),
+    "unknown_class": (("--trainer.aggregator", "FedAvgg"), "did you mean FedAvg?"),
+    "unknown_model": (("--model", "Klassifier"), "did you mean Classifier?"),
+    "unknown_class_of_others": (("--trainer.logger", "WandLogger"), "there is no class WandLogger"),
+    "no_plugin": (
+        ("--plugins", "[my_missing_package]"),
+        "plugins: cannot import 'my_missing_package'",
+    ),
+    "alpha_zero": (("--data.partition.alpha", "0"), "Dirichlet.alpha"),
+    "alpha_negative": (("--data.partition.alpha", "-1"), "Dirichlet.alpha"),
+    "more_clients_than_samples": (
+        ("--data.clients", "5000"),
+        "5000 clients cannot share 1437 training samples",
+    ),
+    "more_classes_than_classes": (
+        ("--data.partition", "Pathological", "--data.partition.classes_per_client", "11"),
+        "Pathological.classes_per_client is 11, but the training data has 10 classes",
+    ),
+    "nobody_takes_part": (
+        ("--trainer.schedule.participation", "0.01"),
+        "0.01 of 10 clients gives no client",
+    ),
+    "participation_zero": (
+        ("--trainer.schedule.participation", "0"),
+        "participation must be positive",
+    ),
+    "no_rounds": (("--trainer.rounds", "0"), "trainer.rounds must be at least 1"),
+    "unknown_monitor": (("--trainer.monitor", "acc"), "trainer.monitor must be one of accuracy"),
+    "negative_seed": (("--seed_everything", "-1"), "seed_everything"),
+    "no_best_yet": (("--ckpt_path", "best"), "there is no checkpoint"),
+    "no_such_checkpoint": (("--ckpt_path", "nowhere.ckpt"), "there is no checkpoint nowhere.ckpt"),
+    "image_too_small": (("--model.backbone", "LeNet5"), "LeNet5 takes images"),
+    "data_not_there": (
+        (
+            "--data",
+            "MedMNIST",
+            "--data.name",
+            "breastmnist",
+            "--data.root",
+            "nowhere",
+            "--data.download",
+            "false",
+        ),
+        "breastmnist.npz is not in nowhere",
+    ),
+    "unknown_data_set": (
+        ("--data", "MedMNIST", "--data.name", "brestmnist"),
+        "no 2D MedMNIST set is called 'brestmnist'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_a_bad_argument_is_one_line(
+    args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, *SHORT, *args)
+
+
+BAD_LINES = {
+    "top": ("trainer:", "trainr:", "trainr"),
+    "of_trainer": ("rounds: 20", "roundz: 20", "trainer.roundz"),
+    "of_data": ("clients: 10", "clientz: 10", "data: there is no key 'clientz'"),
+    "of_partition": ("alpha: 0.3", "alfa: 0.3", "data.partition: there is no key 'alfa'"),
+    "of_backbone": ("hidden: [64]", "hiddn: [64]", "model.backbone: there is no key 'hiddn'"),
+    "of_optimizer": ("lr: 0.1", "lrr: 0.1", "there is no key 'lrr'"),
+    "class": (
+        "class_path: FedAvg",
+        "class_path: FedAvgX",
+        "trainer.aggregator: there is no class FedAvgX",
+    ),
+    "nested_class": (
+        "class_path: MLP",
+        "class_path: MLPP",
+        "model.backbone: there is no class MLPP",
+    ),
+    "value": ("clients: 10", "clients: ten", "clients: Expected a <class 'int'>"),
+    "not_yaml": ("model:", "model: [", "is not valid YAML"),
+}
+
+
+@pytest.mark.parametrize(("good", "bad", "words"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_config_is_one_line(
+    good: str, bad: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = Path(QUICKSTART).read_text()
+    assert good in text
+    (tmp_path / "bad.yaml").write_text(text.replace(good, bad))
+    assert words in refused(capsys, "fit", "--config", "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("fti",), "unknown command 'fti'; there are: fit, validate, test, predict, partition"),
+        (("fit", "--config", "nowhere.yaml"), "there is no config file nowhere.yaml"),
+        (("fit", "--config"), "--config"),
+        (("fit",), "required"),
+        (("partition",), "required"),
+        (("partition", "--config", QUICKSTART, "--bogus", "3"), "unknown key --bogus"),
+        (("partition", "--config", QUICKSTART, "--data.bogus", "3"), "there is no key 'bogus'"),
+        (("partition", "--config", QUICKSTART, "--data.partition.alpha", "0"), "Dirichlet.alpha"),
+        (("test", "--config", QUICKSTART), "fit first"),
+        (("predict", "--config", QUICKSTART, "--ckpt_path", "best"), "there is no checkpoint"),
+    ],
+    ids=lambda value: "-".join(value[:1]) if isinstance(value, tuple) else "",
+)
+def test_a_bad_request_is_one_line(
+    args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, *args)
+
+
+def test_an_empty_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert "empty.yaml is not a config" in refused(capsys, "fit", "--config", "empty.yaml")
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "breastmnist.npz").write_bytes(b"PK\x03\x04" + np.random.default_rng(0).bytes(5000))
+    damaged = ("--data", "MedMNIST", "--data.name", "breastmnist", "--data.root", ".")
+    assert "breastmnist.npz is damaged" in refused(capsys, *SHORT, *damaged)
+
+
+@pytest.mark.parametrize("run_dir", ["file", "file/below"])
+def test_a_file_in_the_way_of_the_folder_is_one_line(
+    run_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    assert run_dir in refused(capsys, *SHORT, "--run_dir", run_dir)
+
+
+def test_a_folder_with_a_run_is_left_alone(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "already holds a run" in refused(capsys, *SHORT, "--run_dir", str(run_folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("--data.partition.alpha", "0.5"), "data.partition.alpha is 0.5 here and 0.3 there"),
+        (("--trainer.aggregator", "FedAdam"), "aggregator is 'flsuite.aggregators.FedAdam' here"),
+        (("--model.optimizer.lr", "0.2"), "model.optimizer.lr is 0.2 here and 0.1 there"),
+        (("--trainer.max_epochs", "1"), "client.max_epochs is 1 here and 2 there"),
+        (("--seed_everything", "2"), "seed is 2 here and 1 there"),
+    ],
+    ids=["partition", "aggregator", "optimizer", "epochs", "seed"],
+)
+def test_resuming_with_another_config_names_the_difference(
+    change: tuple[str, ...], words: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = ("--run_dir", str(run_folder), "--ckpt_path", "last", "--trainer.rounds", "5")
+    assert words in refused(capsys, "fit", "--config", QUICKSTART, *resume, *change)
+
+
+def test_a_setting_that_no_client_can_train_with_leaves_no_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scaffold = ("--trainer.aggregator", "SCAFFOLD", "--model.optimizer.momentum", "0.9")
+    assert "momentum" in refused(capsys, *SHORT, *scaffold)
+
+
+def test_the_command_itself_prints_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flsuite", *SHORT, "--trainer.rounds", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "flsuite: error: trainer.rounds must be at least 1, got 0\n"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,242 @@
+"""``flsuite report``: runs that differ in the seed are one row, and its figures are those worked by hand."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from flsuite.analysis import find_runs, group_runs, report_figure, report_markdown, report_table
+from flsuite.commands.main import main
+from flsuite.errors import FlsuiteError
+
+
+def config(
+    seed: int, aggregator: str = "FedAvg", lr: float = 0.1, **trainer: object
+) -> dict[str, object]:
+    return {
+        "seed_everything": seed,
+        "model": {"class_path": "flsuite.models.Classifier", "init_args": {"lr": lr}},
+        "data": {
+            "class_path": "flsuite.data.Digits",
+            "init_args": {"clients": 2, "root": f"/somewhere/{seed}"},
+        },
+        "trainer": {
+            "rounds": 3,
+            "aggregator": {"class_path": f"flsuite.aggregators.{aggregator}"},
+            **trainer,
+        },
+    }
+
+
+def write(
+    folder: Path, content: dict[str, object], test: list[float], val: list[float] | None = None
+) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    splits = {"test": test, "val": val or []}
+    rows = [
+        (n + 1, 0.0, 0.0, "global", split, "accuracy", value)
+        for split, column in splits.items()
+        for n, value in enumerate(column)
+    ]
+    columns = ["round", "virtual_s", "wall_s", "scope", "split", "metric", "value"]
+    pd.DataFrame(rows, columns=columns).to_csv(folder / "metrics.csv", index=False)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    write(tmp_path / "a1", config(1, engine="InProcess"), [0.1, 0.9, 0.4], [0.5, 0.2, 0.5])
+    write(tmp_path / "deep" / "a2", config(2, logger="wandb"), [0.2, 0.8, 0.6], [0.1, 0.2, 0.3])
+    write(tmp_path / "b1", config(1, "FedAdam"), [0.5, 0.5, 0.5])
+    return tmp_path
+
+
+def test_groups_and_figures_by_hand(runs: Path) -> None:
+    groups = group_runs(find_runs([runs]))
+    assert [(group.label, len(group.runs)) for group in groups] == [("FedAdam", 1), ("FedAvg", 2)]
+    table = report_table(groups, last=2).set_index("group")
+    average = table.loc["FedAvg"]
+    assert average["last"] == pytest.approx(0.5) and average["last_std"] == pytest.approx(0.02**0.5)
+    assert average["picked"] == pytest.approx((0.1 + 0.6) / 2), (
+        "round 1, the earlier of equals, and round 3"
+    )
+    assert average["mean_last"] == pytest.approx((0.65 + 0.7) / 2)
+    assert average["best_on_test"] == pytest.approx(0.85)
+    assert pd.isna(table.loc["FedAdam"]["picked"]) and pd.isna(table.loc["FedAdam"]["last_std"])
+    markdown = report_markdown(table.reset_index(), last=2)
+    assert "| FedAdam | accuracy | 1 | 0.500 |  | 0.500 | 0.500 |" in markdown
+    assert (
+        "| FedAvg | accuracy | 2 | 0.500 ± 0.141 | 0.350 ± 0.354 | 0.675 ± 0.035 | 0.850 ± 0.071 |"
+        in markdown
+    )
+    assert len(report_figure(groups).axes[0].lines) == 2
+
+
+def test_a_parameter_tells_groups_of_one_class_apart(tmp_path: Path) -> None:
+    write(tmp_path / "slow", config(1, lr=0.01), [0.1])
+    write(tmp_path / "fast", config(1, lr=0.1), [0.1])
+    assert [group.label for group in group_runs(find_runs([tmp_path]))] == ["lr=0.01", "lr=0.1"]
+
+
+def test_a_parameter_of_another_class_is_not_compared(tmp_path: Path) -> None:
+    other = config(1, lr=0.5)
+    other["model"] = {"class_path": "ACVAE", "init_args": {"lr": 0.3, "depth": 2}}
+    write(tmp_path / "one", config(1), [0.1])
+    write(tmp_path / "two", other, [0.1])
+    assert [group.label for group in group_runs(find_runs([tmp_path]))] == ["ACVAE", "Classifier"]
+
+
+def test_the_command_prints_and_writes(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "short", config(9, "FedYogi"), [0.3])
+    with pytest.raises(SystemExit) as done:
+        main(["report", str(runs), "--last", "2", "--output", str(tmp_path / "out")])
+    assert done.value.code == 0
+    out = capsys.readouterr().out
+    assert (
+        "0.500±0.141" in out
+        and "last 2" in out
+        and "ends with round 1 of 3" in " ".join(out.split())
+    )
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "report.csv",
+        "report.md",
+        "report.png",
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["nowhere"], "no run below nowhere"),
+        ([], "required: folders"),
+        (["RUNS", "--metric", "f1"], "no run has the test score 'f1'; there are accuracy"),
+        (["RUNS", "--last", "0"], "--last must be at least 1"),
+    ],
+)
+def test_bad_requests_are_one_line(
+    runs: Path, args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["report", *(str(runs) if arg == "RUNS" else arg for arg in args)])
+    assert done.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_folder_without_a_config_is_named(runs: Path) -> None:
+    (runs / "b1" / "config.yaml").unlink()
+    with pytest.raises(FlsuiteError, match="b1 is not the folder of a run"):
+        group_runs(find_runs([runs]))
+
+
+def note(folder: Path, metric: str, test: list[float], val: list[float]) -> None:
+    with (folder / "metrics.csv").open("a") as file:
+        for split, column in (("test", test), ("val", val)):
+            file.writelines(
+                f"{n + 1},0,0,global,{split},{metric},{value}\n" for n, value in enumerate(column)
+            )
+
+
+def test_small_is_good_for_losses_and_the_runs_own_monitor_picks(tmp_path: Path) -> None:
+    write(tmp_path / "a", config(1, monitor="accuracy"), [0.1, 0.2, 0.3], [0.1, 0.9, 0.2])
+    note(tmp_path / "a", "nll", [5.1, 1.1, 2.2], [5.0, 2.0, 1.0])
+    note(tmp_path / "a", "novelty", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    table = report_table(group_runs(find_runs([tmp_path])), ["nll", "novelty"]).set_index("metric")
+    assert table.loc["nll"]["best_on_test"] == 1.1 and table.loc["nll"]["picked"] == 1.1, (
+        "round 2, best by accuracy"
+    )
+    assert pd.isna(table.loc["novelty"]["best_on_test"]), "whether it should be large is not known"
+    write(tmp_path / "b", config(1, monitor="loss"), [0.1, 0.2], [0.9, 0.1])
+    note(tmp_path / "b", "loss", [3.0, 4.0], [3.0, 4.0])
+    (row,) = report_table(group_runs([tmp_path / "b"])).to_dict("records")
+    assert row["picked"] == 0.1
+
+
+def test_of_tasks_only_the_last_one_is_compared(tmp_path: Path) -> None:
+    write(tmp_path / "a", config(1), [0.9, 0.8, 0.3, 0.4], [0.9, 0.9, 0.6, 0.5])
+    with (tmp_path / "a" / "metrics.csv").open("a") as file:
+        file.writelines(
+            f"{n + 1},0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
+        )
+    (row,) = report_table(group_runs([tmp_path / "a"])).to_dict("records")
+    assert (row["last"], row["picked"], row["best_on_test"], row["mean_last"]) == (
+        0.4,
+        0.3,
+        0.4,
+        0.35,
+    )
+
+
+def test_where_a_wrapped_set_lies_is_no_difference(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        content = config(seed)
+        content["data"] = {
+            "class_path": "flsuite.data.TaskSequence",
+            "init_args": {"tasks": 5, "data": content["data"]},
+        }
+        write(tmp_path / str(seed), content, [0.1 * seed])
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert len(group.runs) == 2
+
+
+def test_what_changes_training_makes_another_row(tmp_path: Path) -> None:
+    watched = [
+        {"class_path": "flsuite.callbacks.LatentSpace"},
+        {"class_path": "GradientDissimilarity"},
+    ]
+    write(tmp_path / "a", config(1), [0.1])
+    write(tmp_path / "b", config(2, callbacks=watched), [0.1])
+    write(
+        tmp_path / "c",
+        config(3, callbacks=[*watched, {"class_path": "flsuite.callbacks.RoundEarlyStopping"}]),
+        [0.1],
+    )
+    mine = config(4)
+    mine["trainer"]["aggregator"]["class_path"] = "my_package.FedAvg"  # type: ignore[index]
+    write(tmp_path / "d", mine, [0.1])
+    groups = group_runs(find_runs([tmp_path]))
+    assert sorted(sorted(folder.name for folder in group.runs) for group in groups) == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+    ]
+
+
+def test_a_setting_that_only_some_have_is_in_every_label(tmp_path: Path) -> None:
+    some = config(1)
+    some["data"]["init_args"]["train_samples"] = 500  # type: ignore[index]
+    write(tmp_path / "some", some, [0.1])
+    write(tmp_path / "all", config(1), [0.1])
+    assert [g.label for g in group_runs(find_runs([tmp_path]))] == [
+        "train_samples=500",
+        "train_samples=None",
+    ]
+
+
+def test_a_run_counts_once_and_a_seed_twice_is_said(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(find_runs([runs, runs / "a1"])) == 3
+    write(runs / "again", config(1), [0.1, 0.2, 0.3])
+    write(runs / "unborn", config(5), [])
+    with pytest.raises(SystemExit) as done:
+        main(["report", str(runs)])
+    assert done.value.code == 0 and "FedAvg: seed 1 more than once" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_setting_left_open_is_one_that_is_not_there(tmp_path: Path) -> None:
+    """Runs of before a setting was invented are runs without it."""
+    write(tmp_path / "before", config(1), [0.1])
+    write(tmp_path / "since", config(2, lr_decay=None), [0.1])
+    write(
+        tmp_path / "falling",
+        config(1, lr_decay={"class_path": "CosineDecay", "init_args": {"rounds": 3}}),
+        [0.1],
+    )
+    groups = {group.label: len(group.runs) for group in group_runs(find_runs([tmp_path]))}
+    assert sorted(groups.values()) == [1, 2] and any("CosineDecay" in label for label in groups)

@@ -1,0 +1,458 @@
+"""An engine says where clients train, and never what comes out."""
+
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from flsuite.aggregators import FedAvg
+from flsuite.client.runner import WorkerSetup
+from flsuite.data import DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
+from flsuite.engines import Engine, InProcess, Processes
+from flsuite.engines.forkserver import prepare_workers
+from flsuite.engines.wire import dump_shared, dumps, load_shared, receive, send
+from flsuite.errors import FlsuiteError
+from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest
+from flsuite.models import Backbone, Classifier
+from flsuite.state import clone
+from tests.conftest import equal_states, trainer
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+SIZES = (40, 3, 17, 25, 8, 30)
+
+
+class Images(FederatedDataModule):
+    """Coloured noise, six clients of very different sizes."""
+
+    def load(self) -> PublishedSplits:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(0, 256, (sum(SIZES), 6, 6, 3), generator=generator, dtype=torch.uint8)
+        owners = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
+        y = torch.arange(sum(SIZES)) % 3
+        return PublishedSplits(
+            DataSpec((3, 6, 6), 3), DataSplit(x, y, owners), DataSplit(x[:20], y[:20])
+        )
+
+
+class TinyConv(Backbone):
+    """A convolution and dropout, which draws from the global generator."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        conv = nn.Conv2d(shape[0], 4, 3, padding=1)
+        return nn.Sequential(
+            conv,
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Flatten(),
+            nn.Linear(144, outputs),
+        )
+
+
+def images() -> Images:
+    return Images(clients=len(SIZES), partition=Natural(), batch_size=8, val_fraction=0.0)
+
+
+def model() -> Classifier:
+    return Classifier(TinyConv(), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+
+
+def job(callbacks: list[Callback] | None = None) -> tuple[WorkerSetup, dict[str, Tensor]]:
+    """What an engine needs, and the state that a round starts from."""
+    module, net = images(), model()
+    module.setup()
+    torch.manual_seed(0)
+    net.ensure_built(module.federated.spec)
+    made = WorkerSetup(
+        net,
+        module.federated,
+        FedAvg(),
+        3,
+        clone(net.state_dict()),
+        {"max_epochs": 2, "accelerator": "cpu"},
+        callbacks or [],
+    )
+    return made, clone(net.state_dict())
+
+
+def works(
+    state: dict[str, Tensor], order: tuple[int, ...] = (0, 1, 2, 3, 4, 5), round: int = 1
+) -> list[FitRequest]:
+    broadcast = Broadcast(round, state, {})
+    return [FitRequest(FitAssignment(client), broadcast, {}) for client in order]
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What ``function`` returns or raises, unless it hangs."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(function).result(timeout=seconds)
+    finally:
+        pool.shutdown(wait=False)
+
+
+# The same results everywhere
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[int, dict[str, Tensor]]:
+    """What each client's fit comes to, one after another in this process."""
+    torch.set_num_threads(1)
+    engine = InProcess(threads=1)
+    made, state = job()
+    engine.start(made)
+    found = {}
+    for outcome in engine.run(works(state)):
+        assert isinstance(outcome, ClientResult)
+        found[outcome.update.client] = outcome.update.state
+    return found
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [InProcess(threads=1), *(Processes(workers=n) for n in (1, 2, 4))],
+    ids=["in_process", "one", "two", "four"],
+)
+def test_outcomes_are_the_same_bit_for_bit_and_in_order(
+    engine: Engine, reference: dict[int, dict[str, Tensor]]
+) -> None:
+    made, state = job()
+    engine.start(made)
+    try:
+        for order in ((5, 0, 3, 1, 4, 2), (2, 2, 0)):
+            outcomes = list(engine.run(works(state, order)))
+            updates = [outcome.update for outcome in outcomes if isinstance(outcome, ClientResult)]
+            assert [update.client for update in updates] == list(order)
+            assert all(equal_states(update.state, reference[update.client]) for update in updates)
+            assert [update.samples for update in updates] == [SIZES[client] for client in order]
+    finally:
+        engine.stop()
+
+
+def test_federations_end_with_the_same_weights() -> None:
+    states = []
+    for engine in (InProcess(), Processes(workers=1), Processes(workers=2), Processes(workers=4)):
+        made = trainer(rounds=2, engine=engine)
+        made.fit(model(), images())
+        assert made.federation is not None
+        states.append(made.federation.state)
+    assert all(equal_states(states[0], state) for state in states[1:])
+
+
+def test_a_second_round_gets_its_own_state() -> None:
+    made, state = job()
+    other = {
+        name: value * 0.5 if value.is_floating_point() else value for name, value in state.items()
+    }
+    results = []
+    for engine in (InProcess(), Processes(workers=2)):
+        engine.start(made)
+        try:
+            list(engine.run(works(state, (0, 1, 2))))
+            results.append(
+                [outcome.update.state for outcome in engine.run(works(other, (0, 1, 2), round=2))]
+            )
+        finally:
+            engine.stop()
+    assert all(equal_states(a, b) for a, b in zip(*results, strict=True))
+
+
+# The wire
+
+TENSORS = {
+    "float32": torch.randn(3, 4),
+    "float64": torch.randn(5, dtype=torch.float64),
+    "float16": torch.randn(5).half(),
+    "bfloat16": torch.randn(2, 3).bfloat16(),
+    "bool": torch.tensor([True, False, True]),
+    "int64": torch.tensor([-(2**62), 2**62]),
+    "int32": torch.arange(4, dtype=torch.int32),
+    "uint8": torch.arange(256).to(torch.uint8),
+    "no_dimension": torch.tensor(3.5),
+    "counter": torch.tensor(7),
+    "empty": torch.zeros(0, 3),
+    "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "transposed": torch.randn(3, 4).T,
+    "strided": torch.randn(10)[::3],
+    "expanded": torch.randn(1, 4).expand(3, 4),
+    "not_finite": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0]),
+}
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+    )
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_survive_the_wire(name: str) -> None:
+    tensor = TENSORS[name].clone()
+    ours, theirs = multiprocessing.Pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        send(ours, {"state": {"w": TENSORS[name]}, "rest": [1, "two", None]})
+        got = receive(theirs)
+        ours.close()
+        with pytest.raises(EOFError):
+            receive(theirs)
+    assert got["rest"] == [1, "two", None]
+    assert same(got["state"]["w"], TENSORS[name])
+    got["state"]["w"].zero_()  # a copy of its own, and writable
+    assert same(TENSORS[name], tensor) and got["state"]["w"].count_nonzero() == 0
+
+
+def test_parameters_and_modules_survive_the_wire() -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    ours, theirs = multiprocessing.Pipe()
+    send(ours, net)
+    got = receive(theirs)
+    assert equal_states(got.state_dict(), net.state_dict())
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in got.parameters())
+
+
+def test_shared_tensors_are_not_copied() -> None:
+    descriptor, head, places = dump_shared({"tensors": TENSORS, "name": "data"})
+    stored = sum(t.numel() * t.element_size() for t in TENSORS.values())
+    assert (
+        stored <= places[-1][1] and len(head) < 4000 and all(start % 64 == 0 for start, _ in places)
+    )
+    first, second = (
+        load_shared(descriptor, head, places),
+        load_shared(descriptor, bytes(head), places),
+    )
+    os.close(descriptor)
+    assert first["name"] == "data" and all(
+        same(first["tensors"][name], t) for name, t in TENSORS.items()
+    )
+    starts = [t.data_ptr() for t in first["tensors"].values() if t.numel()]
+    assert [start - starts[0] for start in starts] == [start for start, _ in places], (
+        "all within one mapping"
+    )
+    first["tensors"]["float32"].zero_()
+    assert same(second["tensors"]["float32"], TENSORS["float32"]), (
+        "who writes gets pages of their own"
+    )
+
+
+def test_an_object_without_tensors_is_shared_too() -> None:
+    descriptor, head, places = dump_shared([1, 2])
+    os.close(descriptor)
+    assert places == [] and load_shared(-1, head, places) == [1, 2]
+
+
+class Maps(Callback):
+    """Fails unless the training tensors lie in the anonymous file that all workers map."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        if not all(
+            _mapped(tensor.data_ptr()) for tensor in (loader.data.train.x, loader.data.train.y)
+        ):
+            raise RuntimeError("a copy")
+
+
+def _mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if low <= address < high:
+            return "memfd:flsuite" in line
+    return False
+
+
+@LINUX
+def test_workers_share_the_dataset() -> None:
+    made, state = job([Maps()])
+    engine = Processes(workers=2)
+    engine.start(made)
+    try:
+        assert all(isinstance(outcome, ClientResult) for outcome in engine.run(works(state)))
+    finally:
+        engine.stop()
+
+
+# What travels
+
+
+def test_classes_that_only_this_process_knows_travel() -> None:
+    seen = 0.25
+
+    class Note(Callback):
+        def __init__(self, client: Any) -> None:
+            self.client = client
+
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.client.metrics["seen"] = seen
+
+    class Local(FedAvg):
+        def client_callbacks(self, client: Any) -> list[Callback]:
+            return [Note(client)]
+
+    made = trainer(rounds=1, aggregator=Local(), engine=Processes(workers=2))
+    made.fit(model(), images())
+    assert all(update.metrics["seen"] == 0.25 for update in made.federation.log.updates)
+
+
+SCRIPT = """
+import torch
+from flsuite import FederatedTrainer
+from flsuite.aggregators import FedAvg
+from flsuite.data import Digits
+from flsuite.engines import Processes
+from flsuite.models import MLP, Classifier
+
+print("imported")
+
+
+class Mine(FedAvg):
+    pass
+
+
+class Net(Classifier):
+    def training_step(self, batch, batch_idx):
+        return 2 * super().training_step(batch, batch_idx)
+
+
+trainer = FederatedTrainer(
+    rounds=2, aggregator=Mine(), engine=Processes(workers=2), enable_checkpointing=False, accelerator="cpu", seed=1
+)
+trainer.fit(Net(MLP(hidden=(8,)), lambda params: torch.optim.SGD(params, lr=0.1)), Digits(clients=4))
+print("rounds", trainer.round)
+"""
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("imported") == 1, "workers do not run the script again"
+    assert done.stdout.splitlines()[-1] == "rounds 2"
+    assert [line.split()[:2] for line in done.stderr.splitlines()] == [
+        ["round", "1/2"],
+        ["round", "2/2"],
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+# What goes wrong
+
+
+class Unreadable:
+    """Cannot be made again in another process."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, (os.getpid(),)
+
+
+def _refuse(home: int) -> None:
+    if os.getpid() != home:
+        raise ValueError("made of glass")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("part", ["model", "data"])
+def test_a_worker_that_cannot_start_ends_the_run(part: str, workers: int) -> None:
+    made, state = job()
+    if part == "model":
+        made.model.glass = Unreadable()  # type: ignore[assignment]
+    else:
+        made.data.glass = Unreadable()  # type: ignore[attr-defined]
+    engine = Processes(workers=workers)
+    engine.start(made)
+    try:
+        with pytest.raises(RuntimeError, match=r"a worker process failed:(.|\n)*made of glass"):
+            within(60, lambda: list(engine.run(works(state))))
+    finally:
+        engine.stop()
+
+
+class Refuses(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        raise FlsuiteError("this optimizer has momentum; set it to 0")
+
+
+@pytest.mark.parametrize(
+    "engine", [InProcess(), Processes(workers=2)], ids=["in_process", "processes"]
+)
+def test_a_setting_that_nobody_can_train_with_is_the_users_error(engine: Engine) -> None:
+    made = trainer(rounds=1, engine=engine, callbacks=[Refuses()])
+    with pytest.raises(FlsuiteError, match=r"^this optimizer has momentum; set it to 0$"):
+        within(60, lambda: made.fit(model(), images()))
+
+
+@pytest.mark.parametrize("arguments", [{"workers": 0}, {"threads": 0}])
+def test_impossible_engines_are_refused(arguments: dict[str, int]) -> None:
+    with pytest.raises(
+        FlsuiteError, match=f"Processes: {next(iter(arguments))} must be at least 1"
+    ):
+        Processes(**arguments)
+    with pytest.raises(FlsuiteError, match="InProcess: threads must be at least 1"):
+        InProcess(threads=0)
+
+
+# What is left behind
+
+
+def _alive() -> set[int]:
+    return {
+        p.pid
+        for p in psutil.Process().children(recursive=True)
+        if p.status() != psutil.STATUS_ZOMBIE
+    }
+
+
+def _descriptors() -> int:
+    gc.collect()
+    return psutil.Process().num_fds()
+
+
+@LINUX
+def test_stop_leaves_no_process_and_no_descriptor() -> None:
+    made, state = job()
+    engine = Processes(workers=3)
+    prepare_workers()
+    engine.start(made)  # the first use of a forkserver opens what stays open
+    list(engine.run(works(state, (0,))))
+    engine.stop()
+    before, open_before = _alive(), _descriptors()
+    engine.start(made)
+    list(engine.run(works(state, (0, 1, 2))))
+    assert len(_alive() - before) == 3
+    engine.stop()
+    engine.stop()
+    deadline = time.monotonic() + 5
+    while _alive() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _alive() <= before
+    assert _descriptors() <= open_before
+    assert len(dumps(engine)) < 1000, "an engine that has stopped is plain data"
+
+
+def test_an_abandoned_round_can_be_followed_by_another_run() -> None:
+    made, state = job()
+    engine = Processes(workers=2)
+    engine.start(made)
+    outcomes = engine.run(works(state))
+    next(outcomes)
+    engine.start(made)
+    try:
+        assert len(list(engine.run(works(state, (1, 2))))) == 2
+    finally:
+        engine.stop()

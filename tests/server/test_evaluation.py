@@ -1,0 +1,167 @@
+"""Scores of a federation: of one shared model, and of models with private parts."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
+from flsuite.metrics import scores
+from flsuite.models import MLP, Classifier
+from flsuite.server.evaluation import GLOBAL, Evaluator
+from flsuite.state import clone
+from flsuite.trainer import FederatedTrainer
+from tests.conftest import classifier, digits, trainer
+
+CPU = torch.device("cpu")
+
+
+def evaluator(module: FederatedDataModule, batch_size: int = 1024) -> Evaluator:
+    module.setup()
+    model = classifier()
+    torch.manual_seed(0)
+    model.ensure_built(module.federated.spec)
+    return Evaluator(model, module.federated, CPU, nullcontext, batch_size)
+
+
+def probabilities(model: Classifier, state: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The plain way: a network in evaluation mode, one batch."""
+    model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        return model(x).softmax(1)
+
+
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_a_clients_scores_are_those_of_its_slice(split: Any) -> None:
+    made = evaluator(digits(clients=6), batch_size=100)
+    state = clone(made.model.state_dict())
+    found = made.shared(state, split, range(6))
+    data = made.data
+    rows = data.test_index if split == "test" else data.val_index
+    arrays = data.test if split == "test" else data.train
+    assert found.keys() == {GLOBAL, *(str(c) for c in range(6) if len(rows[c]))}
+    for scope in found.keys() - {GLOBAL}:
+        own = arrays.take(rows[int(scope)])
+        expected = scores(made.outputs(own), own.y, data.spec, auroc=False)
+        assert found[scope] == pytest.approx(expected | {"samples": len(own)})
+        by_hand = probabilities(made.model, state, data.scaling(own.x)).argmax(1) == own.y
+        assert found[scope]["accuracy"] == pytest.approx(float(by_hand.double().mean()))
+    clients = [row["accuracy"] for scope, row in found.items() if scope != GLOBAL]
+    assert found[GLOBAL]["accuracy_client_mean"] == pytest.approx(np.mean(clients))
+    assert found[GLOBAL]["accuracy_client_worst"] == min(clients)
+    assert found[GLOBAL]["accuracy_client_std"] == pytest.approx(np.std(clients))
+    weighted = sum(
+        row["accuracy"] * row["samples"] for scope, row in found.items() if scope != GLOBAL
+    )
+    assert found[GLOBAL]["accuracy"] == pytest.approx(
+        weighted / sum(len(rows[c]) for c in range(6))
+    )
+
+
+def test_a_few_clients_are_scored_where_few_are_asked_for() -> None:
+    made = evaluator(digits(clients=6, partition=IID()))
+    found = made.shared(clone(made.model.state_dict()), "test", range(2), details=True)
+    assert found.keys() == {GLOBAL, "0", "1"}
+    assert [name for name in found[GLOBAL] if name.startswith("accuracy/")] == [
+        f"accuracy/{c}" for c in range(10)
+    ]
+
+
+def test_evaluation_leaves_the_model_in_training_mode_and_ignores_batches() -> None:
+    whole, parts = evaluator(digits()), evaluator(digits(), batch_size=7)
+    state = clone(whole.model.state_dict())
+    found, again = whole.shared(state, "test", range(5)), parts.shared(state, "test", range(5))
+    assert all(found[scope] == pytest.approx(again[scope]) for scope in found)
+    assert parts.model.training
+
+
+@pytest.fixture(scope="module")
+def personal() -> FederatedTrainer:
+    """A federation whose clients keep their heads."""
+    torch.set_num_threads(1)
+    made = trainer(rounds=3, evaluate_every=3)
+    model = Classifier(
+        MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1), private=["network.3"]
+    )
+    made.fit(model, digits(clients=6))
+    return made
+
+
+def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) -> None:
+    found = {row[3:6]: row[6] for row in personal.run_folder.table.rows}
+    federation = personal.federation
+    assert federation is not None and "network.3.weight" not in federation.state
+    data = federation.data
+    heads = [federation.client_state(c)["network.3.weight"] for c in range(6)]
+    assert all(not torch.equal(heads[0], head) for head in heads[1:])
+    model = classifier()
+    model.ensure_built(data.spec)
+    whole, own = [], []
+    for client in range(6):
+        state = federation.client_state(client)
+        right = probabilities(model, state, data.scaling(data.test.x)).argmax(1) == data.test.y
+        whole.append(float(right.double().mean()))
+        own.append(float(right[data.test_index[client]].double().mean()))
+        assert found[str(client), "test", "accuracy_all"] == pytest.approx(whole[-1])
+        assert found[str(client), "test", "accuracy"] == pytest.approx(own[-1])
+    assert found[GLOBAL, "test", "accuracy"] == pytest.approx(np.mean(whole))
+    assert found[GLOBAL, "test", "accuracy_first_five"] == pytest.approx(np.mean(whole[:5]))
+    assert found[GLOBAL, "test", "accuracy_worst"] == pytest.approx(min(whole))
+    assert found[GLOBAL, "test", "accuracy_std"] == pytest.approx(np.std(whole))
+    assert found[GLOBAL, "test", "accuracy_client_mean"] == pytest.approx(np.mean(own))
+    assert found[GLOBAL, "test", "accuracy_client_worst"] == pytest.approx(min(own))
+    assert np.mean(own) > np.mean(whole), "a head of its own knows the client's classes"
+
+
+def test_test_after_fit_gives_the_last_rounds_scores(personal: FederatedTrainer) -> None:
+    found = {row[3:6]: row[6] for row in personal.run_folder.table.rows}
+    everybody, *clients = personal.test()
+    assert len(clients) == 6
+    assert everybody["accuracy"] == found[GLOBAL, "test", "accuracy"]
+    assert [row["accuracy"] for row in clients] == [
+        found[str(c), "test", "accuracy"] for c in range(6)
+    ]
+
+
+class WithPublishedValidation(FederatedDataModule):
+    """Forty training, ten test and twelve validation samples of three classes."""
+
+    def load(self) -> PublishedSplits:
+        generator = torch.Generator().manual_seed(0)
+        parts = [
+            DataSplit(torch.randn(n, 4, generator=generator), torch.arange(n) % 3)
+            for n in (40, 10, 12)
+        ]
+        return PublishedSplits(DataSpec((4,), 3), *parts)
+
+
+def test_the_publishers_validation_split_belongs_to_nobody() -> None:
+    made = evaluator(WithPublishedValidation(clients=4))
+    found = made.shared(clone(made.model.state_dict()), "val", range(4))
+    assert found.keys() == {GLOBAL} and not [name for name in found[GLOBAL] if "client" in name]
+    arrays = made.arrays("val")
+    assert arrays is not None and len(arrays) == 12
+    states = {c: lambda: clone(made.model.state_dict()) for c in range(4)}
+    row = made.personal(states, "val")["2"]
+    assert row["accuracy_all"] == found[GLOBAL]["accuracy"] and "accuracy" not in row
+
+
+def test_local_validation_splits_are_put_together() -> None:
+    made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.5))
+    arrays = made.arrays("val")
+    assert arrays is not None and len(arrays) == 20
+    assert torch.equal(arrays.x, made.data.train.x[made.data.val_index.values])
+    found = made.shared(clone(made.model.state_dict()), "val", range(4))
+    assert [found[str(c)]["samples"] for c in range(4)] == [5, 5, 5, 5]
+
+
+def test_without_validation_data_there_are_no_scores() -> None:
+    made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.0))
+    assert (
+        made.arrays("val") is None
+        and made.shared(clone(made.model.state_dict()), "val", range(4)) == {}
+    )

@@ -1,0 +1,169 @@
+"""A client that fails costs the round that client, and nothing else."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from flsuite.aggregators import FedAvg
+from flsuite.callbacks import FederationCallback
+from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
+from flsuite.engines import InProcess, Processes
+from flsuite.errors import FederationError, FlsuiteError
+from flsuite.messages import ClientFailure, ClientUpdate
+from flsuite.models import Classifier, ResNet20
+from tests.conftest import classifier, digits, equal_states, trainer
+
+
+class Breaks(Callback):
+    """Breaks the fits of some clients in some rounds."""
+
+    def __init__(
+        self, how: str, clients: tuple[int, ...] = (1,), rounds: tuple[int, ...] = (2,)
+    ) -> None:
+        self.how, self.clients, self.rounds = how, clients, rounds
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        if loader.client not in self.clients or loader.round not in self.rounds:
+            return
+        if self.how == "raise":
+            raise RuntimeError("the scanner is on fire")
+        if self.how == "nan":
+            next(pl_module.parameters()).data[0] = float("nan")
+        if self.how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Recorder(FederationCallback):
+    def __init__(self) -> None:
+        self.failures: list[ClientFailure] = []
+
+    def on_client_end(self, trainer: Any, outcome: Any) -> None:
+        if isinstance(outcome, ClientFailure):
+            self.failures.append(outcome)
+
+
+class Without(FedAvg):
+    """FedAvg that was never told of a client in a round."""
+
+    def aggregate(self, global_state: Any, updates: Any) -> Any:
+        kept = (u for u in updates if not (u.client == 1 and u.round == 2))
+        return super().aggregate(global_state, kept)
+
+
+@pytest.mark.parametrize(
+    ("how", "engine", "reason"),
+    [
+        ("raise", InProcess(), "RuntimeError: the scanner is on fire"),
+        ("nan", InProcess(), "not finite"),
+        ("die", Processes(workers=2), "died twice"),
+        ("raise", Processes(workers=2), "RuntimeError: the scanner is on fire"),
+    ],
+    ids=["raises", "nan", "worker_dies", "raises_in_worker"],
+)
+def test_the_round_goes_on_without_a_failed_client(
+    how: str, engine: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+    failing = trainer(rounds=3, engine=engine, callbacks=[Breaks(how), recorder])
+    with caplog.at_level(logging.WARNING, logger="flsuite"):
+        failing.fit(classifier(), digits())
+    assert [(f.client, f.round) for f in recorder.failures] == [
+        (1, 2)
+    ] and reason in recorder.failures[0].reason
+    assert any(
+        "round 2: client 1 failed" in r.message and reason in r.message for r in caplog.records
+    )
+    never_there = trainer(rounds=3, aggregator=Without())
+    never_there.fit(classifier(), digits())
+    assert equal_states(failing.federation.state, never_there.federation.state)
+    failed = [row for row in failing.run_folder.table.rows if row[5] == "failed" and row[6] > 0]
+    assert [(row[0], row[6]) for row in failed] == [(2, 1.0)]
+
+
+def test_all_clients_failing_keeps_the_last_good_state(tmp_path: Path) -> None:
+    broken = trainer(rounds=4, run_dir=tmp_path, callbacks=[Breaks("raise", tuple(range(5)), (3,))])
+    with pytest.raises(
+        FederationError, match="round 3: all 5 clients failed, client 0 with: RuntimeError"
+    ):
+        broken.fit(classifier(), digits())
+    good = trainer(rounds=2)
+    good.fit(classifier(), digits())
+    again = trainer(rounds=4, run_dir=tmp_path)
+    assert again.test(classifier(), digits(), ckpt_path="last") and again.round == 2
+    assert equal_states(again.federation.state, good.federation.state)
+    again.fit(classifier(), digits(), ckpt_path="last")
+    assert again.round == 4
+
+
+def test_a_server_that_blows_up_is_named() -> None:
+    class Explodes(FedAvg):
+        def aggregate(self, global_state: Any, updates: Any) -> Any:
+            return {
+                k: v * float("inf") for k, v in super().aggregate(global_state, updates).items()
+            }
+
+    with pytest.raises(FederationError, match="round 1: Explodes made a bad state"):
+        trainer(rounds=1, aggregator=Explodes()).fit(classifier(), digits())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.pop("w"), "lacks w"),
+        (lambda s: s.update(extra=torch.zeros(1)), "unknown entries extra"),
+        (lambda s: s.update(w=torch.zeros(3)), r"w has shape \(3,\) where \(2,\)"),
+        (lambda s: s.update(w=torch.zeros(2, dtype=torch.float64)), "w has dtype torch.float64"),
+        (lambda s: s.update(w=torch.tensor([0.0, float("inf")])), "w is not finite"),
+    ],
+)
+def test_updates_are_checked_on_arrival(change: Any, words: str) -> None:
+    state = {"w": torch.zeros(2)}
+    update = ClientUpdate(
+        client=0, round=1, samples=4, steps=1, class_counts=torch.zeros(2), state=dict(state)
+    )
+    assert update.fault(state) is None
+    change(update.state)
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(update.fault(state))
+
+
+class TinyImages(FederatedDataModule):
+    """A few coloured images with very uneven clients: sizes 1, 2, 5 and 9, batches of 4."""
+
+    def load(self) -> PublishedSplits:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(0, 256, (17, 8, 8, 3), generator=generator, dtype=torch.uint8)
+        y = torch.tensor([0] * 8 + [1] * 9)
+        owners = torch.tensor([0] + [1] * 2 + [2] * 5 + [3] * 9)
+        return PublishedSplits(DataSpec((3, 8, 8), 3), DataSplit(x, y, owners), DataSplit(x, y))
+
+
+def test_one_sample_an_absent_class_and_a_last_batch_of_one_all_train() -> None:
+    from flsuite.data import Natural
+
+    recorder = Recorder()
+    module = TinyImages(clients=4, partition=Natural(), batch_size=4, val_fraction=0.0)
+    made = trainer(rounds=2, callbacks=[recorder])
+    made.fit(Classifier(ResNet20(width=4)), module)
+    sizes = sorted(made.federation.data.samples(c) for c in range(4))
+    assert sizes == [1, 2, 5, 9] and not recorder.failures
+    steps = {u.samples: u.steps for u in made.federation.log.updates}
+    assert steps == {1: 1, 2: 1, 5: 1, 9: 2}, "a last batch of one joins its neighbour"
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    with pytest.raises(FlsuiteError, match="ClientModel"):
+        trainer().fit(LightningModule(), digits())
+    model = classifier()
+    model.ensure_built(DataSpec((1, 28, 28), 10))
+    with pytest.raises(FlsuiteError, match="built for multiclass data of shape"):
+        trainer().fit(model, digits())
+    with pytest.raises(FlsuiteError, match="5000 clients cannot share"):
+        trainer().fit(classifier(), digits(clients=5000, partition=IID()))
