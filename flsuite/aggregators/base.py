@@ -1,4 +1,4 @@
-"""What an aggregator is."""
+"""The base class of the aggregators."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,17 +13,25 @@ __all__ = ["Aggregator"]
 
 
 class Aggregator(ABC):
-    """One federated algorithm: how updates become the next global model, and what its clients do differently.
+    """A federated algorithm: how updates become the next global model, and how its clients train.
 
-    A subclass takes its parameters in ``__init__`` and keeps each under its own name. What it remembers between rounds is
-    plain data in :attr:`memory`, which the checkpoint stores; there is nothing else to save.
+    A subclass takes its parameters in ``__init__`` and keeps each under its own name.
+
+    The server half is :meth:`plan`, :meth:`broadcast`, :meth:`expected_extras` and
+    :meth:`aggregate`. The client half is :meth:`client_callbacks`. The client half may run in
+    another process or on another machine, and :attr:`memory` stays with the server: the client half
+    must not read it. It has the aggregator's parameters, :attr:`layout`, and what the server
+    broadcasts.
 
     Attributes:
-        private: Entries of the model that this algorithm keeps with the client, beside those the model declares itself.
-        pooled: Whether one fit on everybody's data takes the place of the clients'; then nothing stays with a client.
-        memory: What the server remembers: nested dicts of tensors and numbers.
-        metrics: Numbers about the round being aggregated, for the log; empty at the start of each.
-        layout: Set by :meth:`configure`.
+        private: Entries that this algorithm keeps with the client, beside those that the model
+            declares.
+        pooled: Whether one fit on the data of all clients replaces the clients' fits. Then nothing
+            stays with a client.
+        memory: State of the server half from one round to the next: nested dicts of tensors and
+            numbers. The checkpoint stores it, and no other attribute.
+        metrics: Numbers about the current round, for the log; empty at the start of each round.
+        layout: Names and groups of the entries that travel; set by :meth:`configure`.
     """
 
     private: ClassVar[tuple[str, ...]] = ()
@@ -33,39 +41,49 @@ class Aggregator(ABC):
     metrics: dict[str, float]
 
     def configure(self, layout: StateLayout) -> None:
-        """Called once before the first round, or before the memory of a checkpoint is loaded."""
+        """Prepare for a model: called once, before the first round or a checkpoint's memory."""
         self.layout = layout
         self.memory = {}
         self.metrics = {}
 
     def plan(self, cohort: Sequence[int], batches: Sequence[int]) -> list[FitAssignment]:
-        """The fits of a round.
+        """Return the fits of a round.
 
         Args:
-            cohort: The round's clients, ascending.
-            batches: Batches in a local epoch of each of them.
+            cohort: Clients of the round, ascending.
+            batches: Batches per local epoch of each of them.
         """
         return [FitAssignment(client) for client in cohort]
 
     def broadcast(self) -> dict[str, Any]:
-        """What travels to every client of the round beside the model; its bytes are counted."""
+        """Return what every client of the round receives beside the model; its bytes count."""
+        return {}
+
+    def expected_extras(self, global_state: State) -> dict[str, Any]:
+        """Return a template of the extras that every update must carry.
+
+        It is nested dicts of tensors and numbers. The server refuses an update whose extras differ
+        from it in keys, shapes or dtypes.
+        """
         return {}
 
     def client_callbacks(self, client: ClientContext) -> list[Callback]:
-        """The algorithm's client half, as Lightning callbacks for that client's fit."""
+        """Return the client half of the algorithm: callbacks for the fit of one client."""
         return []
 
     @abstractmethod
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        """The next global state.
+        """Return the next global state.
 
         Args:
-            global_state: What the clients started from, without private entries; not to be changed.
-            updates: In a fixed order, each already checked; to be consumed once.
+            global_state: The shared entries that the clients started from; must not be changed.
+            updates: Updates in a fixed order, each already checked; can be consumed once.
         """
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the memory."""
         return self.memory
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the memory by that of a checkpoint."""
         self.memory = state

@@ -21,7 +21,8 @@ from flsuite.aggregators.fedavg import FedAvg, Weighting
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Estimator, fisher_diagonal
-from flsuite.models.base import LikelihoodModel
+from flsuite.models import modes
+from flsuite.models.protocols import LikelihoodModel
 from flsuite.state import RunningMean, State, StateLayout, clone
 
 __all__ = ["FisherAveraging"]
@@ -98,6 +99,9 @@ class FisherAveraging(FedAvg):
                     f"FisherAveraging: the model shares no parameters in the group {group!r} (it has {has}); declare "
                     f"parameter_groups = {{{group!r}: (prefix, ...)}} on the model, or name others in aggregator.groups"
                 )
+
+    def expected_extras(self, global_state: State) -> dict[str, Any]:
+        return {"fisher": {name: global_state[name].float() for name in self._names()}}
 
     def client_callbacks(self, client: ClientContext) -> list[Callback]:
         return [_FisherPass(client, self._names(), self.estimator, self.batches)]
@@ -204,12 +208,7 @@ class _FisherPass(Callback):
 
 @contextmanager
 def evaluating(module: LightningModule) -> Iterator[None]:
-    """Evaluation mode, float32 and gradients inside; modes and generators as they were behind that."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        with isolate_rng(), torch.enable_grad(), torch.autocast(module.device.type, enabled=False):
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
+    """Compute in evaluation mode and float32, with gradients; restore modes and generators at the end."""
+    float32 = torch.autocast(module.device.type, enabled=False)
+    with modes.evaluating(module), isolate_rng(), torch.enable_grad(), float32:
+        yield

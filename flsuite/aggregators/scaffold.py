@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
@@ -64,6 +65,9 @@ class SCAFFOLD(FedAvg):
         """Line 5: ``c`` goes out with ``x``. Before the first update it is zero, and nothing is sent."""
         return {"control": self.memory["control"]} if self.memory else {}
 
+    def expected_extras(self, global_state: State) -> dict[str, Any]:
+        return {"control_change": {name: global_state[name] for name in self.layout.parameters}}
+
     def client_callbacks(self, client: ClientContext) -> list[Callback]:
         return [_LocalSteps(client, self.control)]
 
@@ -90,15 +94,26 @@ class _LocalSteps(Callback):
         self.client = client
         self.plain = control == "displacement"
         self.rate: float | None = None
+        self.parameters: dict[str, Parameter] = {}
+        self.aliases: dict[str, str] = {}
         self.steps: Counter[str] = Counter()
         self.gradients: dict[str, Tensor] = {}
         self.corrections: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.parameters = {
-            k: p for k, p in pl_module.named_parameters() if k in self.client.global_state
-        }
-        zeros = _zeros(self.client.global_state, self.parameters)
+        first: dict[int, str] = {}
+        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
+            if name not in self.client.global_state:
+                continue
+            if (
+                id(parameter) in first
+            ):  # tied weights take one correction, and are sent by every name
+                self.aliases[name] = first[id(parameter)]
+            else:
+                first[id(parameter)] = name
+                self.parameters[name] = parameter
+
+        zeros = _zeros(self.client.global_state, (*self.parameters, *self.aliases))
         self.own: State = self.client.memory.get("control", zeros)
         self.server: State = self.client.received.get("control", zeros)
         for name, parameter in self.parameters.items():
@@ -127,6 +142,8 @@ class _LocalSteps(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """``c_i+``, kept, and ``c_i+ - c_i``, sent: neither shares memory with the ``c_i`` it was made from."""
         renewed = {name: self._renewed(name) for name in self.parameters}
+        for alias, name in self.aliases.items():
+            renewed[alias] = renewed[name].clone()
         self.client.extras["control_change"] = difference(renewed, self.own)
         self.client.memory["control"] = renewed
 

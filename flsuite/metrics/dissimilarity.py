@@ -10,10 +10,10 @@ and fusion lowers the dissimilarity when ``R + Phi < 0``, the calibration condit
 2025). Everything here is done in float64.
 """
 
-from typing import Protocol, runtime_checkable
-
 import torch
 from torch import Tensor
+
+from flsuite.models.protocols import FusedModel
 
 __all__ = [
     "FusedModel",
@@ -22,20 +22,6 @@ __all__ = [
     "gradient_dissimilarity",
     "relative_dissimilarity",
 ]
-
-
-@runtime_checkable
-class FusedModel(Protocol):
-    """A model whose classifier can be asked for its loss with and without the fusion.
-
-    Attributes:
-        head: The prefix of the classifier's entries in the state dict.
-    """
-
-    head: str
-
-    def head_losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean classification loss of a batch at the plain and at the fused input, two scalars with gradients."""
 
 
 def gradient_dissimilarity(gradients: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
+from flsuite.models.protocols import LatentModel, LikelihoodModel
 
 __all__ = ["ClientModel", "LatentModel", "LikelihoodModel"]
 
@@ -130,25 +131,3 @@ class ClientModel(LightningModule):
         """Convolution weights in the memory format that is fastest for images."""
         if self.spec is not None and len(self.spec.shape) == 3:
             self.to(memory_format=torch.channels_last)
-
-
-@runtime_checkable
-class LatentModel(Protocol):
-    """A model with a latent space that can be looked at."""
-
-    def latent(self, x: Tensor) -> Tensor:
-        """What is known of samples ``(n, *shape)`` without their labels: ``(n, latent)``."""
-        ...
-
-
-@runtime_checkable
-class LikelihoodModel(Protocol):
-    """A model that gives each sample a log-likelihood, or a log-density."""
-
-    def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Of each sample of ``(x, y)``, in nats: ``(n,)``, float32, differentiable in the parameters that it speaks of.
-
-        A sample's value depends on that sample alone. To be vectorised (torch.func) it is free of operations in place on what
-        it has made itself, and of control flow that depends on values.
-        """
-        ...

@@ -23,6 +23,7 @@ from flsuite.models.backbones import Backbone, ResNet20
 from flsuite.models.backbones.norms import Norm
 from flsuite.models.base import ClientModel
 from flsuite.models.classifier import class_probabilities, classification_loss
+from flsuite.models.modes import evaluating
 
 __all__ = ["FusedSpaceFed", "reconstruction_error"]
 
@@ -242,14 +243,14 @@ def _frozen(module: nn.Module) -> Iterator[None]:
 
     Only the forward pass runs inside: autograd keeps what it has recorded, so that backward may follow outside.
     """
-    wanted = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    training = module.training
-    module.eval().requires_grad_(False)
+    gradients = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    module.requires_grad_(False)
+
     try:
-        yield
+        with evaluating(module):
+            yield
     finally:
-        module.train(training)
-        for parameter, requires_grad in wanted:
+        for parameter, requires_grad in gradients:
             parameter.requires_grad_(requires_grad)
 
 

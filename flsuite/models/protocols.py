@@ -1,0 +1,76 @@
+"""Protocols of what a model may offer beside its predictions.
+
+A model implements a protocol by having its members: there is nothing to inherit from. Code that
+needs an ability checks with ``isinstance``, which compares the members' names and not their
+signatures. """
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["FlowModel", "FusedModel", "LatentModel", "LikelihoodModel", "PriorModel"]
+
+
+@runtime_checkable
+class LatentModel(Protocol):
+    """A model with a latent space."""
+
+    def latent(self, x: Tensor) -> Tensor:
+        """Encode samples ``(n, *shape)`` without their labels: ``(n, latent)``."""
+        ...
+
+
+@runtime_checkable
+class PriorModel(Protocol):
+    """A model with one Gaussian per class in its latent space."""
+
+    def latent(self, x: Tensor) -> Tensor:
+        """Encode samples ``(n, *shape)`` without their labels: ``(n, latent)``."""
+        ...
+
+    def priors(self) -> tuple[Tensor, Tensor]:
+        """Return the mean and the log variance of each class, ``(classes, latent)`` each."""
+        ...
+
+
+@runtime_checkable
+class LikelihoodModel(Protocol):
+    """A model that assigns each sample a log-likelihood or log-density."""
+
+    def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the log-likelihood of each sample of ``(x, y)``, in nats: float32 ``(n,)``.
+
+        It is differentiable in the parameters that it models. The value of a sample depends on that
+        sample alone. To be vectorised by torch.func, the method has no in-place operation on
+        tensors that it has made itself, and no control flow that depends on values. """
+        ...
+
+
+@runtime_checkable
+class FlowModel(Protocol):
+    """A model with a density of its features given the class.
+
+    Its ``evaluation_step`` returns ``nll`` ``(n,)``, the negative log-density per dimension, in
+    nats. """
+
+    def sampled_logits(self, y: Tensor) -> Tensor:
+        """Classify one sample of the flow for each class of y ``(n,)``: logits ``(n, classes)``."""
+        ...
+
+
+@runtime_checkable
+class FusedModel(Protocol):
+    """A model whose classifier can be evaluated with and without the fusion of its input.
+
+    Attributes:
+        head: Prefix of the classifier's entries in the state dict.
+    """
+
+    head: str
+
+    def head_losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean classification loss at the plain and at the fused input.
+
+        Both are scalars over the batch, with gradients.
+        """
+        ...
