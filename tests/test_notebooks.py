@@ -1,28 +1,89 @@
-"""Notebooks run from top to bottom."""
+"""Every notebook runs from top to bottom."""
 
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbformat import NotebookNode
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PICTURES = {"fedavg_by_hand": 1, "quickstart": 2}
+EXECUTED = {"fedavg_by_hand"}  # committed with outputs: they are small and the same on every run
+
+
+def outputs(notebook: NotebookNode) -> list[NotebookNode]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def printed(notebook: NotebookNode) -> str:
+    return "".join(o["text"] for o in outputs(notebook) if o.get("name") == "stdout")
+
+
+def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """Return the notebook as a fresh kernel leaves it; an error in a cell raises."""
+    return NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+    ).execute()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_draws(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "committed without outputs"
-    NotebookClient(
-        notebook,
-        timeout=300,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    ).execute()
-    pictures = [
-        o
-        for cell in notebook.cells
-        for o in cell.get("outputs", [])
-        if "image/png" in o.get("data", {})
+    committed = printed(notebook)
+    assert bool(outputs(notebook)) == (path.stem in EXECUTED), "committed with or without outputs"
+
+    execute(notebook, tmp_path)
+
+    pictures = [o for o in outputs(notebook) if "image/png" in o.get("data", {})]
+    assert len(pictures) == PICTURES[path.stem]
+    if path.stem in EXECUTED:
+        assert printed(notebook) == committed
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_names_files_that_exist_and_no_absolute_path(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    named = re.findall(r"(?:configs|notebooks|flsuite)/[\w/.]+\.\w+", prose)
+    assert named
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+    text = [o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs(notebook)]
+    assert not re.search(r"(?:^|[\s'\"])/\w+/", "\n".join(text))
+
+
+def test_fedavg_by_hand_compares_all_tensors_after_every_round() -> None:
+    """Check what the comparison printed; the test above shows that a new run prints the same."""
+    notebook = nbformat.read(ROOT / "notebooks" / "fedavg_by_hand.ipynb", as_version=4)
+    assert printed(notebook).splitlines() == [
+        f"round {round}: all 4 tensors are equal" for round in range(1, 6)
     ]
-    assert len(pictures) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("n * state[name].double()", "n * state[name]"),  # the mean in float32
+        ("n * state[name].double()", "state[name].double()"),  # not weighted by samples
+        ("loader(client, SEED, round)", "loader(client, SEED + 1, round)"),
+        ("lr=LEARNING_RATE)\n    batches", "lr=LEARNING_RATE * (1 + 1e-6))\n    batches"),
+        ("manual_seed(seed_for(SEED,", "manual_seed(seed_for(SEED + 1,"),
+    ],
+)
+def test_fedavg_by_hand_fails_if_the_two_differ(line: str, changed: str) -> None:
+    """Change one line of the loop by hand and expect the comparison to fail after one round."""
+    notebook = nbformat.read(ROOT / "notebooks" / "fedavg_by_hand.ipynb", as_version=4)
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    source = "\n".join(cell for cell in code if "plt.show" not in cell)
+    assert source.count(line) == 1
+
+    source = source.replace("%matplotlib inline", "").replace("ROUNDS = 5", "ROUNDS = 1")
+    exec(source, {})
+    with pytest.raises(AssertionError):
+        exec(source.replace(line, changed), {})
