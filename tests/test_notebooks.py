@@ -11,7 +11,7 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PICTURES = {"fedavg_by_hand": 1, "quickstart": 2}
-EXECUTED = {"fedavg_by_hand"}  # committed with outputs: they are small and the same on every run
+EXECUTED = {"fedavg_by_hand"}  # committed with outputs; what they print is the same on every run
 
 
 def outputs(notebook: NotebookNode) -> list[NotebookNode]:
