@@ -1,0 +1,177 @@
+"""Sums of squared per-sample gradients for linear layers, without the gradient of any sample.
+
+Where a layer maps one row per sample, the gradient of its weight for a sample is the outer product
+of the gradient at the layer's output and the layer's input. The sum of their squares over a batch
+is then one matrix product of squares: Dangel et al. 2020, BackPACK: Packing more into Backprop,
+arXiv:1912.10985.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from flsuite.state import State
+
+__all__ = ["LinearLayers"]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a layer: its tensors, and what identifies them as unchanged since."""
+
+    input: Tensor
+    output: Tensor
+    version: int
+    node: Node | None
+
+
+class LinearLayers:
+    """The linear layers of a model whose squared gradients come from one matrix product.
+
+    A layer qualifies in a batch if the layer is called once, on one row per sample, and if nothing
+    else uses its parameters. Every batch is checked, by the autograd graph and not by values:
+    gradients that happen to be zero prove nothing. A layer that fails once is left to the caller
+    from then on.
+
+    Args:
+        model: Module that the log-likelihood runs.
+        parameters: Parameters whose squared gradients are wanted, by name.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        self.layers = {
+            name: layer
+            for name, layer in model.named_modules()
+            if type(layer) is nn.Linear
+            and all(f"{name}.{own}" in parameters for own, _ in layer.named_parameters())
+        }
+        self._leaves = {name: get_gradient_edge(p).node for name, p in parameters.items()}
+        self._proven: set[tuple[str, int]] = set()
+
+    def squares(self, likelihood: Callable[[], Tensor]) -> State | None:
+        """Return the sums over a batch of the squared gradients of its samples.
+
+        Args:
+            likelihood: Computes the log-likelihood of each sample of the batch, ``(n,)``.
+
+        Returns:
+            The sums by parameter, of the layers that qualify; ``None`` if the log-likelihood
+            depends on none of the parameters.
+        """
+        with _recorded(self.layers) as calls:
+            values = likelihood()
+        total = values.sum()
+        if total.grad_fn is None:
+            return None
+        uses, reached = _uses(total.grad_fn, set(self._leaves.values()))
+        if not any(uses.values()):
+            return None
+
+        rows = len(values)
+        self.layers = {
+            name: layer
+            for name, layer in self.layers.items()
+            if len(calls[name]) == 1
+            and calls[name][0].node in reached
+            and self._is_one_product(name, layer, calls[name][0], rows, uses)
+        }
+        at_output = self._gradients(values, total, {k: calls[k][0].output for k in self.layers})
+        squares: State = {}
+        for name, layer in self.layers.items():
+            g = at_output[name]
+            squares[f"{name}.weight"] = g.square().T @ calls[name][0].input.square()
+            if layer.bias is not None:
+                squares[f"{name}.bias"] = g.square().sum(0)
+        return squares
+
+    def _is_one_product(
+        self, name: str, layer: nn.Linear, call: _Call, rows: int, uses: Mapping[Node, int]
+    ) -> bool:
+        """Return whether the call, on one row per sample, is the only use of the layer's parameters.
+
+        Tensors that were changed in place after the call are no longer the layer's input and
+        output.
+        """
+        leaves = [self._leaves[f"{name}.{own}"] for own, _ in layer.named_parameters()]
+        return (
+            call.input.shape[:-1] == (rows,)
+            and call.input._version == call.version
+            and call.output.grad_fn is call.node
+            and all(uses[leaf] == 1 and _feeds(leaf, call.node) for leaf in leaves)
+        )
+
+    def _gradients(self, values: Tensor, total: Tensor, outputs: Mapping[str, Tensor]) -> State:
+        """Return the gradients at the outputs of the layers whose row i belongs to sample i.
+
+        The graph does not show this: a table with as many rows as the batch has samples has the
+        right shape. With sample i weighted by w_i, the gradient of row i is w_i times as large if
+        the row depends on no other sample. This depends on the number of rows only, so that one
+        further backward pass per layer and batch size is enough. Gradients that are all zero show
+        nothing, and leave the proof to a later batch.
+        """
+        rows = len(values)
+        unproven = [name for name in outputs if rows > 1 and (name, rows) not in self._proven]
+        tensors = list(outputs.values())
+        if not tensors:
+            return {}
+        found = torch.autograd.grad(total, tensors, retain_graph=bool(unproven))
+        gradients = dict(zip(outputs, found, strict=True))
+        if not unproven:
+            return gradients
+
+        weights = torch.linspace(1, 2, rows, dtype=values.dtype, device=values.device)
+        weighted = torch.autograd.grad((weights * values).sum(), [outputs[k] for k in unproven])
+        for name, g in zip(unproven, weighted, strict=True):
+            expected = weights[:, None] * gradients[name]
+            error, scale = (g - expected).abs().max(), expected.abs().max()
+            if error > 1e-4 * scale:
+                del self.layers[name]
+            elif scale > 0:
+                self._proven.add((name, rows))
+        return gradients
+
+
+def _uses(root: Node, leaves: set[Node]) -> tuple[dict[Node, int], set[Node]]:
+    """Count the edges that lead to each leaf from the nodes that the root reaches, and return both."""
+    uses = dict.fromkeys(leaves, 0)
+    reached, waiting = {root}, [root]
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node in uses:
+                uses[node] += 1
+            elif node is not None and node not in reached:
+                reached.add(node)
+                waiting.append(node)
+    return uses, reached
+
+
+def _feeds(leaf: Node, node: Node | None) -> bool:
+    """Return whether a node takes a leaf as it is or transposed, as the product of a layer does."""
+    inputs = [] if node is None else [before for before, _ in node.next_functions if before]
+    return any(
+        before is leaf or [n for n, _ in before.next_functions] == [leaf] for before in inputs
+    )
+
+
+@contextmanager
+def _recorded(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[_Call]]]:
+    """Record every call of the layers."""
+    calls: dict[str, list[_Call]] = {name: [] for name in layers}
+
+    def record(name: str, layer: nn.Module, args: Sequence[Tensor], output: Tensor) -> None:
+        # A call by keyword has no positional input: the output in its place has the wrong version.
+        given = args[0] if args else output
+        version = given._version if args else -1
+        calls[name].append(_Call(given.detach(), output, version, output.grad_fn))
+
+    handles = [layer.register_forward_hook(partial(record, name)) for name, layer in layers.items()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
