@@ -18,7 +18,7 @@ from flsuite.engines import Processes
 from flsuite.models import Classifier, NFClassifier
 from flsuite.models.backbones import MLP, Backbone, ResNet20, StridedCNN
 from flsuite.models.nfclassifier import _Head
-from flsuite.models.replay import credibility, soft_cross_entropy
+from flsuite.models.nf_losses import credibility, soft_cross_entropy
 from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from tests.conftest import digits, equal_states, trainer
@@ -109,6 +109,38 @@ def test_credibility_by_hand() -> None:
     torch.testing.assert_close(
         found, torch.tensor([first, second, 0.25, 0.25]), rtol=1e-4, atol=1e-5
     )
+
+
+def test_credibility_is_computed_in_float32_under_autocast() -> None:
+    """Codes far from zero: bfloat16 would round their means and variances."""
+    generator = torch.Generator().manual_seed(0)
+    codes = 10 + torch.randn(40, 6, generator=generator)
+    y, classes = torch.arange(40) % 2, torch.arange(20) % 2
+    drawn = 10 + torch.randn(20, 6, generator=generator)
+    expected = credibility(codes, y, drawn, classes, torch.tensor(0.25))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = credibility(codes, y, drawn, classes, torch.tensor(0.25))
+
+    assert torch.equal(found, expected)
+
+
+def test_the_replay_is_weighted_alike_under_autocast() -> None:
+    """Only the head's own layers may run in bfloat16."""
+    model = built(k_replay=0.3)
+    x, y = batch()
+    model.previous.meet(y)
+    codes, log_density = (value.detach() for value in model.flow.density(model.features(x), y))
+
+    weights = []
+    for enabled in (False, True):
+        model.on_train_start()
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model.replay_loss(codes, log_density, y)
+        weights.append({name: model._sums[name] for name in ("density", "credibility")})
+
+    assert weights[0] == weights[1]
 
 
 def test_soft_cross_entropy_is_least_at_the_teachers_outputs() -> None:
@@ -511,7 +543,7 @@ def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
 
 
 def test_multi_label_data_small_images_and_bad_tasks_are_refused() -> None:
-    with pytest.raises(FlsuiteError, match="one class a sample"):
+    with pytest.raises(FlsuiteError, match="one class per sample"):
         small().ensure_built(DataSpec((5,), 3, "multilabel"))
     with pytest.raises(FlsuiteError, match="at least 8 x 8"):
         NFClassifier().ensure_built(DataSpec((1, 4, 4), 3))
