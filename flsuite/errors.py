@@ -1,4 +1,4 @@
-"""What can go wrong by a user's hand, and what ends a run."""
+"""Errors of a request and of a run, and the checks of arguments that raise them."""
 
 import math
 from collections.abc import Iterable
@@ -6,36 +6,45 @@ from collections.abc import Iterable
 __all__ = [
     "FederationError",
     "FlsuiteError",
+    "one_line",
     "require_at_least",
+    "require_below_one",
     "require_fraction",
+    "require_instance",
     "require_one_of",
     "require_positive",
 ]
 
 
 class FlsuiteError(Exception):
-    """A request that cannot be carried out as it stands; the message says what to change.
+    """A request that cannot be met; the message says what to change.
 
-    The command prints it as one line and exits with status 2, so a message is a single sentence that names the argument,
-    and, where there is one, the client and the round. Not a ValueError: parsers catch those to try another reading.
+    The command prints it as one line and exits with status 2. A message is a single sentence that
+    names the argument and, where there is one, the client and the round. It is not a ValueError,
+    because parsers catch those to try another reading.
     """
 
 
 class FederationError(RuntimeError):
-    """A run that cannot go on; what it had reached before is kept."""
+    """A run that cannot go on; its folder keeps the state that it had reached."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line, or its class's name if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
-    """Refuse an argument below ``least``, infinite or NaN; ``None`` is an argument that was left out."""
+    """Refuse an argument below ``least``, infinite or NaN; ``None`` is an argument left out."""
     for name, value in numbers.items():
         if value is not None and not least <= value < math.inf:
             raise FlsuiteError(f"{owner}: {name} must be at least {least}, got {value}")
 
 
-def require_positive(owner: str, **numbers: float) -> None:
-    """Refuse an argument that is not above zero and finite."""
+def require_positive(owner: str, **numbers: float | None) -> None:
+    """Refuse an argument that is not above zero and finite; ``None`` is an argument left out."""
     for name, value in numbers.items():
-        if not 0 < value < math.inf:
+        if value is not None and not 0 < value < math.inf:
             raise FlsuiteError(f"{owner}: {name} must be positive, got {value}")
 
 
@@ -46,6 +55,13 @@ def require_fraction(owner: str, **numbers: float) -> None:
             raise FlsuiteError(f"{owner}: {name} must be above 0 and at most 1, got {value}")
 
 
+def require_below_one(owner: str, **numbers: float | None) -> None:
+    """Refuse an argument outside [0, 1); ``None`` is an argument left out."""
+    for name, value in numbers.items():
+        if value is not None and not 0 <= value < 1:
+            raise FlsuiteError(f"{owner}: {name} must be in [0, 1), got {value}")
+
+
 def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:
     """Refuse a word that is not among the choices."""
     choices = tuple(choices)
@@ -54,3 +70,11 @@ def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:
             raise FlsuiteError(
                 f"{owner}: {name} must be one of {', '.join(choices)}, got {value!r}"
             )
+
+
+def require_instance(owner: str, kind: type, **values: object) -> None:
+    """Refuse an object that is not of this kind."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            what = f"{kind.__module__}.{kind.__qualname__}"
+            raise FlsuiteError(f"{owner}: {name} must be a {what}, got {type(value).__name__}")

@@ -1,8 +1,12 @@
-"""What the server and its clients say to each other: plain data, the same in one process, across processes, or on a wire."""
+"""Messages between the server and its clients.
+
+They are plain data: the same in one process, across processes, and on a wire.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from flsuite.state import State, mismatch, non_finite
@@ -13,51 +17,87 @@ __all__ = [
     "ClientContext",
     "ClientFailure",
     "ClientResult",
-    "FitAssignment",
     "ClientUpdate",
+    "FitAssignment",
     "FitRequest",
+    "Outcome",
 ]
 
 POOLED = -1
-"""The number of the pretended client that holds everybody's training samples."""
+"""The number of the virtual client that holds the training samples of all clients."""
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What the server sends at the start of a round, the same for all its clients.
+    """One version of the global model, as it is sent to the clients that start from it.
 
     Attributes:
-        round: Counted from 1.
+        round: The round that the clients train in, counted from 1. Its version of the global model
+            is ``round - 1``: the number of aggregations that it has behind it.
         state: The shared part of the global model.
-        extras: What the aggregator adds.
+        extras: What the aggregator sends beside it.
+        callbacks: The user's Lightning callbacks as they are when the round starts. Every fit works
+            on a copy, so that all clients of a round see the same state on every engine.
     """
 
     round: int
     state: State
     extras: dict[str, Any]
+    callbacks: tuple[Callback, ...] = ()
 
 
 @dataclass(frozen=True)
 class FitAssignment:
-    """One fit to be done: who, and how many batches make one of its epochs (default: one pass over its samples)."""
+    """One fit to be done.
+
+    Attributes:
+        client: The client's number.
+        batches: Batches per local epoch; default one pass over the client's samples.
+    """
 
     client: int
     batches: int | None = None
 
 
+@dataclass(frozen=True)
+class FitRequest:
+    """One fit with all that a worker needs to carry it out.
+
+    Attributes:
+        number: Counts the fits of a run from 0. It identifies the request.
+        assignment: Who trains, and how much.
+        broadcast: The version of the global model to start from.
+        memory: What the client has kept from its earlier rounds.
+    """
+
+    number: int
+    assignment: FitAssignment
+    broadcast: Broadcast
+    memory: dict[str, Any]
+
+    def failure(
+        self, reason: str, details: str = "", before_first_step: bool = False
+    ) -> "ClientFailure":
+        """Return the outcome of this request if it fails."""
+        client, round = self.assignment.client, self.broadcast.round
+        return ClientFailure(client, round, reason, details, before_first_step)
+
+
 @dataclass
 class ClientContext:
-    """What a client's half of an algorithm can see and touch during one fit.
+    """What the client half of an algorithm can see and change during one fit.
 
     Attributes:
         id: The client's number.
-        round: Counted from 1.
-        samples: Training samples.
-        class_counts: int64 ``(classes,)``, training samples of each class (of each label, for a multi-label task).
-        global_state: The shared model as received; not to be changed.
+        round: The round, counted from 1.
+        samples: Number of training samples.
+        class_counts: Training samples per class (per label in a multi-label task), int64
+            ``(classes,)``.
+        global_state: The shared model as received. It must not be changed.
         received: What the aggregator broadcast beside it.
-        memory: The client's own notes, kept from one of its rounds to the next and never sent: plain data.
-        extras: What to send with the update: plain data of tensors and numbers.
+        memory: The client's own notes, plain data. They are kept from one of its rounds to the next
+            and never sent.
+        extras: What to send with the update: nested dicts of tensors and numbers.
         metrics: Numbers about this fit, for the log.
     """
 
@@ -74,14 +114,22 @@ class ClientContext:
 
 @dataclass
 class ClientUpdate:
-    """What a client sends back: the only thing an aggregator sees of it.
+    """What a client sends back, and all that an aggregator sees of it.
 
     Attributes:
-        round: The version of the global model it started from.
+        client: The client's number.
+        round: The round that it trained in, counted from 1; it started from version ``round - 1``.
+        samples: Number of training samples.
         steps: Optimizer steps taken.
+        class_counts: Training samples per class, int64 ``(classes,)``.
         state: The shared part of its model.
-        bytes_up, bytes_down: Sent and received, tensors at their own width.
+        extras: What the client half of the algorithm sends beside it.
+        metrics: Numbers about the fit, for the log.
+        bytes_up: Bytes sent, tensors in their own dtype.
+        bytes_down: Bytes received.
         seconds: Wall time of the fit.
+        staleness: Aggregations between the version it started from and its arrival; set by the
+            server, 0 in a synchronous round.
     """
 
     client: int
@@ -95,26 +143,42 @@ class ClientUpdate:
     bytes_up: int = 0
     bytes_down: int = 0
     seconds: float = 0.0
+    staleness: int = 0
 
-    def fault(self, reference: State) -> str | None:
-        """Why this update must not reach the global model, or ``None`` if it may."""
+    def fault(self, state: State, extras: dict[str, Any] | None = None) -> str | None:
+        """Return why this update must not reach the aggregator, or ``None`` if it may.
+
+        Args:
+            state: The global state, as a template of keys, shapes and dtypes.
+            extras: A template of the extras; see :meth:`Aggregator.expected_extras`.
+        """
         if self.samples < 1:
-            return f"claims {self.samples} samples"
-        if found := mismatch(self.state, reference):
-            return found
-        if found := non_finite(self.state) or non_finite(self.extras, "extras"):
-            advice = "lower the learning rate, or clip gradients with trainer.gradient_clip_val or the model's own clip"
-            return f"{found} is not finite ({advice})"
+            return f"it claims {self.samples} training samples"
+        if difference := mismatch(self.state, state) or mismatch(
+            self.extras, extras or {}, "extras"
+        ):
+            return difference
+        if name := non_finite(self.state) or non_finite(self.extras, "extras"):
+            return (
+                f"{name} is not finite; lower the learning rate, or clip gradients with "
+                "trainer.gradient_clip_val or the model's own clip"
+            )
         return None
 
     def without_tensors(self) -> "ClientUpdate":
-        """The same, for the record."""
+        """Return a copy without state and extras, for the record."""
         return replace(self, state={}, extras={})
 
 
 @dataclass
 class ClientResult:
-    """A finished fit: the update that travels, and the memory that the simulation keeps on the client's behalf."""
+    """A finished fit.
+
+    Attributes:
+        update: What travels to the server.
+        memory: What the client keeps for its next round: ``model`` (private entries), ``algorithm``
+            (its notes) and ``optimizers``, where there are any.
+    """
 
     update: ClientUpdate
     memory: dict[str, Any]
@@ -122,18 +186,22 @@ class ClientResult:
 
 @dataclass
 class ClientFailure:
-    """A fit that came to nothing: who, when and why; ``details`` is a traceback where there is one."""
+    """A fit without an update.
+
+    Attributes:
+        client: The client's number.
+        round: The round that it should have trained in.
+        reason: One line.
+        details: The traceback, where there is one.
+        before_first_step: Whether the client's code raised before its first step. If all clients
+            fail so, the reason is a setting.
+    """
 
     client: int
     round: int
     reason: str
     details: str = ""
+    before_first_step: bool = False
 
 
-@dataclass(frozen=True)
-class FitRequest:
-    """One task with all it needs to be carried out anywhere."""
-
-    task: FitAssignment
-    broadcast: Broadcast
-    memory: dict[str, Any]
+Outcome = ClientResult | ClientFailure

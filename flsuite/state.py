@@ -1,7 +1,8 @@
 """Arithmetic on state dicts.
 
-A :data:`State` maps names to tensors, as ``module.state_dict()`` gives them. Functions here never change their arguments
-unless their name ends in an underscore, and never return tensors that alias them.
+A :data:`State` maps names to tensors, as ``module.state_dict()`` returns them. Functions here never
+change their arguments, unless their name ends in an underscore, and never return tensors that alias
+their arguments, unless they say so.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,13 +10,16 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flsuite.errors import FlsuiteError
+
 __all__ = [
-    "StateLayout",
     "RunningMean",
     "State",
+    "StateLayout",
     "add",
     "clone",
     "difference",
@@ -24,6 +28,7 @@ __all__ = [
     "mismatch",
     "nbytes",
     "non_finite",
+    "plain",
     "split",
 ]
 
@@ -32,12 +37,13 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What an aggregator may know of a model: the names of what travels, and which of them are parameters.
+    """The part of a model's structure that an aggregator may know.
 
     Attributes:
-        parameters: Trainable entries, in the model's order; the rest of the state are buffers.
-        clients: How many clients there are, whether they take part or not.
-        groups: The model's own groups of parameters that an aggregator may treat apart, by name.
+        parameters: Names of the trainable entries that travel, in the model's order. The other
+            entries of the shared state are buffers.
+        clients: Number of clients, whether they take part or not.
+        groups: Parameter names of each group that the model declares.
     """
 
     parameters: tuple[str, ...]
@@ -46,25 +52,24 @@ class StateLayout:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether an entry's name starts with one of the patterns; ``*``, ``?`` and ``[...]`` are wildcards."""
+    """Return whether a name starts with one of the patterns; ``*``, ``?``, ``[...]`` are wildcards."""
     return any(fnmatchcase(name, pattern + "*") for pattern in patterns)
 
 
 def split(state: Mapping[str, Tensor], private: Sequence[str]) -> tuple[State, State]:
-    """The entries that travel and those that stay, aliasing ``state``'s tensors: clone what must outlive it."""
+    """Return the entries that travel and those that stay; both alias the tensors of ``state``."""
     stays = {name for name in state if matches(name, private)}
-    return {k: v for k, v in state.items() if k not in stays}, {
-        k: v for k, v in state.items() if k in stays
-    }
+    shared = {name: value for name, value in state.items() if name not in stays}
+    return shared, {name: value for name, value in state.items() if name in stays}
 
 
 def clone(state: Mapping[str, Tensor]) -> State:
-    """A snapshot on the CPU. ``state_dict()`` aliases live tensors, so whatever outlives the next step must be cloned."""
-    return {k: v.detach().to("cpu", copy=True) for k, v in state.items()}
+    """Return a snapshot on the CPU, because ``state_dict()`` aliases tensors that keep changing."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
 
 def load_(resident: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Copy ``source`` into the tensors of ``resident`` in place, keeping their device and memory format.
+    """Copy ``source`` into the tensors of ``resident``, keeping their device and memory format.
 
     Raises:
         KeyError: If ``source`` has an entry that ``resident`` lacks.
@@ -77,60 +82,112 @@ def load_(resident: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
 def difference(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str] | None = None
 ) -> State:
-    """``a - b`` over ``names`` (default: all of ``a``)."""
-    return {k: a[k] - b[k] for k in (a if names is None else names)}
+    """Return ``a - b`` over ``names`` (default: all entries of ``a``)."""
+    return {name: a[name] - b[name] for name in (a if names is None else names)}
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
-    """``a + scale * b`` over the entries of ``b``; the rest of ``a`` is copied."""
-    return {k: torch.add(v, b[k], alpha=scale) if k in b else v.clone() for k, v in a.items()}
+    """Return ``a + scale * b`` over the entries of ``b``, and copies of the other entries of ``a``."""
+    return {
+        name: torch.add(value, b[name], alpha=scale) if name in b else value.clone()
+        for name, value in a.items()
+    }
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all tensors in nested dicts, lists and tuples; other numbers count eight."""
+    """Return the bytes of all tensors in nested dicts, lists and tuples; a number counts eight."""
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
     if isinstance(tree, Mapping):
-        return sum(nbytes(v) for v in tree.values())
+        return sum(nbytes(value) for value in tree.values())
     if isinstance(tree, (list, tuple)):
-        return sum(nbytes(v) for v in tree)
+        return sum(nbytes(value) for value in tree)
     return 8 if isinstance(tree, (int, float)) else 0
 
 
 def non_finite(tree: Any, name: str = "") -> str | None:
-    """The name of the first entry of nested data that holds a NaN or an infinity, or ``None``."""
+    """Return the name of the first entry of nested data with a NaN or an infinity, or ``None``."""
     if isinstance(tree, Tensor):
-        bad = tree.is_floating_point() and not bool(torch.isfinite(tree).all())
-        return (name or "value") if bad else None
-    if isinstance(tree, Mapping):
-        items: Iterator[tuple[Any, Any]] = iter(tree.items())
-    elif isinstance(tree, (list, tuple)):
-        items = iter(enumerate(tree))
-    else:
-        return (name or "value") if isinstance(tree, float) and tree - tree != 0.0 else None
-    found = (non_finite(value, f"{name}.{key}" if name else str(key)) for key, value in items)
-    return next((f for f in found if f is not None), None)
+        is_bad = tree.is_floating_point() and not bool(torch.isfinite(tree).all())
+        return (name or "value") if is_bad else None
+    if isinstance(tree, (Mapping, list, tuple)):
+        names = (non_finite(value, _join(name, key)) for key, value in _items(tree))
+        return next((bad for bad in names if bad is not None), None)
+    return (name or "value") if isinstance(tree, float) and tree - tree != 0.0 else None
 
 
-def mismatch(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> str | None:
-    """How ``state`` differs from ``reference`` in keys, shapes or dtypes, in words; ``None`` if it does not."""
-    if missing := reference.keys() - state.keys():
-        return f"lacks {', '.join(sorted(missing)[:3])}"
-    if extra := state.keys() - reference.keys():
-        return f"has unknown entries {', '.join(sorted(extra)[:3])}"
-    for name, value in reference.items():
-        got = state[name]
-        if got.shape != value.shape:
-            return f"{name} has shape {tuple(got.shape)} where {tuple(value.shape)} is expected"
-        if got.dtype != value.dtype:
-            return f"{name} has dtype {got.dtype} where {value.dtype} is expected"
+def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
+    """Return how nested data differs from a template in keys, shapes or dtypes, or ``None``.
+
+    Args:
+        got: A tensor, a number, or nested dicts of them.
+        expected: The template. Only the shapes and dtypes of its tensors count.
+        name: The name of ``got`` in the answer.
+    """
+    if isinstance(expected, Mapping):
+        return _mismatch_of_entries(got, expected, name)
+    what = name or "value"
+    if not isinstance(expected, Tensor):
+        is_number = isinstance(got, (int, float)) and not isinstance(got, bool)
+        return None if is_number else f"{what} is a {type(got).__name__}; a number is expected"
+    if not isinstance(got, Tensor):
+        return f"{what} is a {type(got).__name__}; a tensor is expected"
+    if got.shape != expected.shape:
+        return f"{what} has shape {tuple(got.shape)}; {tuple(expected.shape)} is expected"
+    if got.dtype != expected.dtype:
+        return f"{what} has dtype {got.dtype}; {expected.dtype} is expected"
     return None
 
 
-class RunningMean:
-    """Weighted mean of states that arrive one at a time, in float64, so that it never holds more than one of them.
+def _mismatch_of_entries(got: Any, expected: Mapping[str, Any], name: str) -> str | None:
+    prefix = f"{name} " if name else ""
+    if not isinstance(got, Mapping):
+        return f"{name or 'value'} is a {type(got).__name__}; a dict is expected"
+    if missing := expected.keys() - got.keys():
+        return f"{prefix}lacks {', '.join(sorted(missing)[:3])}"
+    if unknown := got.keys() - expected.keys():
+        return f"{prefix}has unknown entries {', '.join(sorted(map(str, unknown))[:3])}"
+    faults = (mismatch(got[key], value, _join(name, key)) for key, value in expected.items())
+    return next((fault for fault in faults if fault is not None), None)
 
-    Integer entries (``num_batches_tracked`` and other counters) take their maximum: a mean of counters is no counter.
+
+def plain(tree: Any, name: str) -> Any:
+    """Return nested data with NumPy scalars as Python numbers, checked to be readable again.
+
+    Checkpoints are loaded with ``weights_only=True``, which reads tensors, numbers, text and the
+    containers of Python, and nothing else.
+
+    Raises:
+        FlsuiteError: If there is anything else in it; the message names the place.
+    """
+    if isinstance(tree, np.generic):
+        return plain(tree.item(), name)
+    if tree is None or type(tree) in (bool, int, float, str, bytes) or isinstance(tree, Tensor):
+        return tree
+    if isinstance(tree, Mapping):
+        keys = {key: plain(key, f"a key of {name}") for key in tree}
+        return {keys[key]: plain(value, _join(name, key)) for key, value in tree.items()}
+    if type(tree) in (list, tuple, set):
+        return type(tree)(plain(value, _join(name, i)) for i, value in enumerate(tree))
+    raise FlsuiteError(
+        f"{name} is a {type(tree).__module__}.{type(tree).__qualname__}, which a checkpoint cannot "
+        "hold; keep tensors, numbers, text, lists and dicts"
+    )
+
+
+def _items(tree: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(tree.items()) if isinstance(tree, Mapping) else iter(enumerate(tree))
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+class RunningMean:
+    """The weighted mean of states that arrive one at a time.
+
+    It sums in float64 and never holds more than one state. Integer entries, such as
+    ``num_batches_tracked``, take their maximum, because a mean of counters is not a counter.
     """
 
     def __init__(self) -> None:
@@ -139,21 +196,21 @@ class RunningMean:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def add(self, state: Mapping[str, Tensor], weight: float = 1.0) -> None:
+        """Add one state with its weight."""
         self.weight += weight
         for name, value in state.items():
             floating = value.is_floating_point()
             if name not in self._sums:
-                self._dtypes[name] = value.dtype
-                self._sums[name] = (
-                    torch.zeros_like(value, dtype=torch.float64) if floating else value.clone()
-                )
+                zeros = torch.zeros_like(value, dtype=torch.float64) if floating else value.clone()
+                self._sums[name], self._dtypes[name] = zeros, value.dtype
+
             if floating:
                 self._sums[name].add_(value, alpha=weight)
             else:
                 torch.maximum(self._sums[name], value, out=self._sums[name])
 
     def mean(self) -> State:
-        """The mean so far, in the dtypes that came in.
+        """Return the mean, in the dtypes of the states.
 
         Raises:
             ZeroDivisionError: If nothing with a weight has been added.

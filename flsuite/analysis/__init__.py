@@ -1,22 +1,20 @@
-"""From finished runs to tables and figures: reads what a run leaves in its folder, and only that."""
+"""From finished runs to tables and figures; it reads the files of a run and nothing else."""
 
 from flsuite.analysis.groups import find_runs, group_runs
-from flsuite.analysis.partition import partition_figure, partition_table
+from flsuite.analysis.partition import partition_figure
 from flsuite.analysis.report import report_figure, report_markdown, report_table
 from flsuite.analysis.runs import curves_figure, read_metrics, read_partition
-from flsuite.analysis.tasks import task_plan_figure, task_table
+from flsuite.analysis.tasks import task_plan_figure
 
 __all__ = [
     "curves_figure",
     "find_runs",
     "group_runs",
     "partition_figure",
-    "partition_table",
     "read_metrics",
     "read_partition",
     "report_figure",
     "report_markdown",
     "report_table",
     "task_plan_figure",
-    "task_table",
 ]

@@ -1,4 +1,4 @@
-"""Which runs are the same experiment: those whose configs differ in nothing that decides the result but the seed."""
+"""Runs of one experiment: those whose settings differ in nothing but the seed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,34 +13,11 @@ from flsuite.errors import FlsuiteError
 
 __all__ = ["Group", "find_runs", "group_runs", "seed_of"]
 
-_NOT_THE_EXPERIMENT = (  # what may differ between runs of one experiment
-    "seed_everything",
-    "seed",
-    "run_dir",
-    "ckpt_path",
-    "config",
-    "plugins",
-    "trainer.logger",
-    "trainer.engine",
-    "trainer.enable_progress_bar",
-    "trainer.run_dir",
-)
-_PLACES = {"root", "download"}  # of any data module, wrapped or not
-_OBSERVERS = {  # they change nothing
-    "FlowMonitor",
-    "ForestProbe",
-    "GradientDissimilarity",
-    "LatentSpace",
-    "RoundLogger",
-    "RoundProgress",
-    "TaskMatrix",
-}
-
 Flat = dict[str, Any]
 
 
 class _Class(str):
-    """The path of a class in a config, whose name says by itself what it is."""
+    """The path of a class, whose name is enough in a label."""
 
 
 @dataclass
@@ -48,9 +25,10 @@ class Group:
     """Runs of one experiment.
 
     Attributes:
-        settings: What they share, flat: ``model`` is a class's name, ``model.lr`` one of its parameters.
-        label: What tells them from the other groups.
-        runs: Folder to its metrics.
+        settings: The settings that they share, flat: ``model`` is a class, ``model.lr`` one of its
+            parameters.
+        label: The settings in which they differ from the other groups.
+        runs: Folder to metrics.
     """
 
     settings: Flat
@@ -58,14 +36,14 @@ class Group:
     runs: dict[Path, pd.DataFrame] = field(default_factory=dict)
 
     def curves(self, metric: str, split: str) -> pd.DataFrame:
-        """Round by run: the global score."""
+        """Return the global score, one row per round and one column per run."""
         return pd.DataFrame(
             {folder: curve(table, metric, split) for folder, table in self.runs.items()}
         )
 
 
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
-    """Run folders among and below ``places``.
+    """Return the run folders among and below ``places``.
 
     Raises:
         FlsuiteError: If there are none.
@@ -82,49 +60,45 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
 
 
 def group_runs(folders: Iterable[Path]) -> list[Group]:
-    """Group by config, and label each group by what tells it apart."""
+    """Group runs by their settings, and label each group by what differs.
+
+    Raises:
+        FlsuiteError: If a folder is not a run's, or no run has a finished round.
+    """
     groups: dict[str, Group] = {}
     for folder in folders:
-        settings = flat_settings(folder)
+        everything = _settings(folder)
+        settings = dict(_flatten({k: v for k, v in everything.items() if k != "seed"}))
         key = repr(sorted(settings.items(), key=lambda item: item[0]))
         table = read_metrics(folder)
         if len(table):  # a run whose first round is not done yet
             groups.setdefault(key, Group(settings)).runs[folder] = table
-    found = list(groups.values())
-    if not found:
+    labelled = list(groups.values())
+    if not labelled:
         raise FlsuiteError("none of these runs has a finished round yet")
-    for group in found:
-        group.label = _label(group.settings, [other.settings for other in found])
-    return sorted(found, key=lambda group: group.label)
-
-
-def flat_settings(folder: Path) -> Flat:
-    """A run's config without what does not belong to the experiment, flat."""
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise FlsuiteError(f"{folder} is not the folder of a run: it has no config.yaml")
-    content = yaml.safe_load(path.read_text()) or {}
-    return dict(_flatten(content))
+    for group in labelled:
+        group.label = _label(group.settings, [other.settings for other in labelled])
+    return sorted(labelled, key=lambda group: group.label)
 
 
 def seed_of(folder: Path) -> int | None:
-    """A run's seed, as its config says it."""
-    content = yaml.safe_load((folder / "config.yaml").read_text()) or {}
-    seed = content.get("seed_everything", content.get("seed"))
+    """Return a run's seed."""
+    seed = _settings(folder).get("seed")
     return None if seed is None else int(seed)
 
 
+def _settings(folder: Path) -> dict[str, Any]:
+    """Read all that decides a run's result."""
+    path = folder / "settings.yaml"
+    if not path.is_file():
+        raise FlsuiteError(
+            f"{folder} is not the folder of a run, or of one that an earlier version of flsuite "
+            "made: it has no settings.yaml; name other folders, or run it again"
+        )
+    return yaml.safe_load(path.read_text()) or {}
+
+
 def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    if path in _NOT_THE_EXPERIMENT or (
-        path.startswith("data.") and path.rpartition(".")[2] in _PLACES
-    ):
-        return
-    if path == "trainer.callbacks":
-        node = [
-            c for c in node or [] if str(c.get("class_path")).rsplit(".", 1)[-1] not in _OBSERVERS
-        ]
-        if not node:
-            return
     if isinstance(node, Mapping) and "class_path" in node:
         yield _short(path), _Class(node["class_path"])
         for key, value in (node.get("init_args") or {}).items():
@@ -132,7 +106,11 @@ def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
     elif isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from _flatten(value, f"{path}.{key}" if path else str(key))
-    elif node is not None:  # what is left open, or was not there to be set when the run was made
+    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+        for item in node:  # callbacks, under their names
+            name = str(item.get("class_path", "")).rsplit(".", 1)[-1]
+            yield from _flatten(item, f"{path}.{name}")
+    elif node is not None:  # None is a setting that is left open
         yield _short(path), repr(node) if isinstance(node, (list, Mapping)) else node
 
 
@@ -141,7 +119,10 @@ def _short(path: str) -> str:
 
 
 def _label(own: Flat, everybody: Sequence[Flat]) -> str:
-    """Settings in which groups differ; a parameter only among groups that share the class it belongs to."""
+    """Return the settings in which a group differs from the others, as text.
+
+    A parameter is compared only among groups that share the class it belongs to.
+    """
     keys = [
         key
         for key in dict.fromkeys(key for other in everybody for key in other)

@@ -1,26 +1,18 @@
-"""How a dataset is dealt, to look at."""
+"""A picture of how a dataset is split among clients."""
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from flsuite.data.federated import FederatedData
-from flsuite.runs.folder import partition_rows
-
-__all__ = ["partition_figure", "partition_table"]
+__all__ = ["partition_figure"]
 
 _MOST_CLIENTS = 200
 
 
-def partition_table(data: FederatedData) -> pd.DataFrame:
-    """Columns ``client, split, class, samples``: the content of a run's ``partition.csv``."""
-    return pd.DataFrame(partition_rows(data), columns=["client", "split", "class", "samples"])
-
-
 def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
-    """Class by client: area of a dot is the number of samples, beside it each client's size.
+    """Draw class by client: the area of a dot is the number of samples; above, each client's size.
 
     Args:
-        table: As :func:`partition_table` gives it.
+        table: As :func:`flsuite.runs.partition.partition_table` returns it.
         split: ``train``, ``val`` or ``test``.
     """
     part = table[table["split"] == split]

@@ -71,7 +71,7 @@ def report_table(
     for metric in metrics:
         before = len(rows)
         for group in groups:
-            monitor = str(group.settings.get("trainer.monitor", "accuracy"))
+            monitor = str(group.settings.get("monitor", "accuracy"))
             scores = [run_scores(t, metric, monitor, last) for t in group.runs.values()]
             if table := [row for row in scores if row]:
                 rows.append(

@@ -1,27 +1,19 @@
-"""Which client meets which classes when, to look at."""
+"""A picture of which client meets which classes when."""
 
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from flsuite.data.tasks import TaskData
-from flsuite.runs.folder import TASK_COLUMNS, task_rows
-
-__all__ = ["task_plan_figure", "task_table"]
+__all__ = ["task_plan_figure"]
 
 _MOST_CLIENTS = 100
 
 
-def task_table(data: TaskData) -> pd.DataFrame:
-    """Columns ``client, task, first_round, class, samples``: the content of a run's ``tasks.csv``."""
-    return pd.DataFrame(task_rows(data), columns=list(TASK_COLUMNS))
-
-
 def task_plan_figure(table: pd.DataFrame) -> Figure:
-    """Class by client: the number of the task in which a client meets a class, the later the darker.
+    """Draw class by client: the task in which a client meets a class; later tasks are darker.
 
     Args:
-        table: As :func:`task_table` gives it.
+        table: As :func:`flsuite.runs.partition.task_table` returns it.
     """
     shown = table[table["client"] < _MOST_CLIENTS]
     names = list(

@@ -1,55 +1,61 @@
-"""Hooks of a federation."""
+"""The hooks of a federation."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 
-from flsuite.messages import ClientFailure, ClientResult
+from flsuite.messages import Outcome
+from flsuite.runs.run import Run
+from flsuite.server.evaluation import Scores
 
-if TYPE_CHECKING:
-    from flsuite.server.evaluation import Scores
-    from flsuite.trainer import FederatedTrainer
+__all__ = ["Affects", "FederationCallback"]
 
-__all__ = ["FederationCallback"]
+Affects = Literal["weights", "rounds", "nothing"]
 
 
 class FederationCallback(Callback):
-    """A callback of the federation: the trainer calls these hooks, in its own process, once each.
+    """A callback whose federation hooks the run calls in its own process, once each.
 
-    It is an ordinary Lightning callback too: the hooks of Lightning that a subclass implements are called by every client's
-    Trainer, wherever that runs, on a fresh copy for each fit; ``trainer.train_dataloader`` has the ``client`` and ``round``.
-    ``state_dict`` and ``load_state_dict`` go into the run's checkpoint.
+    It is an ordinary Lightning callback too. The Lightning hooks that a subclass implements are
+    called by every client's Trainer, wherever that runs, on a fresh copy for each fit. The copy has
+    the state that the callback had when the round started, on every engine; what a fit changes in it
+    is dropped. ``trainer.train_dataloader`` has the ``client`` and the ``round``.
+
+    ``state_dict`` and ``load_state_dict`` go into the run's checkpoint, as plain data.
+
+    Attributes:
+        affects: What callbacks of this class can change. ``weights`` and ``rounds`` (how long the
+            run lasts) belong to the settings of a run: a report groups runs by them, and a resume
+            refuses other callbacks that affect weights. Callbacks that affect ``nothing`` only
+            observe.
     """
 
-    def on_federation_start(self, trainer: "FederatedTrainer") -> None:
-        """Everything is set up; ``trainer.round`` rounds are done already."""
+    affects: ClassVar[Affects] = "weights"
 
-    def on_round_start(
-        self, trainer: "FederatedTrainer", round: int, cohort: Sequence[int]
-    ) -> None:
-        """The cohort is drawn."""
+    def on_federation_start(self, run: Run) -> None:
+        """Handle the start; after a resume, ``run.round`` rounds are done already."""
 
-    def on_client_end(
-        self, trainer: "FederatedTrainer", outcome: ClientResult | ClientFailure
-    ) -> None:
-        """A client is back, in the fixed order of the cohort; a failed or refused one as a failure."""
+    def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
+        """Handle the start of a round, in which these clients are about to train."""
 
-    def on_round_end(self, trainer: "FederatedTrainer", round: int) -> None:
-        """The new global model is in place; evaluation and checkpoint follow."""
+    def on_client_end(self, run: Run, outcome: Outcome) -> None:
+        """Handle a client that is back, in a fixed order; a refused update is a failure."""
 
-    def on_evaluation_end(
-        self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores"
-    ) -> None:
-        """A split has been scored."""
+    def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
+        """Handle the scores of a split; ``run.stop()`` here ends the run with this round."""
 
-    def on_round_recorded(
-        self, trainer: "FederatedTrainer", round: int, metrics: Mapping[str, float]
-    ) -> None:
-        """All numbers of the round are known, as ``<split>/<metric>`` and ``client/<number>/<split>/<metric>``."""
+    def on_round_end(self, run: Run, round: int) -> None:
+        """Handle the end of a round, which is aggregated and scored, and not yet recorded.
 
-    def on_federation_end(self, trainer: "FederatedTrainer") -> None:
-        """The last round is done; called too when the run ends by an error or an interrupt."""
+        ``run.finished`` says whether it is the last one. ``run.log_metric`` adds numbers to it.
+        """
+
+    def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
+        """Handle all numbers of a round: ``<split>/<metric>``, ``client/<n>/<split>/<metric>``."""
+
+    def on_federation_end(self, run: Run) -> None:
+        """Handle the end, also after an error or an interrupt; see ``run.status``."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -2,15 +2,13 @@
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from flsuite.callbacks.base import FederationCallback
-from flsuite.errors import FlsuiteError
+from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.errors import require_at_least, require_one_of
 from flsuite.metrics import HIGHER_IS_BETTER
-
-if TYPE_CHECKING:
-    from flsuite.server.evaluation import Scores
-    from flsuite.trainer import FederatedTrainer
+from flsuite.runs.run import Run
+from flsuite.server.evaluation import GLOBAL, Scores
 
 __all__ = ["RoundEarlyStopping"]
 
@@ -18,44 +16,46 @@ log = logging.getLogger("flsuite")
 
 
 class RoundEarlyStopping(FederationCallback):
-    """Stop when a score on validation data has not improved for a number of evaluations.
+    """Stops when a score on validation data has not improved for a number of evaluations.
+
+    A stopped run can be extended: resume it with more patience, or without the callback.
 
     Args:
-        monitor: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the global model.
+        monitor: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the
+            global model.
         patience: Evaluations without improvement.
-        min_delta: What counts as one.
+        min_delta: The smallest change that counts as an improvement.
     """
+
+    affects: ClassVar[Affects] = "rounds"
 
     def __init__(
         self, monitor: str = "accuracy", patience: int = 10, min_delta: float = 0.0
     ) -> None:
-        if monitor not in HIGHER_IS_BETTER:
-            raise FlsuiteError(
-                f"RoundEarlyStopping: monitor must be one of {', '.join(HIGHER_IS_BETTER)}, got {monitor}"
-            )
-        if patience < 1:
-            raise FlsuiteError(f"RoundEarlyStopping: patience must be at least 1, got {patience}")
         self.monitor = monitor
         self.patience = patience
         self.min_delta = min_delta
         self.best: float | None = None
         self.waited = 0
+        require_one_of("RoundEarlyStopping", HIGHER_IS_BETTER, monitor=monitor)
+        require_at_least("RoundEarlyStopping", 1, patience=patience)
+        require_at_least("RoundEarlyStopping", 0, min_delta=min_delta)
 
-    def on_federation_start(self, trainer: "FederatedTrainer") -> None:
-        if trainer.round == 0:
+    def on_federation_start(self, run: Run) -> None:
+        if run.round == 0:
             self.best, self.waited = None, 0
+        elif self.waited >= self.patience:
+            run.stop()
 
-    def on_evaluation_end(
-        self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores"
-    ) -> None:
+    def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
         if split != "val":
             return
-        value = scores["global"].get(self.monitor, math.nan) * (
-            1 if HIGHER_IS_BETTER[self.monitor] else -1
-        )
+        sign = 1 if HIGHER_IS_BETTER[self.monitor] else -1
+        value = scores[GLOBAL].get(self.monitor, math.nan) * sign
         if not math.isnan(value) and (self.best is None or value > self.best + self.min_delta):
             self.best, self.waited = value, 0
             return
+
         self.waited += 1
         if self.waited >= self.patience:
             log.info(
@@ -64,7 +64,7 @@ class RoundEarlyStopping(FederationCallback):
                 self.waited,
                 round,
             )
-            trainer.should_stop = True
+            run.stop()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited}

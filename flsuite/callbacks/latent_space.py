@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,101 +12,89 @@ from matplotlib.figure import Figure
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-from flsuite.callbacks.base import FederationCallback
+from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.models.protocols import PriorModel
 from flsuite.random import numpy_generator
+from flsuite.runs.run import Run
 
-if TYPE_CHECKING:
-    from flsuite.trainer import FederatedTrainer
-
-__all__ = ["LatentSpace", "PriorModel", "latent_figure"]
-
-
-@runtime_checkable
-class PriorModel(Protocol):
-    """A model with one Gaussian a class in its latent space."""
-
-    def latent(self, x: Tensor) -> Tensor:
-        """``(n, latent)``, without labels."""
-        ...
-
-    def priors(self) -> tuple[Tensor, Tensor]:
-        """Mean and log variance of each class, ``(classes, latent)``."""
-        ...
+__all__ = ["LatentSpace", "latent_figure"]
 
 
 class LatentSpace(FederationCallback):
-    """Draws the latent means of test samples, client by client, with the class priors; logs how far the priors lie apart.
+    """Draws latent means of test samples with the class priors; logs how far the priors lie apart.
 
-    Logged in every round, as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean`` over pairs of classes,
-    ``prior_sigma_min``. The picture is ``latent/round-NNNN.png`` in the run's folder, and goes to W&B. Its two axes are the
-    principal components of the class centres: what they leave out does not tell the classes apart.
+    Logged in every round as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean`` over
+    pairs of classes, ``prior_sigma_min``. The picture is ``latent/round-NNNN.png`` in the run's
+    folder, and goes to W&B. It has one panel per client. Its two axes are the principal components of
+    the class centres: what they leave out does not tell the classes apart.
 
     Args:
         every: Rounds between two pictures; the last round is always drawn. 0 draws none.
-        clients: Panels, for the first clients.
-        samples: Test samples in each.
+        clients: Number of panels, for the first clients.
+        samples: Test samples per panel.
     """
 
+    affects: ClassVar[Affects] = "nothing"
+
     def __init__(self, every: int = 5, clients: int = 4, samples: int = 300) -> None:
-        require_at_least("LatentSpace", 0, every=every)
-        require_at_least("LatentSpace", 1, clients=clients)
-        require_at_least("LatentSpace", 2, samples=samples)
         self.every = every
         self.clients = clients
         self.samples = samples
+        require_at_least("LatentSpace", 0, every=every)
+        require_at_least("LatentSpace", 1, clients=clients)
+        require_at_least("LatentSpace", 2, samples=samples)
 
-    def on_round_end(self, trainer: "FederatedTrainer", round: int) -> None:
-        federation, evaluator = trainer.federation, trainer.evaluator
-        assert federation is not None
-        if not isinstance(evaluator.model, PriorModel):
+    def on_federation_start(self, run: Run) -> None:
+        if not isinstance(run.model, PriorModel):
             raise FlsuiteError(
-                f"LatentSpace draws class priors, and {type(evaluator.model).__name__} has none (latent(x) and priors()); "
-                "use a model such as ACVAE, or remove the callback"
+                f"LatentSpace draws class priors, and {type(run.model).__name__} has none (latent(x) "
+                "and priors()); use a model such as ACVAE, or remove the callback"
             )
-        evaluator.load(federation.client_state(None))
-        if evaluator.model.priors()[0].shape[1] < 2:
+        if run.model.priors()[0].shape[1] < 2:
             raise FlsuiteError(
-                "LatentSpace draws two dimensions, and the latent space has one: raise model.latent_dim"
+                "LatentSpace draws two dimensions, and the latent space has one: raise "
+                "model.latent_dim"
             )
-        means, sigmas = (t.detach().float().cpu() for t in prior_moments(evaluator.model))
+
+    def on_round_end(self, run: Run, round: int) -> None:
+        run.evaluator.load(run.federation.client_state(None))
+        assert isinstance(run.model, PriorModel)
+        means, sigmas = (t.detach().float().cpu() for t in prior_moments(run.model))
         for name, value in prior_distances(means, sigmas).items():
-            trainer.log_metric(name, value)
-        if self.every and (round % self.every == 0 or round == trainer.rounds):
-            self._draw(trainer, round, means.numpy(), sigmas.numpy())
+            run.log_metric(name, value)
+        if self.every and (round % self.every == 0 or run.finished):
+            self._draw(run, round, means.numpy(), sigmas.numpy())
 
-    def _draw(
-        self, trainer: "FederatedTrainer", round: int, means: np.ndarray, sigmas: np.ndarray
-    ) -> None:
-        federation, evaluator = trainer.federation, trainer.evaluator
-        assert federation is not None
-        test = federation.data.test
-        rng = numpy_generator(trainer.seed, "latent")  # the same samples in every round
+    def _draw(self, run: Run, round: int, means: np.ndarray, sigmas: np.ndarray) -> None:
+        federation, test = run.federation, run.federation.data.test
+        rng = numpy_generator(run.seed, "latent")  # the same samples in every round
         rows = torch.from_numpy(rng.choice(len(test), min(self.samples, len(test)), replace=False))
+
         latents: dict[str, np.ndarray] = {}
-        for client in range(min(self.clients, trainer.clients) if federation.personal else 1):
-            evaluator.load(federation.client_state(client))
-            latents[f"client {client}" if federation.personal else "all clients"] = (
-                evaluator.latents(test.x[rows]).numpy()
-            )
+        for client in range(min(self.clients, run.clients) if federation.personal else 1):
+            run.evaluator.load(federation.client_state(client))
+            title = f"client {client}" if federation.personal else "all clients"
+            latents[title] = run.evaluator.latents(test.x[rows]).numpy()
+
         names = federation.data.spec.class_names or tuple(map(str, range(len(means))))
         figure = latent_figure(latents, test.y[rows].numpy(), means, sigmas, names)
         figure.suptitle(f"round {round}")
-        if trainer.run_folder.path is not None:
-            path = trainer.run_folder.path / "latent" / f"round-{round:04d}.png"
+        if run.folder.path is not None:
+            path = run.folder.path / "latent" / f"round-{round:04d}.png"
             path.parent.mkdir(exist_ok=True)
             figure.savefig(path, dpi=120)
-            _send(trainer, path, round)
+            _send(run, path, round)
 
 
 def prior_moments(model: PriorModel) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each class, ``(classes, latent)``."""
+    """Return mean and standard deviation of each class, ``(classes, latent)``."""
     means, log_variances = model.priors()
     return means, (0.5 * log_variances).exp()
 
 
 def prior_distances(means: Tensor, sigmas: Tensor) -> dict[str, float]:
-    """``prior_distance_min`` and ``_mean`` over pairs of class centres, and ``prior_sigma_min``."""
+    """Return smallest and mean distance of two class centres, and the smallest deviation."""
     distances = torch.pdist(means)
     return {
         "prior_distance_min": float(distances.min()),
@@ -122,7 +110,7 @@ def latent_figure(
     sigmas: np.ndarray,
     class_names: Sequence[str],
 ) -> Figure:
-    """One panel each: samples as dots and priors as crosses with an ellipse of one standard deviation, in two dimensions.
+    """Draw one panel per client: samples as dots, priors as crosses with an ellipse of one sigma.
 
     Args:
         latents: Title to ``(n, latent)``.
@@ -178,8 +166,8 @@ def latent_figure(
     return figure
 
 
-def _send(trainer: "FederatedTrainer", path: Path, round: int) -> None:
-    for logger in trainer.loggers:
+def _send(run: Run, path: Path, round: int) -> None:
+    for logger in run.loggers:
         if isinstance(logger, WandbLogger):
             import wandb
 

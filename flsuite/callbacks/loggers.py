@@ -2,62 +2,59 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from lightning.pytorch.loggers import WandbLogger
 
-from flsuite.callbacks.base import FederationCallback
-
-if TYPE_CHECKING:
-    from flsuite.trainer import FederatedTrainer
+from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.runs.run import Run
 
 __all__ = ["RoundLogger"]
 
 
 class RoundLogger(FederationCallback):
-    """Sends every round's metrics to all loggers of the trainer, as ``<split>/<metric>``.
+    """Sends every round's metrics to all loggers, as ``<split>/<metric>``.
 
-    Weights & Biases gets one run per experiment with the config and the partition's picture; a resumed federation goes on in
-    the same W&B run. A round that was logged but not yet saved when the run was killed is logged again.
+    Weights & Biases gets one run per experiment, with the settings and a picture of the partition. A
+    resumed federation goes on in the same W&B run. A round that was logged but not saved when the
+    run was killed is logged again.
 
     Args:
         log_model: Upload the final model as an artifact.
-        per_client: Log clients one by one up to this many clients; mean, worst and spread are always there.
+        per_client: Log clients one by one up to this many clients; mean, worst and spread are always
+            logged.
     """
+
+    affects: ClassVar[Affects] = "nothing"
 
     def __init__(self, log_model: bool = False, per_client: int = 20) -> None:
         self.log_model = log_model
         self.per_client = per_client
         self._wandb_id: str | None = None
 
-    def on_federation_start(self, trainer: "FederatedTrainer") -> None:
-        if trainer.round == 0:
+    def on_federation_start(self, run: Run) -> None:
+        if run.round == 0:
             self._wandb_id = None
-        for logger in trainer.loggers:
+        for logger in run.loggers:
             if isinstance(logger, WandbLogger):
-                self._start_wandb(logger, trainer)
-            logger.log_hyperparams(trainer.describe())
+                self._start_wandb(logger, run)
+            logger.log_hyperparams(run.settings)
 
-    def on_round_recorded(
-        self, trainer: "FederatedTrainer", round: int, metrics: Mapping[str, float]
-    ) -> None:
-        few = trainer.clients <= self.per_client
-        kept = {
-            name: value for name, value in metrics.items() if few or not name.startswith("client/")
-        }
-        for logger in trainer.loggers:
+    def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
+        is_few = run.clients <= self.per_client
+        sent = {k: v for k, v in metrics.items() if is_few or not k.startswith("client/")}
+        for logger in run.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_metrics(
-                    {**kept, "round": round}
-                )  # never with step=: it would bind rows to W&B's own counter
+                # Never with step=, which would bind rows to W&B's own counter.
+                logger.log_metrics({**sent, "round": round})
             else:
-                logger.log_metrics(kept, step=round)
+                logger.log_metrics(sent, step=round)
 
-    def on_federation_end(self, trainer: "FederatedTrainer") -> None:
-        for logger in trainer.loggers:
+    def on_federation_end(self, run: Run) -> None:
+        for logger in run.loggers:
             if isinstance(logger, WandbLogger):
-                self._finish_wandb(logger, trainer)
-            logger.finalize("success")
+                self._finish_wandb(logger, run)
+            logger.finalize(run.status)
 
     def state_dict(self) -> dict[str, Any]:
         return {"wandb_id": self._wandb_id}
@@ -65,39 +62,36 @@ class RoundLogger(FederationCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._wandb_id = state_dict["wandb_id"]
 
-    def _start_wandb(self, logger: WandbLogger, trainer: "FederatedTrainer") -> None:
+    def _start_wandb(self, logger: WandbLogger, run: Run) -> None:
         if self._wandb_id is not None and logger._experiment is None:
             logger._wandb_init["id"] = logger._id = self._wandb_id
-        run = logger.experiment
-        self._wandb_id = run.id
-        run.define_metric("round")
-        run.define_metric("*", step_metric="round")
-        if trainer.round == 0:
-            self._log_partition(logger, trainer)
+        experiment = logger.experiment
+        self._wandb_id = experiment.id
+        experiment.define_metric("round")
+        experiment.define_metric("*", step_metric="round")
+        if run.round == 0:
+            self._log_partition(logger, run)
 
     @staticmethod
-    def _log_partition(logger: WandbLogger, trainer: "FederatedTrainer") -> None:
+    def _log_partition(logger: WandbLogger, run: Run) -> None:
         import wandb
         from matplotlib import pyplot
 
-        from flsuite.analysis import partition_figure, partition_table
+        from flsuite.analysis import partition_figure
+        from flsuite.runs.partition import partition_table
 
-        assert trainer.federation is not None
-        figure = partition_figure(partition_table(trainer.federation.data))
+        figure = partition_figure(partition_table(run.federation.data))
         logger.experiment.log({"partition": wandb.Image(figure), "round": 0})
         pyplot.close(figure)
 
-    def _finish_wandb(self, logger: WandbLogger, trainer: "FederatedTrainer") -> None:
+    def _finish_wandb(self, logger: WandbLogger, run: Run) -> None:
         import wandb
 
-        model = (
-            trainer.run_folder.checkpoints / "model.ckpt"
-            if trainer.run_folder.checkpoints
-            else None
-        )
+        model = run.folder.checkpoints / "model.ckpt" if run.folder.checkpoints else None
         if self.log_model and isinstance(model, Path) and model.exists():
             artifact = wandb.Artifact(f"model-{logger.experiment.id}", type="model")
             artifact.add_file(str(model))
             logger.experiment.log_artifact(artifact)
-        logger.experiment.finish()  # the next run of this process must not continue this one
+        # The next run of this process must not continue this one.
+        logger.experiment.finish(exit_code=0 if run.status == "success" else 1)
         logger._experiment = None

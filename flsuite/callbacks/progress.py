@@ -4,16 +4,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flsuite.callbacks.base import FederationCallback
-from flsuite.messages import ClientFailure, ClientResult
-
-if TYPE_CHECKING:
-    from flsuite.trainer import FederatedTrainer
+from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.messages import Outcome
+from flsuite.runs.run import Run
 
 __all__ = ["RoundProgress"]
 
@@ -21,11 +19,14 @@ _SHOWN = ("train/loss", "val/accuracy", "test/accuracy", "test/f1_macro")
 
 
 class RoundProgress(FederationCallback):
-    """Rounds, clients of the round, current scores and time left; where there is no terminal, plain lines.
+    """Shows rounds, clients of the round, scores and the time left; plain lines without a terminal.
 
     Args:
-        interval: At least this many seconds between two plain lines; the first and the last round are always shown.
+        interval: At least this many seconds between two plain lines; the first and the last round
+            are always shown.
     """
+
+    affects: ClassVar[Affects] = "nothing"
 
     def __init__(self, interval: float = 5.0) -> None:
         self.interval = interval
@@ -34,9 +35,8 @@ class RoundProgress(FederationCallback):
     def __deepcopy__(self, memo: dict[int, Any]) -> "RoundProgress":
         return RoundProgress(self.interval)
 
-    def on_federation_start(self, trainer: "FederatedTrainer") -> None:
-        self._first, self._began, self._printed = trainer.round, time.monotonic(), 0.0
-        self._scores = ""
+    def on_federation_start(self, run: Run) -> None:
+        self._first, self._began, self._printed = run.round, time.monotonic(), 0.0
         console = Console(stderr=True)
         if not console.is_terminal:
             return
@@ -48,47 +48,36 @@ class RoundProgress(FederationCallback):
             TextColumn("{task.fields[note]}"),
         )
         self._bar = Progress(*columns, console=console)
-        self._rounds = self._bar.add_task(
-            "rounds ", total=trainer.rounds, completed=trainer.round, note=""
-        )
+        self._rounds = self._bar.add_task("rounds ", total=run.rounds, completed=run.round, note="")
         self._clients = self._bar.add_task("clients", total=None, note="")
         self._bar.start()
 
-    def on_round_start(
-        self, trainer: "FederatedTrainer", round: int, cohort: Sequence[int]
-    ) -> None:
-        self._cohort = len(cohort)
+    def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
+        self._cohort = len(clients)
         if self._bar is not None:
-            self._bar.reset(self._clients, total=len(cohort))
+            self._bar.reset(self._clients, total=len(clients))
 
-    def on_client_end(
-        self, trainer: "FederatedTrainer", outcome: ClientResult | ClientFailure
-    ) -> None:
+    def on_client_end(self, run: Run, outcome: Outcome) -> None:
         if self._bar is not None:
             self._bar.advance(self._clients)
 
-    def on_round_recorded(
-        self, trainer: "FederatedTrainer", round: int, metrics: Mapping[str, float]
-    ) -> None:
-        shown = [f"{name} {metrics[name]:.4f}" for name in _SHOWN if name in metrics]
-        left = self._time_left(trainer, round)
+    def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
+        shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in _SHOWN if name in metrics)
+        left = f"{self._time_left(run, round)} left"
         if self._bar is not None:
-            self._bar.update(self._rounds, completed=round, note=f"{'  '.join(shown)}  {left} left")
+            self._bar.update(self._rounds, completed=round, note=f"{shown}  {left}")
             return
         now = time.monotonic()
-        if now - self._printed >= self.interval or round == trainer.rounds or trainer.should_stop:
+        if now - self._printed >= self.interval or run.finished:
             self._printed = now
-            print(
-                f"round {round}/{trainer.rounds}  {self._cohort} clients  {'  '.join(shown)}  {left} left",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"round {round}/{run.rounds}  {self._cohort} clients  {shown}  {left}"
+            print(line, file=sys.stderr, flush=True)
 
-    def on_federation_end(self, trainer: "FederatedTrainer") -> None:
+    def on_federation_end(self, run: Run) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def _time_left(self, trainer: "FederatedTrainer", round: int) -> str:
+    def _time_left(self, run: Run, round: int) -> str:
         pace = (time.monotonic() - self._began) / max(round - self._first, 1)
-        return str(timedelta(seconds=int(pace * (trainer.rounds - round))))
+        return str(timedelta(seconds=int(pace * (run.rounds - round))))

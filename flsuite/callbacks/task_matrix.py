@@ -1,20 +1,17 @@
 """How well each task is known after each of the others."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flsuite.callbacks.base import FederationCallback
+from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.data.tasks import TaskData
 from flsuite.errors import require_at_least
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
-
-if TYPE_CHECKING:
-    from flsuite.server.evaluation import Scores
-    from flsuite.trainer import FederatedTrainer
+from flsuite.runs.run import Run
 
 __all__ = ["TaskMatrix", "task_figure"]
 
@@ -22,89 +19,79 @@ log = logging.getLogger("flsuite")
 
 
 class TaskMatrix(FederationCallback):
-    """With a :class:`~flsuite.data.TaskSequence`: the accuracy on each task, after each task. Without one it does nothing.
+    """The accuracy on each task, after each task of a :class:`~flsuite.data.TaskSequence`.
 
-    After the last round of a task the model is scored on the test samples of every client's groups of classes, those still to
-    come included, against all classes: a matrix a client (its own model's, where it has one), and their mean. Logged as
-    ``test/task_accuracy/<j>`` in that round, the row of the matrix, for the federation and each client; and as means over
-    clients ``test/task_accuracy`` (over the tasks done), ``test/forgetting``, ``test/backward_transfer`` and
-    ``test/forward_transfer``, see :mod:`flsuite.metrics.continual`. The picture is ``tasks.png`` in the run's folder.
+    Without tasks it does nothing. After the last round of a task the model is scored on the test
+    samples of every client's groups of classes, including groups still to come, against all classes.
+    That gives one matrix per client (of its own model, where it has one), and their mean. Logged in
+    that round as ``test/task_accuracy/<j>``, the row of the matrix, for the federation and each
+    client; and as means over clients ``test/task_accuracy`` (over the tasks done),
+    ``test/forgetting``, ``test/backward_transfer`` and ``test/forward_transfer``, see
+    :mod:`flsuite.metrics.continual`. The picture is ``tasks.png`` in the run's folder.
 
-    On without being asked for; name it in ``trainer.callbacks`` to choose the clients.
+    Every run has it. Name it in ``trainer.callbacks`` to choose the clients.
 
     Args:
-        clients: How many clients have a matrix; default all.
+        clients: Number of clients that have a matrix; default all.
 
     Attributes:
-        matrix: float64 ``(clients, 1 + tasks done, tasks)``; the first row is that before any training.
+        matrix: float64 ``(clients, 1 + tasks done, tasks)``; the first row is before any training.
     """
 
+    affects: ClassVar[Affects] = "nothing"
+
     def __init__(self, clients: int | None = None) -> None:
-        require_at_least("TaskMatrix", 1, clients=clients)
         self.clients = clients
         self.matrix: Tensor | None = None
+        require_at_least("TaskMatrix", 1, clients=clients)
 
-    def on_federation_start(self, trainer: "FederatedTrainer") -> None:
-        data = _tasks(trainer)
-        if data is None:
+    def on_federation_start(self, run: Run) -> None:
+        data = run.federation.data
+        if not isinstance(data, TaskData):
             return
-        if trainer.round == 0:
-            self.matrix = self.row(trainer, data)[:, None]
-        if trainer.rounds < data.starts[-1]:
+        if run.round == 0:
+            self.matrix = self.row(run, data)[:, None]
+        if run.rounds < data.starts[-1]:
             log.warning(
                 "trainer.rounds is %d, and the last task begins with round %d: it is never learned",
-                trainer.rounds,
+                run.rounds,
                 data.starts[-1],
             )
 
-    def on_round_end(self, trainer: "FederatedTrainer", round: int) -> None:
-        data = _tasks(trainer)
-        if data is not None and self.matrix is not None and _is_end(data, round, trainer.rounds):
-            self._score(trainer, data, round)
-
-    def on_evaluation_end(
-        self, trainer: "FederatedTrainer", round: int, split: str, scores: "Scores"
-    ) -> None:
-        """A run that is stopped early may end within a task, which shows only now."""
-        data = _tasks(trainer)
-        if split != "test" or data is None or self.matrix is None:
+    def on_round_end(self, run: Run, round: int) -> None:
+        data = run.federation.data
+        if not isinstance(data, TaskData) or self.matrix is None:
             return
-        if trainer.should_stop and not _is_end(data, round, trainer.rounds):
-            self._score(trainer, data, round)
+        if run.finished or data.task(round + 1) != data.task(round):
+            self._score(run, data, round)
 
-    def _score(self, trainer: "FederatedTrainer", data: TaskData, round: int) -> None:
-        assert self.matrix is not None and trainer.federation is not None
-        if not trainer.federation.memories.at_hand:
-            log.warning(
-                "no accuracy by task: what the clients' models keep to themselves lies with them"
-            )
+    def _score(self, run: Run, data: TaskData, round: int) -> None:
+        assert self.matrix is not None
+        if not run.federation.clients.is_local:
+            log.warning("no accuracy by task: the private parts of the models lie with the clients")
             self.matrix = None
             return
-        row, before = (
-            self.row(trainer, data),
-            data.task(round) + 1,
-        )  # a run that is extended scores its last task again
+
+        # A run that is extended scores its last task a second time.
+        row, before = self.row(run, data), data.task(round) + 1
         self.matrix = torch.cat([self.matrix[:, :before], row[:, None]], dim=1)
         for task, accuracy in enumerate(row.mean(0).tolist()):
-            trainer.log_metric(f"task_accuracy/{task}", accuracy, split="test")
+            run.log_metric(f"task_accuracy/{task}", accuracy, split="test")
         for client, own in enumerate(row.tolist()):
             for task, accuracy in enumerate(own):
-                trainer.log_metric(f"task_accuracy/{task}", accuracy, client, "test")
-        for name, value in summarised(self.matrix).items():
-            trainer.log_metric(name, value, split="test")
-        if trainer.run_folder.path is not None:
-            task_figure(self.matrix.mean(0)[1:]).savefig(
-                trainer.run_folder.path / "tasks.png", dpi=150
-            )
+                run.log_metric(f"task_accuracy/{task}", accuracy, client, "test")
+        for name, value in summarize(self.matrix).items():
+            run.log_metric(name, value, split="test")
+        if run.folder.path is not None:
+            figure = task_figure(self.matrix.mean(0)[1:])
+            figure.savefig(run.folder.path / "tasks.png", dpi=150)
 
-    def row(self, trainer: "FederatedTrainer", data: TaskData) -> Tensor:
-        """Accuracy of each client's model on each of its tasks, ``(clients, tasks)``."""
-        federation, evaluator = trainer.federation, trainer.evaluator
-        assert federation is not None
-        chosen = range(min(self.clients or data.clients, data.clients))
+    def row(self, run: Run, data: TaskData) -> Tensor:
+        """Return the accuracy of each client's model on each of its tasks, ``(clients, tasks)``."""
+        federation, evaluator = run.federation, run.evaluator
         by_class: tuple[Tensor, Tensor] | None = None
         rows = []
-        for client in chosen:
+        for client in range(min(self.clients or data.clients, data.clients)):
             if by_class is None or federation.personal:
                 evaluator.load(federation.client_state(client if federation.personal else None))
                 predicted = evaluator.outputs(data.test)["scores"].argmax(1)
@@ -121,21 +108,21 @@ class TaskMatrix(FederationCallback):
         self.matrix = state_dict.get("matrix")
 
 
-def summarised(matrix: Tensor) -> dict[str, float]:
-    """Means over clients; what one task does not define is left out."""
-    found = {
+def summarize(matrix: Tensor) -> dict[str, float]:
+    """Return means over clients, without the numbers that a single task does not define."""
+    numbers = {
         "task_accuracy": average_accuracy(matrix),
         "forgetting": forgetting(matrix),
         "backward_transfer": backward_transfer(matrix),
         "forward_transfer": forward_transfer(matrix),
     }
     return {
-        name: float(values.mean()) for name, values in found.items() if not values.isnan().any()
+        name: float(values.mean()) for name, values in numbers.items() if not values.isnan().any()
     }
 
 
 def task_figure(matrix: Tensor) -> Figure:
-    """The matrix as a picture: rows are tasks trained on, columns are tasks scored ``(tasks done, tasks)``."""
+    """Draw the matrix ``(tasks done, tasks)``: rows are tasks trained on, columns tasks scored."""
     done, tasks = matrix.shape
     figure = Figure(figsize=(1.6 + 0.62 * tasks, 1.3 + 0.5 * done), layout="constrained")
     panel = figure.subplots()
@@ -160,21 +147,8 @@ def task_figure(matrix: Tensor) -> Figure:
     return figure
 
 
-def _tasks(trainer: "FederatedTrainer") -> TaskData | None:
-    federation = trainer.federation
-    return (
-        federation.data
-        if federation is not None and isinstance(federation.data, TaskData)
-        else None
-    )
-
-
-def _is_end(data: TaskData, round: int, rounds: int) -> bool:
-    return round == rounds or data.task(round + 1) != data.task(round)
-
-
 def _by_class(right: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Hits and samples of each class."""
+    """Return the hits and the samples of each class."""
     return torch.bincount(y, right.double(), minlength=classes), torch.bincount(
         y, minlength=classes
     ).double()

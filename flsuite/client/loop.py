@@ -1,23 +1,26 @@
 """The steps of a client's fit, with nothing between them but the hooks that somebody implements.
 
-Lightning's own loop keeps progress, results and profiles of every batch; on a small model that costs a fifth of a step. For
-the plain case (one optimizer, stepped once a batch, no schedulers) this loop makes the same calls in the same order and so
-the same weights, bit for bit. Everything else takes Lightning's.
+Lightning's own loop keeps progress, results and profiles of every batch, which costs a fifth of a
+step on a small model. In the plain case this loop makes the same calls in the same order, and ends
+with the same weights, bit for bit. Everything else takes Lightning's loop, from the first fit to the
+last: how a fit is done never depends on the fits that the worker has done before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-__all__ = ["LocalLoop"]
+from flsuite.lightning_internals import enter_hook, set_train_loader, train_loader
 
-_OWN_STEPS = (  # a model that overrides one of these takes Lightning's loop
+__all__ = ["LocalLoop", "NeedsLightningLoop", "implements", "supports_local_loop"]
+
+_STEP_METHODS = (  # a model that overrides one of these takes Lightning's loop
     "backward",
     "configure_gradient_clipping",
     "on_after_batch_transfer",
@@ -29,23 +32,33 @@ _OWN_STEPS = (  # a model that overrides one of these takes Lightning's loop
 )
 
 
+class NeedsLightningLoop(Exception):
+    """The fit has turned out not to be the plain case; it must start again in Lightning's loop."""
+
+
 class LocalLoop:
-    """One client's fit, on a Trainer that Lightning has set up for it."""
+    """One client's fit, on a Trainer that Lightning has set up for it.
+
+    The plain case is one optimizer of torch, stepped once per batch, without schedulers, with
+    callbacks that are known to work here. Those are the callbacks of flsuite, and others whose class
+    has ``supports_local_loop = True``: they may read the Trainer's counters, ``is_last_batch`` and
+    ``train_dataloader``, change gradients and weights, and set ``should_stop``.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.module = trainer.lightning_module
 
-    def fits(self) -> bool:
-        """Whether this is the plain case."""
+    def is_plain(self) -> bool:
+        """Return whether this loop gives what Lightning's loop would give."""
         trainer, module, precision = self.trainer, self.module, self.trainer.precision_plugin
         return (
             module.automatic_optimization
             and len(trainer.optimizers) == 1
-            and _steps_alone(trainer.optimizers[0])
+            and _steps_without_closure(trainer.optimizers[0])
             and not trainer.lr_scheduler_configs
             and trainer.accumulate_grad_batches == 1
-            and _all_of(trainer.limit_train_batches)
+            and _is_every_batch(trainer.limit_train_batches)
             and not trainer.overfit_batches  # type: ignore[attr-defined]
             and not trainer.fast_dev_run  # type: ignore[attr-defined]
             and trainer.max_steps == -1
@@ -54,39 +67,49 @@ class LocalLoop:
             and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
             and type(precision) in (Precision, MixedPrecision)
             and getattr(precision, "scaler", None) is None
-            and all(
-                getattr(type(module), name) is getattr(LightningModule, name) for name in _OWN_STEPS
-            )
+            and not any(implements(module, LightningModule, name) for name in _STEP_METHODS)
+            and all(map(supports_local_loop, trainer.callbacks))  # type: ignore[attr-defined]
         )
 
     def run(self) -> None:
-        """All epochs of the fit."""
-        trainer, fit_loop = self.trainer, self.trainer.fit_loop
-        loader = fit_loop._data_source.dataloader()
-        fit_loop._combined_loader = CombinedLoader(
-            loader, "max_size_cycle"
-        )  # for trainer.train_dataloader
-        fit_loop.max_batches = len(loader)
-        self._collect_hooks()
-        self._call(self._train_start)
-        progress = fit_loop.epoch_progress
-        while progress.current.completed < (fit_loop.max_epochs or 1) and not trainer.should_stop:
-            progress.increment_ready()
-            self._call(self._epoch_start)
-            progress.increment_started()
-            for index, batch in enumerate(loader):
-                self._step(
-                    batch if self._is_here(batch) else trainer.strategy.batch_to_device(batch),
-                    index,
-                )
-                if trainer.should_stop:
-                    break
-            progress.increment_processed()
-            self._call(self._epoch_end)
-            progress.increment_completed()
-        self._call(self._train_end)
+        """Run all epochs of the fit.
 
-    def _is_here(self, batch: Any) -> bool:
+        Raises:
+            NeedsLightningLoop: If the model logs, or a hook changes what makes the plain case.
+        """
+        trainer, fit_loop = self.trainer, self.trainer.fit_loop
+        loader = train_loader(trainer)
+        set_train_loader(trainer, loader)
+        self._collect_hooks()
+
+        with _logging_refused(self.module):
+            self._call(self._train_start)
+            progress = fit_loop.epoch_progress
+            while (
+                progress.current.completed < (fit_loop.max_epochs or 1) and not trainer.should_stop
+            ):
+                progress.increment_ready()
+                self._call(self._epoch_start)
+                if not self.is_plain():
+                    raise NeedsLightningLoop("a hook has changed the Trainer")
+                progress.increment_started()
+                self._run_epoch(loader)
+                progress.increment_processed()
+                self._call(self._epoch_end)
+                progress.increment_completed()
+            self._call(self._train_end)
+
+    def _run_epoch(self, loader: Any) -> None:
+        trainer, last = self.trainer, len(loader) - 1
+        batch_progress = trainer.fit_loop.epoch_loop.batch_progress
+        for index, batch in enumerate(loader):
+            batch_progress.is_last_batch = index == last
+            is_here = self._is_on_device(batch)
+            self._step(batch if is_here else trainer.strategy.batch_to_device(batch), index)
+            if trainer.should_stop:
+                break
+
+    def _is_on_device(self, batch: Any) -> bool:
         device = self.trainer.strategy.root_device
         return isinstance(batch, tuple) and all(
             isinstance(part, Tensor) and part.device == device for part in batch
@@ -98,16 +121,19 @@ class LocalLoop:
         loop = trainer.fit_loop.epoch_loop
         loop.batch_progress.increment_ready()
         self._call(self._batch_start, batch, index)
-        module._current_fx_name = "training_step"  # lets the model call self.log
+
+        enter_hook(module, "training_step")
         with precision.train_step_context():
             output: Any = module.training_step(batch, index)
         loss: Tensor | None = output.get("loss") if isinstance(output, dict) else output
+
         self._call(self._before_zero_grad, optimizer)
         optimizer.zero_grad()
         if loss is not None:
             self._call(self._before_backward, loss)
             loss.backward()
             self._call(self._after_backward)
+
         self._call(self._before_step, optimizer)
         if trainer.gradient_clip_val:
             module.configure_gradient_clipping(
@@ -116,10 +142,10 @@ class LocalLoop:
         optimizer.step()
         loop.automatic_optimization.optim_progress.optimizer.step.increment_ready()
         loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+
         extra = output if isinstance(output, dict) else {}
-        self._call(
-            self._batch_end, {} if loss is None else {**extra, "loss": loss.detach()}, batch, index
-        )
+        outputs = {} if loss is None else {**extra, "loss": loss.detach()}
+        self._call(self._batch_end, outputs, batch, index)
         loop.batch_progress.increment_completed()
 
     def _collect_hooks(self) -> None:
@@ -135,14 +161,15 @@ class LocalLoop:
         self._before_step = self._implementations("on_before_optimizer_step")
 
     def _implementations(self, hook: str) -> list[Callable[..., Any]]:
-        """Who implements a hook: callbacks in their order, then the model."""
-        found: list[Callable[..., Any]] = []
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if getattr(type(callback), hook) is not getattr(Callback, hook):
-                found.append(_bind(getattr(callback, hook), self.trainer, self.module))
-        if getattr(type(self.module), hook) is not getattr(LightningModule, hook):
-            found.append(_named(getattr(self.module, hook), self.module, hook))
-        return found
+        """Return the hooks in Lightning's order: callbacks in theirs, then the model."""
+        hooks = [
+            _bind(getattr(callback, hook), hook, self.module, self.trainer, self.module)
+            for callback in self.trainer.callbacks  # type: ignore[attr-defined]
+            if implements(callback, Callback, hook)
+        ]
+        if implements(self.module, LightningModule, hook):
+            hooks.append(_bind(getattr(self.module, hook), hook, self.module))
+        return hooks
 
     @staticmethod
     def _call(hooks: list[Callable[..., Any]], *args: Any) -> None:
@@ -150,31 +177,48 @@ class LocalLoop:
             hook(*args)
 
 
-def _all_of(limit: int | float | None) -> bool:
-    """Whether Lightning takes every batch: a fraction of 1.0 is all of them, the number 1 is one batch."""
+def implements(obj: Any, base: type, hook: str) -> bool:
+    """Return whether an object has a hook of its own, on its class or on the instance."""
+    method = getattr(obj, hook)
+    return getattr(method, "__func__", method) is not getattr(base, hook)
+
+
+def supports_local_loop(callback: Callback) -> bool:
+    """Return whether a callback is known to work with :class:`LocalLoop`."""
+    kind = type(callback)
+    return kind.__module__.startswith("flsuite.") or getattr(kind, "supports_local_loop", False)
+
+
+def _is_every_batch(limit: int | float | None) -> bool:
+    """Return whether Lightning takes every batch: 1.0 means all of them, 1 means one batch."""
     return limit is None or (isinstance(limit, float) and limit == 1.0)
 
 
-def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step()`` needs no closure: torch's own but LBFGS; third-party ones may insist on it."""
-    return type(optimizer).__module__.startswith("torch.optim") and not isinstance(
-        optimizer, torch.optim.LBFGS
-    )
+def _steps_without_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``step()`` works alone, as torch's optimizers do but for LBFGS."""
+    is_torch = type(optimizer).__module__.startswith("torch.optim")
+    return is_torch and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _bind(
-    hook: Callable[..., Any], trainer: Trainer, module: LightningModule
+    method: Callable[..., Any], hook: str, module: LightningModule, *first: Any
 ) -> Callable[..., Any]:
     def call(*args: Any) -> None:
-        module._current_fx_name = hook.__name__
-        hook(trainer, module, *args)
+        enter_hook(module, hook)
+        method(*first, *args)
 
     return call
 
 
-def _named(hook: Callable[..., Any], module: LightningModule, name: str) -> Callable[..., Any]:
-    def call(*args: Any) -> None:
-        module._current_fx_name = name
-        hook(*args)
+@contextmanager
+def _logging_refused(module: LightningModule) -> Iterator[None]:
+    """Raise :class:`NeedsLightningLoop` where the model logs: only Lightning's loop collects that."""
 
-    return call
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NeedsLightningLoop("the model logs")
+
+    module.log = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.log

@@ -1,7 +1,8 @@
-"""Learning rates that fall from round to round: under heterogeneity, FedAvg with a constant one does not converge.
+"""Learning rates that fall from round to round.
 
-Li et al. 2020, On the Convergence of FedAvg on Non-IID Data, arXiv:1907.02189, section 4: the distance that remains is of the
-order of the rate.
+Under heterogeneity FedAvg with a constant learning rate does not converge to the optimum: the
+distance that remains is of the order of the rate (Li et al. 2020, On the Convergence of FedAvg on
+Non-IID Data, arXiv:1907.02189, section 4).
 """
 
 import math
@@ -13,22 +14,23 @@ __all__ = ["CosineDecay", "ExponentialDecay", "LRDecay", "StepDecay"]
 
 
 class LRDecay(ABC):
-    """Scales the learning rates of all clients' optimizers by one factor a round; within a round they are constant.
+    """Multiplies the learning rates of all clients' optimizers by one factor per round.
 
-    A function of the round alone, so that a resumed run, and one that is extended, goes on as it would have.
+    The factor depends on the round alone, so that a resumed or extended run goes on as it would
+    have without the interruption. Within a round it is constant.
     """
 
     @abstractmethod
     def factor(self, round: int) -> float:
-        """By what the model's own learning rates are multiplied in ``round``, counted from 1; above 0."""
+        """Return the factor of a round, above 0; rounds count from 1."""
 
 
 class CosineDecay(LRDecay):
-    """From 1 in the first round along half a cosine to ``final`` in round ``rounds + 1``, and constant from there.
+    """Half a cosine from 1 in the first round to ``final`` in round ``rounds + 1``, then constant.
 
     Args:
-        rounds: Rounds over which the rate falls: as a rule ``trainer.rounds``.
-        final: What is left in the end, as a fraction.
+        rounds: Rounds over which the rate falls, as a rule ``trainer.rounds``.
+        final: The factor at the end.
     """
 
     def __init__(self, rounds: int, final: float = 0.01) -> None:
@@ -58,11 +60,11 @@ class ExponentialDecay(LRDecay):
 
 
 class StepDecay(LRDecay):
-    """Constant for ``every`` rounds, then ``gamma`` of that for as many, and so on.
+    """Constant for ``every`` rounds, then multiplied by ``gamma``, and so on.
 
     Args:
         every: Rounds between two steps.
-        gamma: Factor of a step.
+        gamma: Factor per step.
     """
 
     def __init__(self, every: int, gamma: float = 0.1) -> None:

@@ -27,7 +27,7 @@ _SKIP = {"model", "datamodule"}
 
 
 def run(command: str, args: list[str]) -> None:
-    """Parse, build, and call the trainer's method of that name."""
+    """Parse the arguments, build trainer, model and data, and call the trainer's method."""
     _speak()
     sys.argv = ["flsuite", command, *args]  # LightningCLI warns when args and argv differ
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(
@@ -37,7 +37,7 @@ def run(command: str, args: list[str]) -> None:
 
 
 def build(args: list[str]) -> tuple[FederatedTrainer, ClientModel, FederatedDataModule]:
-    """What ``flsuite fit`` would fit with these arguments: the trainer, and what its ``fit`` takes.
+    """Build what ``flsuite fit`` would fit with these arguments, without fitting it.
 
     Raises:
         FlsuiteError: If the request cannot be met.
@@ -74,7 +74,7 @@ class _FederatedCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Only the one that is asked for: each costs a parser of its own."""
+        """Return only the subcommand in use, because each costs a parser of its own."""
         return {_FederatedCLI._command: _SKIP}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -95,7 +95,7 @@ class _FederatedCLI(LightningCLI):
         super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
-        """A federation's checkpoint says nothing of how to build the model; the config does."""
+        """Do nothing: a run's checkpoint does not say how to build the model; the config does."""
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
@@ -119,14 +119,17 @@ class _FederatedCLI(LightningCLI):
         self.trainer.config = self._resolved
 
     def after_fit(self) -> None:
-        """Two pictures beside the tables."""
-        folder = self.trainer.run_folder.path
+        """Draw the curves and the partition into the run's folder."""
+        folder = self.trainer.run.folder.path if self.trainer.run else None
         if folder is not None:
             curves_figure({"run": folder}).savefig(folder / "curves.png", dpi=130)
             partition_figure(read_partition(folder)).savefig(folder / "partition.png", dpi=130)
 
     def _default_run_dir(self, config: Any) -> Path:
-        """A new folder for a new run; for everything else the run that the config lies in, else the newest of its name."""
+        """Return a new folder for a new run, else the run that the request means.
+
+        That is the run whose folder the config lies in, else the newest run of the config's name.
+        """
         ckpt_path = config.get("ckpt_path")
         if self.subcommand != "fit" and ckpt_path not in (None, "last", "best"):
             return Path(ckpt_path).resolve().parent.parent
@@ -148,11 +151,11 @@ class _FederatedCLI(LightningCLI):
 
 class _Builder(_FederatedCLI):
     def _run_subcommand(self, subcommand: str) -> None:
-        """What is built is all that is wanted."""
+        """Do nothing: the caller wants what has been built."""
 
 
 def _speak() -> None:
-    """What the federation has to say goes to the terminal as plain lines."""
+    """Send the federation's messages to the terminal as plain lines."""
     logger = logging.getLogger("flsuite")
     logger.setLevel(logging.INFO)
     if not logger.handlers:

@@ -1,6 +1,7 @@
 """The command: ``flsuite fit | validate | test | predict | partition | report``.
 
-Importing torch and Lightning takes seconds, so nothing here does until the subcommand is known to need it.
+Importing torch and Lightning takes seconds. Nothing here imports them before the subcommand is known
+to need them.
 """
 
 import importlib
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flsuite import __version__
-from flsuite.errors import FederationError, FlsuiteError
+from flsuite.errors import FederationError, FlsuiteError, one_line
 
 __all__ = ["import_plugins", "main"]
 
@@ -20,12 +21,12 @@ _HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch L
 usage: flsuite COMMAND --config FILE [--KEY VALUE ...]
 
 commands:
-  fit         run a federation and write its folder; --ckpt_path last goes on with a killed one
+  fit         run a federation and write its folder; --ckpt_path last resumes a killed or finished run
   validate    score a finished run on validation data
   test        score a finished run on test data: the global model and every client
-  predict     write class probabilities on test data to predictions.csv, and a model's pictures (reconstructions, samples)
+  predict     write class probabilities on test data to predictions.csv, and a model's pictures
   partition   draw how a config splits the data, without training
-  report      put finished runs side by side: mean and spread over seeds
+  report      compare finished runs: mean and spread over seeds
 
 examples:
   flsuite fit --config configs/quickstart.yaml
@@ -40,22 +41,24 @@ A key of a class is given without init_args: --trainer.aggregator FedAvgM --trai
 
 _PARTITION_HELP = """usage: flsuite partition --config FILE [--output FOLDER] [--data.KEY VALUE ...] [--seed_everything SEED]
 
-Draw how a config splits the data (class by client), without training: NAME-partition.png, and the same numbers as
-NAME-partition.csv with the columns client, split, class, samples. NAME is the config's.
+Draw how a config splits the data (class by client), without training. It writes NAME-partition.png,
+and the same numbers as NAME-partition.csv with the columns client, split, class, samples. NAME is the
+name of the config.
 
-  --config FILE           a config as for flsuite fit; its model and trainer are not looked at
-  --output FOLDER         where to write; default: here
+  --config FILE           a config as for flsuite fit; its model and trainer are not used
+  --output FOLDER         where to write; default: the working folder
   --data.KEY VALUE        override a key of the data, e.g. --data.partition.alpha 0.1 --data.clients 20
-  --seed_everything SEED  the run's seed, which the partition follows unless data.seed is given
-  --plugins LIST          modules to import first, e.g. '[my_package]', whose classes then have short names
+  --seed_everything SEED  the run's seed, which decides the partition unless data.seed is given
+  --plugins LIST          modules to import first, e.g. '[my_package]'; their classes get short names
 """
 
 _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] [--last N] [--output FOLDER]
 
-Put finished runs side by side. Every run in or below a FOLDER counts; runs whose configs differ in nothing but seed, engine,
-logger and callbacks that only look on are one row, named by what tells it from the others, with mean and standard deviation:
-test scores of the last round, of the round picked on validation data, the mean of the last rounds, and the best on test data
-(no honest choice: for comparison with tables that were made so).
+Compare finished runs. Every run in or below a FOLDER counts. Runs whose settings (settings.yaml) differ
+in nothing but the seed are one row, named by the settings in which it differs from the other rows, with
+mean and standard deviation: test scores of the last round, of the round picked on validation data, the
+mean of the last rounds, and the best on test data (not an honest choice; for comparison with published
+tables that were made so).
 
   --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro accuracy_first_five; default accuracy
   --last N            rounds in the mean of the last ones; default 10
@@ -67,7 +70,10 @@ _LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command. Exit status: 0, 1 if the run failed, 2 if the request cannot be met."""
+    """Run the command.
+
+    The exit status is 0, 1 if the run failed, 2 if the request cannot be met, or 130 after Ctrl-C.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     command = args[0] if args else "--help"
     if command in ("-h", "--help", "help"):
@@ -84,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _guarded(command: str, args: list[str]) -> int:
-    """Run one subcommand; errors become one line."""
+    """Run one subcommand and return the exit status; errors become one line."""
     try:
         if command == "report":
             from flsuite.commands.report import report
@@ -101,9 +107,9 @@ def _guarded(command: str, args: list[str]) -> int:
 
             run(command, args)
     except FlsuiteError as error:
-        return _complain(str(error), 2)
+        return _complain(one_line(error), 2)
     except FederationError as error:
-        return _complain(str(error), 1)
+        return _complain(one_line(error), 1)
     except KeyboardInterrupt:
         return _complain(
             "interrupted; fit goes on from the last finished round with --ckpt_path last", 130
@@ -112,27 +118,31 @@ def _guarded(command: str, args: list[str]) -> int:
 
 
 def _complain(message: str, status: int) -> int:
-    print(f"flsuite: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"flsuite: error: {message}", file=sys.stderr)
     return status
 
 
 def _prepare(args: list[str]) -> None:
-    """What must happen before a parser is built: import plugins, and have the workers' parent start importing beside us."""
+    """Import plugins, and start the process that workers are forked from.
+
+    Both come before the parser is built: a plugin's classes must be known to it, and the fork server
+    imports torch while this process does.
+    """
     configs = [_read(path) for path in _values(args, "--config", "-c")]
     chosen = _values(args, "--trainer.engine") or [
         _engine(config) for config in configs
-    ]  # an argument overrides the config
+    ]  # overrides the config
     if "Processes" in str(chosen) and "--print_config" not in args and "--help" not in args:
         from flsuite.engines.forkserver import prepare_workers
 
         prepare_workers()
     if "" not in sys.path:
-        sys.path.insert(0, "")  # a user's own package beside the config is found, as with python -m
+        sys.path.insert(0, "")  # finds a user's package in the working folder, as python -m does
     import_plugins(args)
 
 
 def import_plugins(args: list[str]) -> None:
-    """Import what ``--plugins`` and the configs name, so that its classes have short names.
+    """Import what ``--plugins`` and the configs name, so that its classes get short names.
 
     Raises:
         FlsuiteError: If that fails, or a config cannot be read.
@@ -149,7 +159,8 @@ def import_plugins(args: list[str]) -> None:
                 importlib.import_module(plugin)
             except (ImportError, SyntaxError) as error:
                 raise FlsuiteError(
-                    f"plugins: cannot import {plugin!r} ({error}); mend it, install it, or run where it lies"
+                    f"plugins: cannot import {plugin!r} ({one_line(error)}); fix or install it, or "
+                    "run the command in the folder that holds it"
                 ) from error
 
 

@@ -23,7 +23,7 @@ _KEY = re.compile(r'Parser key "([^"]+)":?')
 
 
 class OneLineParser(LightningArgumentParser):
-    """LightningCLI's parser, but an error is a :class:`FlsuiteError` with what matters of jsonargparse's account."""
+    """LightningCLI's parser; an error is a :class:`FlsuiteError` of one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if found := re.search(r"unrecognized arguments: (\S+)", message):
@@ -41,7 +41,10 @@ class OneLineParser(LightningArgumentParser):
 
 
 def essence(message: str) -> str:
-    """What matters of an error message of jsonargparse, which explains every reading that it tried, over many lines."""
+    """Return the useful part of an error message of jsonargparse.
+
+    jsonargparse explains every reading that it tried, over many lines.
+    """
     if found := re.search(r"Expected a dot import path string: (\S+)", message):
         return _unknown_class(found[1], message)
     path, reasons = [], []
@@ -99,7 +102,7 @@ def _concrete(module: str, base: str) -> Iterator[type]:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """While classes are instantiated, let the error that a class raised through, not the parser's account of it.
+    """Raise the error of a class that is being instantiated, without what the parser adds to it.
 
     Raises:
         FlsuiteError: For any error; what a class refuses at this point is a setting.
@@ -119,7 +122,10 @@ def _suggest(name: str, known: list[str]) -> str:
 
 
 def config_name(paths: Any, default: str) -> str:
-    """The name of the last config file given; a run folder's own ``config.yaml`` goes by the run's name."""
+    """Return the name of the last config file given.
+
+    The ``config.yaml`` of a run's folder has the name of the run.
+    """
     last = [Path(str(path)) for path in paths or []][-1:]
     if not last:
         return default

@@ -7,11 +7,12 @@ from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-define
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis import partition_figure, partition_table, task_plan_figure, task_table
+from flsuite.analysis import partition_figure, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
 from flsuite.data.tasks import TaskData
-from flsuite.runs.folder import make_folder
+from flsuite.files import make_folder
+from flsuite.runs.partition import partition_table, task_table
 
 __all__ = ["partition"]
 
@@ -19,7 +20,7 @@ _MOST_SHOWN = 30
 
 
 def partition(args: list[str]) -> None:
-    """Write picture and table of the partition, and print it."""
+    """Write a picture and a table of the partition, and print the table."""
     parser = OneLineParser()
     parser.add_argument("-c", "--config", action=ActionConfigFile)
     parser.add_argument("--output", type=str, default=".")

@@ -1,4 +1,4 @@
-"""``flsuite report``: finished runs side by side."""
+"""``flsuite report``: a comparison of finished runs."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from rich.table import Table
 from flsuite.analysis.groups import Group, find_runs, group_runs, seed_of
 from flsuite.analysis.report import report_figure, report_markdown, report_table
 from flsuite.errors import FlsuiteError
-from flsuite.runs.folder import make_folder
+from flsuite.files import make_folder
 
 __all__ = ["report"]
 
@@ -21,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def report(args: list[str]) -> None:
-    """Print the table of the runs, and write it with a picture where ``--output`` says so."""
+    """Print the table of the runs; with ``--output``, write it and a picture."""
     parser = _Parser(prog="flsuite report", add_help=False)
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--metric", nargs="+", default=["accuracy"])
@@ -46,7 +46,7 @@ def report(args: list[str]) -> None:
 
 
 def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
-    """For a terminal of 80 characters: short headings, no blanks around the sign."""
+    """Return the table for a terminal of 80 characters."""
     shown = Table(title=f"test {metric}, mean and spread over runs", title_justify="left")
     shown.add_column("what differs", overflow="fold", min_width=14)
     for heading in ("runs", "last", "picked", f"last {last}", "best on test"):
@@ -61,7 +61,7 @@ def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
 
 
 def uneven(groups: list[Group]) -> list[str]:
-    """Runs that ended before the others, which makes their rows no match."""
+    """Return a line for each run that ended before the others, so that their rows do not match."""
     ends = {
         folder: int(table["round"].max())
         for group in groups
@@ -74,7 +74,7 @@ def uneven(groups: list[Group]) -> list[str]:
 
 
 def repeated(groups: list[Group]) -> list[str]:
-    """Runs of one seed twice, which are no two runs."""
+    """Return a line for each group in which a seed appears more than once."""
     found = []
     for group in groups:
         seeds = [seed_of(folder) for folder in group.runs]

@@ -1,27 +1,52 @@
-"""What an engine is."""
+"""The interface of an engine."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from flsuite.client.runner import WorkerSetup
-from flsuite.messages import ClientFailure, ClientResult, FitRequest
+from flsuite.client.setup import WorkerSetup
+from flsuite.messages import FitRequest, Outcome
 
-__all__ = ["Engine", "Outcome"]
-
-Outcome = ClientResult | ClientFailure
+__all__ = ["Engine"]
 
 
 class Engine(ABC):
-    """Says where clients train. It never decides what comes out: the same work gives the same results on any engine."""
+    """Says where clients train.
+
+    An engine never decides what comes out: the same requests give the same outcomes on every engine,
+    in whatever order they are collected.
+    """
+
+    @contextmanager
+    def running(self, setup: WorkerSetup) -> Iterator[None]:
+        """Start the engine, and stop it at the end, whatever happens."""
+        self.start(setup)
+        try:
+            yield
+        finally:
+            self.stop()
 
     @abstractmethod
-    def start(self, job: WorkerSetup) -> None:
-        """Get ready to train clients of this job."""
+    def start(self, setup: WorkerSetup) -> None:
+        """Get ready to train the clients of this run."""
 
     @abstractmethod
-    def run(self, works: Sequence[FitRequest]) -> Iterator[Outcome]:
-        """Train, and yield what came of each work in the order given, holding few outcomes at a time."""
+    def submit(self, requests: Iterable[FitRequest]) -> None:
+        """Queue fits. They may train ahead of their collection, within bounded memory."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> Sequence[int]:
+        """Return the numbers of the requests that have not been collected, as submitted."""
+
+    @abstractmethod
+    def collect(self, number: int) -> Outcome:
+        """Wait for the outcome of one pending request, and forget the request.
+
+        Raises:
+            FlsuiteError: If no client can train with the settings of the run.
+        """
 
     def stop(self) -> None:
-        """Give back what :meth:`start` took. Safe to call twice."""
+        """Release what :meth:`start` took, and drop pending requests. A second call does nothing."""
         return

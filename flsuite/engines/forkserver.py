@@ -1,4 +1,7 @@
-"""The process that workers are forked from. Imports nothing heavy, so that it can be started before anything else."""
+"""The process that workers are forked from.
+
+This module imports nothing heavy, so that the process can be started before anything else.
+"""
 
 import multiprocessing
 import sys
@@ -10,8 +13,12 @@ __all__ = ["prepare_workers", "without_main"]
 
 
 def prepare_workers() -> None:
-    """Start the process that workers are forked from; it imports torch and Lightning while this one does other things."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["flsuite.engines.worker"])
+    """Start the process that workers are forked from.
+
+    It imports torch and Lightning while this process goes on with other work.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["flsuite.engines.worker"])
     with without_main():
         forkserver.ensure_running()
 
@@ -20,7 +27,8 @@ def prepare_workers() -> None:
 def without_main() -> Iterator[None]:
     """Keep multiprocessing from running the user's script again in every worker.
 
-    It would do so to find what the script defines; cloudpickle carries that along, and a script needs no ``__main__`` guard.
+    It would run the script to find what it defines. cloudpickle sends that along, so a script needs
+    no ``__main__`` guard.
     """
     main = sys.modules["__main__"]
     hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}

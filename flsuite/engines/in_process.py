@@ -1,43 +1,55 @@
 """Clients one after another in this process: nothing to start, easy to debug."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from flsuite.client.runner import ClientRunner, WorkerSetup
-from flsuite.engines.base import Engine, Outcome
-from flsuite.errors import FlsuiteError
-from flsuite.messages import FitRequest
+from flsuite.client.runner import ClientRunner
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines.base import Engine
+from flsuite.errors import require_at_least
+from flsuite.messages import FitRequest, Outcome
 
 __all__ = ["InProcess"]
 
 
 class InProcess(Engine):
-    """Train in this process.
+    """Trains in this process, each client when its outcome is collected.
 
     Args:
-        threads: Of torch while a client trains. With 1, weights equal those of :class:`~flsuite.engines.Processes` with one
-            thread, bit for bit; large models alone on a machine gain from more.
+        threads: Threads of torch while a client trains. With 1, the weights equal those of
+            :class:`~flsuite.engines.Processes` with one thread, bit for bit. A large model that has
+            the machine to itself is faster with more.
     """
 
     def __init__(self, threads: int = 1) -> None:
-        if threads < 1:
-            raise FlsuiteError(f"InProcess: threads must be at least 1, got {threads}")
+        require_at_least("InProcess", 1, threads=threads)
         self.threads = threads
+        self._requests: dict[int, FitRequest] = {}
 
-    def start(self, job: WorkerSetup) -> None:
-        self._runner = ClientRunner(job)
+    def start(self, setup: WorkerSetup) -> None:
+        self._requests = {}
+        self._runner = ClientRunner(setup)
 
-    def run(self, works: Sequence[FitRequest]) -> Iterator[Outcome]:
-        for work in works:
-            with _threads(self.threads):
-                outcome = self._runner.run(work)
-            yield outcome
+    def submit(self, requests: Iterable[FitRequest]) -> None:
+        self._requests.update((request.number, request) for request in requests)
+
+    @property
+    def pending(self) -> Sequence[int]:
+        return list(self._requests)
+
+    def collect(self, number: int) -> Outcome:
+        with _threads(self.threads):
+            return self._runner.run(self._requests.pop(number))
+
+    def stop(self) -> None:
+        self._requests = {}
 
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
+    """Set torch's number of threads, and restore it at the end."""
     before = torch.get_num_threads()
     if before == number:
         yield

@@ -1,71 +1,92 @@
-"""Clients in persistent worker processes: one import, one model and one Trainer a worker, for the whole run."""
+"""Clients in persistent worker processes: one import, one model and one Trainer per worker."""
 
 import logging
 import multiprocessing
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from flsuite.client.runner import WorkerSetup
-from flsuite.engines.base import Engine, Outcome
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines.base import Engine
 from flsuite.engines.forkserver import prepare_workers, without_main
 from flsuite.engines.wire import dump_shared, dumps, receive, send
-from flsuite.engines.worker import serve
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientFailure, FitRequest
+from flsuite.engines.worker import Fatal, Ready, serve
+from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.messages import Broadcast, FitRequest, Outcome
 
 __all__ = ["Processes"]
 
 log = logging.getLogger("flsuite")
-_AHEAD = 4  # works per worker that may be finished before their turn: bounds memory, hides uneven clients
+
+_AHEAD = 4  # outcomes per worker that may wait for their turn: bounds memory, hides uneven clients
 
 
 @dataclass
 class _Worker:
+    """A worker process as the engine sees it.
+
+    Attributes:
+        request: What it is training.
+        broadcast: The last broadcast that it was sent.
+        is_ready: Whether it has been set up. A fit's time counts from then.
+        alarm: Kills it when its fit takes too long.
+        timed_out: Whether the alarm went off.
+    """
+
     process: Any
     connection: Connection
-    index: int | None = None
-    round: int | None = None
+    request: FitRequest | None = None
+    broadcast: Broadcast | None = None
+    is_ready: bool = False
+    alarm: threading.Timer | None = None
+    timed_out: bool = False
 
 
 class Processes(Engine):
-    """Train in worker processes.
+    """Trains in worker processes.
 
-    Workers are forked from a server process that has imported everything and computed nothing, so that starting or replacing
-    one takes milliseconds. The dataset lies in memory once. A worker that dies is replaced and its client tried once more.
+    Workers are forked from a server process that has imported everything and computed nothing, so
+    that starting or replacing one takes milliseconds. The dataset lies in memory once. A worker that
+    dies is replaced, and its client is tried once more.
 
     Args:
-        workers: How many; default: the cores this process may use.
-        threads: Of torch in each of them.
+        workers: Number of processes; default the cores that this process may use.
+        threads: Threads of torch per worker.
+        timeout: Seconds that one client's fit may take. A worker that takes longer is replaced, and
+            its client has failed. Default no limit.
     """
 
-    def __init__(self, workers: int | None = None, threads: int = 1) -> None:
-        if workers is not None and workers < 1:
-            raise FlsuiteError(f"Processes: workers must be at least 1, got {workers}")
-        if threads < 1:
-            raise FlsuiteError(f"Processes: threads must be at least 1, got {threads}")
+    def __init__(
+        self, workers: int | None = None, threads: int = 1, timeout: float | None = None
+    ) -> None:
+        require_at_least("Processes", 1, workers=workers, threads=threads)
+        require_positive("Processes", timeout=timeout)
         self.workers = workers
         self.threads = threads
+        self.timeout = timeout
         self._pool: list[_Worker] = []
         self._payload: tuple[int, bytes, list[tuple[int, int]]] | None = None
+        self._forget_requests()
 
-    def start(self, job: WorkerSetup) -> None:
+    def start(self, setup: WorkerSetup) -> None:
         self.stop()
         prepare_workers()
-        rest = {
-            f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("model", "data")
-        }
-        descriptor, head, places = dump_shared((job.data, bytes(dumps((job.model, rest)))))
+        names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
+        rest = {name: getattr(setup, name) for name in names}
+        model_and_rest = bytes(dumps((setup.model, rest)))
+        descriptor, head, places = dump_shared((setup.data, model_and_rest))
         self._payload = (descriptor, bytes(head), places)
         self._pool = [self._spawn() for _ in range(self.workers or _cores())]
 
     def stop(self) -> None:
         for worker in self._pool:
+            _disarm(worker)
             worker.connection.close()
         for worker in self._pool:
             worker.process.join(timeout=1)
@@ -73,85 +94,120 @@ class Processes(Engine):
                 worker.process.kill()
                 worker.process.join()
         self._pool = []
+        self._forget_requests()
         if self._payload is not None:
             os.close(self._payload[0])
             self._payload = None
 
-    def run(self, works: Sequence[FitRequest]) -> Iterator[Outcome]:
-        waiting = deque(range(len(works)))
-        tried: set[int] = set()
-        done: dict[int, Outcome] = {}
-        turn = 0
-        while turn < len(works):
-            self._hand_out(works, waiting, turn)
-            for worker in self._ready():
-                index = worker.index
-                assert index is not None
-                outcome = self._collect(worker)
-                if outcome is not None:
-                    done[index] = outcome
-                elif index not in tried:
-                    tried.add(index)
-                    waiting.appendleft(index)
-                else:
-                    work = works[index]
-                    done[index] = ClientFailure(
-                        work.task.client, work.broadcast.round, "its worker process died twice"
-                    )
-            while turn in done:
-                yield done.pop(turn)
-                turn += 1
+    def submit(self, requests: Iterable[FitRequest]) -> None:
+        for request in requests:
+            self._pending[request.number] = request
+            self._queue.append(request.number)
+        self._hand_out()
 
-    def _hand_out(self, works: Sequence[FitRequest], waiting: "deque[int]", turn: int) -> None:
+    @property
+    def pending(self) -> Sequence[int]:
+        return list(self._pending)
+
+    def collect(self, number: int) -> Outcome:
+        while number not in self._outcomes:
+            self._hand_out(urgent=number)
+            for worker in self._readable():
+                self._take_answer(worker)
+        del self._pending[number]
+        return self._outcomes.pop(number)
+
+    def _hand_out(self, urgent: int | None = None) -> None:
+        """Give idle workers something to do, the urgent request first.
+
+        The urgent request is handed out even when many outcomes wait for their turn.
+        """
+        if urgent is not None and urgent in self._queue:
+            self._queue.remove(urgent)
+            self._queue.appendleft(urgent)
         for position, worker in enumerate(self._pool):
-            if not waiting or waiting[0] >= turn + _AHEAD * len(self._pool):
+            in_hand = len(self._pending) - len(self._queue)
+            is_full = in_hand >= _AHEAD * len(self._pool)
+            if not self._queue or (is_full and self._queue[0] != urgent):
                 return
-            if worker.index is not None:
-                continue
-            if not worker.process.is_alive():
-                worker = self._replace(position)
-            index = waiting.popleft()
-            worker.index = index
-            with suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # it died just now; collecting from it will tell
-                self._submit(worker, works[index])
+            if worker.request is None:
+                if not worker.process.is_alive():
+                    worker = self._replace(position)
+                self._assign(worker, self._pending[self._queue.popleft()])
 
-    @staticmethod
-    def _submit(worker: _Worker, work: FitRequest) -> None:
-        if worker.round != work.broadcast.round:
-            send(worker.connection, work.broadcast)
-            worker.round = work.broadcast.round
-        send(worker.connection, (work.task, work.memory))
+    def _assign(self, worker: _Worker, request: FitRequest) -> None:
+        worker.request = request
+        if worker.is_ready:
+            self._arm(worker)
+        with suppress(OSError):  # it died just now, which its connection will tell
+            if worker.broadcast is not request.broadcast:
+                send(worker.connection, request.broadcast)
+                worker.broadcast = request.broadcast
+            send(worker.connection, (request.number, request.assignment, request.memory))
 
-    def _ready(self) -> list[_Worker]:
-        busy = {worker.connection: worker for worker in self._pool if worker.index is not None}
-        return [
-            busy[connection]
-            for connection in wait(list(busy))
-            if isinstance(connection, Connection)
-        ]
+    def _arm(self, worker: _Worker) -> None:
+        """Kill the worker if it does not answer in time, even if it hangs while it sends."""
+        if self.timeout is None:
+            return
 
-    def _collect(self, worker: _Worker) -> Outcome | None:
-        """What the worker sent; ``None``, and another worker in its place, if it died."""
+        def kill() -> None:
+            worker.timed_out = True
+            worker.process.kill()
+
+        worker.alarm = threading.Timer(self.timeout, kill)
+        worker.alarm.daemon = True
+        worker.alarm.start()
+
+    def _readable(self) -> list[_Worker]:
+        """Wait until at least one busy worker has sent something or has died."""
+        busy = {worker.connection: worker for worker in self._pool if worker.request is not None}
+        ready = wait(list(busy))
+        return [busy[connection] for connection in ready if isinstance(connection, Connection)]
+
+    def _take_answer(self, worker: _Worker) -> None:
+        """Store an outcome, or replace the worker if it died."""
+        request = worker.request
+        assert request is not None
         try:
             answer = receive(worker.connection)
-        except (EOFError, ConnectionResetError):
-            worker.process.join(timeout=5)
-            log.warning(
-                "a worker process died (exit code %s) and was replaced", worker.process.exitcode
-            )
+        except (EOFError, OSError):  # OSError: the pipe was cut in the middle of a message
+            self._take_death(worker, request)
+            return
+        if isinstance(answer, Ready):
+            worker.is_ready = True
+            self._arm(worker)
+            return
+
+        _disarm(worker)
+        if isinstance(answer, Fatal):
+            if answer.is_user_error:
+                raise FlsuiteError(answer.message)
+            raise RuntimeError(f"a worker process failed:\n{answer.message}")
+        worker.request = None
+        self._outcomes[request.number] = answer
+        if worker.timed_out:  # the alarm went off just after the answer
             self._replace(self._pool.index(worker))
-            return None
-        if isinstance(answer, tuple):
-            _, message, is_user_error = answer
-            raise (
-                FlsuiteError(message)
-                if is_user_error
-                else RuntimeError(f"a worker process failed:\n{message}")
-            )
-        worker.index = None
-        return answer
+
+    def _take_death(self, worker: _Worker, request: FitRequest) -> None:
+        _disarm(worker)
+        worker.process.join(timeout=5)
+        if worker.timed_out:
+            reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
+            self._outcomes[request.number] = request.failure(reason)
+        elif request.number in self._retried:
+            self._outcomes[request.number] = request.failure("its worker process died twice")
+        else:
+            self._retried.add(request.number)
+            self._queue.appendleft(request.number)
+        log.warning(
+            "round %d: the worker process of client %d %s and was replaced",
+            request.broadcast.round,
+            request.assignment.client,
+            "ran out of time"
+            if worker.timed_out
+            else f"died (exit code {worker.process.exitcode})",
+        )
+        self._replace(self._pool.index(worker))
 
     def _replace(self, position: int) -> _Worker:
         self._pool[position].connection.close()
@@ -163,19 +219,22 @@ class Processes(Engine):
         descriptor, head, places = self._payload
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
-        process = context.Process(
-            target=serve,
-            args=(theirs, _Descriptor(descriptor), head, places, self.threads),
-            daemon=True,
-        )
+        arguments = (theirs, _Descriptor(descriptor), head, places, self.threads)
+        process = context.Process(target=serve, args=arguments, daemon=True)
         with without_main():
             process.start()
         theirs.close()
         return _Worker(process, ours)
 
+    def _forget_requests(self) -> None:
+        self._pending: dict[int, FitRequest] = {}
+        self._queue: deque[int] = deque()
+        self._outcomes: dict[int, Outcome] = {}
+        self._retried: set[int] = set()
+
 
 class _Descriptor:
-    """A file descriptor that arrives open, as its number there, in the process that it is sent to."""
+    """A file descriptor that arrives open, under its number there, in another process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -186,6 +245,12 @@ class _Descriptor:
 
 def _detach(duplicate: Any) -> int:
     return duplicate.detach()
+
+
+def _disarm(worker: _Worker) -> None:
+    if worker.alarm is not None:
+        worker.alarm.cancel()
+        worker.alarm = None
 
 
 def _cores() -> int:

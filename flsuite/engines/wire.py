@@ -1,6 +1,6 @@
-"""Objects with tensors as bytes, quickly: a tensor is its raw memory, not a call to torch's own serialization.
+"""Objects with tensors as bytes: a tensor is its raw memory, without torch's own serialization.
 
-cloudpickle does the rest, so that classes defined in a notebook or a script travel too.
+cloudpickle serializes everything else, so that classes defined in a notebook or a script travel too.
 """
 
 import io
@@ -44,7 +44,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def dumps(obj: Any, buffers: list[pickle.PickleBuffer] | None = None) -> memoryview:
-    """Pickle; with ``buffers``, the memory of plain tensors is left out and collected there."""
+    """Serialize an object; with ``buffers``, collect the memory of plain tensors there instead."""
     stream = io.BytesIO()
     collect = None if buffers is None else buffers.append
     _Pickler(stream, protocol=5, buffer_callback=collect).dump(obj)
@@ -56,21 +56,24 @@ def send(connection: Connection, obj: Any) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """The next object.
+    """Wait for the next object.
 
     Raises:
         EOFError: If the other side is gone.
+        OSError: If it went in the middle of a message.
     """
     return pickle.loads(connection.recv_bytes())
 
 
 def dump_shared(obj: Any) -> tuple[int, memoryview, list[tuple[int, int]]]:
-    """Write the tensors of ``obj`` into one anonymous file that other processes map, so that they exist once.
+    """Write the tensors of ``obj`` into one anonymous file that other processes map.
 
-    The file has no name: it vanishes with the last process that holds it, however that process ends.
+    The tensors exist once, whatever the number of processes. The file has no name: it vanishes with
+    the last process that holds it, however that process ends.
 
     Returns:
-        File descriptor, the rest of the object, and the place of each tensor in the file.
+        The file descriptor, the serialized rest of the object, and the place of each tensor in the
+        file as start and end in bytes.
     """
     buffers: list[pickle.PickleBuffer] = []
     head = dumps(obj, buffers)
@@ -90,7 +93,7 @@ def dump_shared(obj: Any) -> tuple[int, memoryview, list[tuple[int, int]]]:
 def load_shared(
     descriptor: int, head: bytes | memoryview, places: Sequence[tuple[int, int]]
 ) -> Any:
-    """The object behind :func:`dump_shared`; pages are shared until somebody writes to them."""
+    """Load what :func:`dump_shared` wrote; pages are shared until somebody writes to them."""
     if not places:
         return pickle.loads(head)
     view = memoryview(mmap.mmap(descriptor, places[-1][1], access=mmap.ACCESS_COPY))

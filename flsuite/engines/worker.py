@@ -1,19 +1,38 @@
-"""What a worker process does: receive work, train, send what came of it."""
+"""A worker process: it receives requests, trains, and sends the outcomes."""
 
 import os
 import pickle
 import signal
 import traceback
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
 
-from flsuite.client.runner import ClientRunner, WorkerSetup
+from flsuite.client.runner import ClientRunner
+from flsuite.client.setup import WorkerSetup
 from flsuite.engines.wire import load_shared, receive, send
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Broadcast, FitRequest
 
-__all__ = ["serve"]
+__all__ = ["Fatal", "Ready", "serve"]
+
+
+class Ready:
+    """The first message of a worker: it has been set up and can train."""
+
+
+@dataclass
+class Fatal:
+    """The answer of a worker that cannot train any client.
+
+    Attributes:
+        message: One line for a user's error, else a traceback.
+        is_user_error: Whether a setting is to blame.
+    """
+
+    message: str
+    is_user_error: bool
 
 
 def serve(
@@ -23,39 +42,39 @@ def serve(
     places: list[tuple[int, int]],
     threads: int,
 ) -> None:
-    """Answer until the other side closes the connection.
+    """Answer requests until the other side closes the connection.
 
     Args:
-        connection: Brings a :class:`Broadcast` or ``(task, memory)``; every task is answered with its outcome, or with
-            ``("fatal", message, is_user_error)`` where no client can be trained at all.
-        descriptor, head, places: The job, as :func:`~flsuite.engines.wire.dump_shared` left it.
-        threads: Of torch in this process.
+        connection: Brings a :class:`Broadcast` or ``(number, assignment, memory)``. The first answer
+            is :class:`Ready`; the answer to every request is its outcome, or :class:`Fatal`.
+        descriptor, head, places: The setup, as :func:`~flsuite.engines.wire.dump_shared` wrote it.
+        threads: Threads of torch.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     torch.set_num_threads(threads)
     try:
-        data, private = load_shared(descriptor, head, places)
+        data, model_and_rest = load_shared(descriptor, head, places)
         os.close(descriptor)
-        model, rest = pickle.loads(
-            private
-        )  # inside the message: the model's tensors are this worker's own
+        # The model lies inside a message of its own, so that its tensors are this worker's alone.
+        model, rest = pickle.loads(model_and_rest)
         runner = ClientRunner(WorkerSetup(model=model, data=data, **rest))
-        _answer(connection, runner)
+        send(connection, Ready())
+        _answer_requests(connection, runner)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except FlsuiteError as error:
-        send(connection, ("fatal", str(error), True))
+        send(connection, Fatal(str(error), is_user_error=True))
     except Exception:
-        send(connection, ("fatal", traceback.format_exc(), False))
+        send(connection, Fatal(traceback.format_exc(), is_user_error=False))
 
 
-def _answer(connection: Connection, runner: ClientRunner) -> None:
+def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
     broadcast: Broadcast | None = None
     while True:
         message = receive(connection)
         if isinstance(message, Broadcast):
             broadcast = message
             continue
-        task, memory = message
-        assert broadcast is not None, "work came before its broadcast"
-        send(connection, runner.run(FitRequest(task, broadcast, memory)))
+        number, assignment, memory = message
+        assert broadcast is not None, "a request came before its broadcast"
+        send(connection, runner.run(FitRequest(number, assignment, broadcast, memory)))

@@ -6,7 +6,7 @@ from typing import Any
 from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 
 from flsuite.data.module import FederatedDataModule
-from flsuite.engines import InProcess
+from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError
 from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
@@ -27,38 +27,46 @@ _SPLITS: tuple[Split, ...] = ("val", "test")
 class Site:
     """Trains and scores clients where their data is.
 
-    What a client keeps (private entries of the model, the algorithm's notes, optimizers) lies in the context of its node,
-    which Flower stores there and never sends. Nothing else is remembered, so that one site serves many simulated nodes.
+    What a client keeps (private entries of the model, the algorithm's notes, optimizers) lies in the
+    context of its node. Flower stores it there and never sends it. A site remembers nothing else, so
+    one site serves many simulated nodes. Lightning callbacks have the state that the node's config
+    gives them; their state on the server does not travel.
 
     Args:
-        trainer: With the settings of the run; its rounds, engine and loggers are not used.
+        trainer: The settings of the run; its rounds, engine and loggers are not used.
         model: What the client trains.
-        datamodule: The data, dealt to all clients as on the server.
+        datamodule: The data, split among all clients as on the server.
     """
 
     def __init__(
         self, trainer: FederatedTrainer, model: ClientModel, datamodule: FederatedDataModule
     ) -> None:
         trainer.writes = False
-        self.run = trainer.set_up(model, datamodule)
+        self.run = trainer.prepare(model, datamodule)
         self.engine = InProcess(threads=getattr(trainer.engine, "threads", 1))
-        self.engine.start(trainer.job(self.run))
+        self.engine.start(trainer.worker_setup(self.run))
 
     def train(self, message: Message, context: Context) -> Message:
-        """One fit. The answer is the update, or an error with the reason why there is none."""
-        task = unpack("task", message.content)
-        if (client := own_client(context)) != task["client"]:
+        """Fit one client; the answer is its update, or an error with the reason.
+
+        Raises:
+            FlsuiteError: If the request is for another client or another model.
+        """
+        order = unpack("fit", message.content)
+        if (client := own_client(context)) != order["client"]:
             raise FlsuiteError(
-                f"node {context.node_id} is client {client} and was sent work for client {task['client']}"
+                f"node {context.node_id} is client {client} and was sent a fit of client "
+                f"{order['client']}"
             )
-        broadcast = Broadcast(
-            task["round"], self._shared(message), unpack("received", message.content)
-        )
-        work = FitRequest(FitAssignment(client, task["batches"]), broadcast, _recall(context))
-        (outcome,) = self.engine.run([work])
-        outcome = self.run.federation.checked(
-            outcome
-        )  # what the server would refuse must not be remembered here either
+        received, callbacks = unpack("received", message.content), self.run.lightning_callbacks()
+        broadcast = Broadcast(order["round"], self._shared(message), received, callbacks)
+        assignment = FitAssignment(client, order["batches"])
+        request = FitRequest(order["number"], assignment, broadcast, _recall(context))
+
+        self.engine.submit([request])
+        outcome = self.engine.collect(request.number)
+        # What the server would refuse must not be remembered here either.
+        outcome = self.run.federation.check(outcome)
         if isinstance(outcome, ClientFailure):
             log.warning(
                 "round %d: client %d failed: %s\n%s",
@@ -72,35 +80,34 @@ class Site:
         return Message(write_update(outcome.update), reply_to=message)
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Scores of the client's own model, the shared part as received, on each split that there is."""
+        """Score the client's own model, with the shared part as received, on every split."""
         client, request = own_client(context), unpack("evaluation", message.content)
-        details = request["details"]
-        self.run.evaluator.data = self.run.federation.data.at(request["round"])
-        state = {
-            **self.run.federation.initial,
-            **_recall(context).get("model", {}),
-            **self._shared(message),
-        }
+        federation, evaluator = self.run.federation, self.run.evaluator
+        evaluator.data = federation.data.at(request["round"])
+        private = _recall(context).get("model", {})
+        state = {**federation.initial, **private, **self._shared(message)}
+
         records = RecordDict()
         for split in _SPLITS:
-            found = self.run.evaluator.own(client, state, split, details and split == "test")
-            for field, numbers in found._asdict().items() if found else ():
-                records[f"{split}.{field}"] = MetricRecord(
-                    {name: float(value) for name, value in numbers.items()}
-                )
+            details = request["details"] and split == "test"
+            scores = evaluator.own(client, state, split, details)
+            for field, numbers in scores._asdict().items() if scores else ():
+                values = {name: float(value) for name, value in numbers.items()}
+                records[f"{split}.{field}"] = MetricRecord(values)
         return Message(records, reply_to=message)
 
     def _shared(self, message: Message) -> State:
         state = to_state(message.content.array_records[ARRAYS])
-        if fault := mismatch(state, self.run.federation.state):
+        if fault := mismatch(state, self.run.state):
             raise FlsuiteError(
-                f"the server's model is not this node's: {fault}; server and nodes must have the same config"
+                f"the server's model is not this node's: {fault}; server and nodes must have the "
+                "same config"
             )
         return state
 
 
 def _recall(context: Context) -> dict[str, Any]:
-    """What the client kept; nothing if that was in another run, whose state Flower may hand on."""
+    """Return what the client kept in this run; Flower may hand on the state of another run."""
     if _MEMORY not in context.state:
         return {}
     kept = unpack(_MEMORY, context.state)

@@ -1,4 +1,4 @@
-"""A federation on disk, from which it goes on as if it had never stopped."""
+"""A run on disk, from which it goes on as if it had never stopped."""
 
 import os
 import shutil
@@ -9,40 +9,39 @@ from typing import Any
 import lightning
 import torch
 
-from flsuite.runs.settings import describe, differences, init_args
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import atomic_save
 from flsuite.models.base import ClientModel
-from flsuite.runs.folder import atomic_save
+from flsuite.runs.settings import describe, differences, init_args
+from flsuite.state import plain
 
 __all__ = ["export_model", "load_checkpoint", "refuse_mismatch", "save_checkpoint"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
-def save_checkpoint(content: dict[str, Any], folder: Path, best: bool) -> None:
-    """Write ``last.ckpt`` whole or not at all; with ``best``, ``best.ckpt`` is the same file.
+def save_checkpoint(content: dict[str, Any], folder: Path, is_best: bool) -> None:
+    """Write ``last.ckpt`` whole or not at all; ``best.ckpt`` is the same file if ``is_best``.
 
-    ``best`` comes first: a run killed between the two does its round again, and finds the same best.
+    ``best.ckpt`` comes first: a run that is killed between the two does its round again, and makes
+    the same best round.
+
+    Raises:
+        FlsuiteError: If the content could not be read again. The checkpoint before it stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    content = {"format": _FORMAT, **plain(content, "checkpoint")}
 
     def write(path: Path) -> None:
-        torch.save({"format": _FORMAT, **content}, path)
-        if best:
+        torch.save(content, path)
+        if is_best:
             atomic_save(lambda twin: _link(path, twin), folder / "best.ckpt")
 
     atomic_save(write, folder / "last.ckpt")
 
 
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)
-
-
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a federation's checkpoint; plain data only, nothing in it is executed.
+    """Read a run's checkpoint; it is plain data, and nothing in it is executed.
 
     Raises:
         FlsuiteError: If there is none, or it is not one.
@@ -52,30 +51,50 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise FlsuiteError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise FlsuiteError(f"{path} is not a checkpoint of a federation; resume from checkpoints/last.ckpt of a run's folder")
+        reason = one_line(error)[:200]
+        raise FlsuiteError(f"{path} cannot be read as a checkpoint: {reason}") from error
+    number = content.get("format") if isinstance(content, dict) else None
+    if number is None:
+        raise FlsuiteError(
+            f"{path} is not a checkpoint of a run; resume from checkpoints/last.ckpt of a run's "
+            "folder"
+        )
+    if number != _FORMAT:
+        raise FlsuiteError(
+            f"{path} was written by another version of flsuite (format {number}, this one reads "
+            f"{_FORMAT}); resume it with that version, or start a new run"
+        )
     return content
 
 
 def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path) -> None:
-    """Raise if a run with our settings cannot continue the checkpoint's.
+    """Refuse to continue a checkpoint with other settings.
 
     Raises:
-        FlsuiteError: Naming the settings that differ.
+        FlsuiteError: If settings differ; the message names them.
     """
-    found = [f"{name} is {now!r} here and {then!r} there" for name, now, then in differences(ours, theirs)]
-    if found:
-        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-        raise FlsuiteError(f"this config does not fit {path}: {'; '.join(found[:3])}{more}")
+    named = [
+        f"{name} is {now!r} here and {then!r} there"
+        for name, now, then in differences(ours, theirs)
+    ]
+    if named:
+        more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
+        raise FlsuiteError(
+            f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the settings of "
+            "the run, or start a new one"
+        )
 
 
 def export_model(model: ClientModel, path: Path) -> None:
-    """Write an ordinary Lightning checkpoint, for ``load_from_checkpoint`` and everything else that reads one.
+    """Write an ordinary Lightning checkpoint, which ``load_from_checkpoint`` reads.
 
-    Settings that only code can express (an optimizer given as a lambda) are left at their defaults.
+    Settings that only code can express, such as an optimizer given as a lambda, keep their defaults.
     """
-    settings = {k: v for k, v in init_args(model).items() if not (isinstance(v, str) and ("lambda" in v or "\n" in v))}
+    settings = {
+        name: value
+        for name, value in init_args(model).items()
+        if not (isinstance(value, str) and ("lambda" in value or "\n" in value))
+    }
     content: dict[str, Any] = {
         "epoch": 0,
         "global_step": 0,
@@ -90,3 +109,10 @@ def export_model(model: ClientModel, path: Path) -> None:
     model.on_save_checkpoint(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_save(lambda temporary: torch.save(content, temporary), path)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)

@@ -1,193 +1,460 @@
-"""One run of a federation: the federation, its scores, its folder and its clock."""
+"""One run of a federation: it evaluates, records, saves and resumes."""
 
+import copy
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
 
-from flsuite.runs.checkpoint import export_model, load_checkpoint, refuse_mismatch, save_checkpoint
+from flsuite.client.lr_decay import LRDecay
+from flsuite.client.setup import has_lightning_hooks
+from flsuite.data.federated import FederatedData
 from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
+from flsuite.models.base import ClientModel
+from flsuite.runs.checkpoint import (
+    export_model,
+    load_checkpoint,
+    refuse_mismatch,
+    save_checkpoint,
+)
+from flsuite.runs.folder import RunFolder
+from flsuite.runs.summary import RunSummary
+from flsuite.schedules import Clock
 from flsuite.server.evaluation import GLOBAL, Evaluator, Scores, Split
 from flsuite.server.federation import Federation
-from flsuite.random import seed_process
-from flsuite.runs.folder import RunFolder, write_pictures, write_predictions
-from flsuite.runs.summary import RunSummary
+from flsuite.state import State
 
-__all__ = ["Run"]
+__all__ = ["Run", "RunOptions"]
 
 log = logging.getLogger("flsuite")
 
-_PICTURED = 10
-_PARTS: tuple[Split, ...] = ("val", "test")
+_SPLITS: tuple[Split, ...] = ("val", "test")
+_HOOKS = (
+    "on_federation_start",
+    "on_round_start",
+    "on_client_end",
+    "on_evaluation_end",
+    "on_round_end",
+    "on_round_recorded",
+    "on_federation_end",
+)
+_MAY_DIFFER = ("rounds", "stopping", "initial_weights")  # settings that a resumed run may change
 
-Notify = Callable[..., None]
+Status = Literal["running", "success", "failed"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run is asked to do beside training; see :class:`~flsuite.FederatedTrainer`."""
+
+    rounds: int
+    seed: int
+    evaluate_every: int = 1
+    monitor: str = "accuracy"
+    score_clients: int = 100
+    lr_decay: LRDecay | None = None
+    show: bool = False
 
 
 class Run:
-    """What a federation is on its way through the rounds, beside itself: scored, recorded, saved, and found again.
+    """One run of a federation, from its folder's first file to its last.
 
     Args:
         federation: As it is before the first round.
         evaluator: Scores its models.
-        folder: Where it is recorded.
-        monitor: The score on validation data that picks the best round.
+        folder: Where the run is recorded.
+        options: What the run is asked to do.
+        settings: All that decides its result, as plain data.
+        config: What the user asked for, as text or plain data.
+        callbacks: Callbacks with the federation's hooks (see
+            :class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
+        loggers: Lightning loggers.
+
+    Attributes:
+        rounds: Rounds asked for.
+        summary: The scores of the last and of the picked round.
+        status: ``running``, then ``success`` or ``failed``.
     """
 
-    def __init__(self, federation: Federation, evaluator: Evaluator, folder: RunFolder, monitor: str) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        evaluator: Evaluator,
+        folder: RunFolder,
+        options: RunOptions,
+        settings: dict[str, Any],
+        config: dict[str, Any] | str,
+        callbacks: Sequence[Callback] = (),
+        loggers: Sequence[Logger] = (),
+    ) -> None:
         self.federation = federation
         self.evaluator = evaluator
         self.folder = folder
-        self.summary = RunSummary(monitor)
-        self._wall_before, self._began = 0.0, time.monotonic()
+        self.options = options
+        self.rounds = options.rounds
+        self.settings = settings
+        self.config = config
+        self.callbacks = list(callbacks)
+        self.loggers = list(loggers)
+        self.summary = RunSummary(options.monitor)
+        self.status: Status = "running"
+        self._is_stopping = False
+        self._is_useless = False  # a setting was wrong, and nothing has been trained
+        self._improved = False
+        self._accepting: Iterator[ClientUpdate] = iter(())
         self._best_clients: dict[int, int] = {}
+        self._wall_before, self._began = 0.0, time.monotonic()
+
+    # State of the run, for the round and for callbacks
+
+    @property
+    def round(self) -> int:
+        """Return the number of rounds done."""
+        return self.federation.round
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the run ends with the round in progress."""
+        return self.round >= self.rounds or self._is_stopping
+
+    @property
+    def clock(self) -> Clock:
+        """Return rounds done and virtual seconds."""
+        return self.federation.clock
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds this run has taken, those before a resume included."""
+        """Return the seconds that the run has taken, including those before a resume."""
         return self._wall_before + time.monotonic() - self._began
 
-    # Scores
+    @property
+    def state(self) -> State:
+        """Return the shared part of the global model."""
+        return self.federation.state
 
-    def scores(self, part: Split, clients: int, details: bool = False) -> Scores:
-        """Of the federation as it is, and of its first ``clients`` clients."""
-        self.evaluator.data = self.federation.current
-        chosen = range(min(clients, self.federation.data.clients))
-        if not self.federation.personal:
-            return self.evaluator.shared(self.federation.client_state(None), part, chosen, details)
-        return self.evaluator.personal({c: partial(self.federation.client_state, c) for c in chosen}, part, details)
+    @property
+    def model(self) -> ClientModel:
+        """Return the resident model, which is free for use between rounds."""
+        return self.evaluator.model
 
-    def evaluate(
-        self, is_last: Callable[[], bool], score_clients: int, notify: Notify, scores: Callable[..., Scores] | None = None
-    ) -> bool:
-        """Score on validation data, then on test data; whether the round is the best so far on the former.
+    @property
+    def data(self) -> FederatedData:
+        """Return the data as it is in the last round done."""
+        return self.federation.current
 
-        Args:
-            is_last: Whether the run ends with this round; asked again after the validation, which may stop it early.
-            score_clients: Clients scored one by one, unless it is the last round, which scores all.
-            notify: Calls the federation's hooks.
-            scores: Takes the place of :meth:`scores` where models are scored elsewhere.
+    @property
+    def clients(self) -> int:
+        """Return the number of clients."""
+        return self.federation.data.clients
+
+    @property
+    def seed(self) -> int:
+        """Return the run's seed."""
+        return self.options.seed
+
+    def lightning_callbacks(self) -> tuple[Callback, ...]:
+        """Return copies of the callbacks that have a hook of Lightning, as they are now.
+
+        Copies, so that no client of a round sees what the run changes in them during the round.
         """
-        improved = False
-        for part in _PARTS:
-            clients = self.federation.data.clients if is_last() else score_clients
-            found = (scores or self.scores)(part, clients, details=is_last() and part == "test")
-            if not found:
-                continue
-            for scope, row in found.items():
-                self.folder.table.note(scope, part, row)
-            if part == "val":
-                stage = self.federation.current.stage
-                improved = self.summary.consider(found[GLOBAL], stage.task if stage else None)
-            else:
-                self.summary.score(self.federation.round, found[GLOBAL], improved)
-            notify("on_evaluation_end", self.federation.round, part, found)
-        return improved
+        own = [callback for callback in self.callbacks if has_lightning_hooks(callback)]
+        return tuple(copy.deepcopy(own))
 
-    def predict(self) -> tuple[torch.Tensor, list[Path]]:
-        """Class probabilities on the test split, ``(n, classes)``, and the files written.
+    def stop(self) -> None:
+        """End the run with the round in progress."""
+        self._is_stopping = True
 
-        They are the mean over clients where each has a model of its own.
+    def log_metric(
+        self, metric: str, value: float, scope: str | int = GLOBAL, split: str = "train"
+    ) -> None:
+        """Add a number to the round in progress, for the table and the loggers."""
+        self.folder.table.note(str(scope), split, {metric: value})
+
+    # One round: the steps of FederatedTrainer.fit
+
+    def requests(self, starting: Sequence[int]) -> list[FitRequest]:
+        """Return the fits of the clients that start now."""
+        self._notify("on_round_start", self.round + 1, starting)
+        return self.federation.requests(starting, self.lightning_callbacks())
+
+    def accept(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
+        """Return the updates that may reach the aggregator, in the order of the outcomes.
+
+        A client that failed, or whose update is faulty, is named in the log and left out.
+
+        Raises:
+            FlsuiteError: While it is iterated, if no client can train with these settings.
+            FederationError: While it is iterated, if no usable update came back.
         """
-        federation = self.federation
-        clients = range(federation.data.clients) if federation.personal else [None]
-        total = torch.zeros(())
-        for client in clients:
-            self.evaluator.load(federation.client_state(client))
-            total = total + self.evaluator.outputs(federation.data.test)["scores"]
-        probabilities = total / len(clients)
-        if self.folder.path is None:
-            return probabilities, []
-        table = write_predictions(self.folder.path, probabilities, federation.data)
-        return probabilities, [table, *write_pictures(self.folder.path, self.pictures())]
+        self._accepting = self._accepted(outcomes)
+        return self._accepting
 
-    def pictures(self) -> dict[str, torch.Tensor]:
-        """What the model shows of the first test samples; the first client's where each has a model of its own."""
-        federation = self.federation
-        seed_process(0, "pictures", federation.round)  # the same draws for every run, to compare them by
-        self.evaluator.load(federation.client_state(0 if federation.personal else None))
-        return self.evaluator.pictures(federation.data.test.take(torch.arange(min(_PICTURED, len(federation.data.test)))))
+    def advance(self, state: State) -> None:
+        """Make this state the next version of the global model.
 
-    # Records
+        Raises:
+            FederationError: If it is faulty.
+        """
+        for (
+            _
+        ) in self._accepting:  # updates that the aggregator has not looked at count all the same
+            pass
+        self.federation.advance(state)
 
-    def record(self, notify: Notify) -> None:
-        """All that is known of the round goes into the table and to the loggers."""
+    def evaluate(self) -> None:
+        """Score the new version if it is due, on validation data and then on test data.
+
+        Every evaluation scores the same clients, the first ``score_clients``, so that rounds can be
+        compared. The last round also scores all clients, under ``all_clients/...``.
+        """
+        self._improved = False
+        has_classes = False
+        is_due = self.round % self.options.evaluate_every == 0 or self.finished
+        if is_due:
+            for split in _SPLITS:
+                has_classes = split == "test" and self.finished
+                self._score(split, details=has_classes)
+        self._notify("on_round_end", self.round)
+
+        if self.finished and not is_due:  # a callback has stopped the run just now
+            for split in _SPLITS:
+                self._score(split, details=True)
+        elif self.finished and not has_classes:
+            self._note_classes()
+        if self.finished and self.clients > self.options.score_clients:
+            self._score_all_clients()
+
+    def record(self) -> None:
+        """Write the numbers of the round into the table, and send them to the loggers."""
         federation, table = self.federation, self.folder.table
         for scope, numbers in federation.log.metrics():
             table.note(scope, "train", numbers)
-        if stage := federation.current.stage:
-            table.note(GLOBAL, "train", {"task": stage.task})
-        self.summary.transfer(federation.log.updates)
-        named = table.close_round(federation.round, federation.virtual_seconds, self.wall_seconds)
-        self.summary.note(federation.round, {k.removeprefix("test/"): v for k, v in named.items() if k.startswith("test/")})
-        notify("on_round_recorded", federation.round, named)
+        if self.options.lr_decay:
+            self.log_metric("lr_factor", self.options.lr_decay.factor(self.round))
+        if stage := self.data.stage:
+            self.log_metric("task", stage.task)
 
-    def save(self, best: bool, **beside: Any) -> None:
-        """Write the checkpoint, and with it what clients keep.
+        self.summary.count_bytes(federation.log.updates)
+        named = table.close_round(self.round, self.clock.seconds, self.wall_seconds)
+        of_test = {k.removeprefix("test/"): v for k, v in named.items() if k.startswith("test/")}
+        self.summary.note(self.round, of_test)
+        self._notify("on_round_recorded", self.round, named)
 
-        Args:
-            best: Whether this is the best round so far.
-            beside: What else to keep: ``settings`` and whatever :meth:`restore` is to give back.
+    def save(self) -> None:
+        """Write the checkpoint, and what clients keep.
+
+        Raises:
+            FlsuiteError: If something in it could not be read again.
         """
-        federation, folder = self.federation, self.folder.checkpoints
-        federation.memories.commit(federation.round)
-        table = self.folder.table.flush()
-        if folder is None:
+        clients = self.federation.clients
+        clients.commit(self.round)
+        table_size = self.folder.table.flush()
+        if self.folder.checkpoints is None:
             return
-        if best:
-            self._best_clients = dict(federation.memories.versions)
+
+        if self._improved:
+            self._best_clients = dict(clients.versions)
         content = {
-            **beside,
-            "federation": federation.state_dict(),
+            "settings": self.settings,
+            "federation": self.federation.state_dict(),
+            "callbacks": {c.state_key: c.state_dict() for c in self._run_callbacks()},
             "summary": self.summary.state_dict(),
             "best_clients": self._best_clients,
             "wall_seconds": self.wall_seconds,
-            "table": table,
+            "table": table_size,
         }
-        save_checkpoint(content, folder, best)
-        federation.memories.collect(federation.memories.versions, self._best_clients)
+        save_checkpoint(content, self.folder.checkpoints, self._improved)
+        clients.remove_unused(clients.versions, self._best_clients)
 
-    def export(self, path: Path) -> None:
-        """Write the global model as an ordinary Lightning checkpoint."""
-        self.evaluator.load(self.federation.client_state(None))
-        export_model(self.evaluator.model, path)
+    # Opening, resuming and closing
 
-    def find(self, ckpt_path: str | None) -> Path | None:
-        """The file that a request means; ``None`` if there is nothing to go on from."""
+    @contextmanager
+    def opened(self, ckpt_path: str | None = None) -> Iterator["Run"]:
+        """Open the run's folder or resume from a checkpoint, and close the run at the end.
+
+        Args:
+            ckpt_path: A checkpoint of this run; ``last`` is the one in its folder, if there is one.
+
+        Raises:
+            FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
+        """
+        checkpoint = self.find_checkpoint(ckpt_path)
+        if checkpoint is None:
+            overwrite = ckpt_path is not None
+            self.folder.create(self.config, self.settings, self.federation.data, overwrite)
+            if self.settings.get("initial_weights"):
+                log.warning(
+                    "the model was built before, perhaps by another fit: the federation starts from "
+                    "its weights; pass a new model to start from weights that the seed decides"
+                )
+        else:
+            self._resume(checkpoint)
+
+        try:
+            self._notify("on_federation_start")
+            self._say_if_finished()
+            yield self
+            self.status = "success"
+        except BaseException as error:
+            self.status = "failed"
+            self.federation.clients.rollback()
+            self._is_useless = isinstance(error, FlsuiteError) and not self.round
+            raise
+        finally:
+            self._close()
+        if self.options.show:
+            self.summary.print(self.wall_seconds, self.folder.path)
+
+    def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
+        """Return the file that a request means; ``None`` if there is nothing to go on from."""
         if ckpt_path not in ("last", "best"):
             return None if ckpt_path is None else Path(ckpt_path)
         folder = self.folder.checkpoints
         if folder is None:
-            raise FlsuiteError(f"ckpt_path {ckpt_path} is looked for in the run's folder, but enable_checkpointing is false")
+            raise FlsuiteError(
+                f"ckpt_path {ckpt_path} means a file in the run's folder, but "
+                "trainer.enable_checkpointing is false"
+            )
         path = folder / f"{ckpt_path}.ckpt"
         if path.exists() or ckpt_path == "best":
             return path
         log.info("no checkpoint in %s yet: starting with the first round", folder)
         return None
 
-    def restore(self, checkpoint: Path, settings: dict[str, Any]) -> dict[str, Any]:
-        """Become what the checkpoint says; gives back all it holds.
+    def existing_checkpoint(self, ckpt_path: str) -> Path:
+        """Return the file that a request means.
 
         Raises:
-            FlsuiteError: If it cannot be read, or was written with other settings, which the message names.
+            FlsuiteError: If there is none.
+        """
+        path = self.find_checkpoint(ckpt_path)
+        if path is None:
+            raise FlsuiteError(
+                f"there is no checkpoint in {self.folder.checkpoints}: fit first, or name one with "
+                "ckpt_path"
+            )
+        return path
+
+    def restore(self, checkpoint: Path) -> dict[str, Any]:
+        """Go back to the state of a checkpoint, and return all that the checkpoint holds.
+
+        Raises:
+            FlsuiteError: If it cannot be read, or was written with other settings.
         """
         content = load_checkpoint(checkpoint)
-        refuse_mismatch(settings, content["settings"], checkpoint)
+        ours, theirs = _comparable(self.settings), _comparable(content["settings"])
+        refuse_mismatch(ours, theirs, checkpoint)
         self.federation.load_state_dict(content["federation"])
         self.summary.load_state_dict(content["summary"])
         self._wall_before, self._began = content["wall_seconds"], time.monotonic()
         self._best_clients = content["best_clients"]
+        for callback in self._run_callbacks():
+            if callback.state_key in content["callbacks"]:
+                callback.load_state_dict(content["callbacks"][callback.state_key])
         return content
 
-    def resume(self, checkpoint: Path, settings: dict[str, Any]) -> dict[str, Any]:
-        """Restore, and go on in this folder."""
+    def export(self, path: Path) -> None:
+        """Write the global model as an ordinary Lightning checkpoint."""
+        self.evaluator.load(self.federation.client_state(None))
+        export_model(self.model, path)
+
+    def scores(self, split: Split, clients: Sequence[int], details: bool = False) -> Scores:
+        """Score the federation as it is, and these clients."""
+        return self.evaluator.scores(self.federation, split, clients, details)
+
+    # Inside
+
+    def _accepted(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
+        for outcome in outcomes:
+            checked = self.federation.accept(outcome)
+            self._notify("on_client_end", checked)
+            if isinstance(checked, ClientResult):
+                yield checked.update
+        if not self.federation.log.updates:
+            raise self.federation.failure()
+
+    def _score(self, split: Split, details: bool) -> None:
+        """Score the constant set of clients, and note whether the round is the best so far."""
+        scores = self.scores(split, self._scored_clients(), details)
+        if not scores:
+            return
+        for scope, numbers in scores.items():
+            self.folder.table.note(scope, split, numbers)
+        if split == "val":
+            stage = self.data.stage
+            task = stage.task if stage else None
+            self._improved = self.summary.is_best(scores[GLOBAL], task)
+        else:
+            self.summary.score(self.round, scores[GLOBAL], self._improved)
+        self._notify("on_evaluation_end", self.round, split, scores)
+
+    def _note_classes(self) -> None:
+        """Add the accuracy per class, which belongs to the last round."""
+        scores = self.scores("test", self._scored_clients(), details=True)
+        by_class = {k: v for k, v in scores.get(GLOBAL, {}).items() if k.startswith("accuracy/")}
+        self.folder.table.note(GLOBAL, "test", by_class)
+
+    def _score_all_clients(self) -> None:
+        compared = {str(client) for client in self._scored_clients()}
+        for split in _SPLITS:
+            for scope, numbers in self.scores(split, range(self.clients)).items():
+                if scope == GLOBAL:
+                    named = {f"all_clients/{name}": value for name, value in numbers.items()}
+                    self.folder.table.note(GLOBAL, split, named)
+                elif scope not in compared:
+                    self.folder.table.note(scope, split, numbers)
+
+    def _scored_clients(self) -> range:
+        return range(min(self.options.score_clients, self.clients))
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Restore a checkpoint of this run's folder, and go on in it."""
         home, own = checkpoint.resolve().parent, self.folder.checkpoints
         if checkpoint.is_file() and (own is None or home != own.resolve()):
-            raise FlsuiteError(f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}")
-        content = self.restore(checkpoint, settings)
+            raise FlsuiteError(
+                f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}"
+            )
+        content = self.restore(checkpoint)
         self.folder.table.resume(content["table"])
-        log.info("resumed after round %d from %s", self.federation.round, checkpoint)
-        return content
+        self.folder.write_request(self.config, self.settings)
+        log.info("resumed after round %d from %s", self.round, checkpoint)
+
+    def _say_if_finished(self) -> None:
+        if self.finished:
+            log.warning(
+                "nothing to train: the run is finished after round %d; raise trainer.rounds (now "
+                "%d)%s to extend it",
+                self.round,
+                self.rounds,
+                ", or the patience of the callback that stops it," if self._is_stopping else "",
+            )
+
+    def _close(self) -> None:
+        """Leave the global model in the resident model and on disk, and say goodbye to callbacks."""
+        if self.round:
+            self.evaluator.load(self.federation.client_state(None))
+            if self.folder.checkpoints:
+                export_model(self.model, self.folder.checkpoints / "model.ckpt")
+        self._notify("on_federation_end")
+        if self._is_useless:
+            self.folder.discard()
+
+    def _run_callbacks(self) -> list[Callback]:
+        """Return the callbacks that have a hook of the federation."""
+        return [c for c in self.callbacks if any(hasattr(c, hook) for hook in _HOOKS)]
+
+    def _notify(self, hook: str, *args: Any) -> None:
+        for callback in self._run_callbacks():
+            if method := getattr(callback, hook, None):
+                method(self, *args)
+
+
+def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _MAY_DIFFER}

@@ -1,21 +1,71 @@
-"""Objects as plain data: the inverse of instantiating a config.
+"""The settings that decide a run's result, as plain data.
 
-It rests on one convention: whatever a config can name keeps each parameter of its ``__init__`` under the same name.
+A resume refuses a run whose settings differ, and ``flsuite report`` groups runs by them. Describing
+an object is the inverse of instantiating a config. It rests on one convention: a class that a config
+can name keeps each parameter of its ``__init__`` under the same name, or that name with an
+underscore before it.
 """
 
+import enum
 import functools
+import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["class_name", "defaults", "describe", "differences", "init_args"]
+import numpy as np
+import torch
 
-_PLAIN = (str, int, float, bool, type(None))
+__all__ = [
+    "class_name",
+    "defaults",
+    "describe",
+    "describe_callbacks",
+    "describe_chosen",
+    "describe_data",
+    "differences",
+    "init_args",
+    "run_settings",
+    "weights_digest",
+]
+
+_SCALARS = (str, int, float, bool, type(None))
+_MISSING = object()
+
+
+def run_settings(
+    options: Any,
+    model: torch.nn.Module,
+    data: Any,
+    callbacks: Sequence[Any],
+    own_weights: bool,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return all that decides a run's result, as plain data.
+
+    Args:
+        options: The :class:`~flsuite.runs.run.RunOptions`.
+        model: The client model.
+        data: The data module.
+        callbacks: Those that can change the result are described.
+        own_weights: Whether the model brought its weights along. Their digest is a setting then;
+            weights that the seed decides are not.
+        others: Further settings by name.
+    """
+    plain_options = {name: value for name, value in vars(options).items() if name != "show"}
+    return {
+        **describe(plain_options),
+        "model": describe(model),
+        "data": describe_data(data),
+        **describe(others),
+        **describe_callbacks(callbacks),
+        "initial_weights": weights_digest(model) if own_weights else None,
+    }
 
 
 def class_name(cls: type) -> str:
-    """The shortest public path of a class: ``flsuite.models.Classifier`` rather than the file it is written in."""
+    """Return the public path of a class: ``flsuite.models.Classifier``, not the file it lies in."""
     parts = cls.__module__.split(".")
     if parts[0] == "flsuite" and len(parts) > 2:
         parts = parts[:2]
@@ -23,52 +73,109 @@ def class_name(cls: type) -> str:
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """The default of each parameter that has one. What is given as the default is no choice: a config writes all of them."""
+    """Return the default of each parameter that has one.
+
+    A config writes all of them out, so an argument equal to its default is not a choice.
+    """
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def init_args(obj: Any) -> dict[str, Any]:
-    """The parameters that ``obj`` was made with, described; a base class's too, where ``**kwargs`` passes them on."""
-    found: dict[str, Any] = {}
+    """Return the parameters that an object was made with, described.
+
+    Those of a base class are added where ``**kwargs`` passes them on.
+    """
+    arguments: dict[str, Any] = {}
     for cls in type(obj).__mro__:
         if "__init__" not in vars(cls):
             continue
         parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
         for parameter in parameters:
-            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if named and parameter.name != "self" and hasattr(obj, parameter.name):
-                found.setdefault(parameter.name, describe(getattr(obj, parameter.name)))
+            is_named = parameter.kind in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            )
+            value = _kept(obj, parameter.name) if is_named else _MISSING
+            if value is not _MISSING:
+                arguments.setdefault(parameter.name, describe(value))
         if not any(p.kind == p.VAR_KEYWORD for p in parameters):
             break
-    return found
+    return arguments
 
 
 def describe(obj: Any) -> Any:
-    """Plain data: numbers, strings, lists, dicts, and ``{class_path, init_args}`` for objects."""
-    if isinstance(obj, _PLAIN):
+    """Return plain data: numbers, text, lists, dicts, and ``{class_path, init_args}`` for objects."""
+    if isinstance(obj, np.generic):
+        return obj.item()
+    if isinstance(obj, enum.Enum):
+        return describe(obj.value)
+    if isinstance(obj, _SCALARS):
         return obj
-    if isinstance(obj, Path):
+    if isinstance(obj, (Path, torch.dtype, torch.device)):
         return str(obj)
+    if isinstance(obj, (np.ndarray, torch.Tensor)):
+        return obj.tolist()
     if isinstance(obj, Mapping):
-        return {str(k): describe(v) for k, v in obj.items()}
-    if isinstance(obj, (list, tuple, set, frozenset)):
-        return [describe(v) for v in obj]
+        return {str(key): describe(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [describe(value) for value in obj]
+    if isinstance(obj, (set, frozenset)):
+        return sorted((describe(value) for value in obj), key=repr)
     if isinstance(obj, functools.partial):
-        # jsonargparse wraps the class in helpers of its own, as leading arguments
-        target = next((a for a in obj.args if isinstance(a, type)), obj.func)
-        usual = defaults(target)
-        given = {k: describe(v) for k, v in obj.keywords.items() if v is not None and (k not in usual or v != usual[k])}
-        return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": given}
+        return _describe_partial(obj)
     if isinstance(obj, type):
         return f"{obj.__module__}.{obj.__qualname__}"
     if inspect.isroutine(obj):
-        return _source(obj)
+        return _describe_function(obj)
     return {"class_path": class_name(type(obj)), "init_args": init_args(obj)}
 
 
+def describe_data(datamodule: Any) -> Any:
+    """Describe a data module, and one that it wraps, without the place where the files lie."""
+
+    def without_place(description: Any) -> Any:
+        if not isinstance(description, dict):
+            return description
+        kept = {k: v for k, v in description.items() if k not in ("root", "download")}
+        return {name: without_place(value) for name, value in kept.items()}
+
+    return without_place(describe(datamodule))
+
+
+def describe_chosen(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Describe the arguments that are set and differ from the function's defaults."""
+    usual = defaults(function)
+    return {
+        name: describe(value)
+        for name, value in arguments.items()
+        if name != "default_root_dir" and value is not None and value != usual.get(name)
+    }
+
+
+def describe_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Describe the callbacks that can change a result.
+
+    A class says so as ``affects``: ``weights`` (the default), ``rounds`` or ``nothing``.
+    """
+    names = {"callbacks": "weights", "stopping": "rounds"}
+    return {
+        name: [describe(c) for c in callbacks if getattr(c, "affects", "weights") == kind]
+        for name, kind in names.items()
+    }
+
+
+def weights_digest(module: torch.nn.Module) -> str:
+    """Return a short digest of a module's weights and buffers."""
+    digest = hashlib.sha256()
+    for name, value in module.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]
+
+
 def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two descriptions differ: path, our value, their value."""
+    """Yield where two descriptions differ: path, our value, their value."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for key in sorted({*ours, *theirs}):
             name = path if key == "init_args" else f"{path}.{key}" if path else str(key)
@@ -77,20 +184,46 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
         yield path.removesuffix(".class_path"), ours, theirs
 
 
+def _kept(obj: Any, name: str) -> Any:
+    """Return the value that an object keeps of a parameter, if it keeps one."""
+    for attribute in (name, f"_{name}"):
+        value = getattr(obj, attribute, _MISSING)
+        is_own_method = inspect.ismethod(value) and value.__self__ is obj
+        if name != "self" and value is not _MISSING and not is_own_method:
+            return value
+    return _MISSING
+
+
+def _describe_partial(obj: functools.partial[Any]) -> dict[str, Any]:
+    # jsonargparse wraps the class in helpers of its own, as leading arguments.
+    target = next((argument for argument in obj.args if isinstance(argument, type)), obj.func)
+    usual = defaults(target)
+    given = {
+        name: describe(value)
+        for name, value in obj.keywords.items()
+        if value is not None and (name not in usual or value != usual[name])
+    }
+    return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": given}
+
+
 @functools.cache
-def _text(function: Any) -> str:
-    """Read once: the file may change while the program runs."""
+def _source(function: Any) -> str:
+    """Read a function's source once, because the file may change while the program runs."""
     try:
         return inspect.getsource(function).strip()
     except (OSError, TypeError):
         return f"{function.__module__}.{function.__qualname__}"
 
 
-def _source(function: Any) -> str:
-    """The source, and the values that it takes from where it was written: ``lambda p: SGD(p, lr=lr)`` says little without."""
+def _describe_function(function: Any) -> str:
+    """Return the source, and the outer values that it uses: ``lambda p: SGD(p, lr=lr)`` needs lr."""
     try:
-        found = inspect.getclosurevars(function)
+        outer = inspect.getclosurevars(function)
     except (TypeError, ValueError):
-        return _text(function)
-    values = {k: v for k, v in {**found.nonlocals, **found.globals}.items() if isinstance(v, _PLAIN)}
-    return _text(function) + (f" with {values}" if values else "")
+        return _source(function)
+    values = {
+        name: describe(value)
+        for name, value in {**outer.nonlocals, **outer.globals}.items()
+        if isinstance(value, (*_SCALARS, np.generic))
+    }
+    return _source(function) + (f" with {values}" if values else "")

@@ -1,4 +1,4 @@
-"""What a run came to: the last round and the round picked on validation data, and what they cost."""
+"""The results of a run: its last round, the round picked on validation data, and what they cost."""
 
 import logging
 import math
@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.server.evaluation import GLOBAL, Scores
 from flsuite.messages import ClientUpdate
 from flsuite.metrics import HIGHER_IS_BETTER
+from flsuite.server.evaluation import GLOBAL, Scores
 
 __all__ = ["RunSummary", "print_scores"]
 
 log = logging.getLogger("flsuite")
 
-_ROWS = {
+_LABELS = {
     "accuracy": "global accuracy",
     "f1_macro": "macro F1",
     "balanced_accuracy": "balanced accuracy",
@@ -28,6 +28,10 @@ _ROWS = {
     "accuracy_client_mean": "clients' accuracy, mean",
     "accuracy_client_worst": "clients' accuracy, worst",
     "accuracy_client_std": "clients' accuracy, spread",
+    "all_clients/accuracy": "all clients: global accuracy",
+    "all_clients/accuracy_worst": "all clients: models' accuracy, worst",
+    "all_clients/accuracy_client_mean": "all clients: accuracy, mean",
+    "all_clients/accuracy_client_worst": "all clients: accuracy, worst",
     "task_accuracy": "accuracy, mean over tasks",
     "forgetting": "forgetting",
     "backward_transfer": "backward transfer",
@@ -36,15 +40,18 @@ _ROWS = {
 
 
 class RunSummary:
-    """Keeps score over the rounds.
+    """Keeps the scores of the last round, and of the round picked on validation data.
 
     Args:
-        monitor: The score on validation data that picks the best round; the earlier of equals is kept.
+        monitor: The score on validation data that picks the best round; of equals, the earlier one.
 
     Attributes:
         last: Test scores of the last evaluated round, with its number under ``round``.
-        best: Test scores of the round picked on validation data; empty without such data. Of tasks in sequence, only rounds of
-            the last one are candidates: scores after different tasks are not of the same classes.
+        best: Test scores of the picked round; empty without validation data. In a sequence of tasks
+            only rounds of the last task can be picked, because scores after different tasks are of
+            different classes.
+        bytes_up: Bytes that clients have sent.
+        bytes_down: Bytes that clients have received.
     """
 
     def __init__(self, monitor: str) -> None:
@@ -56,63 +63,79 @@ class RunSummary:
         self.bytes_up = 0
         self.bytes_down = 0
 
-    def consider(self, validation: dict[str, float], task: int | None = None) -> bool:
-        """Whether this validation score beats all before it, in the same task."""
-        value = validation.get(self.monitor, float("nan")) * (1 if HIGHER_IS_BETTER[self.monitor] else -1)
+    def is_best(self, validation: dict[str, float], task: int | None = None) -> bool:
+        """Note the validation scores of a round; return whether they are the best of their task."""
+        sign = 1 if HIGHER_IS_BETTER[self.monitor] else -1
+        value = validation.get(self.monitor, math.nan) * sign
         if math.isnan(value):
-            log.warning("%s is not defined on this validation data, or not finite: this round cannot be picked", self.monitor)
+            log.warning(
+                "%s is not defined on this validation data, or not finite: this round cannot be "
+                "picked",
+                self.monitor,
+            )
             return False
         improved = self.best_value is None or task != self.best_task or value > self.best_value
         if improved:
             self.best_value, self.best_task = value, task
         return improved
 
-    def score(self, round: int, test: dict[str, float], best: bool) -> None:
+    def score(self, round: int, test: dict[str, float], is_best: bool) -> None:
+        """Note the test scores of a round."""
         self.last = {"round": round, **test}
-        if best:
+        if is_best:
             self.best = dict(self.last)
 
     def note(self, round: int, test: dict[str, float]) -> None:
-        """What callbacks have measured on test data in a round, beside its scores."""
-        for found in (self.last, self.best):
-            if found.get("round") == round:
-                found.update({metric: value for metric, value in test.items() if metric in _ROWS})
+        """Add what callbacks have measured on test data in a round."""
+        for scores in (self.last, self.best):
+            if scores.get("round") == round:
+                scores.update({name: value for name, value in test.items() if name in _LABELS})
 
-    def transfer(self, updates: Iterable[ClientUpdate]) -> None:
+    def count_bytes(self, updates: Iterable[ClientUpdate]) -> None:
+        """Add what these updates have cost to send and receive."""
         for update in updates:
             self.bytes_up += update.bytes_up
             self.bytes_down += update.bytes_down
 
     def state_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "monitor"}
+        """Return everything but the setting, as plain data."""
+        return {name: value for name, value in vars(self).items() if name != "monitor"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state_dict` returned."""
         vars(self).update(state)
 
     def print(self, seconds: float, folder: Path | None) -> None:
+        """Print the final table, and where the run lies."""
+        columns = [("last round", self.last)]
+        if self.best:
+            columns.append(("picked on validation", self.best))
+
         table = Table(title="test scores", title_justify="left")
         table.add_column("")
-        columns = [("last round", self.last)] + ([("picked on validation", self.best)] if self.best else [])
-        for title, found in columns:
-            table.add_column(f"{title} ({found.get('round', '-')})", justify="right")
-        for metric, label in _ROWS.items():
-            if any(metric in found for _, found in columns):
-                table.add_row(label, *(f"{found[metric]:.4f}" if metric in found else "" for _, found in columns))
-        table.add_row("bytes sent, up / down", f"{_size(self.bytes_up)} / {_size(self.bytes_down)}")
+        for title, scores in columns:
+            table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
+        for metric, label in _LABELS.items():
+            if any(metric in scores for _, scores in columns):
+                cells = [f"{s[metric]:.4f}" if metric in s else "" for _, s in columns]
+                table.add_row(label, *cells)
+        traffic = f"{_size(self.bytes_up)} / {_size(self.bytes_down)}"
+        table.add_row("bytes sent, up / down", traffic)
         table.add_row("seconds", f"{seconds:.1f}")
+
         console = Console()
         console.print(table)
         if folder is not None:
             console.print(f"run: {folder}", soft_wrap=True)
 
 
-def print_scores(found: Scores, split: str, round: int) -> None:
-    """The scores of one evaluation as a table: metrics down, federation and clients' summary across."""
+def print_scores(scores: Scores, split: str, round: int) -> None:
+    """Print the global scores of one evaluation as a table."""
     table = Table(title=f"{split} scores of round {round}", title_justify="left")
     table.add_column("")
     table.add_column("value", justify="right")
-    for metric, value in found[GLOBAL].items():
-        table.add_row(_ROWS.get(metric, metric), f"{value:.4f}")
+    for metric, value in scores[GLOBAL].items():
+        table.add_row(_LABELS.get(metric, metric), f"{value:.4f}")
     Console().print(table)
 
 

@@ -1,6 +1,7 @@
 """Who trains when."""
 
 from flsuite.schedules.base import Schedule
+from flsuite.schedules.clock import Clock
 from flsuite.schedules.synchronous import Synchronous
 
-__all__ = ["Schedule", "Synchronous"]
+__all__ = ["Clock", "Schedule", "Synchronous"]

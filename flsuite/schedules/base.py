@@ -1,20 +1,28 @@
-"""What a schedule is."""
+"""The interface of a schedule."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flsuite.messages import ClientUpdate
+from flsuite.engines.base import Engine
+from flsuite.messages import Outcome
+from flsuite.schedules.clock import Clock
 
 __all__ = ["Schedule"]
 
 
 class Schedule(ABC):
-    """Says who trains when. What it remembers is plain data in :meth:`state_dict`; a cohort never depends on it."""
+    """Says who trains when.
+
+    The federation asks twice per aggregation: who starts now, and whose outcomes arrive next. A
+    synchronous round starts a cohort and waits for all of it. An asynchronous schedule starts a
+    client where another one has come back, and waits for the next outcome, or the next few, by the
+    virtual clock. Neither depends on the engine or on the order in which fits finish.
+    """
 
     @abstractmethod
     def configure(self, sizes: Sequence[int], seed: int) -> None:
-        """Called once before the first round.
+        """Prepare for a run; called once before the first round.
 
         Args:
             sizes: Training samples of each client.
@@ -25,15 +33,20 @@ class Schedule(ABC):
         """
 
     @abstractmethod
-    def cohort(self, round: int) -> list[int]:
-        """The clients of a round (counted from 1), ascending: a function of seed and round alone."""
+    def start(self, clock: Clock) -> list[int]:
+        """Return the clients that start training now, from the current version, ascending."""
 
-    def elapse(self, updates: Sequence[ClientUpdate]) -> float:
-        """Virtual seconds that a round took: that of its slowest client, every client having a machine of its own."""
-        return max((update.seconds for update in updates), default=0.0)
+    @abstractmethod
+    def arrivals(self, engine: Engine, clock: Clock) -> Iterator[Outcome]:
+        """Yield the outcomes that the next aggregation waits for, in their order.
+
+        At the end the clock stands at the virtual time of the last arrival.
+        """
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what must be known to resume, as plain data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        return None
+        """Take up what :meth:`state_dict` returned."""
+        return

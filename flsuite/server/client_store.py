@@ -7,29 +7,31 @@ from typing import Any
 
 import torch
 
-from flsuite.runs.folder import atomic_save
-from flsuite.state import nbytes
+from flsuite.files import atomic_save
+from flsuite.state import nbytes, plain
 
-__all__ = ["ClientStore"]
+__all__ = ["ClientStore", "Memory"]
 
 Memory = dict[str, Any]
 
 
 class ClientStore:
-    """The private states of all clients that ever trained.
+    """The memories of all clients that have ever trained.
 
-    They lie in memory up to a budget. Each round writes one file with the memories of its cohort, so that a checkpoint costs
-    what the cohort costs; what the budget pushes out is read back from there.
+    They lie in memory up to a budget. Each round writes one file with the memories of its cohort, so
+    that a checkpoint costs what the cohort costs. What does not fit into the budget is read back
+    from these files.
 
     Args:
-        folder: Of the files; ``None`` keeps everything in memory.
-        budget: Bytes.
+        folder: Folder of the files; ``None`` keeps everything in memory.
+        budget: Bytes in memory.
 
     Attributes:
-        at_hand: Whether what clients keep can be read here; ``False`` where it lies with them.
+        versions: The round in which each client's memory was written last.
+        is_local: Whether the memories can be read here; ``False`` where the clients hold them.
     """
 
-    at_hand = True
+    is_local = True
 
     def __init__(self, folder: Path | None, budget: int = 2 << 30) -> None:
         self.folder = folder
@@ -40,7 +42,7 @@ class ClientStore:
         self._fresh: dict[int, Memory] = {}
 
     def __getitem__(self, client: int) -> Memory:
-        """A client's memory; empty if it never trained or has nothing to keep."""
+        """Return a client's memory, empty if it never trained or keeps nothing."""
         if client in self._fresh:
             return self._fresh[client]
         if client in self._resident:
@@ -49,52 +51,64 @@ class ClientStore:
         if client not in self.versions:
             return {}
         memory = self._read(self.versions[client])[client]
-        self._keep(client, memory)
+        self._make_resident(client, memory)
         return memory
 
+    def request_memory(self, client: int) -> Memory:
+        """Return what a fit of this client needs to be sent."""
+        return self[client]
+
     def __setitem__(self, client: int, memory: Memory) -> None:
+        """Set a client's memory; it counts from the next :meth:`commit` on.
+
+        Raises:
+            FlsuiteError: If it holds anything that a checkpoint cannot hold.
+        """
         if memory:
-            self._fresh[client] = memory
+            self._fresh[client] = plain(memory, f"the memory of client {client}")
 
     def __contains__(self, client: int) -> bool:
         return client in self._fresh or client in self.versions
 
     def commit(self, round: int) -> None:
-        """Write what changed in this round, and make room."""
+        """Write what has changed in this round, and make room."""
         if self._fresh and self.folder is not None:
             self.folder.mkdir(exist_ok=True)
             fresh = self._fresh
             atomic_save(lambda path: torch.save(fresh, path), self._path(round))
         for client, memory in self._fresh.items():
             self.versions[client] = round
-            self._keep(client, memory)
+            self._make_resident(client, memory)
         self._fresh = {}
 
-    def forget(self) -> None:
+    def rollback(self) -> None:
         """Drop what was set since the last commit."""
         self._fresh = {}
 
     def restore(self, versions: dict[int, int]) -> None:
+        """Go back to these versions, which are read from the files when they are needed."""
         self.versions = dict(versions)
         self._resident.clear()
         self._fresh = {}
         self._bytes = 0
 
-    def collect(self, *needed: dict[int, int]) -> None:
+    def remove_unused(self, *needed: dict[int, int]) -> None:
         """Delete the files that none of these versions refers to."""
         if self.folder is None or not self.folder.exists():
             return
-        alive = {self._path(round) for versions in needed for round in versions.values()}
+        used = {self._path(round) for versions in needed for round in versions.values()}
         for path in self.folder.glob("round-*.pt"):
-            if path not in alive:
+            if path not in used:
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
 
-    def _keep(self, client: int, memory: Memory) -> None:
+    def _make_resident(self, client: int, memory: Memory) -> None:
         if client in self._resident:
             self._bytes -= nbytes(self._resident.pop(client))
         self._resident[client] = memory
         self._bytes += nbytes(memory)
+
+        # Without a folder there is nowhere to read a memory back from.
         while self.folder is not None and self._bytes > self.budget and len(self._resident) > 1:
             _, oldest = self._resident.popitem(last=False)
             self._bytes -= nbytes(oldest)

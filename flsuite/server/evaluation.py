@@ -1,7 +1,8 @@
-"""Scores of a federation: of the global model, and of every client."""
+"""Scores of the global model and of every client."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,10 +12,13 @@ from flsuite.data.federated import FederatedData, Ragged
 from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import HIGHER_IS_BETTER, class_accuracy, scores, summary
-from flsuite.models.base import ClientModel, LatentModel
+from flsuite.models.base import ClientModel
+from flsuite.models.modes import evaluating
+from flsuite.models.protocols import LatentModel
+from flsuite.server.federation import Federation
 from flsuite.state import State, load_
 
-__all__ = ["GLOBAL", "Evaluator", "OwnScores", "Scores", "Split", "gathered"]
+__all__ = ["GLOBAL", "Evaluator", "OwnScores", "Scores", "Split", "combine"]
 
 GLOBAL = "global"
 Split = Literal["val", "test"]
@@ -23,12 +27,12 @@ Scores = dict[str, dict[str, float]]
 
 
 class OwnScores(NamedTuple):
-    """What a client's own model scores on one split.
+    """Scores of a client's own model on one split.
 
     Attributes:
-        whole: On the whole split.
-        part: On the client's part of it; empty where it has none.
-        classes: Accuracy of each class, if asked for.
+        whole: Scores on the whole split.
+        part: Scores on the client's part of the split; empty where it has none.
+        classes: Accuracy per class, if asked for.
     """
 
     whole: dict[str, float]
@@ -40,9 +44,11 @@ class Evaluator:
     """Scores models in big batches, off the clients' path.
 
     Args:
-        model: The resident model that states are swapped into.
-        precision: Makes the context that the forward pass runs in, e.g. autocast.
-        batch_size: Samples a forward pass.
+        model: The resident model that states are copied into.
+        data: The samples; they may change from task to task.
+        device: Where the model is scored.
+        precision: Makes the context that the forward pass runs in, for example autocast.
+        batch_size: Samples per forward pass.
     """
 
     def __init__(
@@ -59,175 +65,192 @@ class Evaluator:
         self.precision = precision
         self.batch_size = batch_size
 
-    def arrays(self, split: Split) -> DataSplit | None:
-        return self.data.test if split == "test" else self.data.validation()
+    def scores(
+        self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
+    ) -> Scores:
+        """Score a federation as it is, and these clients; empty where there is no such split.
+
+        Args:
+            federation: Its models are scored.
+            split: ``val`` or ``test``.
+            clients: Clients that are scored one by one.
+            details: Add the accuracy per class.
+        """
+        self.data = federation.current
+        if not federation.personal:
+            return self.shared(federation.client_state(None), split, clients, details)
+        states = {client: partial(federation.client_state, client) for client in clients}
+        return self.personal(states, split, details)
 
     def shared(
         self, state: State, split: Split, clients: Sequence[int], details: bool = False
     ) -> Scores:
-        """Scores of one model that all clients share.
+        """Score one model that all clients share.
 
-        A client's own score is the model's on its part of the split, which has its own class mix; the forward pass is done
-        once. ``details`` adds the accuracy of each class.
+        A client's own score is the model's on the client's part of the split, which has its class
+        mix. The forward pass is done once.
         """
-        arrays = self.arrays(split)
-        if arrays is None:
+        samples = self.split(split)
+        if samples is None:
             return {}
+
         self.load(state)
-        outputs = self.outputs(arrays)
-        found: Scores = {GLOBAL: scores(outputs, arrays.y, self.data.spec)}
+        outputs = self.outputs(samples)
+        by_scope: Scores = {GLOBAL: scores(outputs, samples.y, self.data.spec)}
         if details:
-            found[GLOBAL] |= self._class_rows(outputs, arrays.y)
+            by_scope[GLOBAL] |= self._class_rows(outputs, samples.y)
+
         rows = self._rows(split)
         if rows is not None:
-            found |= self._local(outputs, arrays.y, rows, clients)
-            found[GLOBAL] |= _spread({c: s for c, s in found.items() if c != GLOBAL}, "client_")
-        return found
+            of_clients = self._local(outputs, samples.y, rows, clients)
+            by_scope |= of_clients
+            by_scope[GLOBAL] |= _spread(of_clients, "client_")
+        return by_scope
 
     def personal(
         self, states: Mapping[int, Callable[[], State]], split: Split, details: bool = False
     ) -> Scores:
-        """Scores of models with private parts, one a client.
+        """Score models with private parts, one per client.
 
-        ``global`` is the mean over clients of their own models' scores on the whole split, with worst and spread, and as
-        ``accuracy_first_five`` the mean over the first five clients, which some published tables report; a client's row has
-        ``accuracy`` on its own part of the split, and ``accuracy_all`` on the whole of it.
+        See :func:`combine` for the scores of the federation.
         """
-        found = {
+        rows = {
             client: self.own(client, state(), split, details) for client, state in states.items()
         }
-        return gathered({client: scores for client, scores in found.items() if scores is not None})
+        return combine({client: row for client, row in rows.items() if row is not None})
 
     def own(
         self, client: int, state: State, split: Split, details: bool = False
     ) -> OwnScores | None:
-        """Scores of one client's own model; ``None`` where there is no such split."""
-        arrays = self.arrays(split)
-        if arrays is None:
+        """Score one client's own model; ``None`` where there is no such split."""
+        samples = self.split(split)
+        if samples is None:
             return None
-        self.load(state)
-        outputs = self.outputs(arrays)
-        rows = self._rows(split)
-        part = (
-            {}
-            if rows is None
-            else self._local(outputs, arrays.y, rows, [client]).get(str(client), {})
-        )
-        classes = self._class_rows(outputs, arrays.y) if details else {}
-        return OwnScores(scores(outputs, arrays.y, self.data.spec), part, classes)
 
-    def outputs(self, arrays: DataSplit) -> dict[str, Tensor]:
-        """The model's evaluation columns for every sample, on the CPU; leaves the model's modes as they are."""
-        with self.scoring():
-            return self._outputs(arrays)
+        self.load(state)
+        outputs = self.outputs(samples)
+        rows = self._rows(split)
+        local = {} if rows is None else self._local(outputs, samples.y, rows, [client])
+        classes = self._class_rows(outputs, samples.y) if details else {}
+        whole = scores(outputs, samples.y, self.data.spec)
+        return OwnScores(whole, local.get(str(client), {}), classes)
+
+    def split(self, split: Split) -> DataSplit | None:
+        """Return the samples of a split, or ``None`` where there is no validation data."""
+        return self.data.test if split == "test" else self.data.validation()
+
+    def load(self, state: State) -> None:
+        """Make the resident model the one of this state."""
+        load_(self.model.state_dict(), state)
+
+    def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
+        """Return the model's evaluation columns for every sample, on the CPU."""
+        self.model.to(self.device)  # inference mode would mark moved parameters for ever
+        with evaluating(self.model), torch.inference_mode():
+            return self._outputs(samples)
 
     def latents(self, x: Tensor) -> Tensor:
-        """The latent variables of stored samples ``(n, latent)``, on the CPU.
+        """Return the latent variables of stored samples ``(n, latent)``, on the CPU.
 
         Raises:
             FlsuiteError: If the model has none.
         """
         if not isinstance(self.model, LatentModel):
             raise FlsuiteError(
-                f"{type(self.model).__name__} has no latent space: it has no method latent(x); use e.g. ACVAE"
+                f"{type(self.model).__name__} has no latent space: it has no method latent(x); use "
+                "a model that has one, such as ACVAE"
             )
-        with self.scoring(), torch.inference_mode(), self.precision():
+        self.model.to(self.device)
+        with evaluating(self.model), torch.inference_mode(), self.precision():
             parts = [
                 self.model.latent(self.data.scaling(part).to(self.device))
                 for part in x.split(self.batch_size)
             ]
             return torch.cat([part.float().cpu() for part in parts])
 
-    def pictures(self, arrays: DataSplit) -> dict[str, Tensor]:
-        """The model's pictures of these samples, on the CPU."""
-        with self.scoring(), torch.inference_mode(), self.precision():
-            found = self.model.pictures(self.data.scaling(arrays.x).to(self.device))
-            return {name: grid.float().cpu() for name, grid in found.items()}
+    def pictures(self, samples: DataSplit) -> dict[str, Tensor]:
+        """Return the model's pictures of these samples, on the CPU."""
+        self.model.to(self.device)
+        with evaluating(self.model), torch.inference_mode(), self.precision():
+            pictures = self.model.pictures(self.data.scaling(samples.x).to(self.device))
+            return {name: grid.float().cpu() for name, grid in pictures.items()}
 
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        """The model on its device and in evaluation mode; its modes as they were behind that."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.to(
-            self.device
-        ).eval()  # outside inference mode, which would mark moved parameters for ever
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-
-    @torch.inference_mode()
-    def _outputs(self, arrays: DataSplit) -> dict[str, Tensor]:
+    def _outputs(self, samples: DataSplit) -> dict[str, Tensor]:
         parts: list[dict[str, Tensor]] = []
-        for x, y in zip(
-            arrays.x.split(self.batch_size), arrays.y.split(self.batch_size), strict=True
-        ):
+        chunks = zip(
+            samples.x.split(self.batch_size), samples.y.split(self.batch_size), strict=True
+        )
+        for x, y in chunks:
             batch = self.data.scaling(x).to(self.device), y.to(self.device)
             with self.precision():
                 columns = self.model.evaluation_step(batch)
             parts.append({name: column.float().cpu() for name, column in columns.items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def load(self, state: State) -> None:
-        """Make the resident model the one of this state."""
-        load_(self.model.state_dict(), state)
-
     def _rows(self, split: Split) -> Ragged | None:
-        """Each client's rows of the split's arrays, or ``None`` where the clients have no part of their own."""
+        """Return each client's rows of a split, or ``None`` where clients have no part of it."""
         if split == "test":
             return self.data.test_index
-        if self.data.val is not None:
+        if self.data.val is not None:  # the publisher's validation split belongs to nobody
             return None
         return Ragged(torch.arange(len(self.data.val_index.values)), self.data.val_index.offsets)
 
     def _local(
         self, outputs: Mapping[str, Tensor], y: Tensor, rows: Ragged, clients: Sequence[int]
     ) -> Scores:
-        found: Scores = {}
+        by_client: Scores = {}
         for client in clients:
             own = rows[client]
             if len(own):
                 part = {name: column[own] for name, column in outputs.items()}
-                found[str(client)] = scores(part, y[own], self.data.spec, auroc=False) | {
-                    "samples": float(len(own))
-                }
-        return found
+                values = scores(part, y[own], self.data.spec, auroc=False)
+                by_client[str(client)] = values | {"samples": float(len(own))}
+        return by_client
 
     def _class_rows(self, outputs: Mapping[str, Tensor], y: Tensor) -> dict[str, float]:
         by_class = class_accuracy(outputs["scores"], y, self.data.spec)
         return {f"accuracy/{name}": value for name, value in by_class.items()}
 
 
-def gathered(clients: Mapping[int, OwnScores]) -> Scores:
-    """What the clients' own models come to together: see :meth:`Evaluator.personal`."""
+def combine(clients: Mapping[int, OwnScores]) -> Scores:
+    """Combine the scores of the clients' own models.
+
+    ``global`` is the mean over clients of their models' scores on the whole split, with worst and
+    spread. ``accuracy_first_five`` is the mean over the first five clients, which some published
+    tables report. A client's row has ``accuracy`` on its own part of the split, and ``accuracy_all``
+    on the whole split.
+    """
     if not clients:
         return {}
-    found = {
-        str(c): row.part | {f"{k}_all": v for k, v in row.whole.items()}
-        for c, row in clients.items()
+    by_scope = {
+        str(client): row.part | {f"{name}_all": value for name, value in row.whole.items()}
+        for client, row in clients.items()
     }
-    whole = {str(c): row.whole for c, row in clients.items()}
-    parts = {str(c): row.part for c, row in clients.items() if row.part}
+    whole = {str(client): row.whole for client, row in clients.items()}
+    parts = {str(client): row.part for client, row in clients.items() if row.part}
     classes = [row.classes for row in clients.values() if row.classes]
-    found[GLOBAL] = (
-        _means(list(whole.values())) | _means(classes) | _spread(whole, "") | _first_five(whole)
+    by_scope[GLOBAL] = (
+        _means(list(whole.values()))
+        | _means(classes)
+        | _spread(whole, "")
+        | _first_five(whole)
+        | _spread(parts, "client_")
     )
-    found[GLOBAL] |= _spread(parts, "client_")
-    return found
+    return by_scope
 
 
 def _spread(clients: Scores, prefix: str) -> dict[str, float]:
+    """Return mean, worst and standard deviation over clients of the main scores."""
     if not clients:
         return {}
-    found: dict[str, float] = {}
+    spread: dict[str, float] = {}
     for metric in ("accuracy", "f1_macro", "balanced_accuracy", "loss"):
         values = [row[metric] for row in clients.values() if metric in row]
         for name, value in summary(values, metric, HIGHER_IS_BETTER[metric]).items():
             stem, statistic = name.rsplit("_", 1)
-            if prefix or statistic != "mean":
-                found[f"{stem}_{prefix}{statistic}"] = value
-    return found
+            if prefix or statistic != "mean":  # the mean of whole splits is the score itself
+                spread[f"{stem}_{prefix}{statistic}"] = value
+    return spread
 
 
 def _first_five(clients: Scores) -> dict[str, float]:
@@ -238,8 +261,5 @@ def _first_five(clients: Scores) -> dict[str, float]:
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:
     if not rows:
         return {}
-    return {
-        name: sum(row[name] for row in rows) / len(rows)
-        for name in rows[0]
-        if all(name in row for row in rows)
-    }
+    names = [name for name in rows[0] if all(name in row for row in rows)]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in names}

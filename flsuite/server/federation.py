@@ -1,79 +1,45 @@
-"""A federation at one moment, and how it gets from one round to the next."""
+"""The federation: its state, and the step from one version of the global model to the next."""
 
 import logging
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
+from lightning.pytorch import Callback
+
 from flsuite.aggregators import Aggregator
-from flsuite.client.runner import Buffers, buffer_names, private_patterns
+from flsuite.client.setup import Buffers, buffer_names, private_patterns
 from flsuite.data.federated import FederatedData
-from flsuite.engines import Engine
-from flsuite.engines.base import Outcome
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.messages import (
-    Broadcast,
-    ClientFailure,
-    ClientResult,
-    ClientUpdate,
-    FitAssignment,
-    FitRequest,
-)
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Outcome
 from flsuite.models.base import ClientModel
-from flsuite.schedules import Schedule
+from flsuite.schedules import Clock, Schedule
 from flsuite.server.client_store import ClientStore
+from flsuite.server.round_log import RoundLog
 from flsuite.state import State, StateLayout, clone, matches, mismatch, non_finite, split
 
-__all__ = ["Federation", "RoundLog"]
+__all__ = ["Federation"]
 
 log = logging.getLogger("flsuite")
 
 
-class RoundLog:
-    """What came back in one round, without the tensors."""
-
-    def __init__(self) -> None:
-        self.updates: list[ClientUpdate] = []
-        self.failures: list[ClientFailure] = []
-        self.server: dict[str, float] = {}
-
-    def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Scope and numbers: each client, then all of them together."""
-        for update in self.updates:
-            sizes = {"samples": update.samples, "steps": update.steps, "seconds": update.seconds}
-            traffic = {"bytes_up": update.bytes_up, "bytes_down": update.bytes_down}
-            yield str(update.client), {**update.metrics, **sizes, **traffic}
-        means = {}
-        for name in sorted({name for update in self.updates for name in update.metrics}):
-            have = [update for update in self.updates if name in update.metrics]
-            means[name] = sum(u.samples * u.metrics[name] for u in have) / sum(
-                u.samples for u in have
-            )
-        totals = {
-            name: float(sum(getattr(u, name) for u in self.updates))
-            for name in ("bytes_up", "bytes_down", "steps")
-        }
-        yield (
-            "global",
-            {
-                **means,
-                **self.server,
-                **totals,
-                "clients": len(self.updates),
-                "failed": len(self.failures),
-            },
-        )
-
-
 class Federation:
-    """The global model, what server and clients remember, and the rule that moves them on.
+    """The global model, what server and clients remember, and the rules that change them.
+
+    Args:
+        model: Its weights are the first version of the global model.
+        data: The samples of all clients, of the whole run.
+        aggregator: The algorithm.
+        schedule: Who trains when.
+        buffers: What happens to buffers; see :class:`~flsuite.client.setup.WorkerSetup`.
+        clients: What clients keep between their rounds.
+        seed: The run's seed.
 
     Attributes:
-        round: Rounds done.
+        clock: Rounds done, and virtual seconds.
         state: The shared part of the global model.
-        initial: What a fit starts from where nothing else is known: a client's own part before it has trained, and buffers.
-        data: Of the whole run.
-        current: As it is in the round just done: what clients train on, and are scored on, may change from task to task.
+        initial: What a fit starts from where nothing else is known; see
+            :class:`~flsuite.client.setup.WorkerSetup`.
+        log: What came back in the round in progress.
         personal: Whether every client has a model of its own to be scored.
     """
 
@@ -84,151 +50,177 @@ class Federation:
         aggregator: Aggregator,
         schedule: Schedule,
         buffers: Buffers,
-        memories: ClientStore,
+        clients: ClientStore,
         seed: int,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
         self.schedule = schedule
-        self.memories = memories
-        self.round = 0
-        self.virtual_seconds = 0.0
+        self.clients = clients
+        self.seed = seed
+        self.clock = Clock()
         self.log = RoundLog()
-        schedule.configure(data.train_index.lengths().tolist(), seed)
-        _refuse_idle_patterns(model)
+        self._requests = 0
+
+        _refuse_unused_patterns(model)
         whole = clone(model.state_dict())
         self.state, private = split(whole, private_patterns(model, aggregator, buffers))
         self.personal = any(not matches(name, model.training_only) for name in private)
         self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
+        schedule.configure(data.train_index.lengths().tolist(), seed)
         aggregator.configure(_layout(model, self.state, data.clients))
+        self._expected_extras = aggregator.expected_extras(self.state)
+
+    @property
+    def round(self) -> int:
+        """Return the number of rounds done."""
+        return self.clock.round
 
     @property
     def current(self) -> FederatedData:
+        """Return the data as it is in the last round done; it may change from task to task."""
         return self.data.at(max(self.round, 1))
 
     def client_state(self, client: int | None) -> State:
-        """The whole model of a client: the shared part as it is now, and its own. ``None``: a client that never trained."""
-        private = self.memories[client].get("model", {}) if client is not None else {}
+        """Return a client's whole model: the shared part as it is now, and its own part.
+
+        ``None`` is a client that never trained.
+        """
+        private = self.clients[client].get("model", {}) if client is not None else {}
         return {**self.initial, **private, **self.state}
 
-    def advance(self, engine: Engine, notify: Callable[..., None]) -> None:
-        """One round: draw the cohort, train it, fold what comes back.
+    def requests(
+        self, starting: Sequence[int], callbacks: tuple[Callback, ...] = ()
+    ) -> list[FitRequest]:
+        """Return the fits of the clients that start now, from the current version.
 
-        Raises:
-            FederationError: If no usable update came back, or the new state is not usable. State and clients' memories are
-                as before then.
+        Args:
+            starting: The clients, ascending.
+            callbacks: The user's Lightning callbacks, as every fit is to see them.
         """
-        broadcast, tasks = self.open_round(notify)
-        works = [FitRequest(task, broadcast, self.memories[task.client]) for task in tasks]
-        self.close_round(engine.run(works), notify)
-
-    def open_round(self, notify: Callable[..., None]) -> tuple[Broadcast, list[FitAssignment]]:
-        """The first half of a round: draw the cohort, and say what it is sent and what it is to do."""
         round = self.round + 1
-        cohort = self.schedule.cohort(round)
-        notify("on_round_start", round, cohort)
         self.log = RoundLog()
-        broadcast = Broadcast(round, self.state, self.aggregator.broadcast())
-        data = self.data.at(round)
-        return broadcast, self.aggregator.plan(cohort, [data.batches(client) for client in cohort])
-
-    def close_round(self, outcomes: Iterator[Outcome], notify: Callable[..., None]) -> None:
-        """The second half: fold what comes back, in the order of the tasks. Raises as :meth:`advance` does."""
-        try:
-            self._fold(outcomes, notify)
-        except BaseException:
-            self.memories.forget()
-            raise
-
-    def _fold(self, outcomes: Iterator[Outcome], notify: Callable[..., None]) -> None:
-        round = self.round + 1
-        accepted = self._accept(outcomes, notify)
-        first = next(accepted, None)
-        if first is None:
-            failure = self.log.failures[0]
-            raise FederationError(
-                f"round {round}: all {len(self.log.failures)} clients failed, client {failure.client} with: {failure.reason}; "
-                f"the state of round {self.round} is kept"
-            )
         self.aggregator.metrics = self.log.server
-        new = self.aggregator.aggregate(self.state, chain([first], accepted))
-        for _ in accepted:  # what an aggregator does not look at has been trained all the same
-            pass
-        if fault := mismatch(new, self.state) or non_finite(new):
-            raise FederationError(
-                f"round {round}: {type(self.aggregator).__name__} made a bad state ({fault} is not finite, or not as before; "
-                f"is its learning rate too high?); the state of round {self.round} is kept"
+        broadcast = Broadcast(round, self.state, self.aggregator.broadcast(), callbacks)
+        data = self.data.at(round)
+        plan = self.aggregator.plan(starting, [data.batches(client) for client in starting])
+        first, self._requests = self._requests, self._requests + len(plan)
+        return [
+            FitRequest(
+                number, assignment, broadcast, self.clients.request_memory(assignment.client)
             )
-        self.state = new
-        self.round = round
-        self.virtual_seconds += self.schedule.elapse(self.log.updates)
+            for number, assignment in enumerate(plan, start=first)
+        ]
 
-    def _accept(
-        self, outcomes: Iterator[Outcome], notify: Callable[..., None]
-    ) -> Iterator[ClientUpdate]:
-        """Updates fit to reach the aggregator; the others are named in the log, and the round goes on without them."""
-        for outcome in outcomes:
-            checked = self.checked(outcome)
-            if isinstance(checked, ClientFailure):
-                self.log.failures.append(checked)
-                log.warning(
-                    "round %d: client %d failed: %s", checked.round, checked.client, checked.reason
-                )
-                log.debug("%s", checked.details)
-                notify("on_client_end", checked)
-                continue
-            self.memories[checked.update.client] = checked.memory
-            self.log.updates.append(checked.update.without_tensors())
-            notify("on_client_end", checked)
-            yield checked.update
+    def accept(self, outcome: Outcome) -> Outcome:
+        """Check an outcome, and record it.
 
-    def checked(self, outcome: Outcome) -> ClientResult | ClientFailure:
-        """The outcome, or a failure if its update must not reach the global model."""
+        A faulty update becomes a failure, which names the client and the reason in the log.
+        """
+        outcome = self.check(outcome)
+        if isinstance(outcome, ClientFailure):
+            self.log.failures.append(outcome)
+            log.warning(
+                "round %d: client %d failed: %s", outcome.round, outcome.client, outcome.reason
+            )
+            log.debug("%s", outcome.details)
+            return outcome
+        outcome.update.staleness = self.round + 1 - outcome.update.round
+        self.clients[outcome.update.client] = outcome.memory
+        self.log.updates.append(outcome.update.without_tensors())
+        return outcome
+
+    def check(self, outcome: Outcome) -> Outcome:
+        """Return the outcome, or a failure if its update must not reach the aggregator."""
         if isinstance(outcome, ClientFailure):
             return outcome
-        fault = outcome.update.fault(self.state) or non_finite(outcome.memory.get("model", {}))
+        update = outcome.update
+        fault = update.fault(self.state, self._expected_extras) or _private_fault(outcome)
         if fault is None:
             return outcome
-        return ClientFailure(
-            outcome.update.client, outcome.update.round, f"its update was refused: {fault}"
+        return ClientFailure(update.client, update.round, f"its update was refused: {fault}")
+
+    def failure(self) -> Exception:
+        """Return the error of a round in which no client came back.
+
+        It is the user's error if every client failed before its first step.
+        """
+        failures = self.log.failures
+        if not failures:
+            return FederationError(f"round {self.round + 1}: no client took part")
+        first = failures[0]
+        if all(failure.before_first_step for failure in failures):
+            return FlsuiteError(
+                f"no client can train: client {first.client} failed before its first step with "
+                f"{first.reason}"
+            )
+        return FederationError(
+            f"round {first.round}: all {len(failures)} clients failed, client {first.client} with: "
+            f"{first.reason}; the state of round {self.round} is kept"
         )
 
+    def advance(self, state: State) -> None:
+        """Make this the next version of the global model.
+
+        Raises:
+            FederationError: If it is not a state of this model, or not finite.
+        """
+        name = type(self.aggregator).__name__
+        fault = mismatch(state, self.state)
+        if fault is None and (bad := non_finite(state)):
+            fault = f"{bad} is not finite; lower its learning rate"
+        if fault is not None:
+            raise FederationError(
+                f"round {self.round + 1}: {name} returned a faulty state: {fault}; the state of "
+                f"round {self.round} is kept"
+            )
+        self.state = state
+        self.clock.round += 1
+
     def state_dict(self) -> dict[str, Any]:
+        """Return all that must be known to go on from here, but for what clients keep."""
         return {
-            "round": self.round,
-            "virtual_seconds": self.virtual_seconds,
+            "round": self.clock.round,
+            "virtual_seconds": self.clock.seconds,
+            "requests": self._requests,
             "state": self.state,
             "initial": self.initial,
             "aggregator": self.aggregator.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "clients": dict(self.memories.versions),
+            "clients": dict(self.clients.versions),
         }
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
-        self.round = content["round"]
-        self.virtual_seconds = content["virtual_seconds"]
+        """Take up what :meth:`state_dict` returned."""
+        self.clock = Clock(content["round"], content["virtual_seconds"])
+        self._requests = content["requests"]
         self.state = content["state"]
         self.initial = content["initial"]
         self.aggregator.load_state_dict(content["aggregator"])
         self.schedule.load_state_dict(content["schedule"])
-        self.memories.restore(content["clients"])
+        self.clients.restore(content["clients"])
 
 
-def _refuse_idle_patterns(model: ClientModel) -> None:
-    """A pattern that keeps nothing private would silently make a personalised method a plain one."""
+def _private_fault(result: ClientResult) -> str | None:
+    name = non_finite(result.memory.get("model", {}))
+    return None if name is None else f"its private entry {name} is not finite"
+
+
+def _refuse_unused_patterns(model: ClientModel) -> None:
+    """Refuse a pattern that keeps nothing private: the method would silently be a plain one."""
     names = list(model.state_dict())
     for pattern in model.private:
         if not any(matches(name, (pattern,)) for name in names):
-            some = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
+            prefixes = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
             raise FlsuiteError(
-                f"model.private: {pattern!r} matches no entry of {type(model).__name__}; it has {some[:300]}"
+                f"model.private: {pattern!r} matches no entry of {type(model).__name__}; it has "
+                f"{prefixes[:300]}"
             )
 
 
 def _layout(model: ClientModel, state: State, clients: int) -> StateLayout:
-    parameters = tuple(
-        name for name, _ in model.named_parameters(remove_duplicate=False) if name in state
-    )
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = tuple(name for name, _ in named if name in state)
     groups = {
         group: tuple(name for name in parameters if matches(name, patterns))
         for group, patterns in model.parameter_groups.items()

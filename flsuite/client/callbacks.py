@@ -1,0 +1,97 @@
+"""Callbacks that every client's fit has, whatever the algorithm."""
+
+import copy
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from flsuite.errors import FlsuiteError
+
+__all__ = ["KeepOptimizers", "MeanLoss", "RoundLearningRate"]
+
+
+class MeanLoss(Callback):
+    """The mean training loss over the steps of a fit, without a transfer or a log call per step.
+
+    The steps of a model's warm-up (``extra_epochs``) count apart, because their loss may be another
+    function.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}
+        self._steps: dict[str, int] = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is None:
+            return
+
+        is_warmup = trainer.current_epoch < getattr(pl_module, "extra_epochs", 0)
+        name = "warmup_loss" if is_warmup else "loss"
+        if name in self._totals:
+            self._totals[name].add_(loss.detach())
+        else:
+            self._totals[name] = loss.detach().clone()
+        self._steps[name] = self._steps.get(name, 0) + 1
+
+    @property
+    def steps(self) -> int:
+        """Return the steps that had a loss."""
+        return sum(self._steps.values())
+
+    def means(self) -> dict[str, float]:
+        """Return ``loss`` (NaN without a step) and, where there was a warm-up, ``warmup_loss``."""
+        means = {name: float(total) / self._steps[name] for name, total in self._totals.items()}
+        return {"loss": float("nan"), **means}
+
+
+class RoundLearningRate(Callback):
+    """Scales the learning rates of a fit's optimizers before its first step.
+
+    Args:
+        factor: What the model's own learning rates are multiplied by in this round.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.lr_scheduler_configs:
+            raise FlsuiteError(
+                f"trainer.lr_decay and the scheduler of {type(pl_module).__name__}."
+                "configure_optimizers would both set the learning rate; leave one of them out"
+            )
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= self.factor
+
+
+class KeepOptimizers(Callback):
+    """Carries a client's optimizer states from one of its fits to the next.
+
+    What the optimizers have accumulated (momentum, moments) carries over. Their settings, such as
+    the learning rate, are those that the model sets for each fit: a schedule inside a fit, or
+    ``trainer.lr_decay``, would otherwise compound from round to round.
+
+    Attributes:
+        states: The state dicts of the optimizers, on the CPU; ``None`` before the first fit.
+    """
+
+    def __init__(self, states: list[dict[str, Any]] | None) -> None:
+        self.states = states
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer, kept in zip(trainer.optimizers, self.states or (), strict=False):
+            settings = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict(
+                {"state": copy.deepcopy(kept["state"]), "param_groups": settings}
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+        self.states = move_data_to_device(states, torch.device("cpu"))

@@ -1,0 +1,175 @@
+"""What a worker receives once, before its first fit."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
+
+from flsuite.aggregators import Aggregator
+from flsuite.client.loop import implements
+from flsuite.client.lr_decay import LRDecay
+from flsuite.data.federated import FederatedData
+from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.models.base import ClientModel
+from flsuite.state import State
+
+__all__ = [
+    "Buffers",
+    "WorkerSetup",
+    "buffer_names",
+    "client_arguments",
+    "client_half",
+    "has_lightning_hooks",
+    "private_patterns",
+    "refuse_callbacks",
+]
+
+Buffers = Literal["average", "local", "reset"]
+
+_HOOKS = tuple(name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")))
+_NOT_OF_A_FIT = {  # arguments of Lightning's Trainer about what a client's fit does not have
+    "check_val_every_n_epoch",
+    "enable_model_summary",
+    "limit_predict_batches",
+    "limit_test_batches",
+    "limit_val_batches",
+    "num_sanity_val_steps",
+    "val_check_interval",
+}
+_PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16", "transformer-engine")
+_OF_THE_FEDERATION = {
+    Checkpoint: "the federation writes checkpoints/last.ckpt and best.ckpt itself",
+    ProgressBar: "RoundProgress shows the whole federation's progress",
+    LearningRateMonitor: "clients have no logger; trainer.lr_decay logs lr_factor",
+}
+
+
+@dataclass
+class WorkerSetup:
+    """All that a worker needs to train any client.
+
+    It is sent once. What changes from round to round travels with the round's
+    :class:`~flsuite.messages.Broadcast`.
+
+    Attributes:
+        model: The model; its weights do not matter.
+        data: The samples of all clients.
+        aggregator: The client half of the algorithm; see :func:`client_half`.
+        seed: The run's seed.
+        initial: What a fit starts from where neither the server nor the client knows better: private
+            entries before a client's first fit, and buffers.
+        trainer_kwargs: Arguments of each client's Lightning Trainer.
+        buffers: What happens to buffers such as BatchNorm statistics. With ``average`` they travel
+            and are averaged; with ``local`` they stay with the client; with ``reset`` they travel,
+            but every fit starts from the initial values.
+        keep_optimizers: Whether the state of a client's optimizers lives on from one of its rounds
+            to the next.
+        channels_last: Whether images and convolutions use that memory format.
+        lr_decay: How learning rates change from round to round; default not at all.
+    """
+
+    model: ClientModel
+    data: FederatedData
+    aggregator: Aggregator
+    seed: int
+    initial: State
+    trainer_kwargs: dict[str, Any]
+    buffers: Buffers = "average"
+    keep_optimizers: bool = False
+    channels_last: bool = True
+    lr_decay: LRDecay | None = None
+
+
+class _ServerMemory(dict[str, Any]):
+    """Stands in for the server's memory where clients train, and refuses to be read."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise FlsuiteError(
+            f"the client half of {self.owner} uses self.memory, which only the server has; return "
+            "what clients need from broadcast() and read it as client.received, or keep a client's "
+            "own notes in client.memory"
+        )
+
+    __getitem__ = __setitem__ = __contains__ = __iter__ = __len__ = _refuse
+    __bool__ = get = items = keys = values = setdefault = update = _refuse
+
+    def __reduce__(self) -> Any:
+        return _ServerMemory, (self.owner,)
+
+
+def client_half(aggregator: Aggregator) -> Aggregator:
+    """Return a copy of the aggregator for the places where clients train.
+
+    It has the same settings, but not the server's memory: a worker would see it as it was at the
+    start of the run.
+    """
+    half = copy.copy(aggregator)
+    half.memory = _ServerMemory(type(aggregator).__name__)
+    return half
+
+
+def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Lightning's Trainer that hold for each client's fit.
+
+    Raises:
+        FlsuiteError: If a federation cannot honour one, or it can only be a mistake.
+    """
+    if str(kwargs.get("precision") or "32-true") not in _PRECISIONS:
+        raise FlsuiteError(
+            f"trainer: precision {kwargs['precision']} is not supported, because weights travel and "
+            "are averaged in float32, and a gradient scaler would pass from client to client; use "
+            "bf16-mixed or 32-true"
+        )
+    if kwargs.get("max_time") is not None:
+        raise FlsuiteError(
+            "trainer: max_time would make results depend on the machine; limit rounds or max_steps"
+        )
+    require_positive("trainer", limit_train_batches=kwargs.get("limit_train_batches"))
+    require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
+    if kwargs.get("max_steps") not in (None, -1):
+        require_at_least("trainer", 1, max_steps=kwargs["max_steps"])
+    return {name: value for name, value in kwargs.items() if name not in _NOT_OF_A_FIT}
+
+
+def buffer_names(model: LightningModule) -> Sequence[str]:
+    """Return the entries of the state that are no parameters: running statistics, counters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [name for name in model.state_dict() if name not in parameters]
+
+
+def private_patterns(model: ClientModel, aggregator: Aggregator, buffers: Buffers) -> list[str]:
+    """Return the patterns of the entries that stay with a client.
+
+    They come from the model, from the algorithm, and from ``buffers="local"``.
+    """
+    if aggregator.pooled:
+        return []
+    local_buffers = buffer_names(model) if buffers == "local" else ()
+    return [*model.private, *aggregator.private, *local_buffers]
+
+
+def has_lightning_hooks(callback: Callback) -> bool:
+    """Return whether a client's Trainer has anything to call on this callback."""
+    return any(implements(callback, Callback, hook) for hook in _HOOKS)
+
+
+def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks of Lightning that a client's fit cannot honour.
+
+    Raises:
+        FlsuiteError: If there is one; the message names it and what does its work here.
+    """
+    for callback in callbacks:
+        for kind, instead in _OF_THE_FEDERATION.items():
+            if isinstance(callback, kind):
+                raise FlsuiteError(
+                    f"trainer.callbacks: {type(callback).__name__} belongs to a single fit, and "
+                    f"every client has its own; remove it ({instead})"
+                )

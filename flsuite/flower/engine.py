@@ -1,0 +1,166 @@
+"""The nodes of a Flower grid as an engine, an evaluator and a client store."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines.base import Engine
+from flsuite.errors import FlsuiteError
+from flsuite.flower.nodes import REFUSED
+from flsuite.flower.records import read_update
+from flsuite.messages import ClientResult, FitRequest, Outcome
+from flsuite.server.client_store import ClientStore, Memory
+from flsuite.server.evaluation import Evaluator, OwnScores, Scores, Split, combine
+from flsuite.server.federation import Federation
+
+__all__ = ["Mail", "NodeEngine", "NodeEvaluator", "NodeStore", "by_node"]
+
+
+class Mail:
+    """The messages of one exchange with the nodes.
+
+    Args:
+        kind: Flower's type of message.
+        nodes: Client to node, of those that are connected.
+        round: Flower's number of the round.
+        config: Flower's config of the round.
+    """
+
+    def __init__(
+        self, kind: str, nodes: Mapping[int, int], round: int, config: ConfigRecord
+    ) -> None:
+        self.kind = kind
+        self.nodes = nodes
+        self.round = round
+        self.head = {"config": ConfigRecord({**config, "server-round": round})}
+
+    def messages(self, contents: Mapping[int, dict[str, Any]]) -> list[Message]:
+        """Return one message per client that is connected."""
+        group = str(self.round)
+        return [
+            Message(
+                RecordDict({**self.head, **content}), self.nodes[client], self.kind, group_id=group
+            )
+            for client, content in contents.items()
+            if client in self.nodes
+        ]
+
+
+class NodeEngine(Engine):
+    """Trains on the nodes of a grid.
+
+    Flower's loop sends the messages and receives the answers. In between, this is an engine like any
+    other: requests are submitted, and their outcomes are collected.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, FitRequest] = {}
+        self._nodes: Mapping[int, int] = {}
+        self._answers: dict[int, Message] = {}
+
+    def start(self, setup: WorkerSetup) -> None:
+        """Do nothing: the nodes set themselves up."""
+
+    def submit(self, requests: Iterable[FitRequest]) -> None:
+        self._requests = {request.number: request for request in requests}
+        self._answers = {}
+
+    @property
+    def pending(self) -> Sequence[int]:
+        return list(self._requests)
+
+    def requests(self, nodes: Mapping[int, int]) -> list[FitRequest]:
+        """Return the pending requests, which are about to be sent to these nodes."""
+        self._nodes = nodes
+        return list(self._requests.values())
+
+    def deliver(self, answers: Iterable[Message]) -> None:
+        """Take the answers of the nodes."""
+        self._answers = by_node(answers)
+
+    def collect(self, number: int) -> Outcome:
+        request = self._requests.pop(number)
+        client, round = request.assignment.client, request.broadcast.round
+        if client not in self._nodes:
+            return request.failure("its node is not connected")
+        answer = self._answers.pop(self._nodes[client], None)
+        if answer is None:
+            return request.failure("its node did not answer in time")
+        if answer.has_error():
+            # In later rounds one node must not end the run for all.
+            if answer.error.code == REFUSED and round == 1:
+                raise FlsuiteError(str(answer.error.reason))
+            return request.failure(str(answer.error.reason))
+
+        try:
+            update = read_update(answer.content)
+        except Exception as error:
+            reason = f"its answer cannot be read: {type(error).__name__}: {error}"
+            return request.failure(reason)
+        if (update.client, update.round) != (client, round):
+            return request.failure(
+                f"its answer is that of client {update.client} in round {update.round}"
+            )
+        return ClientResult(update, {})
+
+
+class NodeEvaluator(Evaluator):
+    """Scores of the clients' own models, which their nodes have measured.
+
+    Attributes:
+        asked: The clients that were asked in this round.
+        rows: Split to client to scores, of the clients that have answered.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        super().__init__(
+            evaluator.model,
+            evaluator.data,
+            evaluator.device,
+            evaluator.precision,
+            evaluator.batch_size,
+        )
+        self.asked: set[int] = set()
+        self.rows: dict[str, dict[int, OwnScores]] = {}
+
+    def scores(
+        self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
+    ) -> Scores:
+        """Combine the scores of these clients; empty unless all of them were asked."""
+        if not self.asked.issuperset(clients):
+            return {}
+        rows = self.rows.get(split, {})
+        return combine({client: rows[client] for client in clients if client in rows})
+
+
+class NodeStore(ClientStore):
+    """Stands in for what clients keep, which lies on their nodes.
+
+    Args:
+        personal: Whether models have private parts. The server must not take their initial values
+            for the clients' own.
+    """
+
+    def __init__(self, personal: bool) -> None:
+        super().__init__(None)
+        self.personal = personal
+        self.is_local = not personal
+
+    def request_memory(self, client: int) -> Memory:
+        """Return nothing: a node adds what its client keeps."""
+        return {}
+
+    def __getitem__(self, client: int) -> Memory:
+        if self.personal:
+            raise FlsuiteError(
+                f"the private part of client {client} lies on its node; under Flower, leave out "
+                "callbacks that need it"
+            )
+        return {}
+
+
+def by_node(answers: Iterable[Message]) -> dict[int, Message]:
+    """Return the answers by the node that sent them."""
+    return {answer.metadata.src_node_id: answer for answer in answers}

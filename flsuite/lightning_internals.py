@@ -1,0 +1,147 @@
+"""Private attributes of Lightning that flsuite touches, all in one place.
+
+Lightning promises nothing about them, so ``pyproject.toml`` bounds its version. A test resolves
+every name of :data:`INTERNALS` and says which of them is gone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+__all__ = [
+    "INTERNALS",
+    "detached",
+    "detects_anomalies",
+    "enter_hook",
+    "leave_hooks",
+    "make_slim",
+    "rewind",
+    "set_train_loader",
+    "steps_taken",
+    "train_loader",
+]
+
+INTERNALS = (
+    "Trainer._run_stage",
+    "Trainer._detect_anomaly",
+    "Trainer._signal_connector.register_signal_handlers",
+    "Trainer._signal_connector.teardown",
+    "Trainer._checkpoint_connector._restore_modules_and_callbacks",
+    "Trainer._checkpoint_connector._select_ckpt_path",
+    "Trainer._checkpoint_connector.restore_training_state",
+    "Trainer._checkpoint_connector.resume_end",
+    "Trainer.fit_loop._data_source.dataloader",
+    "Trainer.fit_loop._combined_loader",
+    "Trainer.fit_loop.epoch_loop._batches_that_stepped",
+    "Trainer.fit_loop.epoch_loop.batch_progress.is_last_batch",
+    "LightningModule._current_fx_name",
+    "LightningModule._trainer",
+    "LightningCLI._get",
+    "LightningCLI._parse_ckpt_path",
+    "LightningCLI._parser",
+    "LightningCLI._run_subcommand",
+    "LightningCLI._set_seed",
+    "WandbLogger._experiment",
+    "WandbLogger._id",
+    "WandbLogger._wandb_init",
+)
+"""Owner and path of every private attribute, as ``Class.attribute.attribute``.
+
+Those of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`, those of ``WandbLogger`` are
+used in :mod:`flsuite.callbacks.loggers`, and ``Trainer._run_stage`` is overridden in
+:mod:`flsuite.client.trainer`. The functions of this module use the others.
+"""
+
+
+def make_slim(trainer: Trainer) -> None:
+    """Remove what Lightning does once per fit, because a federation would pay for it per client.
+
+    That is the module's way back to the CPU, signal handlers, and the search for checkpoints.
+    """
+    trainer.strategy.teardown = _nothing  # type: ignore[method-assign]
+    trainer.strategy.model_to_device = lambda: _move_to_device(trainer)  # type: ignore[method-assign]
+    trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+    trainer._signal_connector.teardown = _nothing  # type: ignore[method-assign]
+    connector = trainer._checkpoint_connector
+    for name in (
+        "_restore_modules_and_callbacks",
+        "_select_ckpt_path",
+        "restore_training_state",
+        "resume_end",
+    ):
+        setattr(connector, name, _nothing)
+
+
+def rewind(trainer: Trainer, max_epochs: int) -> None:
+    """Make a Trainer as if it had fitted nothing: a second ``fit`` would silently do nothing."""
+    trainer.should_stop = False
+    loop = trainer.fit_loop
+    loop.max_epochs = max_epochs
+    loop.epoch_progress.reset()
+    loop.epoch_loop.batch_progress.reset()
+    loop.epoch_loop.scheduler_progress.reset()
+    loop.epoch_loop._batches_that_stepped = 0
+    loop.epoch_loop.automatic_optimization.optim_progress.reset()
+    loop.epoch_loop.manual_optimization.optim_step_progress.reset()
+
+
+def steps_taken(trainer: Trainer) -> int:
+    """Return the steps of this fit.
+
+    Under manual optimization a batch is one step, however many optimizers it steps.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def train_loader(trainer: Trainer) -> Any:
+    """Return the loader that the current fit was called with."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
+def set_train_loader(trainer: Trainer, loader: Any) -> None:
+    """Set what ``trainer.train_dataloader`` and ``trainer.num_training_batches`` return."""
+    trainer.fit_loop._combined_loader = CombinedLoader(loader, "max_size_cycle")
+    trainer.fit_loop.max_batches = len(loader)
+
+
+def detects_anomalies(trainer: Trainer) -> bool:
+    """Return the Trainer's argument ``detect_anomaly``."""
+    return trainer._detect_anomaly
+
+
+def enter_hook(module: LightningModule, name: str) -> None:
+    """Tell ``self.log`` which hook is running."""
+    module._current_fx_name = name
+
+
+def leave_hooks(module: LightningModule) -> None:
+    """Tell ``self.log`` that no hook is running."""
+    module._current_fx_name = None
+
+
+@contextmanager
+def detached(module: LightningModule) -> Iterator[None]:
+    """Take the module away from its Trainer, so that it cannot log; give it back at the end."""
+    trainer = module._trainer
+    module.trainer = None
+    try:
+        yield
+    finally:
+        module._trainer = trainer
+
+
+def _move_to_device(trainer: Trainer) -> None:
+    """Move the module, unless it is there: a move walks through it, longer than a small step."""
+    device, module = trainer.strategy.root_device, trainer.lightning_module
+    if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
+        module.to(device)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None

@@ -1,0 +1,46 @@
+"""What came back in one round."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from flsuite.messages import ClientFailure, ClientUpdate
+
+__all__ = ["RoundLog"]
+
+
+@dataclass
+class RoundLog:
+    """The record of one round, without tensors.
+
+    Attributes:
+        updates: The accepted updates, without state and extras.
+        failures: Clients that failed or were refused.
+        server: Numbers of the aggregator.
+    """
+
+    updates: list[ClientUpdate] = field(default_factory=list)
+    failures: list[ClientFailure] = field(default_factory=list)
+    server: dict[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yield scope and numbers: each client, then ``global``.
+
+        A global number is the clients' mean by training samples, over those that have it; bytes and
+        steps are totals.
+        """
+        for update in self.updates:
+            sizes = {"samples": update.samples, "steps": update.steps, "seconds": update.seconds}
+            traffic = {"bytes_up": update.bytes_up, "bytes_down": update.bytes_down}
+            yield str(update.client), {**update.metrics, **sizes, **traffic}
+
+        means = {}
+        for name in sorted({name for update in self.updates for name in update.metrics}):
+            have = [update for update in self.updates if name in update.metrics]
+            weighted = sum(update.samples * update.metrics[name] for update in have)
+            means[name] = weighted / sum(update.samples for update in have)
+        totals = {
+            name: float(sum(getattr(update, name) for update in self.updates))
+            for name in ("bytes_up", "bytes_down", "steps")
+        }
+        counts = {"clients": len(self.updates), "failed": len(self.failures)}
+        yield "global", {**means, **self.server, **totals, **counts}
