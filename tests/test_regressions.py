@@ -100,7 +100,7 @@ def test_a_folder_taken_meanwhile_is_not_shared(tmp_path: Path) -> None:
     made = trainer(rounds=1, run_dir=tmp_path)
     made.fit(classifier(), digits())
     with pytest.raises(FileExistsError):
-        made.run_folder.table.create()
+        made.run.folder.table.create()
 
 
 def test_data_may_move_between_a_kill_and_a_resume(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Clock(FederationCallback):
         self.other: list[float] = []
         self._mark: float | None = None
 
-    def on_round_start(self, trainer: Any, round: int, cohort: Sequence[int]) -> None:
+    def on_round_start(self, run: Any, round: int, cohort: Sequence[int]) -> None:
         self._stop()
         if self.between is not None:
             started = time.perf_counter()
@@ -79,7 +79,7 @@ class Clock(FederationCallback):
             self.other.append(time.perf_counter() - started)
         self._mark = time.perf_counter()
 
-    def on_federation_end(self, trainer: Any) -> None:
+    def on_federation_end(self, run: Any) -> None:
         self._stop()
 
     def _stop(self) -> None:

@@ -48,7 +48,7 @@ def table() -> Synthetic:
 def logged(made: FederatedTrainer) -> dict[tuple[int, str], float]:
     return {
         (row[0], row[5]): row[6]
-        for row in made.run_folder.table.rows
+        for row in made.run.folder.table.rows
         if row[3] == "global" and row[4] == "test"
     }
 

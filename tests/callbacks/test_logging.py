@@ -173,7 +173,7 @@ def test_csv_logger_has_rounds_as_steps(tmp_path: Path) -> None:
 def test_the_table_has_every_scope_and_split(tmp_path: Path) -> None:
     made = trainer(rounds=ROUNDS, run_dir=tmp_path)
     made.fit(classifier(), digits())
-    rows = made.run_folder.table.rows
+    rows = made.run.folder.table.rows
     assert {row[3] for row in rows} == {"global", "0", "1", "2", "3", "4"}
     assert {row[4] for row in rows} == {"train", "val", "test"}
     for scope in ("global", "0", "4"):
@@ -195,7 +195,7 @@ def test_the_table_has_every_scope_and_split(tmp_path: Path) -> None:
 def test_the_mean_of_the_clients_losses_weighs_samples() -> None:
     made = trainer(rounds=1)
     made.fit(classifier(), digits())
-    found = {row[3:6]: row[6] for row in made.run_folder.table.rows}
+    found = {row[3:6]: row[6] for row in made.run.folder.table.rows}
     sizes = [found[str(c), "train", "samples"] for c in range(5)]
     losses = [found[str(c), "train", "loss"] for c in range(5)]
     expected = sum(n * loss for n, loss in zip(sizes, losses, strict=True)) / sum(sizes)
@@ -262,27 +262,27 @@ class Hooks(FederationCallback):
         loader: Any = trainer.train_dataloader
         Hooks.fits.append((loader.round, loader.client, self.batches - trainer.global_step))
 
-    def on_federation_start(self, trainer: Any) -> None:
+    def on_federation_start(self, run: Any) -> None:
         self.heard.append(("start",))
 
-    def on_round_start(self, trainer: Any, round: int, cohort: Any) -> None:
+    def on_round_start(self, run: Any, round: int, cohort: Any) -> None:
         self.heard.append(("round", round, tuple(cohort)))
 
-    def on_client_end(self, trainer: Any, outcome: Any) -> None:
+    def on_client_end(self, run: Any, outcome: Any) -> None:
         self.heard.append(("client", outcome.update.client))
 
-    def on_round_end(self, trainer: Any, round: int) -> None:
+    def on_round_end(self, run: Any, round: int) -> None:
         self.heard.append(("round end", round))
         trainer.log_metric("gap", round / 2)
         trainer.log_metric("gap", 7.0, scope=1, split="test")
 
-    def on_evaluation_end(self, trainer: Any, round: int, split: str, scores: Any) -> None:
+    def on_evaluation_end(self, run: Any, round: int, split: str, scores: Any) -> None:
         self.heard.append(("scored", round, split, "accuracy" in scores["global"]))
 
-    def on_round_recorded(self, trainer: Any, round: int, metrics: Any) -> None:
+    def on_round_recorded(self, run: Any, round: int, metrics: Any) -> None:
         self.heard.append(("recorded", round, metrics["train/gap"]))
 
-    def on_federation_end(self, trainer: Any) -> None:
+    def on_federation_end(self, run: Any) -> None:
         self.heard.append(("end",))
 
 
@@ -307,7 +307,7 @@ def test_hooks_are_called_once_each_and_lightnings_on_a_fresh_copy() -> None:
         "a batch count of its own in every fit"
     )
     assert hooks.batches == 0, "the configured object is not the one that a client's Trainer calls"
-    rows = [row for row in made.run_folder.table.rows if row[5] == "gap"]
+    rows = [row for row in made.run.folder.table.rows if row[5] == "gap"]
     assert [(row[0], *row[3:]) for row in rows] == [
         (1, "global", "train", "gap", 0.5),
         (1, "1", "test", "gap", 7.0),
@@ -321,7 +321,7 @@ def test_hooks_are_called_once_each_and_lightnings_on_a_fresh_copy() -> None:
 
 def test_the_end_is_told_when_a_run_breaks() -> None:
     class Breaks(Hooks):
-        def on_round_end(self, trainer: Any, round: int) -> None:
+        def on_round_end(self, run: Any, round: int) -> None:
             raise KeyboardInterrupt
 
     hooks = Breaks()

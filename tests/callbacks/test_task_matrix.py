@@ -85,7 +85,7 @@ def matrix(made: FederatedTrainer) -> Tensor:
 
 def logged(made: FederatedTrainer, *names: str) -> dict[tuple[int, str, str], float]:
     """Round, scope and metric of what the test split has in the table under names that start like these."""
-    rows = [row for row in made.run_folder.table.rows if row[4] == "test"]
+    rows = [row for row in made.run.folder.table.rows if row[4] == "test"]
     return {(row[0], row[3], row[5]): row[6] for row in rows if row[5].startswith(names)}
 
 
@@ -352,7 +352,7 @@ def test_the_round_that_is_picked_is_one_of_the_last_task(tmp_path: Path) -> Non
         features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2
     )
     made.fit(classifier(lr=0.3), TaskSequence(data, TASKS, 2, LENGTH, "disjoint"))
-    rows = made.run_folder.table.rows
+    rows = made.run.folder.table.rows
     validation = {row[0]: row[6] for row in rows if row[3:6] == ("global", "val", "accuracy")}
     assert [row[6] for row in rows if row[3:6] == ("global", "train", "task")] == [0, 0, 1, 1, 2, 2]
     assert max(validation, key=validation.__getitem__) <= 2

@@ -333,7 +333,7 @@ def state(made: FederatedTrainer) -> dict[str, Tensor]:
 
 def table(made: FederatedTrainer) -> dict[tuple[Any, ...], float]:
     """All numbers of a run but times."""
-    timeless = (row for row in made.run_folder.table.rows if row[5] != "seconds")
+    timeless = (row for row in made.run.folder.table.rows if row[5] != "seconds")
     return {(row[0], *row[3:6]): row[6] for row in timeless}
 
 
@@ -465,7 +465,7 @@ class Recorder(FederationCallback):
     def __init__(self) -> None:
         self.failures: list[ClientFailure] = []
 
-    def on_client_end(self, trainer: Any, outcome: Any) -> None:
+    def on_client_end(self, run: Any, outcome: Any) -> None:
         if isinstance(outcome, ClientFailure):
             self.failures.append(outcome)
 
@@ -544,8 +544,8 @@ class Breaks(Callback):
 @pytest.mark.parametrize("how", ["raise", "nan"])
 def test_a_failed_fit_leaves_its_node_as_it_was(how: str) -> None:
     ours, theirs, _ = both(classifier, SCAFFOLD, rounds=3, callbacks=[Breaks(how)])
-    assert equal_states(state(ours), state(theirs)) and ours.run_folder.table.rows
-    failed = [row for row in theirs.run_folder.table.rows if row[5] == "failed" and row[6] > 0]
+    assert equal_states(state(ours), state(theirs)) and ours.run.folder.table.rows
+    failed = [row for row in theirs.run.folder.table.rows if row[5] == "failed" and row[6] > 0]
     assert [(row[0], row[6]) for row in failed] == [(2, 1.0)]
 
 
@@ -599,7 +599,7 @@ def test_the_first_round_waits_for_every_client(
     made = trainer(rounds=1)
     with caplog.at_level("INFO", logger="flsuite"):
         serve(grid, made, classifier(), digits(standardize=False))
-    assert not late and made.run_folder.table.rows and "(3 of 5 are here)" in caplog.text
+    assert not late and made.run.folder.table.rows and "(3 of 5 are here)" in caplog.text
     assert len(grid.answers) == 5
 
 
@@ -721,7 +721,7 @@ def test_the_strategy_works_with_flowers_own_start() -> None:
     assert equal_states(dict(second.arrays.to_torch_state_dict()), state(ours))
     losses = {
         row[0]: row[6]
-        for row in ours.run_folder.table.rows
+        for row in ours.run.folder.table.rows
         if row[3:6] == ("global", "train", "loss")
     }
     assert first.train_metrics_clientapp[2]["loss"] == pytest.approx(losses[2])

@@ -171,7 +171,7 @@ def test_early_stopping_stops_on_validation_and_survives_a_resume(tmp_path: Path
     assert fit(2).round == 2
     resumed = fit(9, "last")
     assert resumed.round == 3, "one round waited before the resume, one after it"
-    assert any(metric.startswith("accuracy/") for *_, metric, _ in resumed.run_folder.table.rows), "details of the last round"
+    assert any(metric.startswith("accuracy/") for *_, metric, _ in resumed.run.folder.table.rows), "details of the last round"
 
 
 def test_memories_past_the_budget_come_back_from_disk(tmp_path: Path) -> None:

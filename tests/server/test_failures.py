@@ -44,7 +44,7 @@ class Recorder(FederationCallback):
     def __init__(self) -> None:
         self.failures: list[ClientFailure] = []
 
-    def on_client_end(self, trainer: Any, outcome: Any) -> None:
+    def on_client_end(self, run: Any, outcome: Any) -> None:
         if isinstance(outcome, ClientFailure):
             self.failures.append(outcome)
 
@@ -83,7 +83,7 @@ def test_the_round_goes_on_without_a_failed_client(
     never_there = trainer(rounds=3, aggregator=Without())
     never_there.fit(classifier(), digits())
     assert equal_states(failing.federation.state, never_there.federation.state)
-    failed = [row for row in failing.run_folder.table.rows if row[5] == "failed" and row[6] > 0]
+    failed = [row for row in failing.run.folder.table.rows if row[5] == "failed" and row[6] > 0]
     assert [(row[0], row[6]) for row in failed] == [(2, 1.0)]
 
 
