@@ -16,6 +16,7 @@ import torch
 from flsuite.data.datasets.digits import Digits, read_digits
 from flsuite.data.datasets.medmnist import MedMNIST, read_medmnist
 from flsuite.data.datasets.synthetic import Synthetic, bayes_accuracy, make_mixture, simplex_means
+from flsuite.data.datasets.torchvision_files import read_torchvision
 from flsuite.data.datasets.vision import (
     CIFAR10,
     CIFAR100,
@@ -23,7 +24,6 @@ from flsuite.data.datasets.vision import (
     MNIST,
     SVHN,
     FashionMNIST,
-    read_torchvision,
 )
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError
@@ -174,14 +174,16 @@ def test_medmnist_class_names() -> None:
 
 @pytest.mark.parametrize("name", ["retina", "RetinaMNIST", "organmnist3d", ""])
 def test_medmnist_unknown_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match=r"data.name must be one of pathmnist, .*organsmnist$"):
+    with pytest.raises(
+        FlsuiteError, match=rf"MedMNIST: name must be one of pathmnist, .*organsmnist, got {name!r}"
+    ):
         read_medmnist(name, 28, tmp_path, False)
 
 
 @pytest.mark.parametrize("size", [0, 32, 256])
 def test_medmnist_unknown_size(size: int, tmp_path: Path) -> None:
     with pytest.raises(
-        FlsuiteError, match=rf"size {size}; data.size must be one of \(28, 64, 128, 224\)"
+        FlsuiteError, match=rf"MedMNIST: size must be one of \(28, 64, 128, 224\), got {size}"
     ):
         read_medmnist("breastmnist", size, tmp_path, False)
 
@@ -290,7 +292,7 @@ BAD_ARRAYS = {
         "test_labels have shape .3, 1. for 4",
     ),
     "two columns": ("test_labels", np.zeros((4, 2), np.uint8), "test_labels have shape .4, 2."),
-    "class 2 of 2": ("test_labels", np.full((4, 1), 2, np.uint8), "test_labels lie outside"),
+    "class 2 of 2": ("test_labels", np.full((4, 1), 2, np.uint8), "test_labels are outside"),
     "objects": ("test_labels", np.array([[None]] * 4), "allow_pickle"),
 }
 
@@ -449,7 +451,7 @@ def test_emnist_unknown_split() -> None:
 
     assert datasets.EMNIST.splits == EMNIST_SPLITS
     with pytest.raises(
-        FlsuiteError, match=r"no split 'lettres'; data.split must be one of byclass, "
+        FlsuiteError, match=r"EMNIST: split must be one of byclass, .*, got 'lettres'"
     ):
         EMNIST("lettres")
 
@@ -643,14 +645,20 @@ def test_synthetic_owners() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"classes": 1}, "data.classes must be at least 2, got 1"),
-        ({"classes": 5, "features": 3}, "raise data.features, which is 3"),
-        ({"samples": 5}, "data.samples must be at least twice data.classes, 8, got 5"),
-        ({"separation": -1.0}, "data.separation must be"),
-        ({"separation": float("nan")}, "data.separation must be"),
-        ({"owners": -1}, "data.owners must be between"),
-        ({"owners": 81, "samples": 100}, "data.owners must be between .* got 81"),
-        ({"owners": 2, "owner_shift": float("inf")}, "data.owner_shift must be"),
+        ({"classes": 1}, "Synthetic: classes must be at least 2, got 1"),
+        (
+            {"classes": 5, "features": 3},
+            "5 equidistant means need 4 dimensions; raise features, which is 3",
+        ),
+        ({"samples": 5}, "Synthetic: samples must be at least twice the classes, 8, got 5"),
+        ({"separation": -1.0}, "Synthetic: separation must be at least 0, got -1"),
+        ({"separation": float("nan")}, "Synthetic: separation must be at least 0, got nan"),
+        ({"owners": -1}, "Synthetic: owners must be at least 0, got -1"),
+        ({"owners": 81, "samples": 100}, "owners must be at most the 80 training samples, got 81"),
+        (
+            {"owners": 2, "owner_shift": float("inf")},
+            "Synthetic: owner_shift must be at least 0, got inf",
+        ),
     ],
 )
 def test_synthetic_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -21,8 +21,8 @@ from flsuite.data import (
     PublishedSplits,
     Synthetic,
 )
-from flsuite.data.federated import batch_bounds
-from flsuite.data.module import deal_like
+from flsuite.data.loader import batch_bounds
+from flsuite.data.splits import split_test_like_train
 from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
 
@@ -99,7 +99,7 @@ def test_a_client_keeps_a_sample_to_train_on(val_fraction: float | None) -> None
 
 @pytest.mark.parametrize("val_fraction", [-0.1, 1.0, float("nan")])
 def test_impossible_fractions_are_refused(val_fraction: float) -> None:
-    with pytest.raises(FlsuiteError, match=r"data\.val_fraction must be in \[0, 1\)"):
+    with pytest.raises(FlsuiteError, match=r"Images: val_fraction must be in \[0, 1\)"):
         Images(val_fraction=val_fraction)
 
 
@@ -126,14 +126,14 @@ def test_test_samples_follow_each_clients_class_mix(alpha: float) -> None:
 
 def test_test_samples_of_a_class_that_nobody_holds_go_to_nobody() -> None:
     labels, test_labels = np.array([0, 0, 1, 1]), np.array([0, 0, 1, 2, 2])
-    parts = deal_like(labels, [np.array([0, 1]), np.array([2])], test_labels, seed=0)
+    parts = split_test_like_train(labels, [np.array([0, 1]), np.array([2])], test_labels, seed=0)
     assert [part.tolist() for part in parts] == [[0, 1], [2]]
 
 
 def test_the_training_rows_alone_decide_who_tests_what() -> None:
     labels = np.repeat([0, 1], 50)
     rows = [np.arange(0, 30), np.arange(30, 90)]  # rows 90 to 99 belong to nobody
-    parts = deal_like(labels, rows, np.repeat([0, 1], 10), seed=1)
+    parts = split_test_like_train(labels, rows, np.repeat([0, 1], 10), seed=1)
     assert [np.bincount(np.repeat([0, 1], 10)[part], minlength=2).tolist() for part in parts] == [
         [6, 0],
         [4, 10],
@@ -323,7 +323,7 @@ def test_augmentation_follows_the_loaders_seed() -> None:
         torch.cat([x for x, _ in module.federated.loader(0, seed=1, round=1)]) for _ in range(2)
     )
     assert one.equal(two)
-    with pytest.raises(FlsuiteError, match="padding must not be negative"):
+    with pytest.raises(FlsuiteError, match="CropFlip: padding must be at least 0, got -1"):
         CropFlip(-1)
 
 
@@ -367,9 +367,13 @@ def test_data_is_dealt_once_and_not_before_setup() -> None:
     assert module.federated is before
 
 
-@pytest.mark.parametrize("kwargs", [{"clients": 0}, {"batch_size": 0}])
+@pytest.mark.parametrize(
+    "kwargs", [{"clients": 0}, {"batch_size": 0}, {"resize": 0}, {"train_samples": 0}]
+)
 def test_impossible_numbers_are_refused(kwargs: dict[str, int]) -> None:
-    with pytest.raises(FlsuiteError, match=rf"data\.{next(iter(kwargs))} must be at least 1"):
+    with pytest.raises(
+        FlsuiteError, match=f"Images: {next(iter(kwargs))} must be at least 1, got 0"
+    ):
         Images(**kwargs)
 
 

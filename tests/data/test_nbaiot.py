@@ -11,7 +11,8 @@ import torch
 
 from flsuite.commands.main import main
 from flsuite.data import Dirichlet, Natural, NBaIoT, PublishedSplits
-from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI, read_nbaiot
+from flsuite.data.datasets.nbaiot import read_nbaiot
+from flsuite.data.datasets.nbaiot_files import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 
@@ -200,29 +201,34 @@ def test_test_rows_have_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             9,
             4,
             "",
-            r"3\.gafgyt\.scan\.csv has missing values in column 'MI_dir_L4_weight' in 1 row, first in row 9;",
+            r"3\.gafgyt\.scan\.csv: row 9, column 'MI_dir_L4_weight': the value is missing \(in 1 row ",
         ),
         (
             9,
             4,
             "nan",
-            r"3\.gafgyt\.scan\.csv has missing values in column 'MI_dir_L4_weight' in 1 row, first in row 9;",
+            r"3\.gafgyt\.scan\.csv: row 9, column 'MI_dir_L4_weight': the value is missing \(in 1 row ",
         ),
         (
             9,
             4,
             "x",
-            r"3\.gafgyt\.scan\.csv has no number but 'x' in column 'MI_dir_L4_weight', row 9;",
+            r"3\.gafgyt\.scan\.csv: row 9, column 'MI_dir_L4_weight': expected a number, got 'x';",
         ),
-        (9, 4, "inf", r"3\.gafgyt\.scan\.csv has inf in column 'MI_dir_L4_weight', row 9,"),
+        (
+            9,
+            4,
+            "inf",
+            r"3\.gafgyt\.scan\.csv: row 9, column 'MI_dir_L4_weight': .*finite float32 number, got inf;",
+        ),
         (9, 4, "1,2", r"3\.gafgyt\.scan\.csv cannot be read as CSV .*line 10"),
         (
             0,
             4,
             "a",
-            r"3\.gafgyt\.scan\.csv names column 5 'a' where the first file has 'MI_dir_L4_weight'",
+            r"3\.gafgyt\.scan\.csv: header, column 5: expected 'MI_dir_L4_weight' .*, got 'a';",
         ),
-        (0, 4, "a,b", r"3\.gafgyt\.scan\.csv has 116 columns where N-BaIoT has 115"),
+        (0, 4, "a,b", r"3\.gafgyt\.scan\.csv has 116 columns, and N-BaIoT has 115"),
         (0, 4, "MI_dir_L3_weight", r"more than one column named 'MI_dir_L3_weight'"),
     ],
 )
@@ -241,7 +247,8 @@ def test_all_gaps_are_counted(tmp_path: Path) -> None:
     for row, column in ((4, 7), (11, 7), (2, 9)):
         change(tmp_path / "3.benign.csv", row, column, "")
     with pytest.raises(
-        FlsuiteError, match=r"'MI_dir_L7_weight' in 2 rows, first in row 4, and in 1 other column"
+        FlsuiteError,
+        match=r"row 4, column 'MI_dir_L7_weight': the value is missing \(in 2 rows of .*and in 1 other",
     ):
         read_nbaiot(tmp_path, chunk_rows=3)
 
@@ -285,7 +292,7 @@ def test_a_device_must_be_whole(tmp_path: Path) -> None:
 
 
 def test_too_few_for_a_test_split(tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match="the 5 rows that a test split takes"):
+    with pytest.raises(FlsuiteError, match="the 5 rows that a test split needs"):
         read_nbaiot(write(tmp_path, {3: 4}))
 
 

@@ -16,7 +16,7 @@ from flsuite.data.partitions import (
     QuantitySkew,
     partition_labels,
 )
-from flsuite.data.partitions.iid import deal
+from flsuite.data.partitions.counts import assign_by_counts
 from flsuite.errors import FlsuiteError
 
 PARTITIONS = [
@@ -260,8 +260,10 @@ def test_natural_groups_whole_owners_into_near_equal_clients() -> None:
     assert np.ptp([len(part) for part in parts]) <= 2
 
 
-def test_deal_leaves_the_rest_unused() -> None:
-    parts = deal(np.array([0, 0, 0, 1, 1]), np.array([[1, 1], [0, 1]]), np.random.default_rng(0))
+def test_assign_by_counts_leaves_the_rest_unused() -> None:
+    parts = assign_by_counts(
+        np.array([0, 0, 0, 1, 1]), np.array([[1, 1], [0, 1]]), np.random.default_rng(0)
+    )
     assert [len(part) for part in parts] == [1, 2]
     assert parts[0][0] < 3 and parts[1][1] >= 3
 
@@ -280,18 +282,24 @@ NOT_POSITIVE = [0.0, -1.0, float("nan"), float("inf")]
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        *[(lambda a=a: Dirichlet(a), "Dirichlet.alpha") for a in NOT_POSITIVE],
-        *[(lambda a=a: DirichletBalanced(a), "DirichletBalanced.alpha") for a in NOT_POSITIVE],
+        *[(lambda a=a: Dirichlet(a), "Dirichlet: alpha must be") for a in NOT_POSITIVE],
         *[
-            (lambda a=a: QuantitySkew("dirichlet", alpha=a), "QuantitySkew.alpha")
+            (lambda a=a: DirichletBalanced(a), "DirichletBalanced: alpha must be")
             for a in NOT_POSITIVE
         ],
-        *[(lambda s=s: QuantitySkew(sigma=s), "QuantitySkew.sigma") for s in NOT_POSITIVE[1:]],
-        (lambda: Dirichlet(1.0, min_samples=0), "Dirichlet.min_samples"),
-        (lambda: Dirichlet(1.0, max_redraws=-1), "Dirichlet.max_redraws"),
-        (lambda: QuantitySkew(min_samples=0), "QuantitySkew.min_samples"),
-        (lambda: QuantitySkew("zipf"), "QuantitySkew.distribution"),  # type: ignore[arg-type]
-        (lambda: Pathological(0), "Pathological.classes_per_client"),
+        *[
+            (lambda a=a: QuantitySkew("dirichlet", alpha=a), "QuantitySkew: alpha must be")
+            for a in NOT_POSITIVE
+        ],
+        *[
+            (lambda s=s: QuantitySkew(sigma=s), "QuantitySkew: sigma must be")
+            for s in NOT_POSITIVE[1:]
+        ],
+        (lambda: Dirichlet(1.0, min_samples=0), "Dirichlet: min_samples must be"),
+        (lambda: Dirichlet(1.0, max_redraws=-1), "Dirichlet: max_redraws must be"),
+        (lambda: QuantitySkew(min_samples=0), "QuantitySkew: min_samples must be"),
+        (lambda: QuantitySkew("zipf"), "QuantitySkew: distribution must be"),  # type: ignore[arg-type]
+        (lambda: Pathological(0), "Pathological: classes_per_client must be"),
     ],
 )
 def test_parameters_out_of_range(make: Callable[[], Partition], message: str) -> None:

@@ -10,8 +10,11 @@ import torch
 
 from flsuite.commands.main import main
 from flsuite.data import Natural, PublishedSplits, Table
+from flsuite.data.datasets.column_scale import fit_scale
+from flsuite.data.datasets.csv_files import csv_frames
+from flsuite.data.datasets.numbers import numeric_chunks
 from flsuite.data.datasets.table import read_table
-from flsuite.data.datasets.tabular import csv_frames, every, fit_scale, numeric_chunks
+from flsuite.data.splits import evenly_held_out
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 
@@ -114,7 +117,8 @@ def test_parquet(tmp_path: Path) -> None:
     content.loc[3, "a"] = np.nan
     content.to_parquet(tmp_path / "t.parquet")
     with pytest.raises(
-        FlsuiteError, match=r"t\.parquet has missing values in column 'a' in 1 row, first in row 4"
+        FlsuiteError,
+        match=r"t\.parquet: row 4, column 'a': the value is missing \(in 1 row of this column\);",
     ):
         read(tmp_path / "t.parquet")
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
@@ -179,9 +183,11 @@ def test_test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("samples", "fraction", "held"), [(100, 0.29, 29), (100, 0.2, 20), (4, 0.2, 0), (10, 0.75, 7)]
 )
-def test_every(samples: int, fraction: float, held: int) -> None:
-    places = every(samples, fraction)
-    assert places.sum() == held and (every(2 * samples, fraction)[:samples] == places).all()
+def test_evenly_held_out(samples: int, fraction: float, held: int) -> None:
+    places = evenly_held_out(samples, fraction)
+    assert (
+        places.sum() == held and (evenly_held_out(2 * samples, fraction)[:samples] == places).all()
+    )
 
 
 # Scaling
@@ -273,24 +279,40 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
         (
             GOOD + "1,,v\n3,4,v\n,,v\n",
             {},
-            r"missing values in column 'a' in 1 row, first in row 13, and in 1 other column;",
+            r"row 13, column 'a': the value is missing \(in 1 row of .*, and in 1 other column\)",
         ),
         (
             GOOD + "1,,v\n3,4,v\n1,NaN,v\n",
             {},
-            r"missing values in column 'b' in 2 rows, first in row 11;",
+            r"row 11, column 'b': the value is missing \(in 2 rows of this column\);",
         ),
-        (GOOD + "1\n", {}, r"missing values in column 'b' in 1 row"),
-        (GOOD + "1,2,\n", {}, r"missing values in column 'y' in 1 row, first in row 11"),
+        (GOOD + "1\n", {}, r"column 'b': the value is missing \(in 1 row of"),
+        (
+            GOOD + "1,2,\n",
+            {},
+            r"row 11, column 'y': the value is missing \(in 1 row of this column\);",
+        ),
         (
             "w," + GOOD.replace("\n", "\n,")[:-1],
             {"client": "w"},
-            r"missing values in column 'w' in 10 rows, first in row 1",
+            r"row 1, column 'w': the value is missing \(in 10 rows of this column\);",
         ),
-        (GOOD + "1,2x,v\n", {}, r"t\.csv has no number but '2x' in column 'b', row 11"),
-        (GOOD + "1,2x,v\n", {"features": ["b"]}, r"no number but '2x' in column 'b', row 11"),
-        (GOOD + "1,-inf,v\n", {}, r"t\.csv has -inf in column 'b', row 11"),
-        (GOOD + "1e39,1,v\n", {}, r"t\.csv has 1e\+39 in column 'a', row 11"),
+        (GOOD + "1,2x,v\n", {}, r"t\.csv: row 11, column 'b': expected a number, got '2x';"),
+        (
+            GOOD + "1,2x,v\n",
+            {"features": ["b"]},
+            r"row 11, column 'b': expected a number, got '2x';",
+        ),
+        (
+            GOOD + "1,-inf,v\n",
+            {},
+            r"t\.csv: row 11, column 'b': expected a finite float32 number, got -inf;",
+        ),
+        (
+            GOOD + "1e39,1,v\n",
+            {},
+            r"t\.csv: row 11, column 'a': expected a finite float32 number, got 1e\+39;",
+        ),
         (GOOD.replace("v", "u"), {}, r"column 'y' of .*t\.csv has the same label in all rows, u"),
         (
             GOOD,
@@ -300,12 +322,12 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
         (
             GOOD + "1.5,1,u\n",
             {"label": "a"},
-            r"t\.csv has 1\.5 in column 'a', row 11, where a whole number or a word",
+            r"t\.csv: row 11, column 'a': expected a whole number or a word, got 1\.5;",
         ),
         (
             GOOD + "inf,1,u\n",
             {"label": "a"},
-            r"t\.csv has inf in column 'a', row 11, where a whole number or a word",
+            r"t\.csv: row 11, column 'a': expected a whole number or a word, got inf;",
         ),
         ("y,z\nu,p\nv,q\n", {}, r"no numeric column besides 'y'; name some"),
         ("a;b;y\n1;2;u\n", {}, r"no column 'y'; .*it has 'a;b;y'"),
@@ -329,10 +351,10 @@ def test_missing_files(tmp_path: Path) -> None:
         match=r"no file or folder .*t\.csv; set data\.path, which is relative to data\.root",
     ):
         Table("t.csv", "y", root=str(tmp_path)).setup()
-    with pytest.raises(FlsuiteError, match=r"holds no file whose name ends in \.csv or \.parquet"):
+    with pytest.raises(FlsuiteError, match=r"has no file whose name ends in \.csv or \.parquet"):
         read(tmp_path)
     (tmp_path / "t.xlsx").touch()
-    with pytest.raises(FlsuiteError, match=r"t\.xlsx is no file"):
+    with pytest.raises(FlsuiteError, match=r"t\.xlsx is not a file whose name"):
         read(tmp_path / "t.xlsx")
 
 
@@ -363,7 +385,8 @@ def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
     file.write_text("a,b\n" + "1,2\n" * 6 + ",2\n1,\n1,2\n,3\n")
     for rows in (None, 1, 3, 4, 100):
         with pytest.raises(
-            FlsuiteError, match=r"column 'a' in 2 rows, first in row 7, and in 1 other column;"
+            FlsuiteError,
+            match=r"row 7, column 'a': .*missing \(in 2 rows .*, and in 1 other column\)",
         ):
             list(numeric_chunks(csv_frames(file, rows), file))
 
@@ -371,11 +394,11 @@ def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"test_fraction": 0.0}, "data.test_fraction"),
-        ({"scale": "robust"}, "data.scale must be one of minmax, standard, none"),
-        ({"features": []}, "data.features"),
+        ({"test_fraction": 0.0}, "Table: test_fraction must be above 0 and below 1, got 0.0"),
+        ({"scale": "robust"}, "Table: scale must be one of minmax, standard, none, got 'robust'"),
+        ({"features": []}, "Table: features must name at least one column"),
         ({"features": ["a", "a"]}, "none twice"),
-        ({"features": ["kind"]}, "must not have the label 'kind'"),
+        ({"features": ["kind"]}, "must not include the label 'kind'"),
     ],
 )
 def test_arguments(kwargs: dict[str, Any], message: str) -> None:

@@ -359,7 +359,7 @@ def test_too_few_classes_are_refused() -> None:
 def test_a_client_without_a_sample_of_a_group_is_refused(
     arrangement: Arrangement, partition: Any
 ) -> None:
-    said = r"client (\d) has no sample of task (\d), classes (\[.*\]); give it some \(data\.data\.partition IID"
+    said = r"client \d has no sample of task \d, classes \[.*\]; set data\.data\.partition to IID"
     wrapped = table(partition=partition)
     with pytest.raises(FlsuiteError, match=said) as error:
         dealt(wrapped, arrangement=arrangement)
@@ -389,6 +389,6 @@ class Labels(FederatedDataModule):
 def test_several_labels_a_sample_are_refused() -> None:
     with pytest.raises(
         FlsuiteError,
-        match="TaskSequence needs one class a sample, and this data has several labels",
+        match="TaskSequence needs one class per sample, and this data has several labels",
     ):
         dealt(Labels(clients=2, partition=IID()), tasks=1, classes_per_task=2)
