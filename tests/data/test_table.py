@@ -1,4 +1,4 @@
-"""Tables from CSV and Parquet: what is read, how it is split and scaled, and what is said of defects."""
+"""Tests of tables from CSV and Parquet: reading, split, scaling, defects."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.conftest import classifier, trainer
 
 
 def frame(rows: int = 100, seed: int = 0) -> pd.DataFrame:
-    """Three classes that lie apart, two useful columns, a constant one, text, and five owners."""
+    """Make a table: three separable classes, two useful columns, a constant, text, five owners."""
     rng = np.random.default_rng(seed)
     label = np.arange(rows) % 3
     return pd.DataFrame(
@@ -51,10 +51,10 @@ def text(tmp_path: Path, content: str, **kwargs: Any) -> PublishedSplits:
     return read_table(file, **{"label": "y", **kwargs})
 
 
-# What is read
+# Reading
 
 
-def test_what_is_read(tmp_path: Path) -> None:
+def test_reading(tmp_path: Path) -> None:
     source = read(write(tmp_path / "t.csv", frame()))
     assert source.spec.shape == (3,) and source.spec.task == "multiclass" and source.val is None
     assert source.spec.class_names == ("benign", "scan", "worm")
@@ -158,7 +158,7 @@ def test_every_owner_and_class_has_its_share(tmp_path: Path) -> None:
 
 
 def test_the_last_row_of_a_class_is_trained_on(tmp_path: Path) -> None:
-    """Whichever place it comes to in the order."""
+    """That holds for every place of the row in the order."""
     for others in range(5, 15):
         rows = "".join(f"{k},{k % 2}\n" for k in range(others)) + "3,2\n4,3\n5,4\n"
         source = text(tmp_path, "x,y\n" + rows)
@@ -206,8 +206,8 @@ def test_standard_is_that_of_the_training_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", ["minmax", "standard"])
-def test_test_rows_have_no_say(tmp_path: Path, scale: str) -> None:
-    """Oracle: other test rows, even wild ones, leave the scaled training rows bit for bit."""
+def test_the_scale_does_not_depend_on_test_rows(tmp_path: Path, scale: str) -> None:
+    """The oracle: other test rows, even outliers, leave the scaled training rows bit for bit."""
     write(tmp_path / "train.csv", frame(60, seed=1))
     write(tmp_path / "mild.csv", frame(30, seed=2))
     wild = frame(30, seed=3)
@@ -230,7 +230,7 @@ def test_a_constant_column(tmp_path: Path, scale: str, constant: float) -> None:
 
 
 def test_large_numbers_close_together(tmp_path: Path) -> None:
-    """Seconds since 1970, which float32 cannot tell apart."""
+    """Float32 cannot tell these apart: they are seconds since 1970."""
     rows = "".join(f"{1_506_000_000 + k},{k % 2}\n" for k in range(50))
     x = text(tmp_path, "time,y\n" + rows).train.x
     assert len(x.unique()) == len(x)
@@ -238,7 +238,7 @@ def test_large_numbers_close_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", ["minmax", "standard"])
 def test_almost_constant_columns(scale: Any) -> None:
-    """The smallest spread there is, and a constant whose mean is not exact."""
+    """The columns have the smallest possible spread, and a constant whose mean is not exact."""
     x = np.array([[0.0, 0.1], [5e-324, 0.1], [0.0, 0.1]])
     scaled = fit_scale(scale, x)(x.copy())
     assert np.isfinite(scaled).all() and np.abs(scaled).max() <= 1
@@ -432,11 +432,12 @@ def test_federation(tmp_path: Path) -> None:
 def test_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under its short name, with every argument from the command line."""
+    """The command accepts the short class name, and arguments on the command line."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "t.csv", frame(60))
     (tmp_path / "c.yaml").write_text(
-        "data: {class_path: Table, init_args: {path: t.csv, label: kind, client: owner, clients: 5}}\n"
+        "data: {class_path: Table, init_args: {path: t.csv, label: kind, client: owner, "
+        "clients: 5}}\n"
     )
     for more, status in (["--data.partition", "Natural"], 0), (["--data.label", "Kind"], 2):
         with pytest.raises(SystemExit) as exit:
