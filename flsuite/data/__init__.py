@@ -1,4 +1,4 @@
-"""Datasets as Lightning data modules, and the partitions that deal them to clients."""
+"""Datasets as Lightning data modules, and the partitions that split them over clients."""
 
 from flsuite.data.augment import Augment, CropFlip
 from flsuite.data.datasets.digits import Digits
@@ -30,10 +30,10 @@ __all__ = [
     "IID",
     "MNIST",
     "SVHN",
-    "DataSplit",
     "Augment",
     "CropFlip",
     "DataSpec",
+    "DataSplit",
     "Digits",
     "Dirichlet",
     "DirichletBalanced",
@@ -45,8 +45,8 @@ __all__ = [
     "Natural",
     "Partition",
     "Pathological",
-    "QuantitySkew",
     "PublishedSplits",
+    "QuantitySkew",
     "Synthetic",
     "Table",
     "TaskSequence",

@@ -1,4 +1,4 @@
-"""What a dataset is before it is dealt to clients: arrays in memory and a description of them."""
+"""A dataset before it is split over clients: arrays in memory and their description."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -6,20 +6,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["DataSplit", "DataSpec", "PublishedSplits", "Task"]
+__all__ = ["DataSpec", "DataSplit", "PublishedSplits", "Task"]
 
 Task = Literal["multiclass", "binary", "ordinal", "multilabel"]
+"""The kind of classification; ``binary`` and ``ordinal`` are trained as ``multiclass``."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a model must know of the data to be built.
+    """The properties of the data that a model is built from.
 
     Attributes:
-        shape: Of one sample as the model sees it: ``(channels, height, width)``, or ``(features,)`` for tables.
-        num_classes: Classes, or labels for a multi-label task.
-        task: ``binary`` and ``ordinal`` are trained as two- and many-class problems; ``multilabel`` has 0/1 targets per label.
-        class_names: One name a class, for tables and pictures.
+        shape: One sample as the model sees it: ``(channels, height, width)`` of an image,
+            ``(features,)`` of a table row.
+        num_classes: Classes, or labels of a multi-label task.
+        task: The kind of classification; ``multilabel`` has one target of 0 or 1 per label.
+        class_names: One name per class, for tables and figures; empty where there are none.
     """
 
     shape: tuple[int, ...]
@@ -28,11 +30,12 @@ class DataSpec:
     class_names: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for checkpoints."""
+        """Return plain data for a checkpoint."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "DataSpec":
+        """Restore a spec from :meth:`to_dict`."""
         return cls(
             tuple(plain["shape"]), plain["num_classes"], plain["task"], tuple(plain["class_names"])
         )
@@ -40,12 +43,13 @@ class DataSpec:
 
 @dataclass
 class DataSplit:
-    """One split, whole, in memory.
+    """One split of a dataset in memory.
 
     Attributes:
         x: Images as uint8 ``(n, height, width, channels)``; tables as float32 ``(n, features)``.
         y: Targets: int64 ``(n,)``, or uint8 ``(n, labels)`` for a multi-label task.
-        ids: int64 ``(n,)``, who a sample belongs to by nature (a writer, a device); ``None`` where the data does not say.
+        ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device); ``None`` where
+            the data has none.
     """
 
     x: Tensor
@@ -56,12 +60,14 @@ class DataSplit:
         return len(self.y)
 
     def take(self, index: Tensor) -> "DataSplit":
+        """Return the samples at these rows."""
         return DataSplit(
             self.x[index], self.y[index], None if self.ids is None else self.ids[index]
         )
 
     @staticmethod
     def concat(parts: "list[DataSplit]") -> "DataSplit":
+        """Join splits; the result has ids if all of them have."""
         ids = [p.ids for p in parts if p.ids is not None]
         return DataSplit(
             torch.cat([p.x for p in parts]),
@@ -72,7 +78,7 @@ class DataSplit:
 
 @dataclass
 class PublishedSplits:
-    """A dataset as its publisher splits it; ``val`` is ``None`` where there is no published validation split."""
+    """A dataset in the splits of its publisher; ``val`` is ``None`` where there is none."""
 
     spec: DataSpec
     train: DataSplit

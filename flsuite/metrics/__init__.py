@@ -1,4 +1,4 @@
-"""What is measured."""
+"""Scores, forgetting, gradient dissimilarity and Fisher information."""
 
 from flsuite.metrics.continual import (
     average_accuracy,
@@ -7,13 +7,13 @@ from flsuite.metrics.continual import (
     forward_transfer,
 )
 from flsuite.metrics.dissimilarity import (
-    FusedModel,
     RunningDissimilarity,
     decompose,
     gradient_dissimilarity,
     relative_dissimilarity,
 )
 from flsuite.metrics.scores import HIGHER_IS_BETTER, class_accuracy, scores, summary
+from flsuite.models.protocols import FusedModel
 
 __all__ = [
     "HIGHER_IS_BETTER",

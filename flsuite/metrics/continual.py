@@ -1,9 +1,12 @@
-"""What is kept of a sequence of tasks: summaries of the matrix of accuracies, task by task.
+"""Scores of continual learning, from the matrix of accuracies by task.
 
-``R[i, j]`` is the accuracy on task j after training on task i, and ``R[-1]``, here the first row, that before any training.
+``R[i, j]`` is the accuracy on task j after training on task i. ``R[-1]``, the first row here, is
+the accuracy before any training. All functions take ``(..., 1 + tasks done, tasks)`` and return
+``(...)``.
 
-Lopez-Paz and Ranzato 2017, Gradient Episodic Memory for Continual Learning, arXiv:1706.08840, eqs. 2 to 4; Chaudhry et al.
-2018, Riemannian Walk for Incremental Learning, arXiv:1801.10112, eq. 4 (forgetting).
+Lopez-Paz and Ranzato 2017, Gradient Episodic Memory for Continual Learning, arXiv:1706.08840, eqs.
+2 to 4. Chaudhry et al. 2018, Riemannian Walk for Incremental Learning, arXiv:1801.10112, eq. 4
+(forgetting).
 """
 
 import torch
@@ -11,17 +14,18 @@ from torch import Tensor
 
 __all__ = ["average_accuracy", "backward_transfer", "forgetting", "forward_transfer"]
 
-# All functions take ``(..., 1 + tasks done, tasks)``, whose first row is the model before any training, and give ``(...)``.
-
 
 def average_accuracy(matrix: Tensor) -> Tensor:
-    """Mean accuracy over the tasks done, after the last of them."""
+    """Return the mean accuracy over the tasks done, after the last of them."""
     done = matrix.shape[-2] - 1
     return matrix[..., done, :done].mean(-1)
 
 
 def backward_transfer(matrix: Tensor) -> Tensor:
-    """``mean_(i<T) R[T, i] - R[i, i]``: what later tasks did to earlier ones; below 0 is forgetting. NaN for one task."""
+    """Return ``mean_(i<T) R[T, i] - R[i, i]``, the effect of later tasks on earlier ones.
+
+    It is below 0 if the model forgets, and NaN for one task.
+    """
     rows = matrix[..., 1:, :]
     done = rows.shape[-2]
     learned = torch.diagonal(rows, dim1=-2, dim2=-1)[..., : done - 1]
@@ -29,16 +33,20 @@ def backward_transfer(matrix: Tensor) -> Tensor:
 
 
 def forward_transfer(matrix: Tensor) -> Tensor:
-    """``mean_(i>1) R[i-1, i] - R[-1, i]``: what a task gains from those before it, before its own begins. NaN for one task."""
+    """Return ``mean_(i>1) R[i-1, i] - R[-1, i]``, the effect of earlier tasks on untrained ones.
+
+    It is NaN for one task.
+    """
     done = matrix.shape[-2] - 1
     ahead = torch.diagonal(matrix[..., 1:done, 1:], dim1=-2, dim2=-1)
     return (ahead - matrix[..., 0, 1:done]).mean(-1)
 
 
 def forgetting(matrix: Tensor) -> Tensor:
-    """``mean_(j<T) max_(i<T) R[i, j] - R[T, j]``: how far each earlier task has fallen from its best. NaN for one task.
+    """Return ``mean_(j<T) max_(j<=i<T) R[i, j] - R[T, j]``, the mean fall from the best accuracy.
 
-    The best is looked for from the task's own training on, so that luck before it does not count.
+    The maximum starts at the task's own training: a lucky score before it does not count. It is NaN
+    for one task.
     """
     rows = matrix[..., 1:, :]
     done = rows.shape[-2]

@@ -1,13 +1,14 @@
-"""Gradient dissimilarity between clients, and its exact decomposition for a classifier of fused inputs.
+"""Gradient dissimilarity between clients, and its decomposition for a classifier of fused inputs.
 
-With g_i the gradient of client i's loss at a model that all clients share, and m the mean over clients,
-``Gamma = mean_i ||g_i - m||^2``. Let a fused model's gradient be f_i, that of the same classifier at the plain input o_i,
-and r_i = f_i - o_i. Then exactly
+Let g_i be the gradient of client i's loss at a model that all clients share, and m the mean over
+clients: ``Gamma = mean_i ||g_i - m||^2``. Let f_i be a fused model's gradient, o_i that of the same
+classifier at the plain input, and r_i = f_i - o_i. Then exactly
 
-    Gamma_fused = Gamma_orig + R + Phi,  R = mean_i ||r_i - mean r||^2,  Phi = 2 mean_i <o_i - mean o, r_i - mean r>
+    Gamma_fused = Gamma_orig + R + Phi,  R = mean_i ||r_i - mean r||^2,  Phi = 2 mean_i <o_i - mean
+    o, r_i - mean r>
 
-and fusion lowers the dissimilarity when ``R + Phi < 0``, the calibration condition of FusedSpaceFed (Di Cecco et al.
-2025). Everything here is done in float64.
+and fusion lowers the dissimilarity if ``R + Phi < 0``, the calibration condition of FusedSpaceFed
+(Di Cecco et al. 2025). All computations are in float64.
 """
 
 import torch
@@ -25,23 +26,27 @@ __all__ = [
 
 
 def gradient_dissimilarity(gradients: Tensor) -> float:
-    """``Gamma`` of stacked gradients ``(clients, d)``."""
+    """Return ``Gamma`` of stacked gradients ``(clients, d)``."""
     return float(_centred(gradients).square().sum(1).mean())
 
 
 def relative_dissimilarity(gradients: Tensor) -> float:
-    """``Gamma / ||m||^2``, which does not change with the scale of the loss; gradients ``(clients, d)``."""
+    """Return ``Gamma / ||m||^2`` of gradients ``(clients, d)``, invariant to the loss's scale."""
     return _relative(
         gradient_dissimilarity(gradients), float(gradients.double().mean(0).square().sum())
     )
 
 
 def decompose(original: Tensor, fused: Tensor) -> dict[str, float]:
-    """The decomposition for gradients at the plain and at the fused inputs, both ``(clients, d)``.
+    """Decompose the dissimilarity of gradients at the plain and at the fused inputs.
+
+    Args:
+        original: Gradients at the plain inputs, ``(clients, d)``.
+        fused: Gradients at the fused inputs, ``(clients, d)``.
 
     Returns:
-        ``gamma_orig``, ``R``, ``Phi``, ``gamma_fused``, each from its own definition, and ``calibrated``: 1 if
-        ``R + Phi < 0``, else 0.
+        ``gamma_orig``, ``R``, ``Phi`` and ``gamma_fused``, each from its own definition, and
+        ``calibrated``: 1 if ``R + Phi < 0``, else 0.
     """
     plain, change = _centred(original), _centred(fused.double() - original.double())
     spread, cross = float(change.square().sum(1).mean()), 2 * float((plain * change).sum(1).mean())
@@ -55,10 +60,10 @@ def decompose(original: Tensor, fused: Tensor) -> dict[str, float]:
 
 
 class RunningDissimilarity:
-    """The same from gradients that arrive one client at a time: it holds three vectors, whatever the number of clients.
+    """The same quantities from gradients that arrive one client at a time, in the memory of three.
 
-    Means and co-moments are updated by Welford's rule (1962): equal gradients give exactly 0, where the difference of
-    a mean square and a squared mean would leave a rounding error.
+    Means and co-moments follow Welford's rule (1962): equal gradients give exactly 0, where a mean
+    square less a squared mean would leave a rounding error.
     """
 
     def __init__(self) -> None:
@@ -66,11 +71,12 @@ class RunningDissimilarity:
         self._cross = 0.0
 
     def add(self, gradient: Tensor, plain: Tensor | None = None) -> None:
-        """One client.
+        """Add one client.
 
         Args:
-            gradient: ``(d,)``, at the input that the model trains on.
-            plain: ``(d,)``, at the plain input, for a fused model: from all clients or from none.
+            gradient: Gradient at the input that the model trains on, ``(d,)``.
+            plain: Gradient at the plain input, ``(d,)``, for a fused model: from all clients or
+                none.
         """
         gradient = gradient.double()
         self._gradient.add(gradient)
@@ -81,25 +87,27 @@ class RunningDissimilarity:
             self._cross += float(before @ after)
 
     def summary(self) -> dict[str, float]:
-        """``gamma`` and ``gamma_relative``; for a fused model also ``gamma_orig``, ``R``, ``Phi`` and ``calibrated``.
+        """Return ``gamma`` and ``gamma_relative``, and the decomposition for a fused model.
+
+        The decomposition is ``gamma_orig``, ``R``, ``Phi`` and ``calibrated``.
 
         Raises:
             ZeroDivisionError: If no client was added.
         """
         gamma = self._gradient.spread()
-        found = {
+        values = {
             "gamma": gamma,
             "gamma_relative": _relative(gamma, float(self._gradient.mean.square().sum())),
         }
         if self._plain.count:
             spread, cross = self._change.spread(), 2 * self._cross / self._plain.count
-            found |= {"gamma_orig": self._plain.spread(), "R": spread, "Phi": cross}
-            found["calibrated"] = float(spread + cross < 0)
-        return found
+            values |= {"gamma_orig": self._plain.spread(), "R": spread, "Phi": cross}
+            values["calibrated"] = float(spread + cross < 0)
+        return values
 
 
 class _Moments:
-    """Mean vector, and sum of squared distances to it."""
+    """The mean of vectors and the sum of their squared distances to it."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -107,7 +115,7 @@ class _Moments:
         self.squares = 0.0
 
     def add(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in one vector; its distances from the mean before and after."""
+        """Add one vector; return its distances from the mean before and after."""
         self.count += 1
         before = value - self.mean
         self.mean = self.mean + before / self.count
@@ -116,6 +124,7 @@ class _Moments:
         return before, after
 
     def spread(self) -> float:
+        """Return the mean squared distance to the mean."""
         return self.squares / self.count
 
 

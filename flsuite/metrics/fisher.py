@@ -147,8 +147,8 @@ def _squares_by_vmap(
         except RuntimeError as error:  # a whole batch went through before: it is the vectorising
             raise FlsuiteError(
                 f"{likelihood.owner}.log_likelihood cannot be vectorised over samples "
-                f"({str(error).splitlines()[0]}); write it without in-place operations and .item(), "
-                "or set the Fisher's estimator to batch"
+                f"({str(error).splitlines()[0]}); write it without in-place operations and "
+                ".item(), or set the Fisher's estimator to batch"
             ) from error
         yield from ((name, g.square().sum(0)) for name, g in gradients.items())
 
@@ -174,6 +174,6 @@ class _LogLikelihood(nn.Module):
     def independent(self) -> FlsuiteError:
         """Return the error of a log-likelihood that no chosen parameter enters."""
         return FlsuiteError(
-            f"{self.owner}.log_likelihood depends on none of the parameters whose Fisher is wanted; "
-            "compute it from them, with gradients"
+            f"{self.owner}.log_likelihood depends on none of the parameters whose Fisher is "
+            "wanted; compute it from them, with gradients"
         )

@@ -92,7 +92,7 @@ class LinearLayers:
     def _is_one_product(
         self, name: str, layer: nn.Linear, call: _Call, rows: int, uses: Mapping[Node, int]
     ) -> bool:
-        """Return whether the call, on one row per sample, is the only use of the layer's parameters.
+        """Return whether the call, on one row per sample, is the only use of the parameters.
 
         Tensors that were changed in place after the call are no longer the layer's input and
         output.
@@ -137,7 +137,7 @@ class LinearLayers:
 
 
 def _uses(root: Node, leaves: set[Node]) -> tuple[dict[Node, int], set[Node]]:
-    """Count the edges that lead to each leaf from the nodes that the root reaches, and return both."""
+    """Return the number of edges to each leaf, and the nodes that the root reaches."""
     uses = dict.fromkeys(leaves, 0)
     reached, waiting = {root}, [root]
     while waiting:

@@ -22,34 +22,36 @@ HIGHER_IS_BETTER = {
 def scores(
     outputs: Mapping[str, Tensor], y: Tensor, spec: DataSpec, auroc: bool = True
 ) -> dict[str, float]:
-    """Accuracy, macro F1, balanced accuracy, AUROC, and the mean of every per-sample column.
+    """Return accuracy, macro F1, balanced accuracy, AUROC, and the mean of every per-sample column.
 
-    Balanced accuracy is the mean recall over the classes that occur in ``y``; for multi-label data, accuracy is the mean over
-    labels of the binary accuracy at one half, and balanced accuracy that of (sensitivity + specificity) / 2, or of the one of
-    them that the label's samples define. A score that is not defined on these samples, such as the AUROC of a single class, is
+    Balanced accuracy is the mean recall over the classes that occur in ``y``. For multi-label data,
+    accuracy is the mean over labels of the binary accuracy at one half. Balanced accuracy is then
+    the mean over labels of (sensitivity + specificity) / 2, or of the one that the label's samples
+    define. A score that is not defined on these samples, such as the AUROC of a single class, is
     left out.
 
     Args:
         outputs: ``scores`` ``(n, classes)`` and per-sample columns ``(n,)``, such as ``loss``.
-        y: int64 ``(n,)``, or 0/1 ``(n, labels)``.
-        auroc: The costly one of them.
+        y: Classes, int64 ``(n,)``, or labels, 0/1 ``(n, labels)``.
+        spec: The data's task and number of classes.
+        auroc: Whether to compute the AUROC, the costly one of the scores.
     """
-    found = {
+    values = {
         name: float(column.double().mean()) for name, column in outputs.items() if column.ndim == 1
     }
     probabilities = outputs["scores"]
-    found |= (
+    values |= (
         _multilabel(probabilities, y)
         if y.ndim == 2
         else _multiclass(probabilities, y, spec.num_classes)
     )
     if auroc and (value := _auroc(probabilities, y, spec.num_classes)) is not None:
-        found["auroc"] = value
-    return found
+        values["auroc"] = value
+    return values
 
 
 def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str, float]:
-    """Accuracy of each class that occurs: recall, or the binary accuracy of each label."""
+    """Return each class's recall, for classes that occur, or each label's binary accuracy."""
     names = spec.class_names or tuple(str(c) for c in range(spec.num_classes))
     if y.ndim == 2:
         values = tm.multilabel_accuracy(
@@ -65,7 +67,7 @@ def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str
 
 
 def summary(values: list[float], name: str, higher_is_better: bool = True) -> dict[str, float]:
-    """Mean, worst and spread (standard deviation, ddof 0) over clients."""
+    """Return mean, worst value and standard deviation (ddof 0) over clients."""
     column = torch.tensor(values, dtype=torch.float64)
     worst = column.min() if higher_is_better else column.max()
     return {
@@ -95,7 +97,8 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
     labels = y.shape[1]
     sensitivity = tm.multilabel_recall(probabilities, y, num_labels=labels, average="none")
     specificity = tm.multilabel_specificity(probabilities, y, num_labels=labels, average="none")
-    there = torch.stack([y.bool().any(0), ~y.bool().all(0)])  # of a label's two classes
+    # A label without positive samples has no sensitivity, one without negative ones no specificity.
+    defined = torch.stack([y.bool().any(0), ~y.bool().all(0)])
     return {
         "accuracy": float(
             tm.multilabel_accuracy(probabilities, y, num_labels=labels, average="macro")
@@ -104,7 +107,7 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
             tm.multilabel_f1_score(probabilities, y, num_labels=labels, average="macro")
         ),
         "balanced_accuracy": float(
-            ((torch.stack([sensitivity, specificity]) * there).sum(0) / there.sum(0)).mean()
+            ((torch.stack([sensitivity, specificity]) * defined).sum(0) / defined.sum(0)).mean()
         ),
     }
 

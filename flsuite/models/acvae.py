@@ -1,7 +1,8 @@
-"""ACVAE: an autoencoder whose latent space holds one Gaussian a class, and which classifies by them.
+"""ACVAE: an autoencoder with one Gaussian per class in its latent space, which classifies by them.
 
-Source: the adaptive conditional variational autoencoder of F-ACVAE, the model that CMGA aggregates. The conditional prior
-goes back to Sohn et al. 2015, "Learning Structured Output Representation using Deep Conditional Generative Models".
+Source: the adaptive conditional variational autoencoder of F-ACVAE, the model that CMGA aggregates.
+The conditional prior is that of Sohn et al. 2015, "Learning Structured Output Representation using
+Deep Conditional Generative Models".
 """
 
 from collections.abc import Sequence
@@ -33,39 +34,49 @@ Negatives = Literal["all", "present"]
 
 
 class ACVAE(ClientModel):
-    """A private encoder q(z|x); a shared latent mapper H, decoder, and prior N(mu_c, sigma_c^2) of each class.
+    """A private encoder q(z|x); shared latent mapper H, decoder D and priors N(mu_c, sigma_c^2).
 
-    The loss of a sample, in nats, with z drawn from q(z|x):
-    ``reconstruction_weight E(D(H(z)), x) + kl_weight KL(q(z|x) || N(mu_y, sigma_y^2)) + cls_weight CE(posterior(H(z)), y)``,
-    where ``log posterior_c(h) = log N(h; mu_c, sigma_c^2) + log pi_c`` up to a constant. E is a sum over the features: half
-    the squared error, or the binary cross-entropy. A prediction takes the mean of q(z|x) and needs no label.
+    The loss of a sample, in nats, with z drawn from q(z|x), is the sum of
 
-    H is a residual network, ``H(z) = z + h(z)``, and starts as the identity: the KL term speaks of z, the posterior of H(z),
-    and both mean the same priors. H is what makes the private encoders' spaces one space.
+    - ``reconstruction_weight E(D(H(z)), x)``, where E is a sum over the features: half the squared
+      error, or the binary cross-entropy;
+    - ``kl_weight KL(q(z|x) || N(mu_y, sigma_y^2))``;
+    - ``cls_weight CE(posterior(H(z)), y)``, where
+      ``log posterior_c(h) = log N(h; mu_c, sigma_c^2) + log pi_c`` up to a constant.
 
-    With ``negatives`` at ``present``, the cross-entropy in training is over the classes that the batch holds, and so says
-    nothing of classes that a client has never seen (Li and Zhan 2021, FedRS, the limit of its restricted softmax). With
-    ``all``, each client pushes its samples, and the priors of classes it lacks, apart.
+    A prediction takes the mean of q(z|x) and needs no label.
 
-    Inputs are meant to lie in [0, 1]: set ``data.standardize: false`` for images. Multi-label data is refused.
+    H is a residual network, ``H(z) = z + h(z)``, and starts as the identity, because both z in the
+    KL term and H(z) in the posterior refer to the same priors. H maps the spaces of the private
+    encoders to one space.
+
+    With ``negatives: present``, the cross-entropy in training runs over the classes in the batch
+    and has no effect on classes that a client lacks (Li and Zhan 2021, FedRS, the limit of its
+    restricted softmax). With ``all``, each client pushes its samples away from the priors of
+    classes it lacks.
+
+    Inputs must lie in [0, 1]: set ``data.standardize: false`` for images. Multi-label data is
+    refused.
 
     Args:
         latent_dim: Numbers in z.
-        hidden: Widths of the encoder of a table, mirrored by its decoder; an image has three strided convolutions.
-        width: Channels of the first of them; the next have twice and four times as many.
+        hidden: Widths of the encoder for tables, mirrored by the decoder. Images have three strided
+            convolutions instead.
+        width: Channels of the first convolution; the others have twice and four times as many.
         mapper_width: Hidden units of H.
         reconstruction: ``mse`` or ``bce``.
-        reconstruction_weight: Of the reconstruction.
-        kl_weight: Of the KL term.
-        cls_weight: Of the classification.
-        negatives: Classes that the cross-entropy in training runs over: ``all``, or those ``present`` in the batch.
-        prior_scale: Standard deviation of the normal that the class centres are drawn from at the start.
-        log_variance_limit: Log variances of q and of the priors are used within plus and minus this.
-        class_prior: pi, one positive number a class, scaled to a sum of one; default uniform.
-        dropout: In the networks of a table.
-        norm: In the networks of an image.
+        reconstruction_weight: Weight of the reconstruction.
+        kl_weight: Weight of the KL term.
+        cls_weight: Weight of the classification.
+        negatives: Classes that the cross-entropy in training runs over: ``all``, or those
+            ``present`` in the batch.
+        prior_scale: Standard deviation of the initial class centres.
+        log_variance_limit: Bound on the absolute log variances of q and of the priors.
+        class_prior: pi, one positive number per class, scaled to a sum of one; default uniform.
+        dropout: Probability of dropping a hidden unit in the networks for tables.
+        norm: Normalisation in the networks for images.
         private: Entries that stay with the client; ``[]`` shares the encoder too.
-        optimizer: Of the local fits.
+        optimizer: Optimizer of a fit.
 
     Attributes:
         parameter_groups: The class priors, for an aggregator that treats them apart.
@@ -96,22 +107,6 @@ class ACVAE(ClientModel):
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=2e-4),
     ) -> None:
         super().__init__()
-        require_one_of("ACVAE", get_args(Reconstruction), reconstruction=reconstruction)
-        require_one_of("ACVAE", get_args(Negatives), negatives=negatives)
-        require_at_least("ACVAE", 1, latent_dim=latent_dim, width=width, mapper_width=mapper_width)
-        require_at_least(
-            "ACVAE",
-            0,
-            reconstruction_weight=reconstruction_weight,
-            kl_weight=kl_weight,
-            cls_weight=cls_weight,
-        )
-        require_at_least("ACVAE", 0, prior_scale=prior_scale)
-        require_positive("ACVAE", log_variance_limit=log_variance_limit)
-        if class_prior is not None and not all(value > 0 for value in class_prior):
-            raise FlsuiteError(
-                f"ACVAE: class_prior must be positive for every class, got {list(class_prior)}"
-            )
         self.latent_dim = latent_dim
         self.hidden = tuple(hidden)
         self.width = width
@@ -128,84 +123,91 @@ class ACVAE(ClientModel):
         self.norm: Norm = norm
         self.private = tuple(private)
         self.optimizer = optimizer
+        self._check_arguments()
 
     def build(self, spec: DataSpec) -> None:
         if spec.task == "multilabel":
             raise FlsuiteError(
-                "ACVAE has one prior a class, and a sample of multi-label data has several; choose other data"
+                "ACVAE has one prior per class, and a sample of multi-label data has several "
+                "classes; choose other data, or another model"
             )
+
         self.encoder, self.decoder = self._networks(spec.shape)
+        # H starts as the identity.
         last = nn.Linear(self.mapper_width, self.latent_dim)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.mapper = nn.Sequential(
             nn.Linear(self.latent_dim, self.mapper_width), nn.LeakyReLU(0.2), last
         )
+
         self.prior_mean = nn.Parameter(
             self.prior_scale * torch.randn(spec.num_classes, self.latent_dim)
         )
         self.prior_log_variance = nn.Parameter(torch.zeros(spec.num_classes, self.latent_dim))
-        pi = (
-            torch.ones(spec.num_classes)
-            if self.class_prior is None
-            else torch.tensor(self.class_prior)
-        )
+        prior = self.class_prior
+        pi = torch.ones(spec.num_classes) if prior is None else torch.tensor(prior)
         if len(pi) != spec.num_classes:
             raise FlsuiteError(
-                f"ACVAE: class_prior has {len(pi)} numbers for {spec.num_classes} classes"
+                f"ACVAE: class_prior has {len(pi)} numbers for {spec.num_classes} classes; "
+                "give one number per class"
             )
+        # Not persistent: pi comes from the config, and is nothing that clients average.
         self.register_buffer("log_pi", (pi / pi.sum()).log(), persistent=False)
 
     def posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """q(z|x): mean and log variance, float32 ``(n, latent_dim)`` each."""
+        """Return the mean and the log variance of q(z|x), float32 ``(n, latent_dim)`` each."""
         mean, log_variance = self.encoder(x).float().chunk(2, dim=1)
         return mean, self._limited(log_variance)
 
     def map(self, z: Tensor) -> Tensor:
-        """H(z), ``(n, latent_dim)``, float32."""
+        """Return H(z), float32 ``(n, latent_dim)``."""
         return z + self.mapper(z).float()
 
     def priors(self) -> tuple[Tensor, Tensor]:
-        """Mean and log variance of each class, ``(classes, latent_dim)``."""
+        """Return the mean and the log variance of each class, ``(classes, latent_dim)`` each."""
         return self.prior_mean, self._limited(self.prior_log_variance)
 
     def class_logits(self, h: Tensor) -> Tensor:
-        """``log N(h; mu_c, sigma_c^2) + log pi_c`` of ``h = H(z)``, float32 ``(n, classes)``."""
+        """Return ``log N(h; mu_c, sigma_c^2) + log pi_c`` of h = H(z), float32 ``(n, classes)``."""
         with torch.autocast(h.device.type, enabled=False):
             means, log_variances = self.priors()
             return log_density(h.float()[:, None], means, log_variances) + self.get_buffer("log_pi")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(n, classes)``, from the mean of q(z|x)."""
+        """Return logits ``(n, classes)``, from the mean of q(z|x)."""
         return self.class_logits(self.latent(x))
 
     def latent(self, x: Tensor) -> Tensor:
-        """H at the mean of q(z|x), ``(n, latent_dim)``: what is known of a sample without its label."""
+        """Return H at the mean of q(z|x), ``(n, latent_dim)``."""
         return self.map(self.posterior(x)[0])
 
     def reconstruct(self, x: Tensor) -> Tensor:
-        """What the decoder makes of the mean of q(z|x): the shape of ``x``, within [0, 1]."""
+        """Decode H at the mean of q(z|x): in the shape of ``x``, within [0, 1]."""
         return self.decoder(self.latent(x)).float().sigmoid()
 
     def sample(self, classes: Tensor) -> Tensor:
-        """New data of the given classes ``(n,)``, drawn from their priors and decoded: ``(n, *shape)``, within [0, 1]."""
+        """Draw from the priors of classes ``(n,)`` and decode: ``(n, *shape)``, within [0, 1]."""
         means, log_variances = self.priors()
-        z = sample(
-            means[classes], log_variances[classes]
-        )  # the KL term holds q(z|x), not H(z), to the priors
+        # z and not H(z): the KL term fits q(z|x) to the priors.
+        z = sample(means[classes], log_variances[classes])
         return self.decoder(self.map(z)).float().sigmoid()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss, the mean over the batch."""
         x, y = batch
         if batch_idx == 0 and (x.min() < 0 or x.max() > 1):
             raise FlsuiteError(
-                f"ACVAE reconstructs data within [0, 1], and this lies within [{float(x.min()):.3g}, {float(x.max()):.3g}]; "
-                "set data.standardize to false for images, or data.scale to minmax for a table"
+                "ACVAE reconstructs data within [0, 1], and this lies within "
+                f"[{float(x.min()):.3g}, {float(x.max()):.3g}]; set data.standardize to false for "
+                "images, or data.scale to minmax for a table"
             )
+
         mean, log_variance = self.posterior(x)
         h = self.map(sample(mean, log_variance))
         loss = self.reconstruction_weight * self.reconstruction_error(h, x).mean()
         loss = loss + self.kl_weight * self.kl(mean, log_variance, y).mean()
+
         logits = self.class_logits(h)
         if self.negatives == "present":
             absent = torch.ones_like(logits[0], dtype=torch.bool).index_fill(0, y, False)
@@ -213,21 +215,21 @@ class ACVAE(ClientModel):
         return loss + self.cls_weight * F.cross_entropy(logits, y)
 
     def reconstruction_error(self, h: Tensor, x: Tensor) -> Tensor:
-        """E(D(h), x) of each sample, in nats ``(n,)``."""
+        """Return E(D(h), x) of each sample, in nats ``(n,)``."""
         logits = self.decoder(h).float()
         if self.reconstruction == "bce":
             return F.binary_cross_entropy_with_logits(logits, x, reduction="none").flatten(1).sum(1)
         return 0.5 * (logits.sigmoid() - x).square().flatten(1).sum(1)
 
     def kl(self, mean: Tensor, log_variance: Tensor, y: Tensor) -> Tensor:
-        """``KL(q(z|x) || N(mu_y, sigma_y^2))`` of each sample ``(n,)``."""
+        """Return ``KL(q(z|x) || N(mu_y, sigma_y^2))`` of each sample, in nats ``(n,)``."""
         means, log_variances = self.priors()
         return kl_divergence(mean, log_variance, means[y], log_variances[y])
 
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Beside ``loss`` (the classification's) and ``scores``: ``reconstruction`` and ``kl``, in nats ``(n,)``.
+        """Return the classification ``loss``, ``scores``, ``reconstruction`` and ``kl``, in nats.
 
-        The label enters ``loss`` and ``kl`` only; ``scores`` do not know it.
+        The label enters ``loss`` and ``kl`` only.
         """
         x, y = batch
         mean, log_variance = self.posterior(x)
@@ -241,7 +243,10 @@ class ACVAE(ClientModel):
         }
 
     def pictures(self, x: Tensor) -> dict[str, Tensor]:
-        """``reconstructions``: ``x`` above what becomes of it; ``samples``: one row a class, as many. Images only."""
+        """Return ``reconstructions``, below their originals, and ``samples``, one row per class.
+
+        Tables have no pictures.
+        """
         assert self.spec is not None
         if len(self.spec.shape) != 3:
             return {}
@@ -270,3 +275,18 @@ class ACVAE(ClientModel):
             TableEncoder(features, self.hidden, 2 * self.latent_dim, self.dropout),
             TableDecoder(shape, self.hidden, self.latent_dim, self.dropout),
         )
+
+    def _check_arguments(self) -> None:
+        own = "ACVAE"
+        require_one_of(own, get_args(Reconstruction), reconstruction=self.reconstruction)
+        require_one_of(own, get_args(Negatives), negatives=self.negatives)
+        require_at_least(own, 1, latent_dim=self.latent_dim, width=self.width)
+        require_at_least(own, 1, mapper_width=self.mapper_width)
+        require_at_least(own, 0, reconstruction_weight=self.reconstruction_weight)
+        require_at_least(own, 0, kl_weight=self.kl_weight, cls_weight=self.cls_weight)
+        require_at_least(own, 0, prior_scale=self.prior_scale)
+        require_positive(own, log_variance_limit=self.log_variance_limit)
+        if self.class_prior is not None and not all(value > 0 for value in self.class_prior):
+            raise FlsuiteError(
+                f"ACVAE: class_prior must be positive for every class, got {list(self.class_prior)}"
+            )

@@ -1,7 +1,7 @@
-"""Small autoencoders, each in two halves, so that a client can keep the encoder and share the decoder.
+"""Small autoencoders, each in two halves: a client can keep the encoder and share the decoder.
 
-``decoder(encoder(x))`` has the shape of ``x`` and is not squashed: the last layer is linear. What passes between the
-halves is the decoder's business. Two are for images of any size from :data:`SMALLEST` pixels a side, one is for tables.
+``decoder(encoder(x))`` has the shape of ``x``, and its last layer is linear. Two are for images of
+at least :data:`SMALLEST` pixels per side, one is for tables.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,20 @@ __all__ = [
 ]
 
 SMALLEST = 4
-"""Pixels a side: the U-Net halves an image twice."""
+"""Pixels per side: the U-Net halves an image twice."""
 
-_GROUPS = 8  # of GroupNorm: two channels a group in the widest layer
+_GROUPS = 8  # groups of GroupNorm: two channels each in the narrowest layer
 _STRIDES = 3  # halvings in the bottleneck autoencoder
 
 
 class UNetEncoder(nn.Module):
-    """The contracting half of a U-Net (Ronneberger et al. 2015, arXiv:1505.04597), with two 2x max-pools.
+    """The contracting half of a U-Net with two 2x2 max-pools.
 
-    The skip features are made here: with a private encoder they are private as well, though they reach the image past
-    the bottleneck.
+    Ronneberger et al. 2015, U-Net: Convolutional Networks for Biomedical Image Segmentation,
+    arXiv:1505.04597.
+
+    The skip features come from here: with a private encoder they are private as well, although they
+    bypass the bottleneck.
     """
 
     def __init__(self, channels: int, norm: Norm = "batch", width: int = 16) -> None:
@@ -45,10 +48,11 @@ class UNetEncoder(nn.Module):
         self.pool = nn.MaxPool2d(2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Images ``(n, c, h, w)`` to features, the coarsest first.
+        """Encode images ``(n, c, h, w)`` to features, the coarsest first.
 
         Returns:
-            ``(n, 4 width, h // 4, w // 4)``, ``(n, 2 width, h // 2, w // 2)`` and ``(n, width, h, w)``.
+            ``(n, 4 width, h // 4, w // 4)``, ``(n, 2 width, h // 2, w // 2)`` and
+            ``(n, width, h, w)``.
         """
         fine = self.fine(x)
         middle = self.middle(self.pool(fine))
@@ -56,7 +60,7 @@ class UNetEncoder(nn.Module):
 
 
 class UNetDecoder(nn.Module):
-    """The expanding half of a U-Net: transposed convolutions, each joined by the skip features of its size."""
+    """The expanding half of a U-Net: each transposed convolution is joined by skip features."""
 
     def __init__(self, channels: int, norm: Norm = "batch", width: int = 16) -> None:
         super().__init__()
@@ -67,7 +71,7 @@ class UNetDecoder(nn.Module):
         self.image = nn.Conv2d(width, channels, 1)
 
     def forward(self, features: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Images ``(n, c, h, w)`` from what :class:`UNetEncoder` gives."""
+        """Decode the features of :class:`UNetEncoder` to images ``(n, c, h, w)``."""
         coarse, middle, fine = features
         h = self.middle(
             torch.cat([self.up_middle(coarse, output_size=list(middle.shape[-2:])), middle], 1)
@@ -78,7 +82,7 @@ class UNetDecoder(nn.Module):
 
 
 class BottleneckEncoder(nn.Module):
-    """Three strided 3x3 convolutions and one linear layer: an image becomes ``latent_dim`` numbers."""
+    """Three strided 3x3 convolutions and one linear layer."""
 
     def __init__(
         self, shape: tuple[int, int, int], latent_dim: int, norm: Norm = "batch", width: int = 16
@@ -94,13 +98,13 @@ class BottleneckEncoder(nn.Module):
         self.latent = nn.Linear(widths[-1] * height * breadth, latent_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(n, c, h, w)`` to ``(n, latent_dim)``."""
+        """Encode images ``(n, c, h, w)`` to ``(n, latent_dim)``."""
         latent: Tensor = self.latent(self.features(x).flatten(1))
         return latent
 
 
 class BottleneckDecoder(nn.Module):
-    """The way back: one linear layer and three transposed convolutions, the last of them without norm and ReLU."""
+    """One linear layer and three transposed convolutions, each after a norm and a ReLU."""
 
     def __init__(
         self, shape: tuple[int, int, int], latent_dim: int, norm: Norm = "batch", width: int = 16
@@ -116,7 +120,7 @@ class BottleneckDecoder(nn.Module):
         self.relu = nn.ReLU(inplace=norm != "none")
 
     def forward(self, latent: Tensor) -> Tensor:
-        """``(n, latent_dim)`` to ``(n, c, h, w)``."""
+        """Decode ``(n, latent_dim)`` to images ``(n, c, h, w)``."""
         h: Tensor = self.start(latent).unflatten(1, (-1, *self.sides[0]))
         for norm, up, side in zip(self.norms, self.ups, self.sides[1:], strict=True):
             h = up(self.relu(norm(h)), output_size=list(side))
@@ -124,7 +128,7 @@ class BottleneckDecoder(nn.Module):
 
 
 class TableEncoder(nn.Sequential):
-    """Linear layers, each with BatchNorm, leaky ReLU and dropout: ``(n, features)`` becomes ``(n, outputs)``."""
+    """Dense layers with BatchNorm, leaky ReLU and dropout, from ``(n, features)``."""
 
     def __init__(self, features: int, hidden: Sequence[int], outputs: int, dropout: float) -> None:
         super().__init__(
@@ -135,7 +139,7 @@ class TableEncoder(nn.Sequential):
 
 
 class TableDecoder(nn.Sequential):
-    """The way back, the widths in reverse: ``(n, latent_dim)`` becomes ``(n, *shape)``."""
+    """The same layers in reverse order: ``(n, latent_dim)`` to ``(n, *shape)``."""
 
     def __init__(
         self, shape: Sequence[int], hidden: Sequence[int], latent_dim: int, dropout: float
@@ -146,6 +150,7 @@ class TableDecoder(nn.Sequential):
 
 
 def _dense(inputs: int, widths: Sequence[int], dropout: float) -> list[nn.Module]:
+    """Return the hidden layers of a table's networks."""
     layers: list[nn.Module] = []
     for before, after in pairwise([inputs, *widths]):
         layers += [
@@ -158,7 +163,7 @@ def _dense(inputs: int, widths: Sequence[int], dropout: float) -> list[nn.Module
 
 
 def _double(inputs: int, outputs: int, norm: Norm) -> nn.Sequential:
-    """3x3 convolution, norm, ReLU, twice; the size stays."""
+    """Return two 3x3 convolutions, each with norm and ReLU, which keep the image's size."""
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
         layers += [nn.Conv2d(channels, outputs, 3, padding=1, bias=norm == "none")]
@@ -167,11 +172,15 @@ def _double(inputs: int, outputs: int, norm: Norm) -> nn.Sequential:
 
 
 def _widths(width: int) -> list[int]:
+    """Return the channels after each halving."""
     return [width << k for k in range(_STRIDES)]
 
 
 def _sides(shape: tuple[int, int, int]) -> list[tuple[int, int]]:
-    """Height and width of the image and after each halving, which rounds up as a 3x3 convolution with stride 2 does."""
+    """Return height and width of the image and after each halving.
+
+    A halving rounds up, as a 3x3 convolution with stride 2 does.
+    """
     sides = [(shape[1], shape[2])]
     for _ in range(_STRIDES):
         sides.append((-(-sides[-1][0] // 2), -(-sides[-1][1] // 2)))

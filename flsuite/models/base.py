@@ -1,4 +1,4 @@
-"""The client models' common ground: a LightningModule that is built once the data's shape is known."""
+"""The base class of the client models: a LightningModule built once the data's shape is known."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
-from flsuite.models.protocols import LatentModel, LikelihoodModel
+from flsuite.models.protocols import LatentModel, LikelihoodModel  # for older imports
 
 __all__ = ["ClientModel", "LatentModel", "LikelihoodModel"]
 
@@ -18,18 +18,21 @@ _SPEC_KEY = "data_spec"
 
 
 class ClientModel(LightningModule):
-    """A model that clients train. It knows nothing of a federation: a plain Lightning Trainer fits it as well.
+    """A model that clients train; a plain Lightning Trainer fits it as well.
 
-    A subclass takes its parameters in ``__init__``, keeps each under its own name, makes its networks in :meth:`build`, and
-    implements ``training_step``, ``configure_optimizers`` and :meth:`evaluation_step`.
+    A subclass takes its parameters in ``__init__``, keeps each under its own name, makes its
+    networks in :meth:`build`, and implements ``training_step``, ``configure_optimizers`` and
+    :meth:`evaluation_step`. What it may offer beside these is in :mod:`flsuite.models.protocols`.
 
     Attributes:
-        private: Entries of the state dict that stay with the client, by prefix or wildcard; the rest travels.
-        training_only: Those of them that a client's training reads and its predictions do not: where there are no others, the
-            shared model is what is scored, once for all clients.
+        private: Entries of the state dict that stay with the client, by prefix or wildcard. The
+            others travel.
+        training_only: Private entries that training reads and predictions do not. Where all private
+            entries are such, the shared model is scored once for all clients.
         parameter_groups: Groups of parameters that an aggregator may treat apart: name to prefixes.
-        extra_epochs: Epochs that a client's fit has before those that are asked for: a warm-up.
-        spec: What the model was built for; ``None`` until then.
+        extra_epochs: Warm-up epochs of a client's fit, before the epochs that the trainer is set
+            to.
+        spec: The data that the model was built for; ``None`` before.
     """
 
     private: Sequence[str] = ()
@@ -43,7 +46,7 @@ class ClientModel(LightningModule):
 
     @abstractmethod
     def build(self, spec: DataSpec) -> None:
-        """Make the networks for data of this shape.
+        """Create the networks for data of this shape.
 
         Raises:
             FlsuiteError: If the model does not fit the data.
@@ -51,31 +54,37 @@ class ClientModel(LightningModule):
 
     @abstractmethod
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Score a batch, one row a sample.
+        """Score a batch, with one row per sample.
 
         Returns:
-            ``loss`` ``(n,)``; ``scores`` ``(n, classes)``, probabilities; any further ``(n,)`` entry is averaged and logged.
+            ``loss`` ``(n,)`` and ``scores`` ``(n, classes)``, probabilities. Any further ``(n,)``
+            entry is averaged and logged.
         """
 
     def begin_task(self, task: int, seen: Sequence[int], past: Sequence[int]) -> None:
-        """Called before every fit where clients learn one task after another, with the model as it is about to start.
+        """Prepare for a fit where clients learn one task after another.
+
+        It is called before every such fit, with the weights that the fit starts from.
 
         Args:
             task: Number of the client's task, from 0; the same in all fits of the task.
-            seen: Classes that any client has met by now, those of this task included.
-            past: Those that any had met before this task.
+            seen: Classes that any client has met so far, with those of this task.
+            past: Classes that any client had met before this task.
         """
 
     def pictures(self, x: Tensor) -> dict[str, Tensor]:
-        """What there is to look at beside the scores, from some samples as the model sees them; written by ``flsuite predict``.
+        """Return pictures of how the model sees some samples, for ``flsuite predict``.
+
+        Args:
+            x: Samples ``(n, *shape)`` as the model receives them.
 
         Returns:
-            Name to a grid of images ``(rows, columns, channels, height, width)`` within [0, 1].
+            Grids of images by name, ``(rows, columns, channels, height, width)`` within [0, 1].
         """
         return {}
 
     def ensure_built(self, spec: DataSpec) -> None:
-        """Build for ``spec``, or check that the model was built for the like of it."""
+        """Build for ``spec``, or check that the model was built for data of the same shape."""
         if self.spec is None:
             self.build(spec)
             self.spec = spec
@@ -85,20 +94,21 @@ class ClientModel(LightningModule):
             spec.task,
         ):
             raise FlsuiteError(
-                f"{type(self).__name__} was built for {self.spec.task} data of shape {self.spec.shape} with "
-                f"{self.spec.num_classes} classes; this data is {spec.task} of shape {spec.shape} with {spec.num_classes}"
+                f"{type(self).__name__} was built for {self.spec.task} data of shape "
+                f"{self.spec.shape} with {self.spec.num_classes} classes; this data is {spec.task} "
+                f"of shape {spec.shape} with {spec.num_classes}"
             )
 
     def configure_model(self) -> None:
-        """Lightning's hook: builds the model for the Trainer's data module, where it is not built yet."""
-        if (
-            self.spec is None and self._trainer is not None
-        ):  # without a Trainer, a checkpoint is about to say it
+        """Build the model for the Trainer's data module, where it is not built yet."""
+        # Without a Trainer, the checkpoint that is being loaded holds the spec.
+        if self.spec is None and self._trainer is not None:
             datamodule = getattr(self.trainer, "datamodule", None)
             spec = getattr(datamodule, "spec", None)
             if spec is None:
                 raise FlsuiteError(
-                    f"{type(self).__name__} is not built: call ensure_built(spec), or fit with a data module"
+                    f"{type(self).__name__} is not built: call ensure_built(spec), "
+                    "or fit with a data module"
                 )
             self.ensure_built(spec)
 
@@ -128,6 +138,6 @@ class ClientModel(LightningModule):
             self.ensure_built(DataSpec.from_dict(checkpoint[_SPEC_KEY]))
 
     def to_channels_last(self) -> None:
-        """Convolution weights in the memory format that is fastest for images."""
+        """Convert convolution weights to the memory format that is fastest for images."""
         if self.spec is not None and len(self.spec.shape) == 3:
             self.to(memory_format=torch.channels_last)

@@ -15,7 +15,11 @@ __all__ = ["Classifier", "class_probabilities", "classification_loss", "mean_cla
 
 
 def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Loss of each sample ``(n,)``: cross-entropy for classes ``(n,)``, mean binary one for labels ``(n, labels)``."""
+    """Return the loss of each sample, ``(n,)``.
+
+    It is the cross-entropy for classes ``(n,)``, and the mean binary one for labels
+    ``(n, labels)``.
+    """
     logits = logits.float()
     if y.ndim == 1:
         return F.cross_entropy(logits, y, reduction="none")
@@ -23,7 +27,7 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """The mean of :func:`classification_loss` over the batch, in one operation."""
+    """Return the mean of :func:`classification_loss` over the batch, in one operation."""
     logits = logits.float()
     return (
         F.cross_entropy(logits, y)
@@ -33,19 +37,19 @@ def mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def class_probabilities(logits: Tensor, y: Tensor) -> Tensor:
-    """``(n, classes)``: softmax for classes, a sigmoid a label for labels."""
+    """Return probabilities ``(n, classes)``: a softmax for classes, one sigmoid per label."""
     return logits.float().softmax(1) if y.ndim == 1 else logits.float().sigmoid()
 
 
 class Classifier(ClientModel):
-    """Cross-entropy (binary cross-entropy for multi-label data) over a backbone.
+    """A backbone trained on cross-entropy, or on binary cross-entropy for multi-label data.
 
     Args:
         backbone: The network; default :class:`~flsuite.models.backbones.LeNet5`.
-        optimizer: Of the local fits; made anew for each fit.
-        private: Entries of the state dict that stay with the client, by prefix or wildcard: ``["network.fc"]`` keeps the
-            head of a ResNet-18 (FedPer), ``["*norm"]`` the normalisation of a ResNet-20 (FedBN). One that matches nothing is
-            an error.
+        optimizer: Optimizer of a fit; each fit starts with a new one.
+        private: Entries of the state dict that stay with the client, by prefix or wildcard.
+            ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
+            normalisation of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
     """
 
     def __init__(

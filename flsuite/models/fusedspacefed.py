@@ -1,6 +1,7 @@
-"""FusedSpaceFed: a classifier that sees each image together with what a half private, half shared autoencoder makes of it.
+"""FusedSpaceFed: a classifier of images fused with their reconstructions.
 
-Source: Di Cecco, Metta, Bianchi, Vegliò, Parton, "Enhanced Federated Learning Through Dual-Space Data Fusion", 2025.
+Source: Di Cecco, Metta, Bianchi, Vegliò, Parton, "Enhanced Federated Learning Through Dual-Space
+Data Fusion", 2025.
 """
 
 from collections.abc import Iterator
@@ -32,44 +33,48 @@ Fusion = Literal["sum", "concat"]
 
 
 def reconstruction_error(reconstruction: Tensor, x: Tensor) -> Tensor:
-    """Mean squared error of each image, ``(n,)``, in float32 whatever the precision of the networks."""
+    """Return the mean squared error of each image, ``(n,)``, in float32 under any precision."""
     with torch.autocast(x.device.type, enabled=False):
         return (reconstruction.float() - x.float()).square().flatten(1).mean(1)
 
 
 class FusedSpaceFed(ClientModel):
-    """A private encoder E, a shared decoder D and a shared classifier C of ``x + D(E(x))`` (or of both, stacked).
+    """A private encoder E, a shared decoder D, and a shared classifier C of x and ``x~ = D(E(x))``.
 
-    A fit begins with ``warmup_epochs`` epochs, beside the ones asked for, that re-align the encoder with the decoder it
-    has just received: the loss is the reconstruction's alone, D and C stay as they are, BatchNorm statistics included.
-    (A plain Trainer knows of no extra epochs: there the warm-up is the first ``warmup_epochs`` of those it runs.) Then
-    the joint loss is ``lambda_rec MSE(x~, x) + CE(C(fuse(x, x~)), y) + lambda_sp ||E - E_0||^2``.
+    A fit begins with ``warmup_epochs`` extra epochs that re-align the encoder with the decoder it
+    has just received. Their loss is the reconstruction error alone, and D and C do not change,
+    BatchNorm statistics included. The loss of the epochs that follow, the joint loss, is
+    ``lambda_rec MSE(x~, x) + CE(C(fuse(x, x~)), y) + lambda_sp ||E - E_0||^2``. A plain Trainer has
+    no extra epochs: there the warm-up is the first ``warmup_epochs`` of its own.
 
-    With ``task_aware`` off, x~ is detached for C, and the reconstruction alone trains the autoencoder. The reference
-    code then steps the autoencoder first and reconstructs again for C. One forward pass serves both here: the
-    autoencoder takes the same step, and C sees the reconstruction from just before it.
+    With ``task_aware`` off, x~ is detached for C, and only the reconstruction error trains the
+    autoencoder. The reference code then steps the autoencoder first and reconstructs again for C.
+    Here one forward pass serves both: the autoencoder takes the same step, and C receives the
+    reconstruction from before it.
 
-    Images are meant to lie in [0, 1]: set ``data.standardize: false``.
+    Images must lie in [0, 1]: set ``data.standardize: false``.
 
     Args:
-        autoencoder: ``bottleneck`` (the document) or ``unet`` (the reference code).
+        autoencoder: ``bottleneck`` (the paper) or ``unet`` (the reference code).
         fusion: ``sum``, or ``concat`` along the channels.
-        fusion_scale: By what x~ is multiplied before it is fused; 1 in the document, 0 leaves C the plain image.
+        fusion_scale: Factor of x~ in the fusion; 1 in the paper, 0 leaves C the plain image.
         latent_dim: Numbers in the bottleneck's latent, ``dz``; the U-Net has none.
-        lambda_rec: Weight of the reconstruction in the joint loss.
-        warmup_epochs: Epochs before the joint ones. 1 in the document, 2 in the reference runs.
-        task_aware: Let the classification's gradients flow through x~ into the autoencoder. The reference does not.
-        lambda_sp: Weight of L2-SP (Li et al. 2018, arXiv:1802.01483), which pulls E to its initial weights in the joint
-            epochs; 1e-3 in the reference. A model read by ``load_from_checkpoint`` starts a new E_0.
-        lr: SGD's learning rate of C.
-        autoencoder_lr: Of E and D.
-        momentum: Of both.
-        weight_decay: Of both.
-        norm: Of the autoencoder, and of the default classifier.
+        lambda_rec: Weight of the reconstruction error in the joint loss.
+        warmup_epochs: Epochs before the joint ones; 1 in the paper, 2 in the reference runs.
+        task_aware: Whether the classification's gradients reach the autoencoder through x~. In the
+            reference code they do not.
+        lambda_sp: Weight of L2-SP (Li et al. 2018, arXiv:1802.01483), which pulls E to its initial
+            weights in the joint epochs; 1e-3 in the reference code. A model that
+            ``load_from_checkpoint`` reads has another E_0, the one that it is built with.
+        lr: SGD's learning rate for C.
+        autoencoder_lr: SGD's learning rate for E and D.
+        momentum: SGD's momentum for all three.
+        weight_decay: SGD's weight decay for all three.
+        norm: Normalisation of the autoencoder and of the default classifier.
         backbone: C; default the pre-activation ResNet-20.
 
     Attributes:
-        head: The prefix of C's entries in the state dict; gradient dissimilarity is measured on them.
+        head: Prefix of C's entries in the state dict, on which gradient dissimilarity is measured.
     """
 
     private = ("encoder.",)
@@ -93,21 +98,6 @@ class FusedSpaceFed(ClientModel):
         backbone: Backbone | None = None,
     ) -> None:
         super().__init__()
-        own = "FusedSpaceFed"
-        require_one_of(own, get_args(Autoencoder), autoencoder=autoencoder)
-        require_one_of(own, get_args(Fusion), fusion=fusion)
-        require_one_of(own, get_args(Norm), norm=norm)
-        require_at_least(own, 1, latent_dim=latent_dim)
-        require_at_least(
-            own,
-            0,
-            warmup_epochs=warmup_epochs,
-            fusion_scale=fusion_scale,
-            lambda_rec=lambda_rec,
-            lambda_sp=lambda_sp,
-        )
-        require_at_least(own, 0, momentum=momentum, weight_decay=weight_decay)
-        require_positive(own, lr=lr, autoencoder_lr=autoencoder_lr)
         self.autoencoder: Autoencoder = autoencoder
         self.fusion: Fusion = fusion
         self.fusion_scale = fusion_scale
@@ -122,13 +112,16 @@ class FusedSpaceFed(ClientModel):
         self.weight_decay = weight_decay
         self.norm: Norm = norm
         self.backbone = backbone
+        self._check_arguments()
 
     def build(self, spec: DataSpec) -> None:
         if len(spec.shape) != 3 or min(spec.shape[1:]) < SMALLEST:
             raise FlsuiteError(
-                f"FusedSpaceFed reconstructs images (channels, height, width) of at least {SMALLEST} x {SMALLEST} pixels, "
-                f"not data of shape {spec.shape}; choose an image dataset, or set data.resize"
+                f"FusedSpaceFed reconstructs images (channels, height, width) of at least "
+                f"{SMALLEST} x {SMALLEST} pixels, not data of shape {spec.shape}; "
+                "choose an image dataset, or set data.resize"
             )
+
         channels, height, width = spec.shape
         self.encoder, self.decoder = self._autoencoder((channels, height, width))
         seen = channels if self.fusion == "sum" else 2 * channels
@@ -141,26 +134,28 @@ class FusedSpaceFed(ClientModel):
             )
 
     def reconstruct(self, x: Tensor) -> Tensor:
-        """x~, the shape of ``x``."""
+        """Return x~, in the shape of ``x``."""
         reconstruction: Tensor = self.decoder(self.encoder(x))
         return reconstruction
 
     def fuse(self, x: Tensor, reconstruction: Tensor) -> Tensor:
-        """What C sees: ``(n, c, h, w)`` for ``sum``, ``(n, 2 c, h, w)`` for ``concat``."""
+        """Return C's input: ``(n, c, h, w)`` for ``sum``, ``(n, 2 c, h, w)`` for ``concat``."""
+        # A factor of 1 is left out: it would cost a copy of the images.
         scaled = reconstruction if self.fusion_scale == 1 else self.fusion_scale * reconstruction
         return x + scaled if self.fusion == "sum" else torch.cat([x, scaled.to(x.dtype)], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(n, classes)``."""
+        """Return logits ``(n, classes)``."""
         logits: Tensor = self.classifier(self.fuse(x, self.reconstruct(x)))
         return logits
 
     @property
     def warming_up(self) -> bool:
-        """Whether this epoch is one of the warm-up."""
+        """Return whether this epoch is one of the warm-up."""
         return self.current_epoch < self.warmup_epochs
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the reconstruction error in the warm-up, and the joint loss afterwards."""
         x, y = batch
         if self.warming_up:
             with _frozen(self.decoder):
@@ -168,7 +163,7 @@ class FusedSpaceFed(ClientModel):
         return self.joint_loss(x, y)
 
     def joint_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of the joint epochs, a scalar."""
+        """Return the loss of the joint epochs, a scalar."""
         reconstruction = self.reconstruct(x)
         seen = reconstruction if self.task_aware else reconstruction.detach()
         loss = classification_loss(self.classifier(self.fuse(x, seen)), y).mean()
@@ -176,17 +171,20 @@ class FusedSpaceFed(ClientModel):
         return loss + self.lambda_sp * self.drift() if self.lambda_sp else loss
 
     def drift(self) -> Tensor:
-        """``||E - E_0||^2``: how far the encoder has moved from its initial weights."""
+        """Return ``||E - E_0||^2``, the squared distance of the encoder to its initial weights."""
         return (_flat(self.encoder).float() - self.get_buffer("initial_encoder")).square().sum()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """In the warm-up, no gradient of an algorithm's callback (a proximal term, a correction) may move D or C."""
+        """Drop the gradients of D and C in the warm-up.
+
+        They come from an algorithm's callback, such as a proximal term, which must not move D or C.
+        """
         if self.warming_up:
             for parameter in (*self.decoder.parameters(), *self.classifier.parameters()):
                 parameter.grad = None
 
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Beside ``loss`` (the classification's) and ``scores``, the ``reconstruction`` error ``(n,)``."""
+        """Return the classification ``loss``, ``scores``, and the ``reconstruction`` error."""
         x, y = batch
         reconstruction = self.reconstruct(x)
         logits = self.classifier(self.fuse(x, reconstruction))
@@ -197,30 +195,34 @@ class FusedSpaceFed(ClientModel):
         }
 
     def classifier_inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What C sees without the autoencoder (``x``, or ``[x, 0]`` for ``concat``), and what it sees with it."""
+        """Return C's input without the autoencoder and with it.
+
+        Without it, that is ``x`` for ``sum`` and ``[x, 0]`` for ``concat``.
+        """
         plain = x if self.fusion == "sum" else self.fuse(x, torch.zeros_like(x))
         return plain, self.fuse(x, self.reconstruct(x))
 
     def head_losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean classification loss at the plain and at the fused input; gradients reach C only."""
+        """Return the mean classification loss at the plain and at the fused input.
+
+        Gradients reach C only.
+        """
         x, y = batch
         with torch.no_grad():
             plain, fused = self.classifier_inputs(x)
-        return classification_loss(self.classifier(plain), y).mean(), classification_loss(
-            self.classifier(fused), y
-        ).mean()
+        plain_loss = classification_loss(self.classifier(plain), y).mean()
+        return plain_loss, classification_loss(self.classifier(fused), y).mean()
 
     def pictures(self, x: Tensor) -> dict[str, Tensor]:
-        """``reconstructions``: ``x``, x~ below it, and where they are summed, what C sees."""
+        """Return ``reconstructions``: rows of x, of x~, and of C's input where it is their sum."""
         reconstruction = self.reconstruct(x).float()
-        seen = (
-            [self.fuse(x, reconstruction) / (1 + self.fusion_scale)] if self.fusion == "sum" else []
-        )
-        rows = [x, reconstruction, *seen]
+        rows = [x, reconstruction]
+        if self.fusion == "sum":
+            rows.append(self.fuse(x, reconstruction) / (1 + self.fusion_scale))  # within [0, 1]
         return {"reconstructions": torch.stack(rows)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One SGD with two learning rates."""
+        """Return one SGD with two learning rates."""
         autoencoder = [*self.encoder.parameters(), *self.decoder.parameters()]
         groups = [
             {"params": autoencoder, "lr": self.autoencoder_lr},
@@ -236,12 +238,24 @@ class FusedSpaceFed(ClientModel):
             BottleneckDecoder(shape, self.latent_dim, self.norm),
         )
 
+    def _check_arguments(self) -> None:
+        own = "FusedSpaceFed"
+        require_one_of(own, get_args(Autoencoder), autoencoder=self.autoencoder)
+        require_one_of(own, get_args(Fusion), fusion=self.fusion)
+        require_one_of(own, get_args(Norm), norm=self.norm)
+        require_at_least(own, 1, latent_dim=self.latent_dim)
+        require_at_least(own, 0, warmup_epochs=self.warmup_epochs, fusion_scale=self.fusion_scale)
+        require_at_least(own, 0, lambda_rec=self.lambda_rec, lambda_sp=self.lambda_sp)
+        require_at_least(own, 0, momentum=self.momentum, weight_decay=self.weight_decay)
+        require_positive(own, lr=self.lr, autoencoder_lr=self.autoencoder_lr)
+
 
 @contextmanager
 def _frozen(module: nn.Module) -> Iterator[None]:
-    """Use a module without training it: no gradients for its parameters, no update of its statistics.
+    """Use a module without training it: no gradients for its parameters, no new statistics.
 
-    Only the forward pass runs inside: autograd keeps what it has recorded, so that backward may follow outside.
+    Only the forward pass runs inside: autograd keeps what it has recorded, and backward may follow
+    outside.
     """
     gradients = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     module.requires_grad_(False)

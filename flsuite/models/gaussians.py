@@ -1,4 +1,7 @@
-"""Diagonal Gaussians given by mean and log variance, in float32 whatever the precision of the networks."""
+"""Diagonal Gaussians given by mean and log variance.
+
+The arguments are float32: under mixed precision the caller converts them.
+"""
 
 import math
 
@@ -11,19 +14,28 @@ _LOG_2PI = math.log(2 * math.pi)
 
 
 def sample(mean: Tensor, log_variance: Tensor) -> Tensor:
-    """One draw each, by the reparameterisation trick (Kingma and Welling 2014, arXiv:1312.6114)."""
+    """Draw once from each, by the reparameterisation trick.
+
+    Kingma and Welling 2014, Auto-Encoding Variational Bayes, arXiv:1312.6114.
+    """
     return mean + (0.5 * log_variance).exp() * torch.randn_like(mean)
 
 
 def log_density(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """``log N(x; mean, exp(log_variance))``, summed over the last dimension; the arguments broadcast."""
+    """Return ``log N(x; mean, exp(log_variance))`` in nats, summed over the last dimension.
+
+    The arguments broadcast.
+    """
     return -0.5 * (_LOG_2PI + log_variance + (x - mean).square() * (-log_variance).exp()).sum(-1)
 
 
 def kl_divergence(
     mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_log_variance: Tensor
 ) -> Tensor:
-    """``KL(N(mean, .) || N(prior_mean, .))`` in nats, summed over the last dimension; the arguments broadcast."""
+    """Return ``KL(N(mean, .) || N(prior_mean, .))`` in nats, summed over the last dimension.
+
+    The arguments broadcast.
+    """
     ratio = log_variance - prior_log_variance
     distance = (mean - prior_mean).square() * (-prior_log_variance).exp()
     return 0.5 * (ratio.exp() - ratio + distance - 1).sum(-1)

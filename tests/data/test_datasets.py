@@ -1,4 +1,4 @@
-"""Each reader on tiny files in the publisher's layout, on damaged ones, and on the real files where there are any."""
+"""Tests of the readers: on tiny files in the publisher's layout, damaged files, and real files."""
 
 import gzip
 import hashlib
@@ -16,6 +16,7 @@ import torch
 from flsuite.data.datasets.digits import Digits, read_digits
 from flsuite.data.datasets.medmnist import MedMNIST, read_medmnist
 from flsuite.data.datasets.synthetic import Synthetic, bayes_accuracy, make_mixture, simplex_means
+from flsuite.data.datasets.torchvision_files import read_torchvision
 from flsuite.data.datasets.vision import (
     CIFAR10,
     CIFAR100,
@@ -23,7 +24,6 @@ from flsuite.data.datasets.vision import (
     MNIST,
     SVHN,
     FashionMNIST,
-    read_torchvision,
 )
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError
@@ -38,19 +38,19 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """No network; the addresses that were asked for."""
-    asked: list[str] = []
+    """Refuse all network access, and return the addresses that were requested."""
+    requested: list[str] = []
 
     def refuse(request: Any, *args: Any, **kwargs: Any) -> None:
-        asked.append(getattr(request, "full_url", request))
+        requested.append(getattr(request, "full_url", request))
         raise urllib.error.URLError("no network in tests")
 
     monkeypatch.setattr("urllib.request.urlopen", refuse)
-    return asked
+    return requested
 
 
 def check(source: PublishedSplits, shape: tuple[int, ...], **sizes: int) -> None:
-    """Sizes, shapes and dtypes of an image set."""
+    """Check sizes, shapes and dtypes of an image set."""
     channels, height, width = shape
     assert source.spec.shape == shape
     assert len(source.spec.class_names) == source.spec.num_classes
@@ -107,7 +107,7 @@ def medmnist_arrays(name: str, size: int, rng: np.random.Generator) -> dict[str,
 
 
 def publish(monkeypatch: pytest.MonkeyPatch, file: Path, name: str, suffix: str = "") -> None:
-    """Let the package's checksum be that of the file."""
+    """Set the package's checksum to that of the file."""
     from medmnist import INFO
 
     monkeypatch.setitem(INFO[name], f"MD5{suffix}", hashlib.md5(file.read_bytes()).hexdigest())
@@ -174,14 +174,16 @@ def test_medmnist_class_names() -> None:
 
 @pytest.mark.parametrize("name", ["retina", "RetinaMNIST", "organmnist3d", ""])
 def test_medmnist_unknown_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match=r"data.name must be one of pathmnist, .*organsmnist$"):
+    with pytest.raises(
+        FlsuiteError, match=rf"MedMNIST: name must be one of pathmnist, .*organsmnist, got {name!r}"
+    ):
         read_medmnist(name, 28, tmp_path, False)
 
 
 @pytest.mark.parametrize("size", [0, 32, 256])
 def test_medmnist_unknown_size(size: int, tmp_path: Path) -> None:
     with pytest.raises(
-        FlsuiteError, match=rf"size {size}; data.size must be one of \(28, 64, 128, 224\)"
+        FlsuiteError, match=rf"MedMNIST: size must be one of \(28, 64, 128, 224\), got {size}"
     ):
         read_medmnist("breastmnist", size, tmp_path, False)
 
@@ -202,7 +204,7 @@ def test_medmnist_no_network(tmp_path: Path, offline: list[str]) -> None:
         match=r"breastmnist.npz is not in .*new.*no network in tests.*put https://\S+ there",
     ):
         read_medmnist("breastmnist", 28, root, download=True)
-    assert offline and not list(root.iterdir()), "nothing is left of a failed download"
+    assert offline and not list(root.iterdir()), "a failed download leaves no files"
 
 
 def test_medmnist_root_is_a_file(tmp_path: Path, offline: list[str]) -> None:
@@ -290,7 +292,7 @@ BAD_ARRAYS = {
         "test_labels have shape .3, 1. for 4",
     ),
     "two columns": ("test_labels", np.zeros((4, 2), np.uint8), "test_labels have shape .4, 2."),
-    "class 2 of 2": ("test_labels", np.full((4, 1), 2, np.uint8), "test_labels lie outside"),
+    "class 2 of 2": ("test_labels", np.full((4, 1), 2, np.uint8), "test_labels are outside"),
     "objects": ("test_labels", np.array([[None]] * 4), "allow_pickle"),
 }
 
@@ -311,7 +313,10 @@ def test_medmnist_bad_arrays(
 
 
 def idx(array: np.ndarray) -> bytes:
-    """The format of the MNIST files: a magic number that says uint8 and the rank, big-endian sizes, the bytes."""
+    """Encode an array in the format of the MNIST files.
+
+    It is a magic number with the dtype, uint8, and the rank, then big-endian sizes, then the bytes.
+    """
     return (
         struct.pack(f">I{array.ndim}I", 0x800 + array.ndim, *array.shape)
         + array.astype(np.uint8).tobytes()
@@ -321,7 +326,7 @@ def idx(array: np.ndarray) -> bytes:
 def write_mnist(
     root: Path, name: str, rng: np.random.Generator, train: int = 12, test: int = 5
 ) -> np.ndarray:
-    """Four raw files; returns the training images."""
+    """Write four raw files, and return the training images."""
     raw = root / name / "raw"
     raw.mkdir(parents=True)
     images = {
@@ -342,7 +347,7 @@ def test_mnist(
     check(source, (1, 28, 28), train=12, test=5)
     assert np.array_equal(source.train.x[..., 0].numpy(), images)
     assert source.train.y.tolist() == [*range(10), 0, 1] and source.val is None
-    assert not offline, "the files are there: no network"
+    assert not offline, "files that exist are not downloaded"
 
 
 def test_mnist_unpacks_archives_without_network(
@@ -405,7 +410,7 @@ def test_missing(module: type[MNIST], tmp_path: Path, offline: list[str]) -> Non
 def write_emnist(
     root: Path, split: str, labels: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Returns the upright images; the files hold them transposed, as published."""
+    """Write transposed images, as published, and return the upright ones."""
     raw = root / "EMNIST" / "raw"
     raw.mkdir(parents=True)
     upright = rng.integers(0, 256, (len(labels), 28, 28))
@@ -449,7 +454,7 @@ def test_emnist_unknown_split() -> None:
 
     assert datasets.EMNIST.splits == EMNIST_SPLITS
     with pytest.raises(
-        FlsuiteError, match=r"no split 'lettres'; data.split must be one of byclass, "
+        FlsuiteError, match=r"EMNIST: split must be one of byclass, .*, got 'lettres'"
     ):
         EMNIST("lettres")
 
@@ -468,7 +473,10 @@ CIFAR_FILES = {
 def write_cifar(
     root: Path, name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> np.ndarray:
-    """Pickled batches of four images and their checksums; returns all in ``(n, 3, 32, 32)``, test last."""
+    """Write pickled batches of four images, and set their checksums.
+
+    Returns all images, those of the test batch last, as ``(n, 3, 32, 32)``.
+    """
     from torchvision import datasets
 
     reader = getattr(datasets, name)
@@ -643,14 +651,20 @@ def test_synthetic_owners() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"classes": 1}, "data.classes must be at least 2, got 1"),
-        ({"classes": 5, "features": 3}, "raise data.features, which is 3"),
-        ({"samples": 5}, "data.samples must be at least twice data.classes, 8, got 5"),
-        ({"separation": -1.0}, "data.separation must be"),
-        ({"separation": float("nan")}, "data.separation must be"),
-        ({"owners": -1}, "data.owners must be between"),
-        ({"owners": 81, "samples": 100}, "data.owners must be between .* got 81"),
-        ({"owners": 2, "owner_shift": float("inf")}, "data.owner_shift must be"),
+        ({"classes": 1}, "Synthetic: classes must be at least 2, got 1"),
+        (
+            {"classes": 5, "features": 3},
+            "5 equidistant means need 4 dimensions; raise features, which is 3",
+        ),
+        ({"samples": 5}, "Synthetic: samples must be at least twice the classes, 8, got 5"),
+        ({"separation": -1.0}, "Synthetic: separation must be at least 0, got -1"),
+        ({"separation": float("nan")}, "Synthetic: separation must be at least 0, got nan"),
+        ({"owners": -1}, "Synthetic: owners must be at least 0, got -1"),
+        ({"owners": 81, "samples": 100}, "owners must be at most the 80 training samples, got 81"),
+        (
+            {"owners": 2, "owner_shift": float("inf")},
+            "Synthetic: owner_shift must be at least 0, got inf",
+        ),
     ],
 )
 def test_synthetic_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -658,7 +672,7 @@ def test_synthetic_bad_arguments(arguments: dict[str, Any], message: str) -> Non
         Synthetic(**arguments)
 
 
-# Where the files are looked for
+# The places of the files
 
 
 def test_root_argument_before_environment(

@@ -1,4 +1,4 @@
-"""FEMNIST in LEAF's layouts and as arrays, tiny; and what is said of files that are missing or damaged."""
+"""Tests of FEMNIST: tiny files in LEAF's layouts and as arrays, missing and damaged files."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ WRITERS = {"f0002_7": 20, "f0001_41": 10, "f0003_1": 3}
 
 
 def samples(writer: str, number: int) -> dict[str, Any]:
-    """As LEAF writes them: white (1) but for one pixel, whose place is the sample's number."""
+    """Return samples in LEAF's format: white (1), except for the pixel of the sample's number."""
     x = np.ones((number, 784))
     x[np.arange(number), np.arange(number)] = 0.2
     return {"x": x.tolist(), "y": [(k + len(writer)) % 62 for k in range(number)]}
@@ -34,7 +34,7 @@ def write_leaf(file: Path, writers: dict[str, int], **changes: Any) -> Path:
 
 
 def test_all_data(tmp_path: Path) -> None:
-    """Two of twenty and one of ten are held out, none of three."""
+    """Two of twenty samples are held out, one of ten, none of three."""
     first, *others = WRITERS.items()
     write_leaf(tmp_path / "all_data_0.json", dict([first]))
     write_leaf(tmp_path / "all_data_1.json", dict(others))
@@ -59,7 +59,7 @@ def test_all_data(tmp_path: Path) -> None:
 
 
 def test_train_and_test_folders(tmp_path: Path) -> None:
-    """LEAF's own split is taken as it is, and a writer has the same number in both."""
+    """LEAF's own split is kept, and a writer has the same number in both splits."""
     write_leaf(tmp_path / "data" / "train" / "a.json", WRITERS)
     write_leaf(tmp_path / "data" / "test" / "b.json", {"f0002_7": 2, "f0009_9": 1})
     source = read_femnist(tmp_path)

@@ -1,10 +1,9 @@
-"""From a published split to clients: validation, test, scaling, batches."""
+"""Tests of the data module: validation, test samples, scaling, batches, seeds."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,14 +20,16 @@ from flsuite.data import (
     PublishedSplits,
     Synthetic,
 )
-from flsuite.data.federated import batch_bounds
-from flsuite.data.module import deal_like
+from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
 
 
 class Images(FederatedDataModule):
-    """Random pictures of three classes: 120 training, 60 test and, on request, 30 validation samples."""
+    """Random images of three classes: 120 for training, 60 for testing.
+
+    With ``published``, there are 30 for validation.
+    """
 
     def __init__(
         self, channels: int = 3, published: bool = False, owners: Sequence[int] = (), **kwargs: Any
@@ -51,7 +52,7 @@ class Images(FederatedDataModule):
         return DataSplit(x.to(torch.uint8), torch.randint(0, 3, (samples,), generator=generator))
 
 
-def dealt(**kwargs: Any) -> Images:
+def made(**kwargs: Any) -> Images:
     module = Images(**{"clients": 4, "batch_size": 16, **kwargs})
     module.setup()
     return module
@@ -75,10 +76,10 @@ def all_rows(module: FederatedDataModule, split: str) -> Tensor:
         (True, 0.5, 60, 60, 60),
     ],
 )
-def test_what_is_held_out(
+def test_validation_samples(
     published: bool, val_fraction: float | None, train: int, held: int, validation: int | None
 ) -> None:
-    data = dealt(published=published, val_fraction=val_fraction).federated
+    data = made(published=published, val_fraction=val_fraction).federated
     assert (len(data.train_index.values), len(data.val_index.values)) == (train, held)
     assert not set(data.train_index.values.tolist()) & set(data.val_index.values.tolist())
     found = data.validation()
@@ -91,7 +92,7 @@ def test_what_is_held_out(
 
 @pytest.mark.parametrize("val_fraction", [None, 0.5, 0.9])
 def test_a_client_keeps_a_sample_to_train_on(val_fraction: float | None) -> None:
-    module = dealt(clients=4, owners=(1, 2, 5, 40), partition=Natural(), val_fraction=val_fraction)
+    module = made(clients=4, owners=(1, 2, 5, 40), partition=Natural(), val_fraction=val_fraction)
     sizes = [module.federated.samples(client) for client in range(4)]
     fraction = 0.1 if val_fraction is None else val_fraction
     assert sizes == [n - min(round(fraction * n), n - 1) for n in (1, 2, 5, 40)] and min(sizes) >= 1
@@ -99,7 +100,7 @@ def test_a_client_keeps_a_sample_to_train_on(val_fraction: float | None) -> None
 
 @pytest.mark.parametrize("val_fraction", [-0.1, 1.0, float("nan")])
 def test_impossible_fractions_are_refused(val_fraction: float) -> None:
-    with pytest.raises(FlsuiteError, match=r"data\.val_fraction must be in \[0, 1\)"):
+    with pytest.raises(FlsuiteError, match=r"Images: val_fraction must be in \[0, 1\)"):
         Images(val_fraction=val_fraction)
 
 
@@ -121,30 +122,14 @@ def test_test_samples_follow_each_clients_class_mix(alpha: float) -> None:
     ).double()
     expected = train / train.sum(0) * torch.bincount(data.test.y, minlength=10)
     assert (test - expected).abs().max() <= 1
-    assert (test[train == 0] == 0).all(), "no test sample of a class that the client does not know"
-
-
-def test_test_samples_of_a_class_that_nobody_holds_go_to_nobody() -> None:
-    labels, test_labels = np.array([0, 0, 1, 1]), np.array([0, 0, 1, 2, 2])
-    parts = deal_like(labels, [np.array([0, 1]), np.array([2])], test_labels, seed=0)
-    assert [part.tolist() for part in parts] == [[0, 1], [2]]
-
-
-def test_the_training_rows_alone_decide_who_tests_what() -> None:
-    labels = np.repeat([0, 1], 50)
-    rows = [np.arange(0, 30), np.arange(30, 90)]  # rows 90 to 99 belong to nobody
-    parts = deal_like(labels, rows, np.repeat([0, 1], 10), seed=1)
-    assert [np.bincount(np.repeat([0, 1], 10)[part], minlength=2).tolist() for part in parts] == [
-        [6, 0],
-        [4, 10],
-    ]
+    assert (test[train == 0] == 0).all(), "no test sample of a class without training samples"
 
 
 # Pixels
 
 
 def test_resize() -> None:
-    module = dealt(resize=16)
+    module = made(resize=16)
     data = module.federated
     assert (
         data.train.x.shape == (120, 16, 16, 3)
@@ -154,14 +139,14 @@ def test_resize() -> None:
     assert module.spec.shape == (3, 16, 16)
     batch, _ = next(iter(module.train_dataloader()))
     assert batch.shape == (16, 3, 16, 16)
-    means = [d.train.x.double().mean((0, 1, 2)) for d in (data, dealt().federated)]
-    assert torch.allclose(*means, atol=1.0), "the picture stays as bright as it was"
-    assert dealt(resize=8).federated.train.x.equal(dealt().federated.train.x)
+    means = [d.train.x.double().mean((0, 1, 2)) for d in (data, made().federated)]
+    assert torch.allclose(*means, atol=1.0), "the mean brightness is kept"
+    assert made(resize=8).federated.train.x.equal(made().federated.train.x)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_rgb(channels: int) -> None:
-    module = dealt(channels=channels, rgb=True)
+    module = made(channels=channels, rgb=True)
     assert module.spec.shape == (3, 8, 8) and module.federated.train.x.shape[-1] == channels
     batch, _ = next(iter(module.train_dataloader()))
     assert batch.shape == (16, 3, 8, 8)
@@ -174,18 +159,16 @@ def test_rgb(channels: int) -> None:
     "kwargs", [{}, {"channels": 1}, {"channels": 1, "rgb": True}, {"resize": 12}]
 )
 def test_standardized_pixels(kwargs: dict[str, Any]) -> None:
-    data = dealt(**kwargs).federated
+    data = made(**kwargs).federated
     x = data.scaling(data.train.x).double()
     assert x.mean((0, 2, 3)).abs().max() < 1e-5
     assert (x.std((0, 2, 3), correction=0) - 1).abs().max() < 1e-5
     test = data.scaling(data.test.x).double()
-    assert 0 < test.mean((0, 2, 3)).abs().max() < 0.2, (
-        "the test split has the training split's scale"
-    )
+    assert 0 < test.mean((0, 2, 3)).abs().max() < 0.2, "the scale is that of the training split"
 
 
 def test_plain_pixels() -> None:
-    data = dealt(standardize=False).federated
+    data = made(standardize=False).federated
     x = data.scaling(data.train.x)
     assert x.min() >= 0 and x.max() <= 1
     assert torch.allclose(x, data.train.x.permute(0, 3, 1, 2) / 255)
@@ -209,7 +192,7 @@ def test_a_channel_without_contrast_stays_finite() -> None:
 def test_batches_are_float_and_channels_last(
     channels: int, rgb: bool, augment: CropFlip | None
 ) -> None:
-    module = dealt(channels=channels, rgb=rgb, augment=augment)
+    module = made(channels=channels, rgb=rgb, augment=augment)
     for x, y in module.federated.loader(1, seed=0, round=1):
         assert x.dtype == torch.float32 and y.dtype == torch.int64
         assert x.is_contiguous(memory_format=torch.channels_last)
@@ -221,14 +204,14 @@ def test_tables_pass_through() -> None:
     x, _ = next(iter(module.train_dataloader()))
     assert x.shape == (10, 6) and x.dtype == torch.float32 and module.spec.shape == (6,)
     rows = module.federated.train.x
-    assert all((rows == sample).all(1).any() for sample in x), "as they are"
+    assert all((rows == sample).all(1).any() for sample in x), "rows are not scaled"
 
 
 # Batches
 
 
 def rows_of(module: Images, **kwargs: Any) -> list[list[int]]:
-    """The rows of each batch of an epoch, recognised by their pixels."""
+    """Return the rows of each batch of an epoch, recognised by their pixels."""
     loader = kwargs.pop("loader", None) or module.federated.loader(**kwargs)
     known = {
         module.federated.scaling(module.federated.train.x[i : i + 1]).numpy().tobytes(): i
@@ -238,19 +221,19 @@ def rows_of(module: Images, **kwargs: Any) -> list[list[int]]:
 
 
 def flat(batches: list[list[int]]) -> list[int]:
-    """All rows of the batches, ascending."""
+    """Return all rows of the batches, ascending."""
     return sorted(row for batch in batches for row in batch)
 
 
 def test_epochs_differ_and_repeat() -> None:
-    module = dealt()
+    module = made()
     loader = module.federated.loader(2, seed=5, round=3)
     first, second = rows_of(module, loader=loader), rows_of(module, loader=loader)
     assert len(loader) == len(first) == 2
     own = sorted(module.federated.train_rows(2).tolist())
     assert flat(first) == flat(second) == own and first != second
     again = module.federated.loader(2, seed=5, round=3)
-    torch.rand(3)  # nothing that is drawn elsewhere matters
+    torch.rand(3)  # draws elsewhere do not matter
     assert [rows_of(module, loader=again), rows_of(module, loader=again)] == [first, second]
     assert (
         rows_of(module, client=2, seed=6, round=3)
@@ -260,7 +243,7 @@ def test_epochs_differ_and_repeat() -> None:
 
 
 def test_a_number_of_batches_instead_of_a_pass() -> None:
-    module = dealt()
+    module = made()
     few, many = (rows_of(module, client=0, seed=0, round=1, batches=n) for n in (1, 7))
     assert [len(batch) for batch in few] == [16] and len(many) == 7
     whole = rows_of(module, client=0, seed=0, round=1)
@@ -268,7 +251,7 @@ def test_a_number_of_batches_instead_of_a_pass() -> None:
 
 
 def test_the_pooled_client_holds_everything() -> None:
-    module = dealt()
+    module = made()
     data = module.federated
     seen = flat(rows_of(module, client=POOLED, seed=0, round=1))
     assert seen == sorted(data.train_index.values.tolist()) and data.samples(POOLED) == 108
@@ -285,7 +268,7 @@ def test_no_batch_of_one(samples: int, bounds: list[tuple[int, int]]) -> None:
 
 
 def test_a_single_sample_is_seen_twice() -> None:
-    module = dealt(clients=2, owners=(1, 119), partition=Natural(), val_fraction=0.0)
+    module = made(clients=2, owners=(1, 119), partition=Natural(), val_fraction=0.0)
     ((first, second),) = rows_of(module, client=0, seed=0, round=1)
     assert first == second == 0 and module.federated.samples(0) == 1
 
@@ -313,35 +296,35 @@ def test_crop_shifts_and_pads_with_zeros() -> None:
     rows, columns = cropped.amax(3).sum((1, 2)), cropped.amax(2).sum((1, 2))
     assert set(rows.tolist()) == set(columns.tolist()) == {4.0, 5.0, 6.0}
     assert torch.equal(cropped.sum((1, 2, 3)), rows * columns), (
-        "what is left of the picture is one rectangle"
+        "the visible part of the image is one rectangle"
     )
 
 
 def test_augmentation_follows_the_loaders_seed() -> None:
-    module = dealt(augment=CropFlip(2))
+    module = made(augment=CropFlip(2))
     one, two = (
         torch.cat([x for x, _ in module.federated.loader(0, seed=1, round=1)]) for _ in range(2)
     )
     assert one.equal(two)
-    with pytest.raises(FlsuiteError, match="padding must not be negative"):
+    with pytest.raises(FlsuiteError, match="CropFlip: padding must be at least 0, got -1"):
         CropFlip(-1)
 
 
 # Seeds and folders
 
 
-def test_the_partition_follows_its_own_seed_before_the_runs() -> None:
-    def made(run: int, **kwargs: Any) -> Images:
+def test_the_seed_of_the_module_comes_before_that_of_the_run() -> None:
+    def of_run(run: int, **kwargs: Any) -> Images:
         module = Images(clients=4, partition=IID(), **kwargs)
         module.use_seed(run)
         module.setup()
         return module
 
     for split in ("train", "val", "test"):
-        assert all_rows(made(1), split).equal(all_rows(made(1), split))
-        assert all_rows(made(1, seed=5), split).equal(all_rows(made(2, seed=5), split))
-        assert not all_rows(made(1), split).equal(all_rows(made(2), split))
-    assert all_rows(made(7), "train").equal(all_rows(made(0, seed=7), "train"))
+        assert all_rows(of_run(1), split).equal(all_rows(of_run(1), split))
+        assert all_rows(of_run(1, seed=5), split).equal(all_rows(of_run(2, seed=5), split))
+        assert not all_rows(of_run(1), split).equal(all_rows(of_run(2), split))
+    assert all_rows(of_run(7), "train").equal(all_rows(of_run(0, seed=7), "train"))
 
 
 def test_the_argument_comes_before_the_environment_before_the_default(
@@ -357,7 +340,7 @@ def test_the_argument_comes_before_the_environment_before_the_default(
     assert Images().data_root(Path("default")) == Path("default")
 
 
-def test_data_is_dealt_once_and_not_before_setup() -> None:
+def test_data_is_split_once_and_not_before_setup() -> None:
     module = Images(clients=4)
     with pytest.raises(FlsuiteError, match=r"call setup\(\)"):
         _ = module.federated
@@ -367,30 +350,11 @@ def test_data_is_dealt_once_and_not_before_setup() -> None:
     assert module.federated is before
 
 
-@pytest.mark.parametrize("kwargs", [{"clients": 0}, {"batch_size": 0}])
+@pytest.mark.parametrize(
+    "kwargs", [{"clients": 0}, {"batch_size": 0}, {"resize": 0}, {"train_samples": 0}]
+)
 def test_impossible_numbers_are_refused(kwargs: dict[str, int]) -> None:
-    with pytest.raises(FlsuiteError, match=rf"data\.{next(iter(kwargs))} must be at least 1"):
+    with pytest.raises(
+        FlsuiteError, match=f"Images: {next(iter(kwargs))} must be at least 1, got 0"
+    ):
         Images(**kwargs)
-
-
-class Owned(FederatedDataModule):
-    """Forty training and ten test samples of two owners."""
-
-    def load(self) -> PublishedSplits:
-        train, test = (
-            DataSplit(torch.zeros(n, 2), torch.arange(n) % 2, torch.arange(n) % 4 // 2)
-            for n in (40, 12)
-        )
-        return PublishedSplits(DataSpec((2,), 2), train, test)
-
-
-def test_test_samples_follow_their_owner_only_where_owners_are_whole() -> None:
-    whole, cut = Owned(clients=2, partition=Natural()), Owned(clients=5, partition=IID())
-    for module in (whole, cut):
-        module.setup()
-    ids = whole.federated.test.ids
-    assert ids is not None
-    assert all(len(ids[whole.federated.test_index[c]].unique()) == 1 for c in range(2))
-    assert (
-        min(cut.federated.test_index.lengths()) > 0 and len(cut.federated.test_index.values) == 12
-    )

@@ -1,4 +1,4 @@
-"""N-BaIoT in both of its layouts, tiny: streaming, the cap, the split, scaling, and what is said of defects."""
+"""Tests of N-BaIoT on tiny files in both layouts: chunks, cap, split, scaling, defects."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +11,8 @@ import torch
 
 from flsuite.commands.main import main
 from flsuite.data import Dirichlet, Natural, NBaIoT, PublishedSplits
-from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI, read_nbaiot
+from flsuite.data.datasets.nbaiot import read_nbaiot
+from flsuite.data.datasets.nbaiot_files import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 
@@ -19,7 +20,10 @@ HEADER = [f"MI_dir_L{number}_weight" for number in range(115)]
 
 
 def content(device: int, traffic: str, rows: int) -> np.ndarray:
-    """Traffic of a kind lies apart in ten columns of its own; the last columns are the row's number, and constant."""
+    """Return rows in which each kind of traffic is high in ten columns of its own.
+
+    The last columns are the device, the row's number, and a constant.
+    """
     kind = TRAFFIC.index(traffic)
     x = np.random.default_rng([device, kind]).normal(0, 1, (rows, 115))
     x[:, kind:110:11] += 8
@@ -45,7 +49,7 @@ def nested(device: int, traffic: str) -> str:
 
 
 def write(folder: Path, devices: Mapping[int, int], name: Callable[[int, str], str] = flat) -> Path:
-    """Rows per file of each device."""
+    """Write files for these devices, with so many rows per file."""
     for device, rows in devices.items():
         for traffic in kinds(device):
             file = folder / name(device, traffic)
@@ -55,7 +59,7 @@ def write(folder: Path, devices: Mapping[int, int], name: Callable[[int, str], s
 
 
 def change(file: Path, row: int, column: int, value: str) -> None:
-    """Row 0 is the header."""
+    """Change one cell of a file; row 0 is the header."""
     lines = [line.split(",") for line in file.read_text().splitlines()]
     lines[row][column] = value
     file.write_text("\n".join(map(",".join, lines)) + "\n")
@@ -71,14 +75,14 @@ def equal(a: PublishedSplits, b: PublishedSplits) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two devices, one of which Mirai was not on."""
+    """Write files for two devices, one of them without Mirai."""
     return write(tmp_path_factory.mktemp("nbaiot"), {1: 20, 3: 12})
 
 
-# What is read
+# Reading
 
 
-def test_what_is_read(folder: Path) -> None:
+def test_reading(folder: Path) -> None:
     source = read_nbaiot(folder, "attack")
     assert source.spec.shape == (115,) and source.spec.class_names == TRAFFIC and source.val is None
     assert source.train.x.dtype == torch.float32 and source.train.y.dtype == torch.int64
@@ -108,7 +112,7 @@ def test_classes(folder: Path, classes: Any, names: tuple[str, ...], counts: lis
 
 
 def test_one_device(folder: Path) -> None:
-    """It has the rows that it has among all, no owners, and all classes."""
+    """A single device has its rows of the whole set, no owners, and all classes."""
     source, whole = read_nbaiot(folder, "family", device=3), read_nbaiot(folder, "family")
     assert source.train.ids is None and source.test.ids is None and source.spec.num_classes == 3
     assert (len(source.train), len(source.test)) == (60, 12)
@@ -116,7 +120,7 @@ def test_one_device(folder: Path) -> None:
     assert torch.equal(source.test.y, whole.test.y[whole.test.ids == 3])
 
 
-# Streaming, the cap, the split
+# Chunks, cap, split
 
 
 @pytest.mark.parametrize("cap", [None, 7])
@@ -130,7 +134,7 @@ def test_chunks_make_no_difference(tmp_path: Path, cap: int | None) -> None:
 def raw_rows(
     folder: Path, cap: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[set[int], set[int]]:
-    """The numbers of the training and test rows that are taken of the first file."""
+    """Return the numbers of the training and test rows of the first file."""
     monkeypatch.setattr("flsuite.data.datasets.nbaiot.fit_scale", lambda _, train: lambda x: x)
     source = read_nbaiot(folder, "attack", device=1, rows_per_file=cap)
     train, test = (
@@ -140,7 +144,7 @@ def raw_rows(
 
 
 def test_the_cap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller cap is part of a larger one, training in training and test in test; it is not the head of the file."""
+    """A smaller cap is a part of a larger one in both splits, and not the head of the file."""
     all_train, all_test = raw_rows(folder, None, monkeypatch)
     assert all_train | all_test == {*range(20)} and len(all_test) == 4
     train, test = raw_rows(folder, 10, monkeypatch)
@@ -150,7 +154,7 @@ def test_the_cap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert raw_rows(folder, 1000, monkeypatch) == (all_train, all_test)
 
 
-def test_the_run_has_no_say_in_the_split(folder: Path) -> None:
+def test_the_test_split_does_not_depend_on_the_run(folder: Path) -> None:
     modules = [NBaIoT(root=str(folder), rows_per_file=10, seed=seed, clients=2) for seed in (1, 2)]
     for module in modules:
         module.setup()
@@ -164,7 +168,7 @@ def test_the_run_has_no_say_in_the_split(folder: Path) -> None:
 def test_scaling_is_that_of_the_training_rows(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the formula in float64, on the unscaled rows."""
+    """The oracle is the formula in float64, on the unscaled rows."""
     scaled = read_nbaiot(folder, chunk_rows=9)
     with monkeypatch.context() as patch:
         patch.setattr("flsuite.data.datasets.nbaiot.fit_scale", lambda _, train: lambda x: x)
@@ -176,8 +180,10 @@ def test_scaling_is_that_of_the_training_rows(
         assert (part.x[:, 114] == 0.5).all()
 
 
-def test_test_rows_have_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wild value in a test row leaves the training rows bit for bit, and is cut."""
+def test_the_scale_does_not_depend_on_test_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outlier in a test row is clipped, and leaves the training rows bit for bit."""
     write(tmp_path, {3: 10})
     with monkeypatch.context() as patch:
         patch.setattr("flsuite.data.datasets.nbaiot.fit_scale", lambda _, train: lambda x: x)
@@ -192,6 +198,8 @@ def test_test_rows_have_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 # Defects
 
+CELL = r"3\.gafgyt\.scan\.csv: row 9, column 'MI_dir_L4_weight': "
+
 
 @pytest.mark.parametrize(
     ("row", "column", "value", "message"),
@@ -200,34 +208,39 @@ def test_test_rows_have_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             9,
             4,
             "",
-            r"3\.gafgyt\.scan\.csv has missing values in column 'MI_dir_L4_weight' in 1 row, first in row 9;",
+            CELL + r"the value is missing \(in 1 row of this column\);",
         ),
         (
             9,
             4,
             "nan",
-            r"3\.gafgyt\.scan\.csv has missing values in column 'MI_dir_L4_weight' in 1 row, first in row 9;",
+            CELL + r"the value is missing \(in 1 row of this column\);",
         ),
         (
             9,
             4,
             "x",
-            r"3\.gafgyt\.scan\.csv has no number but 'x' in column 'MI_dir_L4_weight', row 9;",
+            CELL + r"expected a number, got 'x';",
         ),
-        (9, 4, "inf", r"3\.gafgyt\.scan\.csv has inf in column 'MI_dir_L4_weight', row 9,"),
+        (
+            9,
+            4,
+            "inf",
+            CELL + r"expected a finite float32 number, got inf;",
+        ),
         (9, 4, "1,2", r"3\.gafgyt\.scan\.csv cannot be read as CSV .*line 10"),
         (
             0,
             4,
             "a",
-            r"3\.gafgyt\.scan\.csv names column 5 'a' where the first file has 'MI_dir_L4_weight'",
+            r"3\.gafgyt\.scan\.csv: header, column 5: expected 'MI_dir_L4_weight' .*, got 'a';",
         ),
-        (0, 4, "a,b", r"3\.gafgyt\.scan\.csv has 116 columns where N-BaIoT has 115"),
+        (0, 4, "a,b", r"3\.gafgyt\.scan\.csv has 116 columns, and N-BaIoT has 115"),
         (0, 4, "MI_dir_L3_weight", r"more than one column named 'MI_dir_L3_weight'"),
     ],
 )
 def test_defects(tmp_path: Path, row: int, column: int, value: str, message: str) -> None:
-    """Also in a row that the cap leaves out."""
+    """Defects are found in rows beyond the cap, too."""
     write(tmp_path, {3: 12})
     change(tmp_path / "3.gafgyt.scan.csv", row, column, value)
     for chunk_rows, cap in ((5, None), (100, 5)):
@@ -241,7 +254,8 @@ def test_all_gaps_are_counted(tmp_path: Path) -> None:
     for row, column in ((4, 7), (11, 7), (2, 9)):
         change(tmp_path / "3.benign.csv", row, column, "")
     with pytest.raises(
-        FlsuiteError, match=r"'MI_dir_L7_weight' in 2 rows, first in row 4, and in 1 other column"
+        FlsuiteError,
+        match=r"row 4, column 'MI_dir_L7_weight': .*missing \(in 2 rows .*, and in 1 other column\)",
     ):
         read_nbaiot(tmp_path, chunk_rows=3)
 
@@ -285,7 +299,7 @@ def test_a_device_must_be_whole(tmp_path: Path) -> None:
 
 
 def test_too_few_for_a_test_split(tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match="the 5 rows that a test split takes"):
+    with pytest.raises(FlsuiteError, match="the 5 rows that a test split needs"):
         read_nbaiot(write(tmp_path, {3: 4}))
 
 
@@ -317,7 +331,7 @@ def test_clients_are_devices(tmp_path: Path) -> None:
     assert federation["accuracy"] > 0.9 and len(clients) == 3
 
 
-def test_one_device_dealt_to_clients(tmp_path: Path) -> None:
+def test_one_device_split_over_clients(tmp_path: Path) -> None:
     write(tmp_path, {1: 30})
     data = NBaIoT(device=1, root=str(tmp_path), clients=4, partition=Dirichlet(1.0), batch_size=16)
     made = trainer(rounds=2)

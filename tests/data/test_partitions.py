@@ -1,4 +1,4 @@
-"""Every partition: the promises common to all, one oracle each, and what it refuses."""
+"""Tests of every partition: the common contract, one oracle each, refused requests."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from flsuite.data.partitions import (
     QuantitySkew,
     partition_labels,
 )
-from flsuite.data.partitions.iid import deal
+from flsuite.data.partitions.counts import assign_by_counts
 from flsuite.errors import FlsuiteError
 
 PARTITIONS = [
@@ -43,7 +43,7 @@ def name(partition: Partition) -> str:
 
 
 def make_labels(n: int, classes: int, seed: int = 0) -> np.ndarray:
-    """Unequal classes, each present, labels with gaps."""
+    """Draw labels, with gaps between them, of unequal classes that are all present."""
     rng = np.random.default_rng(seed)
     labels = np.minimum(rng.geometric(1.5 / classes, size=n) - 1, classes - 1)
     labels[rng.choice(n, size=classes, replace=False)] = np.arange(classes)
@@ -59,7 +59,7 @@ def split(
 
 
 def table(labels: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
-    """Counts ``(clients, classes)``."""
+    """Return the samples per client and class, ``(clients, classes)``."""
     classes = np.unique(labels, return_inverse=True)[1]
     return np.stack([np.bincount(classes[part], minlength=classes.max() + 1) for part in parts])
 
@@ -67,7 +67,7 @@ def table(labels: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("n", "classes", "clients"), SWEEP)
 @pytest.mark.parametrize("partition", PARTITIONS, ids=name)
-def test_common_promises(
+def test_the_common_contract(
     partition: Partition, n: int, classes: int, clients: int, seed: int
 ) -> None:
     labels = make_labels(n, classes, seed)
@@ -92,7 +92,7 @@ def test_common_promises(
 @pytest.mark.parametrize(
     "partition", [p for p in PARTITIONS if getattr(p, "min_samples", 1) == 1], ids=name
 )
-def test_one_sample_a_client(partition: Partition) -> None:
+def test_one_sample_per_client(partition: Partition) -> None:
     labels = np.arange(7) % getattr(partition, "classes_per_client", 1) + 4
     parts = partition(labels, 7, np.random.default_rng(0), np.arange(7))
     assert sorted(int(i) for part in parts for i in part) == list(range(7))
@@ -129,14 +129,16 @@ def test_dirichlet_shares_have_the_moments_of_the_distribution() -> None:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("max_redraws", [0, 3])
 @pytest.mark.parametrize("min_samples", [1, 20, 54])
-def test_dirichlet_mends_what_redraws_cannot(min_samples: int, max_redraws: int, seed: int) -> None:
+def test_dirichlet_levels_what_redraws_cannot(
+    min_samples: int, max_redraws: int, seed: int
+) -> None:
     labels = np.repeat([0, 1], [147, 399])
     parts = Dirichlet(0.05, min_samples, max_redraws)(labels, 10, np.random.default_rng(seed))
     sizes = [len(part) for part in parts]
     assert min(sizes) >= min_samples and sum(sizes) == 546
 
 
-def test_dirichlet_redraws_before_it_mends() -> None:
+def test_dirichlet_redraws_before_it_levels() -> None:
     labels = np.repeat(np.arange(10), 20)
     first, patient = (
         Dirichlet(0.2, 8, redraws)(labels, 10, np.random.default_rng(1)) for redraws in (0, 1000)
@@ -151,7 +153,7 @@ def test_dirichlet_balanced_keeps_the_drawn_mix_where_data_is_abundant() -> None
     mix = np.random.default_rng(seed).dirichlet(np.full(classes, 0.5), size=clients)
     supply = np.ceil(mix.sum(axis=0) * size).astype(
         np.int64
-    )  # as many of each class as the clients will ask for
+    )  # as many of each class as the clients will draw
     labels = np.repeat(np.arange(classes), supply)
     counts = table(labels, DirichletBalanced(0.5)(labels, clients, np.random.default_rng(seed)))
     assert (counts.sum(axis=1) == len(labels) // clients).all()
@@ -246,7 +248,7 @@ def test_quantity_skew_min_samples() -> None:
     assert min(sizes) == 9 and max(sizes) > 15
 
 
-def test_natural_one_client_an_owner() -> None:
+def test_natural_one_client_per_owner() -> None:
     ids = np.array([7, -2, 7, 30, -2, 7])
     parts = Natural()(np.zeros(6, np.int64), 3, np.random.default_rng(0), ids)
     assert [part.tolist() for part in parts] == [[1, 4], [0, 2, 5], [3]]
@@ -260,8 +262,10 @@ def test_natural_groups_whole_owners_into_near_equal_clients() -> None:
     assert np.ptp([len(part) for part in parts]) <= 2
 
 
-def test_deal_leaves_the_rest_unused() -> None:
-    parts = deal(np.array([0, 0, 0, 1, 1]), np.array([[1, 1], [0, 1]]), np.random.default_rng(0))
+def test_assign_by_counts_leaves_the_rest_unused() -> None:
+    parts = assign_by_counts(
+        np.array([0, 0, 0, 1, 1]), np.array([[1, 1], [0, 1]]), np.random.default_rng(0)
+    )
     assert [len(part) for part in parts] == [1, 2]
     assert parts[0][0] < 3 and parts[1][1] >= 3
 
@@ -280,18 +284,24 @@ NOT_POSITIVE = [0.0, -1.0, float("nan"), float("inf")]
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        *[(lambda a=a: Dirichlet(a), "Dirichlet.alpha") for a in NOT_POSITIVE],
-        *[(lambda a=a: DirichletBalanced(a), "DirichletBalanced.alpha") for a in NOT_POSITIVE],
+        *[(lambda a=a: Dirichlet(a), "Dirichlet: alpha must be") for a in NOT_POSITIVE],
         *[
-            (lambda a=a: QuantitySkew("dirichlet", alpha=a), "QuantitySkew.alpha")
+            (lambda a=a: DirichletBalanced(a), "DirichletBalanced: alpha must be")
             for a in NOT_POSITIVE
         ],
-        *[(lambda s=s: QuantitySkew(sigma=s), "QuantitySkew.sigma") for s in NOT_POSITIVE[1:]],
-        (lambda: Dirichlet(1.0, min_samples=0), "Dirichlet.min_samples"),
-        (lambda: Dirichlet(1.0, max_redraws=-1), "Dirichlet.max_redraws"),
-        (lambda: QuantitySkew(min_samples=0), "QuantitySkew.min_samples"),
-        (lambda: QuantitySkew("zipf"), "QuantitySkew.distribution"),  # type: ignore[arg-type]
-        (lambda: Pathological(0), "Pathological.classes_per_client"),
+        *[
+            (lambda a=a: QuantitySkew("dirichlet", alpha=a), "QuantitySkew: alpha must be")
+            for a in NOT_POSITIVE
+        ],
+        *[
+            (lambda s=s: QuantitySkew(sigma=s), "QuantitySkew: sigma must be")
+            for s in NOT_POSITIVE[1:]
+        ],
+        (lambda: Dirichlet(1.0, min_samples=0), "Dirichlet: min_samples must be"),
+        (lambda: Dirichlet(1.0, max_redraws=-1), "Dirichlet: max_redraws must be"),
+        (lambda: QuantitySkew(min_samples=0), "QuantitySkew: min_samples must be"),
+        (lambda: QuantitySkew("zipf"), "QuantitySkew: distribution must be"),  # type: ignore[arg-type]
+        (lambda: Pathological(0), "Pathological: classes_per_client must be"),
     ],
 )
 def test_parameters_out_of_range(make: Callable[[], Partition], message: str) -> None:

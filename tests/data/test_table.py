@@ -1,4 +1,4 @@
-"""Tables from CSV and Parquet: what is read, how it is split and scaled, and what is said of defects."""
+"""Tests of tables from CSV and Parquet: reading, split, scaling, defects."""
 
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,17 @@ import torch
 
 from flsuite.commands.main import main
 from flsuite.data import Natural, PublishedSplits, Table
+from flsuite.data.datasets.column_scale import fit_scale
+from flsuite.data.datasets.csv_files import csv_frames
+from flsuite.data.datasets.numbers import numeric_chunks
 from flsuite.data.datasets.table import read_table
-from flsuite.data.datasets.tabular import csv_frames, every, fit_scale, numeric_chunks
+from flsuite.data.splits import evenly_held_out
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 
 
 def frame(rows: int = 100, seed: int = 0) -> pd.DataFrame:
-    """Three classes that lie apart, two useful columns, a constant one, text, and five owners."""
+    """Make a table: three separable classes, two useful columns, a constant, text, five owners."""
     rng = np.random.default_rng(seed)
     label = np.arange(rows) % 3
     return pd.DataFrame(
@@ -48,10 +51,10 @@ def text(tmp_path: Path, content: str, **kwargs: Any) -> PublishedSplits:
     return read_table(file, **{"label": "y", **kwargs})
 
 
-# What is read
+# Reading
 
 
-def test_what_is_read(tmp_path: Path) -> None:
+def test_reading(tmp_path: Path) -> None:
     source = read(write(tmp_path / "t.csv", frame()))
     assert source.spec.shape == (3,) and source.spec.task == "multiclass" and source.val is None
     assert source.spec.class_names == ("benign", "scan", "worm")
@@ -114,7 +117,8 @@ def test_parquet(tmp_path: Path) -> None:
     content.loc[3, "a"] = np.nan
     content.to_parquet(tmp_path / "t.parquet")
     with pytest.raises(
-        FlsuiteError, match=r"t\.parquet has missing values in column 'a' in 1 row, first in row 4"
+        FlsuiteError,
+        match=r"t\.parquet: row 4, column 'a': the value is missing \(in 1 row of this column\);",
     ):
         read(tmp_path / "t.parquet")
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
@@ -154,7 +158,7 @@ def test_every_owner_and_class_has_its_share(tmp_path: Path) -> None:
 
 
 def test_the_last_row_of_a_class_is_trained_on(tmp_path: Path) -> None:
-    """Whichever place it comes to in the order."""
+    """That holds for every place of the row in the order."""
     for others in range(5, 15):
         rows = "".join(f"{k},{k % 2}\n" for k in range(others)) + "3,2\n4,3\n5,4\n"
         source = text(tmp_path, "x,y\n" + rows)
@@ -179,9 +183,11 @@ def test_test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("samples", "fraction", "held"), [(100, 0.29, 29), (100, 0.2, 20), (4, 0.2, 0), (10, 0.75, 7)]
 )
-def test_every(samples: int, fraction: float, held: int) -> None:
-    places = every(samples, fraction)
-    assert places.sum() == held and (every(2 * samples, fraction)[:samples] == places).all()
+def test_evenly_held_out(samples: int, fraction: float, held: int) -> None:
+    places = evenly_held_out(samples, fraction)
+    assert (
+        places.sum() == held and (evenly_held_out(2 * samples, fraction)[:samples] == places).all()
+    )
 
 
 # Scaling
@@ -200,8 +206,8 @@ def test_standard_is_that_of_the_training_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", ["minmax", "standard"])
-def test_test_rows_have_no_say(tmp_path: Path, scale: str) -> None:
-    """Oracle: other test rows, even wild ones, leave the scaled training rows bit for bit."""
+def test_the_scale_does_not_depend_on_test_rows(tmp_path: Path, scale: str) -> None:
+    """The oracle: other test rows, even outliers, leave the scaled training rows bit for bit."""
     write(tmp_path / "train.csv", frame(60, seed=1))
     write(tmp_path / "mild.csv", frame(30, seed=2))
     wild = frame(30, seed=3)
@@ -224,7 +230,7 @@ def test_a_constant_column(tmp_path: Path, scale: str, constant: float) -> None:
 
 
 def test_large_numbers_close_together(tmp_path: Path) -> None:
-    """Seconds since 1970, which float32 cannot tell apart."""
+    """Float32 cannot tell these apart: they are seconds since 1970."""
     rows = "".join(f"{1_506_000_000 + k},{k % 2}\n" for k in range(50))
     x = text(tmp_path, "time,y\n" + rows).train.x
     assert len(x.unique()) == len(x)
@@ -232,7 +238,7 @@ def test_large_numbers_close_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", ["minmax", "standard"])
 def test_almost_constant_columns(scale: Any) -> None:
-    """The smallest spread there is, and a constant whose mean is not exact."""
+    """The columns have the smallest possible spread, and a constant whose mean is not exact."""
     x = np.array([[0.0, 0.1], [5e-324, 0.1], [0.0, 0.1]])
     scaled = fit_scale(scale, x)(x.copy())
     assert np.isfinite(scaled).all() and np.abs(scaled).max() <= 1
@@ -273,24 +279,40 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
         (
             GOOD + "1,,v\n3,4,v\n,,v\n",
             {},
-            r"missing values in column 'a' in 1 row, first in row 13, and in 1 other column;",
+            r"row 13, column 'a': the value is missing \(in 1 row of .*, and in 1 other column\)",
         ),
         (
             GOOD + "1,,v\n3,4,v\n1,NaN,v\n",
             {},
-            r"missing values in column 'b' in 2 rows, first in row 11;",
+            r"row 11, column 'b': the value is missing \(in 2 rows of this column\);",
         ),
-        (GOOD + "1\n", {}, r"missing values in column 'b' in 1 row"),
-        (GOOD + "1,2,\n", {}, r"missing values in column 'y' in 1 row, first in row 11"),
+        (GOOD + "1\n", {}, r"column 'b': the value is missing \(in 1 row of"),
+        (
+            GOOD + "1,2,\n",
+            {},
+            r"row 11, column 'y': the value is missing \(in 1 row of this column\);",
+        ),
         (
             "w," + GOOD.replace("\n", "\n,")[:-1],
             {"client": "w"},
-            r"missing values in column 'w' in 10 rows, first in row 1",
+            r"row 1, column 'w': the value is missing \(in 10 rows of this column\);",
         ),
-        (GOOD + "1,2x,v\n", {}, r"t\.csv has no number but '2x' in column 'b', row 11"),
-        (GOOD + "1,2x,v\n", {"features": ["b"]}, r"no number but '2x' in column 'b', row 11"),
-        (GOOD + "1,-inf,v\n", {}, r"t\.csv has -inf in column 'b', row 11"),
-        (GOOD + "1e39,1,v\n", {}, r"t\.csv has 1e\+39 in column 'a', row 11"),
+        (GOOD + "1,2x,v\n", {}, r"t\.csv: row 11, column 'b': expected a number, got '2x';"),
+        (
+            GOOD + "1,2x,v\n",
+            {"features": ["b"]},
+            r"row 11, column 'b': expected a number, got '2x';",
+        ),
+        (
+            GOOD + "1,-inf,v\n",
+            {},
+            r"t\.csv: row 11, column 'b': expected a finite float32 number, got -inf;",
+        ),
+        (
+            GOOD + "1e39,1,v\n",
+            {},
+            r"t\.csv: row 11, column 'a': expected a finite float32 number, got 1e\+39;",
+        ),
         (GOOD.replace("v", "u"), {}, r"column 'y' of .*t\.csv has the same label in all rows, u"),
         (
             GOOD,
@@ -300,12 +322,12 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
         (
             GOOD + "1.5,1,u\n",
             {"label": "a"},
-            r"t\.csv has 1\.5 in column 'a', row 11, where a whole number or a word",
+            r"t\.csv: row 11, column 'a': expected a whole number or a word, got 1\.5;",
         ),
         (
             GOOD + "inf,1,u\n",
             {"label": "a"},
-            r"t\.csv has inf in column 'a', row 11, where a whole number or a word",
+            r"t\.csv: row 11, column 'a': expected a whole number or a word, got inf;",
         ),
         ("y,z\nu,p\nv,q\n", {}, r"no numeric column besides 'y'; name some"),
         ("a;b;y\n1;2;u\n", {}, r"no column 'y'; .*it has 'a;b;y'"),
@@ -329,10 +351,10 @@ def test_missing_files(tmp_path: Path) -> None:
         match=r"no file or folder .*t\.csv; set data\.path, which is relative to data\.root",
     ):
         Table("t.csv", "y", root=str(tmp_path)).setup()
-    with pytest.raises(FlsuiteError, match=r"holds no file whose name ends in \.csv or \.parquet"):
+    with pytest.raises(FlsuiteError, match=r"has no file whose name ends in \.csv or \.parquet"):
         read(tmp_path)
     (tmp_path / "t.xlsx").touch()
-    with pytest.raises(FlsuiteError, match=r"t\.xlsx is no file"):
+    with pytest.raises(FlsuiteError, match=r"t\.xlsx is not a file whose name"):
         read(tmp_path / "t.xlsx")
 
 
@@ -363,7 +385,8 @@ def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
     file.write_text("a,b\n" + "1,2\n" * 6 + ",2\n1,\n1,2\n,3\n")
     for rows in (None, 1, 3, 4, 100):
         with pytest.raises(
-            FlsuiteError, match=r"column 'a' in 2 rows, first in row 7, and in 1 other column;"
+            FlsuiteError,
+            match=r"row 7, column 'a': .*missing \(in 2 rows .*, and in 1 other column\)",
         ):
             list(numeric_chunks(csv_frames(file, rows), file))
 
@@ -371,11 +394,11 @@ def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"test_fraction": 0.0}, "data.test_fraction"),
-        ({"scale": "robust"}, "data.scale must be one of minmax, standard, none"),
-        ({"features": []}, "data.features"),
+        ({"test_fraction": 0.0}, "Table: test_fraction must be above 0 and below 1, got 0.0"),
+        ({"scale": "robust"}, "Table: scale must be one of minmax, standard, none, got 'robust'"),
+        ({"features": []}, "Table: features must name at least one column"),
         ({"features": ["a", "a"]}, "none twice"),
-        ({"features": ["kind"]}, "must not have the label 'kind'"),
+        ({"features": ["kind"]}, "must not include the label 'kind'"),
     ],
 )
 def test_arguments(kwargs: dict[str, Any], message: str) -> None:
@@ -409,11 +432,12 @@ def test_federation(tmp_path: Path) -> None:
 def test_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under its short name, with every argument from the command line."""
+    """The command accepts the short class name, and arguments on the command line."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "t.csv", frame(60))
     (tmp_path / "c.yaml").write_text(
-        "data: {class_path: Table, init_args: {path: t.csv, label: kind, client: owner, clients: 5}}\n"
+        "data: {class_path: Table, init_args: {path: t.csv, label: kind, client: owner, "
+        "clients: 5}}\n"
     )
     for more, status in (["--data.partition", "Natural"], 0), (["--data.label", "Kind"], 2):
         with pytest.raises(SystemExit) as exit:

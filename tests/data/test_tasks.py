@@ -1,4 +1,4 @@
-"""Clients that meet their classes in groups: who meets what when, and on what they train and are scored meanwhile."""
+"""Tests of sequences of tasks: the groups of classes, and the data of each round."""
 
 import pickle
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ CLASSES, CLIENTS = 8, 4
 
 
 class Published(Synthetic):
-    """With a validation split of its own."""
+    """Synthetic data with a published validation split."""
 
     def load(self) -> PublishedSplits:
         source = super().load()
@@ -57,14 +57,14 @@ def table(kind: type[Synthetic] = Synthetic, **settings: Any) -> Synthetic:
 def module(
     data: FederatedDataModule | None = None, run_seed: int = 3, **settings: Any
 ) -> TaskSequence:
-    """Three tasks of two of the eight classes, two rounds each."""
+    """Set up three tasks of two of the eight classes, two rounds each."""
     made = TaskSequence(data or table(), **{"tasks": 3, "rounds_per_task": 2, **settings})
     made.use_seed(run_seed)
     made.setup()
     return made
 
 
-def dealt(data: FederatedDataModule | None = None, **settings: Any) -> TaskData:
+def task_data(data: FederatedDataModule | None = None, **settings: Any) -> TaskData:
     found = module(data, **settings).federated
     assert isinstance(found, TaskData)
     return found
@@ -86,14 +86,14 @@ def met_by_any(data: TaskData, task: int) -> set[int]:
     return {c for client in range(data.clients) for c in met(data, client, task)}
 
 
-# Who meets what when
+# Groups
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_every_client_meets_groups_of_the_asked_size_and_no_class_twice(
+def test_every_client_meets_groups_of_the_given_size_and_no_class_twice(
     arrangement: Arrangement,
 ) -> None:
-    data = dealt(arrangement=arrangement, tasks=2, classes_per_task=3)
+    data = task_data(arrangement=arrangement, tasks=2, classes_per_task=3)
     assert len(data.sequences) == CLIENTS and data.tasks == 2
     for groups in data.sequences:
         assert [len(group) for group in groups] == [3, 3] and len(set(flat(groups))) == 6
@@ -101,17 +101,17 @@ def test_every_client_meets_groups_of_the_asked_size_and_no_class_twice(
 
 
 def test_disjoint_is_one_order_for_all() -> None:
-    first, *others = dealt(arrangement="disjoint").sequences
+    first, *others = task_data(arrangement="disjoint").sequences
     assert all(groups == first for groups in others)
 
 
-def test_shuffled_is_one_pool_in_orders_of_their_own() -> None:
-    sequences = dealt(arrangement="shuffled").sequences
+def test_shuffled_is_one_pool_in_an_order_per_client() -> None:
+    sequences = task_data(arrangement="shuffled").sequences
     assert len({frozenset(groups) for groups in sequences}) == 1 and len(set(sequences)) > 1
 
 
 def test_heterogeneous_groups_of_two_clients_may_overlap() -> None:
-    sequences = dealt(arrangement="heterogeneous").sequences
+    sequences = task_data(arrangement="heterogeneous").sequences
     assert len({frozenset(groups) for groups in sequences}) > 1
     pairs = [(a, b) for a in sequences[0] for groups in sequences[1:] for b in groups]
     assert any(len(set(a) & set(b)) == 1 for a, b in pairs), "some in part"
@@ -120,21 +120,21 @@ def test_heterogeneous_groups_of_two_clients_may_overlap() -> None:
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_a_seed_is_a_sequence(arrangement: Arrangement) -> None:
     def sequences(run_seed: int, **settings: Any) -> tuple[Groups, ...]:
-        return dealt(arrangement=arrangement, run_seed=run_seed, **settings).sequences
+        return task_data(arrangement=arrangement, run_seed=run_seed, **settings).sequences
 
     assert sequences(1) == sequences(1) != sequences(2)
     assert sequences(1, seed=5) == sequences(2, seed=5) == sequences(5)
 
 
 def test_the_seed_of_the_tasks_is_not_that_of_the_partition() -> None:
-    one, two = dealt(run_seed=1, seed=5), dealt(run_seed=2, seed=5)
+    one, two = task_data(run_seed=1, seed=5), task_data(run_seed=2, seed=5)
     assert not one.test_index.values.equal(two.test_index.values)
-    fixed = [dealt(table(seed=5), run_seed=seed, arrangement="disjoint") for seed in (1, 2)]
+    fixed = [task_data(table(seed=5), run_seed=seed, arrangement="disjoint") for seed in (1, 2)]
     assert fixed[0].sequences != fixed[1].sequences
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-def test_another_run_with_the_module_deals_anew(seed: int | None) -> None:
+def test_another_run_with_the_module_splits_again(seed: int | None) -> None:
     made = module(run_seed=1, seed=seed)
     before = made.federated
     made.use_seed(1)
@@ -142,13 +142,13 @@ def test_another_run_with_the_module_deals_anew(seed: int | None) -> None:
     assert made.federated is before
     made.use_seed(2)
     made.setup()
-    fresh = dealt(run_seed=2, seed=seed)
+    fresh = task_data(run_seed=2, seed=seed)
     assert made.federated.train_index.values.equal(fresh.train_index.values)
     assert not made.federated.train_index.values.equal(before.train_index.values)
 
 
-def test_a_task_lasts_its_rounds_and_the_last_one_for_ever() -> None:
-    same, own = dealt(rounds_per_task=2), dealt(rounds_per_task=[1, 3, 2])
+def test_a_task_lasts_its_rounds_and_the_last_one_all_others() -> None:
+    same, own = task_data(rounds_per_task=2), task_data(rounds_per_task=[1, 3, 2])
     assert same.starts == (1, 3, 5) and own.starts == (1, 2, 5)
     assert [same.task(round) for round in range(1, 9)] == [0, 0, 1, 1, 2, 2, 2, 2]
     assert [own.task(round) for round in range(1, 9)] == [0, 1, 1, 1, 2, 2, 2, 2]
@@ -220,7 +220,7 @@ def test_a_publishers_validation_split_is_cut_to_the_classes_seen() -> None:
     made = module(table(Published), arrangement="disjoint")
     data, whole = made.federated, made.data.federated
     assert isinstance(data, TaskData) and whole.val is not None
-    assert data.val is whole.val, "as a whole it is left alone"
+    assert data.val is whole.val, "the whole split is kept"
     for task in range(3):
         validation = data.at(2 * task + 1).validation()
         kept = isin(whole.val.y, list(met_by_any(data, task)))
@@ -234,7 +234,7 @@ def test_a_publishers_validation_split_is_cut_to_the_classes_seen() -> None:
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_a_view_says_where_the_federation_is(arrangement: Arrangement) -> None:
-    data = dealt(arrangement=arrangement)
+    data = task_data(arrangement=arrangement)
     assert data.stage is None
     for task in range(3):
         past = met_by_any(data, task - 1) if task else set()
@@ -259,16 +259,16 @@ def test_the_whole_is_all_that_clients_will_meet() -> None:
 
 
 def test_the_view_of_a_task_is_made_once() -> None:
-    data = dealt()
+    data = task_data()
     first = data.at(1)
     assert data.at(2) is first and data.at(3) is not first
     again = data.at(2)
-    assert again is not first, "a task gone by takes up no memory"
+    assert again is not first, "the view of a past task is not kept"
     same(again, first)
 
 
 def test_a_pickle_leaves_the_view_behind() -> None:
-    data = dealt(table(val_fraction=0.2), rounds_per_task=[1, 3, 2])
+    data = task_data(table(val_fraction=0.2), rounds_per_task=[1, 3, 2])
     view = data.at(3)
     found = pickle.loads(pickle.dumps(data))
     assert data.at(3) is view and data._views and not found._views
@@ -281,7 +281,7 @@ def test_a_pickle_leaves_the_view_behind() -> None:
 
 
 def test_the_view_on_another_device_is_the_same() -> None:
-    data = dealt()
+    data = task_data()
     moved = data.to(torch.device("meta"))
     assert (
         isinstance(moved, TaskData) and moved.sequences == data.sequences and moved.train.x.is_meta
@@ -290,7 +290,7 @@ def test_the_view_on_another_device_is_the_same() -> None:
 
 
 def same(a: FederatedData, b: FederatedData) -> None:
-    """All that is in a round, tensor for tensor."""
+    """Check that two rounds have the same data, tensor by tensor."""
     for name in ("train_index", "val_index", "test_index"):
         ours, theirs = getattr(a, name), getattr(b, name)
         assert ours.values.equal(theirs.values) and ours.offsets.equal(theirs.offsets), name
@@ -323,7 +323,7 @@ def test_one_task_of_all_classes_trains_as_the_wrapped_data_does() -> None:
     assert plain.test() == tasks.test() and plain.validate() == tasks.validate()
 
 
-# What cannot be
+# Refused requests
 
 
 @pytest.mark.parametrize(
@@ -346,12 +346,12 @@ def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
 
 
 def test_too_few_classes_are_refused() -> None:
-    dealt(tasks=4)
+    task_data(tasks=4)
     with pytest.raises(
         FlsuiteError,
         match="3 tasks of 3 classes need 9 classes, and the data has 8; lower tasks or",
     ):
-        dealt(classes_per_task=3)
+        task_data(classes_per_task=3)
 
 
 @pytest.mark.parametrize("partition", [Pathological(2), Dirichlet(0.02)])
@@ -359,25 +359,25 @@ def test_too_few_classes_are_refused() -> None:
 def test_a_client_without_a_sample_of_a_group_is_refused(
     arrangement: Arrangement, partition: Any
 ) -> None:
-    said = r"client (\d) has no sample of task (\d), classes (\[.*\]); give it some \(data\.data\.partition IID"
+    said = r"client \d has no sample of task \d, classes \[.*\]; set data\.data\.partition to IID"
     wrapped = table(partition=partition)
     with pytest.raises(FlsuiteError, match=said) as error:
-        dealt(wrapped, arrangement=arrangement)
+        task_data(wrapped, arrangement=arrangement)
     client, classes = int(str(error.value).split()[2]), str(error.value).split("[")[1].split("]")[0]
     counts = wrapped.federated.class_counts(client)
     assert not counts[[int(c) for c in classes.split(",")]].any()
 
 
 def test_a_client_needs_one_class_of_a_group_only() -> None:
-    """Each has five of eight classes, so at least one of any four."""
-    data = dealt(
+    """Each client has five of eight classes, so at least one of any four."""
+    data = task_data(
         table(partition=Pathological(5)), tasks=2, classes_per_task=4, arrangement="disjoint"
     )
     assert min(data.at(round).samples(client) for round in (1, 3) for client in range(CLIENTS)) > 0
 
 
 class Labels(FederatedDataModule):
-    """Two labels a sample."""
+    """Data with two labels per sample."""
 
     def load(self) -> PublishedSplits:
         arrays = DataSplit(
@@ -386,9 +386,9 @@ class Labels(FederatedDataModule):
         return PublishedSplits(DataSpec((3,), 2, "multilabel"), arrays, arrays)
 
 
-def test_several_labels_a_sample_are_refused() -> None:
+def test_several_labels_per_sample_are_refused() -> None:
     with pytest.raises(
         FlsuiteError,
-        match="TaskSequence needs one class a sample, and this data has several labels",
+        match="TaskSequence needs one class per sample, and this data has several labels",
     ):
-        dealt(Labels(clients=2, partition=IID()), tasks=1, classes_per_task=2)
+        task_data(Labels(clients=2, partition=IID()), tasks=1, classes_per_task=2)

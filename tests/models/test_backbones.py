@@ -286,7 +286,7 @@ def test_bad_arguments_are_refused() -> None:
         CNN(hidden=(8, -1))
     with pytest.raises(FlsuiteError, match="width"):
         ResNet20(width=0)
-    with pytest.raises(FlsuiteError, match="norm='layer'"):
+    with pytest.raises(FlsuiteError, match="norm must be one of batch, group, none, got 'layer'"):
         make_norm("layer", 16)  # type: ignore[arg-type]
     with pytest.raises(FlsuiteError, match="MLP"):
         MLP().build((0,), 2)

@@ -1,1 +1,1 @@
-"""Published datasets and tables, one class a file."""
+"""Published datasets and tables, one class per file."""

@@ -1,4 +1,4 @@
-"""The handwritten digits that ship with scikit-learn: real images, no download, a second to train on."""
+"""The handwritten digits that scikit-learn ships: real images that need no download."""
 
 import numpy as np
 import torch
@@ -15,16 +15,17 @@ SPLIT_SEED = 0
 def read_digits() -> PublishedSplits:
     """Read the 1797 images, 8x8 in grey, ten classes.
 
-    The pixels count the ink in a 4x4 block, 0 to 16; they are stretched to 0..255 so that they look like any other
-    image. The set has no published split: it is cut once for all, stratified, into 1437 training and 360 test images
-    with a seed that is no parameter, so that two runs always mean the same test set.
+    A pixel counts the ink in a 4x4 block, from 0 to 16. It is scaled to 0..255, like any other
+    image. The set has no published split. It is split with a fixed seed, stratified by class, into
+    1437 training and 360 test images, so that all runs have the same test set.
 
     Returns:
-        ``train`` and ``test`` with images uint8 ``(n, 8, 8, 1)`` and labels int64 ``(n,)``; no ``val``.
+        ``train`` and ``test`` with images uint8 ``(n, 8, 8, 1)`` and labels int64 ``(n,)``; no
+        ``val``.
 
     Source:
-        Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998 (the
-        part that is published for testing).
+        Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+        Repository, 1998 (the part that is published for testing).
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -38,6 +39,7 @@ def read_digits() -> PublishedSplits:
         stratify=digits.target,
         random_state=SPLIT_SEED,
     )
+
     whole = DataSplit(images, labels)
     spec = DataSpec(
         shape=(1, 8, 8),

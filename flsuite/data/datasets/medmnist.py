@@ -1,10 +1,10 @@
 """MedMNIST v2 and MedMNIST+: twelve sets of small medical images, at 28, 64, 128 and 224 pixels.
 
-Names, checksums, addresses and the download are those of the ``medmnist`` package. The file is read here, straight into
-tensors: the package's own dataset makes a PIL image of every sample.
+Names, checksums, addresses and the download are those of the ``medmnist`` package. The file is read
+here, directly into tensors, because the package makes a PIL image of every sample.
 
-Source: Yang et al., "MedMNIST v2: A large-scale lightweight benchmark for 2D and 3D biomedical image classification",
-Scientific Data 10, 2023.
+Source: Yang et al., "MedMNIST v2: A large-scale lightweight benchmark for 2D and 3D biomedical
+image classification", Scientific Data 10, 2023.
 """
 
 import hashlib
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from flsuite.data.datasets.reading import one_line
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_one_of
 
 __all__ = ["MedMNIST", "read_medmnist"]
 
@@ -32,51 +33,51 @@ TASKS: dict[str, Task] = {
     "multi-label, binary-class": "multilabel",
 }
 CHUNK = 1 << 20
+"""Bytes of a file that are hashed at a time."""
 
 
 def read_medmnist(name: str, size: int, root: Path, download: bool) -> PublishedSplits:
-    """Read one set as it is published, validation split included.
+    """Read one set as it is published, with its validation split.
 
     Args:
         name: One of the twelve 2D sets, e.g. ``"retinamnist"``.
-        size: Side of the images in pixels; each size is a file of its own, not a resized 28.
-        root: Folder of the ``.npz`` files.
-        download: Fetch a missing file. A file that is there is never fetched again, nor overwritten.
+        size: Side of the images in pixels. Each size is a file of its own, not a resized 28.
+        root: The folder of the ``.npz`` files.
+        download: Download a missing file. An existing file is never replaced.
 
     Returns:
-        Images uint8 ``(n, size, size, 1 or 3)``; labels int64 ``(n,)``, or uint8 ``(n, 14)`` for ChestMNIST.
+        Images uint8 ``(n, size, size, 1 or 3)``; labels int64 ``(n,)``, or uint8 ``(n, 14)`` for
+        ChestMNIST.
 
     Raises:
-        FlsuiteError: If the name or the size does not exist, or the file is missing, cannot be fetched, or is damaged.
+        FlsuiteError: If the name or the size does not exist, or the file is missing, cannot be
+            downloaded, or is damaged.
     """
     info = _info(name, size)
     suffix = "" if size == 28 else f"_{size}"
     file = root.expanduser() / f"{name}{suffix}.npz"
     url, md5 = info[f"url{suffix}"], info[f"MD5{suffix}"]
+
     if not file.is_file():
         if not download:
             raise FlsuiteError(
                 f"{file.name} is not in {file.parent}; set data.download or put {url} there"
             )
-        _fetch(file, url, md5)
+        _download(file, url, md5)
     _check_md5(file, md5)
+
     spec = _spec(info, size)
     train, val, test = _read(file, spec)
     return PublishedSplits(spec, train, test, val)
 
 
 def _info(name: str, size: int) -> dict[str, Any]:
+    """Return what the package knows of a set."""
     from medmnist import INFO
 
-    names = [key for key in INFO if not key.endswith("3d")]
-    if name not in names:
-        raise FlsuiteError(
-            f"no 2D MedMNIST set is called {name!r}; data.name must be one of {', '.join(names)}"
-        )
+    require_one_of("MedMNIST", (key for key in INFO if not key.endswith("3d")), name=name)
     if size not in SIZES:
-        raise FlsuiteError(
-            f"MedMNIST has no images of size {size}; data.size must be one of {SIZES}"
-        )
+        raise FlsuiteError(f"MedMNIST: size must be one of {SIZES}, got {size}")
     info: dict[str, Any] = INFO[name]
     return info
 
@@ -86,8 +87,11 @@ def _spec(info: dict[str, Any], size: int) -> DataSpec:
     return DataSpec((info["n_channels"], size, size), len(names), TASKS[info["task"]], names)
 
 
-def _fetch(file: Path, url: str, md5: str) -> None:
-    """Download beside the target, then rename: a killed download leaves no half file under the real name."""
+def _download(file: Path, url: str, md5: str) -> None:
+    """Download a file into a temporary folder beside its place, then move it there.
+
+    An interrupted download leaves no partial file under the real name.
+    """
     from torchvision.datasets.utils import download_url
 
     try:
@@ -95,22 +99,24 @@ def _fetch(file: Path, url: str, md5: str) -> None:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=".download-") as folder:
             download_url(url, root=folder, filename=file.name, md5=md5)
             os.replace(Path(folder) / file.name, file)
-    except (
-        Exception
-    ) as error:  # sockets, HTTP, TLS and disks each have their own family of exceptions
+    except Exception as error:  # sockets, HTTP, TLS and disks have their own exceptions each
         raise FlsuiteError(
-            f"{file.name} is not in {file.parent} and could not be downloaded ({_line(error)}); put {url} there by hand"
+            f"{file.name} is not in {file.parent} and could not be downloaded "
+            f"({one_line(error)}); put {url} there by hand"
         ) from error
 
 
 def _check_md5(file: Path, expected: str) -> None:
+    """Refuse a file that is not the published one."""
     digest = hashlib.md5(usedforsecurity=False)
     try:
         with file.open("rb") as stream:
             while chunk := stream.read(CHUNK):
                 digest.update(chunk)
     except OSError as error:
-        raise FlsuiteError(f"{file} cannot be read ({_line(error)})") from error
+        raise FlsuiteError(
+            f"{file} cannot be read ({one_line(error)}); check the file and its permissions"
+        ) from error
     if digest.hexdigest() != expected:
         raise _damaged(file, f"its MD5 is {digest.hexdigest()}, the published one {expected}")
 
@@ -119,47 +125,47 @@ def _read(file: Path, spec: DataSpec) -> list[DataSplit]:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return [_split(arrays[f"{s}_images"], arrays[f"{s}_labels"], s, spec) for s in SPLITS]
-    except Exception as error:  # zipfile, zlib and numpy raise a dozen types on a damaged archive
-        raise _damaged(file, _line(error)) from error
+    except Exception as error:  # zipfile, zlib and numpy raise many types on a damaged archive
+        raise _damaged(file, one_line(error)) from error
 
 
 def _split(images: np.ndarray, labels: np.ndarray, split: str, spec: DataSpec) -> DataSplit:
-    """Images ``(n, h, w[, c])`` and labels ``(n, 1 or labels)`` of the file as one split."""
+    """Return images ``(n, h, w[, c])`` and labels ``(n, 1 or labels)`` of the file as a split."""
     channels, height, width = spec.shape
-    columns = spec.num_classes if spec.task == "multilabel" else 1
+    multilabel = spec.task == "multilabel"
+    columns, values = (spec.num_classes, 2) if multilabel else (1, spec.num_classes)
     if images.ndim == 3:
         images = images[..., None]
+
     if images.dtype != np.uint8 or images.shape[1:] != (height, width, channels):
         raise ValueError(f"{split}_images are {images.dtype} {images.shape}")
     if labels.shape != (len(images), columns) or not len(labels):
         raise ValueError(f"{split}_labels have shape {labels.shape} for {len(images)} images")
-    if labels.min() < 0 or labels.max() >= (2 if spec.task == "multilabel" else spec.num_classes):
-        raise ValueError(f"{split}_labels lie outside the classes")
-    y = labels.astype(np.uint8) if spec.task == "multilabel" else labels[:, 0].astype(np.int64)
+    if labels.min() < 0 or labels.max() >= values:
+        raise ValueError(f"{split}_labels are outside the classes")
+
+    y = labels.astype(np.uint8) if multilabel else labels[:, 0].astype(np.int64)
     return DataSplit(torch.from_numpy(images), torch.from_numpy(y))
 
 
 def _damaged(file: Path, reason: str) -> FlsuiteError:
     return FlsuiteError(
-        f"{file} is damaged or not the published file ({reason}); delete it and fetch it again"
+        f"{file} is damaged or not the published file ({reason}); delete it and download it again"
     )
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 class MedMNIST(FederatedDataModule):
-    """One of the twelve 2D MedMNIST sets, with its published training, validation and test split.
+    """One of the twelve 2D MedMNIST sets in its published training, validation and test splits.
 
-    The files are looked for in ``root``, by default where the ``medmnist`` package keeps them, ``~/.medmnist``.
+    The files are in ``root``, by default in the folder of the ``medmnist`` package,
+    ``~/.medmnist``.
 
     Args:
-        name: ``pathmnist``, ``chestmnist`` (14 labels), ``dermamnist``, ``octmnist``, ``pneumoniamnist``,
-            ``retinamnist`` (ordinal), ``breastmnist``, ``bloodmnist``, ``tissuemnist``, ``organamnist``,
-            ``organcmnist`` or ``organsmnist``.
+        name: ``pathmnist``, ``chestmnist`` (14 labels), ``dermamnist``, ``octmnist``,
+            ``pneumoniamnist``, ``retinamnist`` (ordinal), ``breastmnist``, ``bloodmnist``,
+            ``tissuemnist``, ``organamnist``, ``organcmnist`` or ``organsmnist``.
         size: Side of the images in pixels: 28, 64, 128 or 224.
-        **kwargs: Those of ``FederatedDataModule``.
+        **kwargs: Arguments of ``FederatedDataModule``.
     """
 
     def __init__(self, name: str, size: int = 28, **kwargs: Any) -> None:

@@ -1,7 +1,8 @@
-"""How one dataset becomes many clients' datasets."""
+"""Partitions: the ways to split one dataset over clients."""
 
 from flsuite.data.partitions.base import Partition, partition_labels
-from flsuite.data.partitions.dirichlet import Dirichlet, DirichletBalanced
+from flsuite.data.partitions.dirichlet import Dirichlet
+from flsuite.data.partitions.dirichlet_balanced import DirichletBalanced
 from flsuite.data.partitions.iid import IID
 from flsuite.data.partitions.natural import Natural
 from flsuite.data.partitions.pathological import Pathological

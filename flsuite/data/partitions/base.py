@@ -1,19 +1,20 @@
-"""What a partition is."""
+"""The interface of a partition."""
 
 from abc import ABC, abstractmethod
 
 import numpy as np
 
-from flsuite.errors import FlsuiteError
+from flsuite.data.arguments import PlainArguments
+from flsuite.errors import FlsuiteError, require_at_least
 
 __all__ = ["Partition", "partition_labels"]
 
 
-class Partition(ABC):
-    """Deals samples to clients.
+class Partition(PlainArguments, ABC):
+    """A rule that splits samples over clients.
 
-    A subclass takes its parameters in ``__init__``, keeps each under its own name, and is a pure function of its arguments:
-    the same generator gives the same split.
+    A subclass keeps each parameter of its ``__init__`` under the same name. It is a pure function
+    of its arguments: the same generator gives the same split.
     """
 
     @abstractmethod
@@ -27,23 +28,22 @@ class Partition(ABC):
         """Split ``range(len(labels))``.
 
         Args:
-            labels: int64 ``(n,)``, one class a sample.
-            clients: How many clients to make.
+            labels: int64 ``(n,)``, one class per sample.
+            clients: Clients to make.
             rng: The only source of randomness.
-            ids: int64 ``(n,)``, the natural owner of each sample, where the data knows one.
+            ids: int64 ``(n,)``, the natural owner of each sample, where the data has owners.
 
         Returns:
-            One sorted int64 index array a client, disjoint, each with at least one sample.
+            One ascending int64 index array per client, disjoint, each with at least one sample.
 
         Raises:
-            FlsuiteError: If the request cannot be met; the message names the parameter to change.
+            FlsuiteError: If the request cannot be met. The message names the parameter to change.
         """
 
     @staticmethod
     def check_enough(samples: int, clients: int) -> None:
         """Refuse more clients than samples."""
-        if clients < 1:
-            raise FlsuiteError(f"clients must be at least 1, got {clients}")
+        require_at_least("data", 1, clients=clients)
         if clients > samples:
             raise FlsuiteError(
                 f"{clients} clients cannot share {samples} training samples; lower data.clients"
@@ -51,10 +51,10 @@ class Partition(ABC):
 
 
 def partition_labels(targets: np.ndarray) -> np.ndarray:
-    """One class a sample for partitions that need one.
+    """Return one class per sample, int64 ``(n,)``, for partitions that need one.
 
-    Multi-label targets ``(n, labels)`` map to the first positive label, and to ``labels`` (an extra class, "none") where no
-    label is set.
+    Multi-label targets ``(n, labels)`` become the first positive label, or ``labels`` (one more
+    class, "none") where no label is positive.
     """
     if targets.ndim == 1:
         return targets.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Clients as the data knows them."""
+"""The clients that the data has by nature."""
 
 import heapq
 
@@ -11,14 +11,16 @@ __all__ = ["Natural"]
 
 
 class Natural(Partition):
-    """Each owner in the data (a writer, a device) is a client, as in FEMNIST (Caldas et al. 2018, arXiv:1812.01097).
+    """Each owner in the data (a writer, a device) is a client, as in FEMNIST.
 
-    With as many owners as clients, client i is the i-th owner in ascending order and nothing is random. With more,
-    whole owners are grouped: shuffled, then dealt the largest first, each to the group that is smallest so far (the
-    lower number on a tie), which keeps the groups near equal in size. No owner is ever split between clients.
+    That is the split of LEAF (Caldas et al. 2018, arXiv:1812.01097). With as many owners as
+    clients, client i is the i-th owner in ascending order, and nothing is random. With more owners,
+    whole owners are grouped: shuffled, then assigned from the largest to the smallest, each to the
+    group that is smallest so far (on a tie, to the lower number). The groups are then nearly equal
+    in size. No owner is ever split between clients.
 
     Raises:
-        FlsuiteError: If the dataset knows no owners, or fewer of them than ``clients``.
+        FlsuiteError: If the dataset has no owners, or fewer of them than ``clients``.
     """
 
     def __call__(
@@ -31,13 +33,15 @@ class Natural(Partition):
         self.check_enough(len(labels), clients)
         if ids is None:
             raise FlsuiteError(
-                "the dataset has no natural owners for the Natural partition; choose another data.partition"
+                "the dataset has no natural owners for the Natural partition; "
+                "choose another data.partition"
             )
         _, owner, sizes = np.unique(ids, return_inverse=True, return_counts=True)
         if len(sizes) < clients:
             raise FlsuiteError(
                 f"{len(sizes)} natural owners cannot make {clients} clients; lower data.clients"
             )
+
         client_of = np.arange(clients) if len(sizes) == clients else _group(sizes, clients, rng)
         client = client_of[owner]
         by_client = np.argsort(client, kind="stable").astype(np.int64)
@@ -45,7 +49,7 @@ class Natural(Partition):
 
 
 def _group(sizes: np.ndarray, groups: int, rng: np.random.Generator) -> np.ndarray:
-    """The group of each owner, int64 ``(owners,)``."""
+    """Return the group of each owner, int64 ``(owners,)``."""
     shuffled = rng.permutation(len(sizes))
     group_of = np.empty(len(sizes), dtype=np.int64)
     heap = [(0, group) for group in range(groups)]

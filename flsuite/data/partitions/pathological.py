@@ -1,37 +1,34 @@
-"""Clients that know only a few classes."""
+"""Clients that have only a few classes."""
 
 import numpy as np
 
 from flsuite.data.partitions.base import Partition
-from flsuite.data.partitions.iid import deal
-from flsuite.errors import FlsuiteError
+from flsuite.data.partitions.counts import assign_by_counts
+from flsuite.errors import FlsuiteError, require_at_least
 
 __all__ = ["Pathological"]
 
 
 class Pathological(Partition):
-    """``classes_per_client`` classes for each client, every class split evenly among the clients that hold it.
+    """``classes_per_client`` classes per client, every class split evenly over its clients.
 
-    After McMahan et al. 2017 (arXiv:1602.05629), with classes in place of their shards, so that a client has
-    exactly as many classes as asked. Classes are dealt from one random permutation after another, so the numbers of
-    holders of any two classes differ by at most one. With fewer than ``classes / classes_per_client`` clients some
-    classes are held by nobody and their samples go unused. A class with fewer samples than holders reaches only some of
-    them.
+    After McMahan et al. 2017 (arXiv:1602.05629), with classes instead of shards, so that a client
+    has exactly the requested number of classes. Classes are assigned from one random permutation
+    after another, so that the numbers of clients of any two classes differ by at most one. With
+    fewer than ``classes / classes_per_client`` clients, the samples of some classes stay unused. A
+    class with fewer samples than clients reaches only some of them.
 
     Args:
         classes_per_client: From 1 to the number of classes in the training data.
 
     Raises:
-        FlsuiteError: If there are fewer classes than ``classes_per_client``, or classes so small that some client would
-            have no sample at all.
+        FlsuiteError: If there are fewer classes than ``classes_per_client``, or classes so small
+            that a client would have no sample.
     """
 
     def __init__(self, classes_per_client: int) -> None:
-        if classes_per_client < 1:
-            raise FlsuiteError(
-                f"Pathological.classes_per_client must be at least 1, got {classes_per_client}"
-            )
         self.classes_per_client = classes_per_client
+        require_at_least("Pathological", 1, classes_per_client=classes_per_client)
 
     def __call__(
         self,
@@ -48,37 +45,50 @@ class Pathological(Partition):
                 f"Pathological.classes_per_client is {self.classes_per_client}, "
                 f"but the training data has {len(sizes)} classes; lower it"
             )
-        holds = _deal_classes(len(sizes), clients, self.classes_per_client, rng)
-        counts = np.zeros((len(sizes), clients), dtype=np.int64)
-        for k in np.argsort(
-            -(sizes // np.maximum(holds.sum(axis=1), 1)), kind="stable"
-        ):  # the scarcest last
-            holders = rng.permutation(np.flatnonzero(holds[k]))
-            if len(holders):
-                share, extra = divmod(int(sizes[k]), len(holders))
-                counts[k, holders] = share
-                poorest = holders[np.argsort(counts[:, holders].sum(axis=0), kind="stable")]
-                counts[k, poorest[:extra]] += 1
+
+        holds = _assign_classes(len(sizes), clients, self.classes_per_client, rng)
+        counts = _split_classes(sizes, holds, rng)
         empty = np.flatnonzero(counts.sum(axis=0) == 0)
         if len(empty):
             raise FlsuiteError(
-                f"client {empty[0]} would have no sample: its classes have fewer samples than clients that hold them; "
-                f"raise Pathological.classes_per_client or lower data.clients"
+                f"client {empty[0]} would have no sample: its classes have fewer samples than "
+                "clients; raise Pathological.classes_per_client or lower data.clients"
             )
-        return deal(classes, counts, rng)
+        return assign_by_counts(classes, counts, rng)
 
 
-def _deal_classes(classes: int, clients: int, each: int, rng: np.random.Generator) -> np.ndarray:
-    """Who holds what: bool ``(classes, clients)``, ``each`` classes a column."""
+def _assign_classes(
+    classes: int, clients: int, per_client: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Return the classes that each client has, bool ``(classes, clients)``."""
     holds = np.zeros((classes, clients), dtype=bool)
-    deck = rng.permutation(classes)
+    remaining = rng.permutation(classes)
     for client in range(clients):
-        hand, deck = deck[:each], deck[each:]
-        if missing := each - len(
-            hand
-        ):  # the rest comes from a new permutation, past the classes already in hand
-            fresh = rng.permutation(classes)
-            drawn = fresh[~np.isin(fresh, hand)][:missing]
-            hand, deck = np.concatenate([hand, drawn]), fresh[~np.isin(fresh, drawn)]
-        holds[hand, client] = True
+        own, remaining = remaining[:per_client], remaining[per_client:]
+        if missing := per_client - len(own):
+            # The rest comes from a new permutation, without the classes that the client has.
+            permutation = rng.permutation(classes)
+            added = permutation[~np.isin(permutation, own)][:missing]
+            remaining = permutation[~np.isin(permutation, added)]
+            own = np.concatenate([own, added])
+        holds[own, client] = True
     return holds
+
+
+def _split_classes(sizes: np.ndarray, holds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return the samples per class and client, int64 ``(classes, clients)``.
+
+    Each class is split evenly. Its remainder goes to the clients that have the fewest samples so
+    far, and the classes with the smallest shares come last, so that no client stays empty if that
+    can be avoided.
+    """
+    counts = np.zeros(holds.shape, dtype=np.int64)
+    shares = sizes // np.maximum(holds.sum(axis=1), 1)
+    for k in np.argsort(-shares, kind="stable"):
+        holders = rng.permutation(np.flatnonzero(holds[k]))
+        if len(holders):
+            share, extra = divmod(int(sizes[k]), len(holders))
+            counts[k, holders] = share
+            poorest = holders[np.argsort(counts[:, holders].sum(axis=0), kind="stable")]
+            counts[k, poorest[:extra]] += 1
+    return counts

@@ -1,4 +1,4 @@
-"""Networks that the models are built from: a backbone is a recipe, built once the data's shape is known."""
+"""The networks that models are built from, each a recipe that is built for the data's shape."""
 
 from flsuite.models.backbones.base import Backbone
 from flsuite.models.backbones.cnn import CNN

@@ -1,4 +1,4 @@
-"""What a backbone is."""
+"""The base class of the backbones."""
 
 from abc import ABC, abstractmethod
 
@@ -10,14 +10,14 @@ __all__ = ["Backbone"]
 class Backbone(ABC):
     """A recipe for a network, named in the config and built once the data's shape is known.
 
-    A subclass takes its parameters in ``__init__``, keeps each under its own name, and builds a fresh network in :meth:`build`.
-    It is plain data: it pickles, prints, and holds no tensors.
+    A subclass takes its parameters in ``__init__``, keeps each under its own name, and builds a new
+    network in :meth:`build`. It is plain data: it can be pickled and printed, and holds no tensors.
     """
 
     @abstractmethod
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """A network from a float batch ``(n, *shape)`` to ``(n, outputs)`` logits.
+        """Return a new network from float samples ``(n, *shape)`` to logits ``(n, outputs)``.
 
         Raises:
-            FlsuiteError: If the network cannot take this shape; the message names the backbone and what fits.
+            FlsuiteError: If the network does not fit this shape; the message names one that does.
         """

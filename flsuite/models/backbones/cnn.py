@@ -9,34 +9,34 @@ __all__ = ["CNN", "image_shape"]
 
 
 def image_shape(backbone: Backbone, shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
-    """``shape`` as ``(channels, height, width)``, known to be an image of at least ``smallest`` pixels a side.
+    """Return ``shape`` as ``(channels, height, width)``.
 
     Raises:
-        FlsuiteError: If it is not.
+        FlsuiteError: If it is no image of at least ``smallest`` pixels per side.
     """
     if len(shape) != 3 or min(shape[1:]) < smallest or shape[0] < 1:
         raise FlsuiteError(
-            f"{type(backbone).__name__} takes images (channels, height, width) of at least {smallest} x {smallest} "
-            f"pixels, not data of shape {tuple(shape)}; for tables and smaller images choose MLP"
+            f"{type(backbone).__name__} takes images (channels, height, width) of at least "
+            f"{smallest} x {smallest} pixels, not data of shape {tuple(shape)}; "
+            "for tables and smaller images choose MLP"
         )
     channels, height, width = shape
     return channels, height, width
 
 
 class CNN(Backbone):
-    """Two 5x5 convolutions with 32 and 64 channels, each followed by a 2x2 max-pool, then fully connected layers.
+    """Two 5x5 convolutions with 32 and 64 channels and 2x2 max-pools, then fully connected layers.
 
-    The defaults are the CNN of McMahan et al. 2017 (Communication-Efficient Learning of Deep Networks from
-    Decentralized Data): 1,663,370 parameters at ``(1, 28, 28)`` with ten classes. FedFisher's variant, 1600-512-128-10
-    at ``(3, 32, 32)``, is ``CNN(bias=False, hidden=(512, 128), padding=False)``.
-
-    The pool comes before the ReLU: the maximum commutes with it, and the ReLU then works on a quarter of the numbers.
+    The defaults are the CNN of McMahan et al. 2017, Communication-Efficient Learning of Deep
+    Networks from Decentralized Data: 1,663,370 parameters at ``(1, 28, 28)`` with ten classes.
+    FedFisher's variant, 1600-512-128-10 at ``(3, 32, 32)``, is
+    ``CNN(bias=False, hidden=(512, 128), padding=False)``.
 
     Args:
         bias: Whether convolutions and linear layers have a bias.
         hidden: Widths of the hidden fully connected layers.
-        padding: Whether the convolutions keep the image's size. An image has at least 4 pixels a side with padding, 16
-            without.
+        padding: Whether the convolutions keep the image's size. With padding an image has at least
+            4 pixels per side, without padding 16.
     """
 
     def __init__(
@@ -51,9 +51,12 @@ class CNN(Backbone):
         self.padding = padding
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """A network from ``(n, channels, height, width)`` to ``(n, outputs)``."""
+        """Return a network from ``(n, channels, height, width)`` to ``(n, outputs)``."""
         channels, height, width = image_shape(self, shape, smallest=4 if self.padding else 16)
         pad = 2 if self.padding else 0
+
+        # The pool comes before the ReLU, with which it commutes: the ReLU has a quarter of the
+        # numbers.
         layers: list[nn.Module] = []
         for maps in (32, 64):
             layers += [
@@ -62,6 +65,7 @@ class CNN(Backbone):
                 nn.ReLU(inplace=True),
             ]
             channels, height, width = maps, (height + 2 * pad - 4) // 2, (width + 2 * pad - 4) // 2
+
         layers.append(nn.Flatten())
         features = channels * height * width
         for units in self.hidden:

@@ -9,12 +9,12 @@ __all__ = ["LeNet5"]
 
 
 class LeNet5(Backbone):
-    """LeNet-5 (LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition) with ReLU and max-pools.
+    """LeNet-5 with ReLU and max-pools.
 
-    Two 5x5 convolutions with 6 and 16 channels and no padding, each followed by a 2x2 max-pool, then 120-84-outputs.
-    The flattened size follows the image: 256 at 28x28, 400 at 32x32. ``LeNet5(bias=False)`` is FedFisher's network.
-
-    The pool comes before the ReLU: the maximum commutes with it, and the ReLU then works on a quarter of the numbers.
+    LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition. Two 5x5 convolutions
+    with 6 and 16 channels and no padding, each followed by a 2x2 max-pool, then 120-84-outputs. The
+    flattened size follows the image: 256 at 28x28, 400 at 32x32. ``LeNet5(bias=False)`` is
+    FedFisher's network.
 
     Args:
         bias: Whether convolutions and linear layers have a bias.
@@ -24,9 +24,12 @@ class LeNet5(Backbone):
         self.bias = bias
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """A network from ``(n, channels, height, width)``, at least 16 pixels a side, to ``(n, outputs)``."""
+        """Return a network from images of at least 16 pixels per side to ``(n, outputs)``."""
         channels, height, width = image_shape(self, shape, smallest=16)
         features = 16 * _after(height) * _after(width)
+
+        # The pool comes before the ReLU, with which it commutes: the ReLU has a quarter of the
+        # numbers.
         return nn.Sequential(
             nn.Conv2d(channels, 6, 5, bias=self.bias),
             nn.MaxPool2d(2),
@@ -44,5 +47,5 @@ class LeNet5(Backbone):
 
 
 def _after(side: int) -> int:
-    """The side of an image after both convolutions and pools."""
+    """Return the side of an image after both convolutions and pools."""
     return ((side - 4) // 2 - 4) // 2

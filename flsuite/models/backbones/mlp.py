@@ -11,14 +11,15 @@ __all__ = ["MLP"]
 
 
 class MLP(Backbone):
-    """Fully connected layers with ReLU, on tables and, flattened, on images.
+    """Fully connected layers with ReLU, for tables and flattened images.
 
-    ``MLP(hidden=())`` is multinomial logistic regression; ``MLP(hidden=(200, 200))`` is the 2NN of McMahan et al. 2017.
+    ``MLP(hidden=())`` is multinomial logistic regression; ``MLP(hidden=(200, 200))`` is the 2NN of
+    McMahan et al. 2017.
 
     Args:
         hidden: Widths of the hidden layers.
         bias: Whether the layers have a bias.
-        dropout: Probability with which a hidden unit is dropped in training, in [0, 1).
+        dropout: Probability of dropping a hidden unit in training, in [0, 1).
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class MLP(Backbone):
         self.dropout = dropout
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """A network from ``(n, *shape)``, of any number of dimensions, to ``(n, outputs)``."""
+        """Return a network from ``(n, *shape)``, a shape of any rank, to ``(n, outputs)``."""
         features = prod(shape)
         if features < 1:
             raise FlsuiteError(

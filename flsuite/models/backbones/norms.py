@@ -1,11 +1,11 @@
 """The normalisation of the residual networks."""
 
 from math import gcd
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import require_one_of
 
 __all__ = ["Norm", "make_norm"]
 
@@ -13,25 +13,24 @@ Norm = Literal["batch", "group", "none"]
 
 
 def make_norm(kind: Norm, channels: int, groups: int = 32) -> nn.Module:
-    """A normalisation layer for ``(n, channels, height, width)``, with PyTorch's defaults for epsilon and momentum.
+    """Return a normalisation layer for ``(n, channels, height, width)``, with PyTorch's defaults.
 
-    BatchNorm normalises with the statistics of a client's own batch, which under label skew differ between clients and
-    from those of the global model; GroupNorm has no such statistics and nothing to average (Hsieh et al. 2020, The
-    Non-IID Data Quagmire of Decentralized Machine Learning).
+    BatchNorm normalises by the statistics of a client's batch, which under label skew differ
+    between clients and from those of the global model. GroupNorm has no statistics to average:
+    Hsieh et al. 2020, The Non-IID Data Quagmire of Decentralized Machine Learning.
 
     Args:
         kind: ``batch``, ``group`` or ``none`` (the identity).
         channels: Number of channels.
-        groups: Number of groups of GroupNorm; 32 is the default of Wu & He (2018). Where it does not divide
-            ``channels``, their greatest common divisor is taken.
+        groups: Groups of GroupNorm; 32 is the default of Wu and He 2018. Where it does not divide
+            ``channels``, it is their greatest common divisor.
 
     Raises:
         FlsuiteError: If ``kind`` is none of the three.
     """
+    require_one_of("make_norm", get_args(Norm), norm=kind)
     if kind == "batch":
         return nn.BatchNorm2d(channels)
     if kind == "group":
         return nn.GroupNorm(gcd(groups, channels), channels)
-    if kind == "none":
-        return nn.Identity()
-    raise FlsuiteError(f"norm={kind!r} is unknown; choose 'batch', 'group' or 'none'")
+    return nn.Identity()

@@ -1,4 +1,4 @@
-"""ResNet-18, torchvision's."""
+"""ResNet-18 of torchvision."""
 
 from functools import partial
 
@@ -10,19 +10,22 @@ from flsuite.models.backbones.norms import Norm, make_norm
 
 __all__ = ["ResNet18"]
 
-_SMALL = 64  # pixels a side, from which on the stem may reduce the image fourfold
+_SMALL = 64  # pixels per side from which the stem reduces the image fourfold
 
 
 class ResNet18(Backbone):
-    """ResNet-18 (He et al. 2016, Deep Residual Learning for Image Recognition) with torchvision's parameter names.
+    """ResNet-18 with torchvision's parameter names.
+
+    He et al. 2016, Deep Residual Learning for Image Recognition, arXiv:1512.03385.
 
     Args:
-        norm: ``batch``, ``group`` (32 groups, Wu & He 2018) or ``none``. Under label skew BatchNorm loses accuracy that
-            GroupNorm keeps (Hsieh et al. 2020). With ``none`` there is no norm and no bias in its place; the last
-            convolution of each block starts at zero, so that every block starts as its shortcut and the depth does not
-            make the signal grow.
-        small_images: Whether the stem is one 3x3 convolution with stride 1 and no max-pool. By default it is so below
-            64 pixels a side; otherwise torchvision's stem, which reduces the image fourfold.
+        norm: ``batch``, ``group`` (32 groups, Wu and He 2018) or ``none``. Under label skew
+            BatchNorm loses accuracy that GroupNorm keeps (Hsieh et al. 2020). With ``none`` there
+            is no norm and no bias in its place. The last convolution of each block then starts at
+            zero: every block starts as its shortcut, and the signal does not grow with the depth.
+        small_images: Whether the stem is one 3x3 convolution with stride 1 and no max-pool. The
+            other stem is torchvision's, which reduces the image fourfold. Default: below 64 pixels
+            per side.
     """
 
     def __init__(self, norm: Norm = "batch", small_images: bool | None = None) -> None:
@@ -30,11 +33,12 @@ class ResNet18(Backbone):
         self.small_images = small_images
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """A network from ``(n, channels, height, width)``, at least 8 pixels a side, to ``(n, outputs)``."""
+        """Return a network from images of at least 8 pixels per side to ``(n, outputs)``."""
         from torchvision.models import resnet18
 
         channels, height, width = image_shape(self, shape, smallest=8)
         small = min(height, width) < _SMALL if self.small_images is None else self.small_images
+
         network: nn.Module = resnet18(num_classes=outputs, norm_layer=partial(make_norm, self.norm))
         _fit_stem(network, channels, small)
         if self.norm == "none":
@@ -43,7 +47,7 @@ class ResNet18(Backbone):
 
 
 def _fit_stem(network: nn.Module, channels: int, small: bool) -> None:
-    """Replace the stem where the image asks for another, initialised as torchvision does."""
+    """Replace the stem if the image needs another one, initialised as torchvision does."""
     if small:
         network.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         network.maxpool = nn.Identity()
@@ -55,6 +59,7 @@ def _fit_stem(network: nn.Module, channels: int, small: bool) -> None:
 
 
 def _remove_norms(network: nn.Module) -> None:
+    """Replace every block by one without norms."""
     network.relu = nn.ReLU()
     for name in ("layer1", "layer2", "layer3", "layer4"):
         blocks = network.get_submodule(name).children()
@@ -62,10 +67,10 @@ def _remove_norms(network: nn.Module) -> None:
 
 
 class _PlainBlock(nn.Module):
-    """``block`` without its norms, under the same names.
+    """A block of torchvision without its norms, under the same names.
 
-    torchvision's block works in place on what its norm has made. Without the norm that is a convolution's output, which
-    backward hooks (K-FAC) forbid to overwrite.
+    torchvision's ReLU overwrites the output of the norm. Without the norm that is a convolution's
+    output, which backward hooks (K-FAC) forbid to overwrite.
     """
 
     def __init__(self, block: nn.Module) -> None:

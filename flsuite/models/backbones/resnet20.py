@@ -2,34 +2,36 @@
 
 from torch import Tensor, nn
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import require_at_least
 from flsuite.models.backbones.base import Backbone
 from flsuite.models.backbones.cnn import image_shape
 from flsuite.models.backbones.norms import Norm, make_norm
 
 __all__ = ["PreActResNet", "ResNet20"]
 
-_GROUPS = 8  # of GroupNorm: two channels a group in the first stage, eight in the last
+_GROUPS = 8  # groups of GroupNorm: two channels each in the first stage, eight in the last
 
 
 class ResNet20(Backbone):
-    """Pre-activation ResNet-20, "v2" (He et al. 2016, Identity Mappings in Deep Residual Networks, arXiv:1603.05027).
+    """Pre-activation ResNet-20, "v2".
+
+    He et al. 2016, Identity Mappings in Deep Residual Networks, arXiv:1603.05027.
 
     Args:
-        norm: ``batch``, ``group`` (8 groups) or ``none``. Under label skew BatchNorm loses accuracy that GroupNorm
-            keeps (Hsieh et al. 2020). With ``none`` the last convolution of each block starts at zero, so that every
-            block starts as its shortcut and the depth does not make the signal grow.
+        norm: ``batch``, ``group`` (8 groups) or ``none``. Under label skew BatchNorm loses accuracy
+            that GroupNorm keeps (Hsieh et al. 2020). With ``none`` the last convolution of each
+            block starts at zero: every block starts as its shortcut, and the signal does not grow
+            with the depth.
         width: Channels of the first stage; the other two have twice and four times as many.
     """
 
     def __init__(self, norm: Norm = "batch", width: int = 16) -> None:
-        if width < 1:
-            raise FlsuiteError(f"ResNet20(width={width}) has no channels; choose at least 1")
+        require_at_least("ResNet20", 1, width=width)
         self.norm: Norm = norm
         self.width = width
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """A network from ``(n, channels, height, width)``, at least 4 pixels a side, to ``(n, outputs)``."""
+        """Return a network from images of at least 4 pixels per side to ``(n, outputs)``."""
         channels, _, _ = image_shape(self, shape, smallest=4)
         return PreActResNet(channels, outputs, self.norm, self.width)
 
@@ -37,8 +39,9 @@ class ResNet20(Backbone):
 class PreActResNet(nn.Module):
     """The network of :class:`ResNet20`, from ``(n, channels, height, width)`` to ``(n, outputs)``.
 
-    A 3x3 stem with stride 1, three stages of three blocks (the second and third halve the image), a last norm and ReLU,
-    global average pool, one linear layer. Convolutions start with Kaiming's fan-out rule.
+    A 3x3 stem with stride 1, three stages of three blocks, of which the second and third halve the
+    image, a norm and a ReLU, a global average pool, one linear layer. Convolutions start by
+    Kaiming's fan-out rule.
     """
 
     def __init__(self, channels: int, outputs: int, norm: Norm = "batch", width: int = 16) -> None:
@@ -55,17 +58,18 @@ class PreActResNet(nn.Module):
         _initialise(self, norm)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits ``(n, outputs)``."""
         h: Tensor = self.relu(self.norm(self.stages(self.stem(x))))
         logits: Tensor = self.head(h.mean((2, 3)))
         return logits
 
 
 class _Block(nn.Module):
-    """norm, ReLU, 3x3 convolution, twice, plus the shortcut.
+    """Twice norm, ReLU and 3x3 convolution, plus the shortcut.
 
-    Where the shape changes, the shortcut is a 1x1 convolution of the activated input, elsewhere the raw input. A ReLU
-    works in place only on what a norm has just made: without a norm its input is the shortcut, or a convolution's
-    output, which backward hooks (K-FAC) forbid to overwrite.
+    Where the shape changes, the shortcut is a 1x1 convolution of the activated input, elsewhere the
+    raw input. A ReLU overwrites its input only if that is a norm's output. Without a norm it is the
+    shortcut, or a convolution's output, which backward hooks (K-FAC) forbid to overwrite.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
@@ -98,6 +102,7 @@ def _stage(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential:
 
 
 def _initialise(network: nn.Module, norm: Norm) -> None:
+    """Set the convolutions' initial weights; without norms, every block starts as its shortcut."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,0 +1,96 @@
+"""Stored image bytes and what a model sees of them: size, scale, channels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["Scaling", "channel_moments", "fit_scaling", "resize_images"]
+
+_CHUNK = 1024
+"""Images that are resized at a time: as float32 they take four times the memory of their bytes."""
+
+
+@dataclass
+class Scaling:
+    """The map from stored bytes to model inputs: ``x * scale + shift`` per channel.
+
+    Attributes:
+        scale, shift: float32 ``(stored channels,)``.
+        channels: Channels that the model sees; a grey image is repeated to that many.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    channels: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Scale uint8 ``(n, h, w, c)`` to float32 ``(n, channels, h, w)``, channels last in memory.
+
+        Tables, which are not uint8, are returned as they are.
+        """
+        if x.dtype != torch.uint8:
+            return x
+
+        scaled = x.to(torch.float32).mul_(self.scale).add_(self.shift).permute(0, 3, 1, 2)
+        if scaled.shape[1] == self.channels:
+            return scaled
+        repeated = scaled.expand(-1, self.channels, -1, -1)
+        return repeated.contiguous(memory_format=torch.channels_last)
+
+
+def fit_scaling(x: Tensor, standardize: bool, rgb: bool) -> Scaling:
+    """Return the scaling for training images uint8 ``(n, h, w, c)``, or for a table.
+
+    Args:
+        x: The training samples.
+        standardize: Scale each channel to mean 0 and deviation 1. Otherwise pixels are in [0, 1].
+        rgb: Repeat grey images to three channels.
+    """
+    if x.dtype != torch.uint8:
+        return Scaling(torch.ones(1), torch.zeros(1), 1)
+
+    channels = x.shape[-1]
+    mean, std = torch.zeros(channels), torch.ones(channels)
+    if standardize:
+        mean, std = channel_moments(x)
+    return Scaling(1 / (255 * std), -mean / std, 3 if rgb else channels)
+
+
+def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of each channel of uint8 images, as fractions of 255.
+
+    They are computed from the histogram of the bytes, which is exact and needs no copy in float.
+    """
+    values = torch.arange(256, dtype=torch.float64) / 255
+    moments = []
+    for channel in x.unbind(-1):
+        weights = torch.bincount(channel.reshape(-1), minlength=256).double()
+        mean = (weights * values).sum() / weights.sum()
+        moments.append((mean, ((weights * (values - mean) ** 2).sum() / weights.sum()).sqrt()))
+
+    mean, std = (torch.stack(m).float() for m in zip(*moments, strict=True))
+    # A constant channel has deviation 0, which nothing can be divided by.
+    return mean, std.clamp_min(1 / 255)
+
+
+def resize_images(x: Tensor, side: int) -> Tensor:
+    """Resize images uint8 ``(n, h, w, c)`` bilinearly to ``(n, side, side, c)``.
+
+    Tables and images of that size are returned as they are.
+    """
+    if x.ndim != 4 or x.shape[1:3] == (side, side):
+        return x
+    return torch.cat([_resize_chunk(chunk, side) for chunk in x.split(_CHUNK)])
+
+
+def _resize_chunk(x: Tensor, side: int) -> Tensor:
+    resized = F.interpolate(
+        x.permute(0, 3, 1, 2).float(),
+        size=(side, side),
+        mode="bilinear",
+        align_corners=False,
+        antialias=True,
+    )
+    return resized.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()

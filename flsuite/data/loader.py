@@ -1,0 +1,84 @@
+"""Shuffled training batches of one client."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flsuite.random import torch_generator
+
+__all__ = ["Batch", "BatchSource", "TrainLoader", "batch_bounds"]
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets."""
+
+
+def batch_bounds(samples: int, batch_size: int) -> list[tuple[int, int]]:
+    """Return where each batch of an epoch starts and stops.
+
+    A last batch of one sample, which BatchNorm cannot train on, is joined to the batch before it.
+    """
+    starts = list(range(0, samples, batch_size))
+    if len(starts) > 1 and samples - starts[-1] == 1:
+        starts.pop()
+    return list(zip(starts, [*starts[1:], samples], strict=True))
+
+
+class BatchSource(Protocol):
+    """The part of a :class:`~flsuite.data.federated.FederatedData` that a loader needs."""
+
+    batch_size: int
+
+    def train_rows(self, client: int) -> Tensor:
+        """Return the rows that a client trains on."""
+
+    def train_batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
+        """Return these rows as a batch."""
+
+
+@dataclass
+class TrainLoader:
+    """Shuffled batches of one client in one round.
+
+    Each epoch has an order of its own, which does not depend on anything drawn before it.
+
+    Attributes:
+        data: The samples of all clients.
+        client: The client's number.
+        seed: The run's seed.
+        round: The round, counted from 1.
+        batches: Batches per epoch. Default: one pass over the samples. A number above that
+            continues with a new order after each pass.
+        epoch: The number of the next epoch, from 0.
+    """
+
+    data: BatchSource
+    client: int
+    seed: int
+    round: int
+    batches: int | None = None
+    epoch: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = self.data.train_rows(self.client)
+        if len(self._rows) == 1:
+            # Repeated, a single sample has the same mean gradient, and BatchNorm can train on it.
+            self._rows = self._rows.repeat(2)
+        self._bounds = batch_bounds(len(self._rows), self.data.batch_size)
+        self._length = len(self._bounds) if self.batches is None else self.batches
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        generator = torch_generator(self.seed, f"batches/{epoch}", self.round, self.client)
+
+        left = self._length
+        while left > 0:
+            order = self._rows[torch.randperm(len(self._rows), generator=generator)]
+            for start, stop in self._bounds[:left]:
+                yield self.data.train_batch(order[start:stop], generator)
+            left -= len(self._bounds)

@@ -1,0 +1,50 @@
+"""Index arrays of unequal length, stored as one array."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["RaggedIndex"]
+
+
+@dataclass
+class RaggedIndex:
+    """Index arrays of unequal length: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+
+    Attributes:
+        values: int64 ``(total,)``, all rows one after another.
+        offsets: int64 ``(rows + 1,)``, the start of each row; the last entry is the total.
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray]) -> "RaggedIndex":
+        """Store these index arrays, one per row."""
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        values = np.concatenate(rows).astype(np.int64) if len(rows) else np.zeros(0, np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        return cls(torch.from_numpy(values), torch.from_numpy(offsets))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+
+    def lengths(self) -> Tensor:
+        """Return the length of each row, int64 ``(rows,)``."""
+        return self.offsets.diff()
+
+    def owners(self) -> Tensor:
+        """Return the number of the row that each value is in, int64 ``(total,)``."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths())
+
+    def where(self, kept: Tensor) -> "RaggedIndex":
+        """Keep the values at which ``kept``, bool ``(total,)``, is true."""
+        counts = torch.bincount(self.owners()[kept], minlength=len(self))
+        return RaggedIndex(self.values[kept], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))

@@ -1,0 +1,110 @@
+"""Tests of the assignment of test rows to clients."""
+
+import numpy as np
+import torch
+
+from flsuite.data import (
+    IID,
+    DataSpec,
+    DataSplit,
+    FederatedDataModule,
+    Natural,
+    Partition,
+    PublishedSplits,
+    Synthetic,
+)
+from flsuite.data.federated import FederatedData
+from flsuite.data.splits import owners_are_whole, split_test_like_train
+
+
+def test_test_samples_of_a_class_that_nobody_has_go_to_nobody() -> None:
+    labels, test_labels = np.array([0, 0, 1, 1]), np.array([0, 0, 1, 2, 2])
+    parts = split_test_like_train(labels, [np.array([0, 1]), np.array([2])], test_labels, seed=0)
+    assert [part.tolist() for part in parts] == [[0, 1], [2]]
+
+
+def test_only_training_rows_decide_the_class_mix() -> None:
+    labels = np.repeat([0, 1], 50)
+    rows = [np.arange(0, 30), np.arange(30, 90)]  # rows 90 to 99 belong to nobody
+    test_labels = np.repeat([0, 1], 10)
+    parts = split_test_like_train(labels, rows, test_labels, seed=1)
+    counts = [np.bincount(test_labels[part], minlength=2).tolist() for part in parts]
+    assert counts == [[6, 0], [4, 10]]
+
+
+# Owners
+
+
+class Owned(FederatedDataModule):
+    """Forty training and twelve test samples of two owners."""
+
+    def load(self) -> PublishedSplits:
+        train, test = (
+            DataSplit(torch.zeros(n, 2), torch.arange(n) % 2, torch.arange(n) % 4 // 2)
+            for n in (40, 12)
+        )
+        return PublishedSplits(DataSpec((2,), 2), train, test)
+
+
+def test_test_samples_follow_their_owner_only_where_owners_are_whole() -> None:
+    whole, cut = Owned(clients=2, partition=Natural()), Owned(clients=5, partition=IID())
+    for module in (whole, cut):
+        module.setup()
+    ids = whole.federated.test.ids
+    assert ids is not None
+    assert all(len(ids[whole.federated.test_index[c]].unique()) == 1 for c in range(2))
+    assert min(cut.federated.test_index.lengths()) > 0
+    assert len(cut.federated.test_index.values) == 12
+
+
+def misplaced(data: FederatedData) -> int:
+    """Count the test rows of clients that have no training or validation row of their owner."""
+    assert data.train.ids is not None and data.test.ids is not None
+    wrong = 0
+    for client in range(data.clients):
+        own = torch.cat([data.train_index[client], data.val_index[client]])
+        known = torch.isin(data.test.ids[data.test_index[client]], data.train.ids[own])
+        wrong += int((~known).sum())
+    return wrong
+
+
+def test_test_rows_follow_an_owner_whose_training_rows_are_all_held_out() -> None:
+    data = Synthetic(owners=800, clients=20, partition=Natural(), val_fraction=0.5)
+    data.setup()
+    federated = data.federated
+    assert federated.train.ids is not None and federated.test.ids is not None
+    trained = federated.train.ids[federated.train_index.values]
+    assert not torch.isin(federated.test.ids, trained).all(), "some owners only validate"
+    assert misplaced(federated) == 0
+    assert federated.test_index.values.sort().values.equal(torch.arange(400))
+
+
+class OwnersOneAndTwo(Partition):
+    """Two clients, the owners 1 and 2; the rows of all other owners stay unused."""
+
+    def __call__(
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        assert ids is not None
+        return [np.flatnonzero(ids == owner) for owner in (1, 2)]
+
+
+def test_test_rows_of_an_owner_that_no_client_has_go_to_nobody() -> None:
+    data = Synthetic(owners=4, clients=2, partition=OwnersOneAndTwo())
+    data.setup()
+    ids = data.federated.test.ids
+    assert ids is not None
+    for client in range(2):
+        rows = data.federated.test_index[client]
+        assert rows.equal((ids == client + 1).nonzero().squeeze(1)) and len(rows)
+
+
+def test_owners_are_whole_only_if_their_rows_are_with_one_client() -> None:
+    ids = np.array([5, 5, 7, 7, 9])
+    assert owners_are_whole(ids, [np.array([0, 1]), np.array([2, 3, 4])])
+    assert owners_are_whole(ids, [np.array([0]), np.array([2, 4])]), "unused rows do not matter"
+    assert not owners_are_whole(ids, [np.array([0, 1, 2]), np.array([3, 4])])
