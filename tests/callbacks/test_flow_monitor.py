@@ -74,7 +74,7 @@ def test_the_numbers_by_hand() -> None:
     monitor = Kept(every=1, samples=10_000)
     made = fit([monitor])
     found = {name: value for (round, name), value in logged(made).items() if round == 2}
-    federation, evaluator = made.federation, made.evaluator
+    federation, evaluator = made.federation, made.run.evaluator
     assert federation is not None
     test, new = federation.data.test, federation.state
     flow = [name for name in new if name.startswith("flow.") and new[name].is_floating_point()]

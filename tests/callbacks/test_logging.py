@@ -273,8 +273,8 @@ class Hooks(FederationCallback):
 
     def on_round_end(self, run: Any, round: int) -> None:
         self.heard.append(("round end", round))
-        trainer.log_metric("gap", round / 2)
-        trainer.log_metric("gap", 7.0, scope=1, split="test")
+        run.log_metric("gap", round / 2)
+        run.log_metric("gap", 7.0, scope=1, split="test")
 
     def on_evaluation_end(self, run: Any, round: int, split: str, scores: Any) -> None:
         self.heard.append(("scored", round, split, "accuracy" in scores["global"]))

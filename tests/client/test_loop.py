@@ -8,7 +8,8 @@ from lightning.pytorch import Callback
 
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
 from flsuite.client.loop import LocalLoop
-from flsuite.client.runner import ClientRunner, WorkerSetup
+from flsuite.client.runner import ClientRunner
+from flsuite.client.setup import WorkerSetup, client_half
 from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest
 from flsuite.models import MLP, Classifier, FusedSpaceFed
 from flsuite.models.base import ClientModel
@@ -28,6 +29,7 @@ HOOKS = [
 class Diary(Callback):
     """Writes down every hook that is called, with the numbers that a callback may look at."""
 
+    supports_local_loop = True
     lines: list[tuple[Any, ...]] = []
 
 
@@ -72,7 +74,7 @@ def dropout() -> Classifier:
 def fits(
     model: ClientModel, lean: bool, aggregator: Aggregator, **kwargs: Any
 ) -> tuple[list[ClientResult], list[Any], bool]:
-    """Three clients' fits; the first always takes Lightning's loop."""
+    """Fit three clients; also tell whether the local loop is still in use."""
     module = digits(clients=3)
     module.setup()
     torch.manual_seed(0)
@@ -80,21 +82,17 @@ def fits(
     state = clone(model.state_dict())
     aggregator.configure(StateLayout(tuple(name for name, _ in model.named_parameters()), 3))
     settings = {"max_epochs": 2, "accelerator": "cpu", **kwargs}
-    runner = ClientRunner(
-        WorkerSetup(model, module.federated, aggregator, 0, state, settings, callbacks=[Diary()])
-    )
+    setup = WorkerSetup(model, module.federated, client_half(aggregator), 0, state, settings)
+    runner = ClientRunner(setup)
+    runner._use_local_loop = lean
     Diary.lines = []
     results = []
     for client in range(3):
-        if runner._trainer is not None:
-            runner._trainer.lean = lean
-        result = runner.run(
-            FitRequest(FitAssignment(client), Broadcast(1, state, aggregator.broadcast()), {})
-        )
+        broadcast = Broadcast(1, state, aggregator.broadcast(), (Diary(),))
+        result = runner.run(FitRequest(client, FitAssignment(client), broadcast, {}))
         assert isinstance(result, ClientResult), result.reason
         results.append(result)
-    assert runner._trainer is not None
-    return results, Diary.lines, runner._trainer._logs
+    return results, Diary.lines, runner._use_local_loop
 
 
 @pytest.mark.parametrize(
@@ -132,9 +130,7 @@ def test_same_weights_and_same_hooks(
         "limit_train_batches",
     } or isinstance(model(), Accumulates)
     lean, lean_diary, _ = fits(model(), True, aggregator(), **kwargs)
-    assert len(runs) == (0 if special else 2), (
-        "the first fit is Lightning's, and so is whatever is not plain"
-    )
+    assert len(runs) == (0 if special else 3), "from the first fit on, or not at all"
     whole, whole_diary, _ = fits(model(), False, aggregator(), **kwargs)
     for a, b in zip(lean, whole, strict=True):
         assert equal_states(a.update.state, b.update.state)
@@ -143,8 +139,8 @@ def test_same_weights_and_same_hooks(
 
 
 def test_what_a_model_logs_becomes_a_metric_of_the_client() -> None:
-    results, _, logs = fits(Logs(MLP(hidden=(8,))), True, FedAvg())
-    assert logs
+    results, _, local_loop = fits(Logs(MLP(hidden=(8,))), True, FedAvg())
+    assert not local_loop, "only Lightning's loop collects what a model logs"
     for result in results:
         assert {"loss", "twice"} <= result.update.metrics.keys()
         assert result.update.metrics["twice"] > 0

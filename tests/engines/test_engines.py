@@ -19,13 +19,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from flsuite.aggregators import FedAvg
-from flsuite.client.runner import WorkerSetup
+from flsuite.client.setup import WorkerSetup, client_half
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
 from flsuite.engines import Engine, InProcess, Processes
 from flsuite.engines.forkserver import prepare_workers
 from flsuite.engines.wire import dump_shared, dumps, load_shared, receive, send
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest
+from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest, Outcome
 from flsuite.models import Backbone, Classifier
 from flsuite.state import clone
 from tests.conftest import equal_states, trainer
@@ -70,29 +70,30 @@ def model() -> Classifier:
     return Classifier(TinyConv(), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
 
 
-def job(callbacks: list[Callback] | None = None) -> tuple[WorkerSetup, dict[str, Tensor]]:
+def job() -> tuple[WorkerSetup, dict[str, Tensor]]:
     """What an engine needs, and the state that a round starts from."""
     module, net = images(), model()
     module.setup()
     torch.manual_seed(0)
     net.ensure_built(module.federated.spec)
-    made = WorkerSetup(
-        net,
-        module.federated,
-        FedAvg(),
-        3,
-        clone(net.state_dict()),
-        {"max_epochs": 2, "accelerator": "cpu"},
-        callbacks or [],
-    )
-    return made, clone(net.state_dict())
+    state, settings = clone(net.state_dict()), {"max_epochs": 2, "accelerator": "cpu"}
+    return WorkerSetup(net, module.federated, client_half(FedAvg()), 3, state, settings), state
 
 
-def works(
-    state: dict[str, Tensor], order: tuple[int, ...] = (0, 1, 2, 3, 4, 5), round: int = 1
+def requests(
+    state: dict[str, Tensor],
+    order: tuple[int, ...] = (0, 1, 2, 3, 4, 5),
+    round: int = 1,
+    callbacks: tuple[Callback, ...] = (),
 ) -> list[FitRequest]:
-    broadcast = Broadcast(round, state, {})
-    return [FitRequest(FitAssignment(client), broadcast, {}) for client in order]
+    broadcast = Broadcast(round, state, {}, callbacks)
+    return [FitRequest(n, FitAssignment(c), broadcast, {}) for n, c in enumerate(order)]
+
+
+def outcomes(engine: Engine, submitted: list[FitRequest]) -> list[Outcome]:
+    """What comes of the requests, collected as they were submitted."""
+    engine.submit(submitted)
+    return [engine.collect(number) for number in list(engine.pending)]
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
@@ -115,7 +116,7 @@ def reference() -> dict[int, dict[str, Tensor]]:
     made, state = job()
     engine.start(made)
     found = {}
-    for outcome in engine.run(works(state)):
+    for outcome in outcomes(engine, requests(state)):
         assert isinstance(outcome, ClientResult)
         found[outcome.update.client] = outcome.update.state
     return found
@@ -133,8 +134,8 @@ def test_outcomes_are_the_same_bit_for_bit_and_in_order(
     engine.start(made)
     try:
         for order in ((5, 0, 3, 1, 4, 2), (2, 2, 0)):
-            outcomes = list(engine.run(works(state, order)))
-            updates = [outcome.update for outcome in outcomes if isinstance(outcome, ClientResult)]
+            found = outcomes(engine, requests(state, order))
+            updates = [outcome.update for outcome in found if isinstance(outcome, ClientResult)]
             assert [update.client for update in updates] == list(order)
             assert all(equal_states(update.state, reference[update.client]) for update in updates)
             assert [update.samples for update in updates] == [SIZES[client] for client in order]
@@ -161,9 +162,9 @@ def test_a_second_round_gets_its_own_state() -> None:
     for engine in (InProcess(), Processes(workers=2)):
         engine.start(made)
         try:
-            list(engine.run(works(state, (0, 1, 2))))
+            outcomes(engine, requests(state, (0, 1, 2)))
             results.append(
-                [outcome.update.state for outcome in engine.run(works(other, (0, 1, 2), round=2))]
+                [outcome.update.state for outcome in outcomes(engine, requests(other, (0, 1, 2), 2))]
             )
         finally:
             engine.stop()
@@ -277,11 +278,11 @@ def _mapped(address: int) -> bool:
 
 @LINUX
 def test_workers_share_the_dataset() -> None:
-    made, state = job([Maps()])
+    made, state = job()
     engine = Processes(workers=2)
     engine.start(made)
     try:
-        assert all(isinstance(outcome, ClientResult) for outcome in engine.run(works(state)))
+        assert all(isinstance(o, ClientResult) for o in outcomes(engine, requests(state, callbacks=(Maps(),))))
     finally:
         engine.stop()
 
@@ -378,7 +379,7 @@ def test_a_worker_that_cannot_start_ends_the_run(part: str, workers: int) -> Non
     engine.start(made)
     try:
         with pytest.raises(RuntimeError, match=r"a worker process failed:(.|\n)*made of glass"):
-            within(60, lambda: list(engine.run(works(state))))
+            within(60, lambda: outcomes(engine, requests(state)))
     finally:
         engine.stop()
 
@@ -429,11 +430,11 @@ def test_stop_leaves_no_process_and_no_descriptor() -> None:
     engine = Processes(workers=3)
     prepare_workers()
     engine.start(made)  # the first use of a forkserver opens what stays open
-    list(engine.run(works(state, (0,))))
+    outcomes(engine, requests(state, (0,)))
     engine.stop()
     before, open_before = _alive(), _descriptors()
     engine.start(made)
-    list(engine.run(works(state, (0, 1, 2))))
+    outcomes(engine, requests(state, (0, 1, 2)))
     assert len(_alive() - before) == 3
     engine.stop()
     engine.stop()
@@ -449,10 +450,10 @@ def test_an_abandoned_round_can_be_followed_by_another_run() -> None:
     made, state = job()
     engine = Processes(workers=2)
     engine.start(made)
-    outcomes = engine.run(works(state))
-    next(outcomes)
+    engine.submit(requests(state))
+    engine.collect(0)
     engine.start(made)
     try:
-        assert len(list(engine.run(works(state, (1, 2))))) == 2
+        assert len(outcomes(engine, requests(state, (1, 2)))) == 2
     finally:
         engine.stop()

@@ -700,8 +700,9 @@ def _raising(app: Any) -> Any:
 
 def test_a_run_that_stops_early_leaves_the_other_rounds_out() -> None:
     class Stops(FederationCallback):
-        def on_round_end(self, trainer: FederatedTrainer, round: int) -> None:
-            trainer.should_stop = round == 2
+        def on_evaluation_end(self, run: Any, round: int, split: str, scores: Any) -> None:
+            if round == 2:
+                run.stop()
 
     ours, theirs, grid = both(classifier, FedAvg, rounds=5, callbacks=[Stops()])
     assert ours.round == theirs.round == 2 and len(grid.answers) == 10
@@ -714,8 +715,8 @@ def test_a_run_that_stops_early_leaves_the_other_rounds_out() -> None:
 def test_the_strategy_works_with_flowers_own_start() -> None:
     ours = trainer(rounds=3)
     ours.fit(classifier(), digits(standardize=False))
-    federation = trainer(rounds=1).set_up(classifier(), digits(standardize=False)).federation
-    strategy, grid = FlowerStrategy(federation), Nodes(5, node_app(classifier))
+    run = trainer(rounds=1).prepare(classifier(), digits(standardize=False))
+    strategy, grid = FlowerStrategy(run), Nodes(5, node_app(classifier))
     first = strategy.start(grid, strategy.initial_arrays(), num_rounds=2)
     second = strategy.start(grid, first.arrays, num_rounds=1)
     assert equal_states(dict(second.arrays.to_torch_state_dict()), state(ours))
@@ -728,9 +729,9 @@ def test_the_strategy_works_with_flowers_own_start() -> None:
 
 
 def test_training_starts_from_the_arrays_that_it_is_given() -> None:
-    federation = trainer().set_up(classifier(), digits(standardize=False)).federation
-    strategy, grid = FlowerStrategy(federation), Nodes(5, node_app(classifier))
-    zeros = to_arrays({name: torch.zeros_like(value) for name, value in federation.state.items()})
+    run = trainer().prepare(classifier(), digits(standardize=False))
+    strategy, grid = FlowerStrategy(run), Nodes(5, node_app(classifier))
+    zeros = to_arrays({name: torch.zeros_like(value) for name, value in run.state.items()})
     result = strategy.start(grid, zeros, num_rounds=1)
     first, *_ = to_state(result.arrays).values()
     assert not first.any(), "behind a ReLU at zero nothing is learned"

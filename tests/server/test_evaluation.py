@@ -143,7 +143,7 @@ def test_the_publishers_validation_split_belongs_to_nobody() -> None:
     made = evaluator(WithPublishedValidation(clients=4))
     found = made.shared(clone(made.model.state_dict()), "val", range(4))
     assert found.keys() == {GLOBAL} and not [name for name in found[GLOBAL] if "client" in name]
-    arrays = made.arrays("val")
+    arrays = made.split("val")
     assert arrays is not None and len(arrays) == 12
     states = {c: lambda: clone(made.model.state_dict()) for c in range(4)}
     row = made.personal(states, "val")["2"]
@@ -152,7 +152,7 @@ def test_the_publishers_validation_split_belongs_to_nobody() -> None:
 
 def test_local_validation_splits_are_put_together() -> None:
     made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.5))
-    arrays = made.arrays("val")
+    arrays = made.split("val")
     assert arrays is not None and len(arrays) == 20
     assert torch.equal(arrays.x, made.data.train.x[made.data.val_index.values])
     found = made.shared(clone(made.model.state_dict()), "val", range(4))
@@ -162,6 +162,6 @@ def test_local_validation_splits_are_put_together() -> None:
 def test_without_validation_data_there_are_no_scores() -> None:
     made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.0))
     assert (
-        made.arrays("val") is None
+        made.split("val") is None
         and made.shared(clone(made.model.state_dict()), "val", range(4)) == {}
     )
