@@ -1,4 +1,4 @@
-"""The floor and the ceiling that every federated method is read against."""
+"""The lower and the upper baseline of federated learning: no exchange, and pooled data."""
 
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -12,21 +12,21 @@ __all__ = ["Centralized", "LocalOnly"]
 
 
 class LocalOnly(Aggregator):
-    """No exchange: every client trains alone and nothing travels. The floor."""
+    """No exchange: every client trains alone and nothing travels; the lower baseline."""
 
     private: ClassVar[tuple[str, ...]] = ("*",)
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        for _ in updates:
+        for _ in updates:  # an update arrives as it is taken
             pass
         return global_state
 
 
 class Centralized(FedAvg):
-    """The pooled data of all clients in one place, for the cohort's budget of steps. The ceiling.
+    """One model on the pooled data of all clients; the upper baseline.
 
-    In each round one fit replaces the cohort's: it draws batches from the union of all clients' training samples, and takes
-    as many steps as the cohort would have taken together.
+    In each round one fit replaces those of the cohort. It draws batches from the union of all
+    clients' training samples, and takes as many steps as the cohort together.
     """
 
     pooled: ClassVar[bool] = True

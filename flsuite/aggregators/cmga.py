@@ -1,7 +1,7 @@
-"""CMGA, Constrained Momentum Gaussian Aggregation: a mean of networks that treats class-conditional Gaussian priors apart.
+"""CMGA, Constrained Momentum Gaussian Aggregation: networks and class priors, each by its own rule.
 
-Source: the description of CMGA for the federated adaptive conditional VAE (F-ACVAE), its mechanisms 1 to 5. Each is one
-function here, in its order.
+Source: the description of CMGA for the federated adaptive conditional VAE (F-ACVAE), mechanisms 1
+to 5. Each is one function here, in that order.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from flsuite.aggregators.class_means import HolderMean, directions, smallest_distance
 from flsuite.aggregators.fedavg import FedAvg, Weighting
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.messages import ClientUpdate
@@ -18,33 +19,37 @@ from flsuite.state import RunningMean, State
 __all__ = ["CMGA", "class_momentum", "floor_sigma", "move_weights", "select", "separate"]
 
 MEANS, LOG_VARIANCES = "prior_mean", "prior_log_variance"
-"""The groups of parameters that a model declares: each one tensor ``(classes, latent)``."""
+"""The groups of parameters that a model declares, each one tensor ``(classes, latent)``."""
 
 
 class CMGA(FedAvg):
-    """Networks move by the mean change; a class's prior by a momentum over the clients that hold the class.
+    """A mean change of the networks, and a momentum of each class prior over the class's holders.
 
-    The model declares its priors as the groups ``prior_mean`` and ``prior_log_variance``, and keeps its encoder private.
-    A client holds a class if its class counts, which travel with its update, are above zero. The log variance of a class is
-    the mean over its holders too: a client without samples of a class has learned nothing about it. With the encoders
-    shared, ``beta`` 0, ``separation_weight`` 0, ``sigma_floor`` 0 and classes that everybody holds, this is FedAvg with the
-    plain mean.
+    The model declares its priors as the groups ``prior_mean`` and ``prior_log_variance``, and keeps
+    its encoder private. A client holds a class if its class counts, which travel with its update,
+    are above zero. The log variance of a class is the mean over its holders too: a client without
+    samples of a class has learned nothing about it.
 
-    Logged, as ``train/<name>``: ``prior_distance_before`` and ``prior_distance_after``, the smallest distance between two
-    class centres on either side of the separation; ``prior_sigma_floored``, how many deviations were raised;
-    ``prior_drift/<class>``, how far the observed mean of a class lies from its momentum.
+    With shared encoders, ``beta``, ``separation_weight`` and ``sigma_floor`` at 0, and classes that
+    every client holds, this is FedAvg with the plain mean.
+
+    Logged as ``train/<name>``: ``prior_distance_before`` and ``prior_distance_after``, the smallest
+    distance between two class centres before and after the separation; ``prior_sigma_floored``, the
+    number of standard deviations that were raised; ``prior_drift/<class>``, the distance of a
+    class's observed mean from its momentum.
 
     Args:
         lr: The server's learning rate, eta.
         beta: Momentum of the class centres, in [0, 1).
         delta: Distance between two centres below which they repel each other.
-        separation_weight: lambda: how strongly. A centre moves by at most this much per centre that is too near.
-        separation_steps: Gradient steps of the separation, three in the description; 0 leaves it out. A step of length one
-            forgets where it came from, so a pair that one push takes beyond delta comes back with the next: odd numbers end
-            apart.
-        sigma_floor: The smallest standard deviation of a prior.
-        weighting: ``uniform`` is the description's mean; ``samples`` weighs networks by training samples, and a prior by
-            samples of its class.
+        separation_weight: lambda, the strength of the repulsion. A centre moves by at most this
+            much per centre that is too near.
+        separation_steps: Gradient steps of the separation; 0 turns it off, 3 in the description.
+            Each step starts from the unseparated centres, so a pair that one step takes beyond
+            delta returns with the next: odd numbers end apart.
+        sigma_floor: Smallest standard deviation of a prior.
+        weighting: ``uniform`` is the description's mean. ``samples`` weights networks by training
+            samples, and a class's prior by the samples of the class.
     """
 
     def __init__(
@@ -58,31 +63,22 @@ class CMGA(FedAvg):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(weighting)
-        require_positive("CMGA", lr=lr)
-        if not 0 <= beta < 1:
-            raise FlsuiteError(f"CMGA: beta must be in [0, 1), got {beta}")
-        require_at_least(
-            "CMGA",
-            0,
-            delta=delta,
-            separation_weight=separation_weight,
-            separation_steps=separation_steps,
-        )
-        require_at_least("CMGA", 0, sigma_floor=sigma_floor)
         self.lr = lr
         self.beta = beta
         self.delta = delta
         self.separation_weight = separation_weight
         self.separation_steps = separation_steps
         self.sigma_floor = sigma_floor
+        self._check_arguments()
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
         means, log_variances = self._entry(MEANS), self._entry(LOG_VARIANCES)
-        networks, centres, spreads = RunningMean(), _HolderMean(), _HolderMean()
+        networks, centres, spreads = RunningMean(), HolderMean(), HolderMean()
         for update in updates:
             weights, priors = select(update.state, (means, log_variances))
-            networks.add(weights, update.samples if self.weighting == "samples" else 1.0)
-            share = update.class_counts if self.weighting == "samples" else update.class_counts > 0
+            networks.add(weights, self.weight(update))
+            counts = update.class_counts
+            share = counts if self.weighting == "samples" else counts > 0
             centres.add(priors[means], share)
             spreads.add(priors[log_variances], share)
 
@@ -91,44 +87,51 @@ class CMGA(FedAvg):
         new[means] = separate(momentum, self.delta, self.separation_weight, self.separation_steps)
         spread = spreads.mean(otherwise=global_state[log_variances])
         new[log_variances] = floor_sigma(spread, self.sigma_floor)
+
         self.metrics["prior_sigma_floored"] = float((new[log_variances] > spread).sum())
         self._report(momentum, new[means], centres)
         return new
 
-    def _momentum(self, centres: "_HolderMean", current: Tensor) -> Tensor:
-        """Mechanism 3 on what the server remembers: the centres before separation, and which classes were ever seen."""
+    def _momentum(self, centres: HolderMean, current: Tensor) -> Tensor:
+        """Apply mechanism 3 to the memory: the unseparated centres, and the classes seen so far."""
         never = {"centres": current, "seen": torch.zeros(len(current), dtype=torch.bool)}
         before = self.memory.get("momentum", never)
+        observed = centres.mean(before["centres"])
         momentum = class_momentum(
-            before["centres"],
-            before["seen"],
-            centres.mean(before["centres"]),
-            centres.held,
-            self.beta,
+            before["centres"], before["seen"], observed, centres.held, self.beta
         )
         self.memory["momentum"] = {"centres": momentum, "seen": before["seen"] | centres.held}
         return momentum
 
-    def _report(self, momentum: Tensor, new: Tensor, centres: "_HolderMean") -> None:
-        self.metrics["prior_distance_before"] = _smallest_distance(momentum)
-        self.metrics["prior_distance_after"] = _smallest_distance(new)
+    def _report(self, momentum: Tensor, new: Tensor, centres: HolderMean) -> None:
+        self.metrics["prior_distance_before"] = smallest_distance(momentum)
+        self.metrics["prior_distance_after"] = smallest_distance(new)
         drift = (centres.mean(momentum) - momentum).norm(dim=1).tolist()
         for c in centres.held.nonzero().flatten().tolist():
             self.metrics[f"prior_drift/{c}"] = drift[c]
 
     def _entry(self, group: str) -> str:
+        """Return the name of the one entry of a group."""
         names = self.layout.groups.get(group, ())
         if len(names) != 1:
             raise FlsuiteError(
-                f"CMGA aggregates class priors, and this model shares {len(names)} entries in the group {group!r}; "
-                f"use a model with parameter_groups {MEANS} and {LOG_VARIANCES} of one tensor (classes, latent) each, "
-                "such as ACVAE, or another aggregator"
+                f"CMGA aggregates class priors, and this model shares {len(names)} entries in the "
+                f"group {group!r}; use a model with parameter_groups {MEANS} and {LOG_VARIANCES} "
+                "of one tensor (classes, latent) each, such as ACVAE, or another aggregator"
             )
         return names[0]
 
+    def _check_arguments(self) -> None:
+        require_positive("CMGA", lr=self.lr)
+        require_at_least("CMGA", 0, delta=self.delta, separation_weight=self.separation_weight)
+        require_at_least("CMGA", 0, separation_steps=self.separation_steps)
+        require_at_least("CMGA", 0, sigma_floor=self.sigma_floor)
+        if not 0 <= self.beta < 1:
+            raise FlsuiteError(f"CMGA: beta must be in [0, 1), got {self.beta}")
+
 
 def select(state: Mapping[str, Tensor], priors: tuple[str, ...]) -> tuple[State, State]:
-    """Mechanism 1: what is shared, as networks and priors. Encoders are not here: they never left their client."""
+    """Split the shared entries into networks and priors (mechanism 1); encoders are private."""
     networks = {name: value for name, value in state.items() if name not in priors}
     return networks, {name: state[name] for name in priors}
 
@@ -136,7 +139,7 @@ def select(state: Mapping[str, Tensor], priors: tuple[str, ...]) -> tuple[State,
 def move_weights(
     theta: Mapping[str, Tensor], mean: State, parameters: tuple[str, ...], lr: float
 ) -> State:
-    """Mechanism 2: ``theta + lr mean_k(theta_k - theta)`` for parameters; buffers take the mean as it is."""
+    """Return ``theta + lr mean_k(theta_k - theta)`` (mechanism 2); buffers take the mean."""
     trained = set(parameters)
     return {
         name: torch.lerp(theta[name], value, lr) if name in trained else value
@@ -147,82 +150,45 @@ def move_weights(
 def class_momentum(
     momentum: Tensor, seen: Tensor, observed: Tensor, held: Tensor, beta: float
 ) -> Tensor:
-    """Mechanism 3: ``beta m + (1 - beta) observed`` for the classes that somebody holds; the others keep ``m``.
+    """Return ``beta m + (1 - beta) observed`` for the classes that are held (mechanism 3).
 
-    A class that is held for the first time starts at what is observed: there is nothing yet to be slow about.
+    The other classes keep ``m``. A class that is held for the first time starts at its observed
+    centre: it has no past to average with.
 
     Args:
-        momentum: ``(classes, latent)``.
-        seen: bool ``(classes,)``, held in an earlier round.
-        observed: ``(classes, latent)``, mean centre over the holders; rows of classes nobody holds are not looked at.
-        held: bool ``(classes,)``, held by a client of this round.
+        momentum: ``m``, ``(classes, latent)``.
+        seen: Classes held in an earlier round, bool ``(classes,)``.
+        observed: Mean centres over the holders, ``(classes, latent)``; rows of other classes are
+            ignored.
+        held: Classes held by a client of this round, bool ``(classes,)``.
+        beta: In [0, 1).
     """
     keep = torch.where(seen, beta, 0.0).to(momentum.dtype)[:, None]
     return torch.where(held[:, None], keep * momentum + (1 - keep) * observed, momentum)
 
 
 def separate(centres: Tensor, delta: float, weight: float, steps: int) -> Tensor:
-    """Mechanism 4: gradient steps of length one on every class's objective, all classes at once.
+    """Separate the centres by gradient steps of length one, all classes at once (mechanism 4).
 
-    ``1/2 ||mu_c - m_c||^2 + weight sum_{j != c} max(0, delta - ||mu_c - mu_j||)``, from ``mu = m``. The first term pulls
-    back as hard as a neighbour pushes at distance ``weight``, so delta is encouraged, not enforced.
+    The objective of a class is
+    ``1/2 ||mu_c - m_c||^2 + weight sum_{j != c} max(0, delta - ||mu_c - mu_j||)``, and the start
+    ``mu = m``. The first term pulls back as hard as a neighbour pushes at distance ``weight``, so
+    delta is encouraged, not enforced.
 
     Args:
         centres: ``m``, ``(classes, latent)``, finite.
+        delta: Distance below which two centres repel each other.
+        weight: lambda.
+        steps: Number of gradient steps.
     """
     moved = centres
     for _ in range(steps):
-        towards, distance = _directions(moved)
+        towards, distance = directions(moved)
         push = (towards * (distance < delta).unsqueeze(-1)).sum(1)
         moved = centres + weight * push  # mu - gradient, as the gradient is (mu - m) - weight push
     return moved.clone()
 
 
 def floor_sigma(log_variance: Tensor, floor: float) -> Tensor:
-    """Mechanism 5: no standard deviation below ``floor``."""
+    """Raise standard deviations below ``floor`` to it (mechanism 5)."""
     return log_variance.clamp(min=2 * math.log(floor)) if floor > 0 else log_variance
-
-
-def _directions(centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors ``(c, c, latent)`` from centre ``j`` to centre ``i``, and distances ``(c, c)``, infinite to itself.
-
-    Two centres in one place have no direction: the pair is given an axis of its own, one end to each.
-    """
-    classes, latent = centres.shape
-    gap = centres[:, None] - centres[None]
-    distance = gap.norm(dim=-1)
-    index = torch.arange(classes, device=centres.device)
-    low, high = torch.minimum(index[:, None], index), torch.maximum(index[:, None], index)
-    axes = torch.nn.functional.one_hot((low * classes + high) % latent, latent).to(gap.dtype)
-    sign = torch.where(index[:, None] < index, 1.0, -1.0).to(gap.dtype)
-    direction = torch.where(
-        distance[..., None] > 0, gap / distance[..., None].clamp(min=1e-30), axes * sign[..., None]
-    )
-    itself = torch.eye(classes, dtype=torch.bool, device=centres.device)
-    return direction.masked_fill(itself[..., None], 0.0), distance.masked_fill(itself, math.inf)
-
-
-def _smallest_distance(centres: Tensor) -> float:
-    return float(torch.pdist(centres.float()).min()) if len(centres) > 1 else math.inf
-
-
-class _HolderMean:
-    """Mean of each class's row over the clients that hold the class, one update at a time, in float64."""
-
-    def __init__(self) -> None:
-        self.total: Tensor = torch.zeros(())
-        self.weight: Tensor = torch.zeros(())
-
-    def add(self, rows: Tensor, weight: Tensor) -> None:
-        weight = weight.double()
-        self.total = self.total + rows.double() * weight[:, None]
-        self.weight = self.weight + weight
-
-    @property
-    def held(self) -> Tensor:
-        return self.weight > 0
-
-    def mean(self, otherwise: Tensor) -> Tensor:
-        """``(classes, latent)``; rows that nobody holds are taken from ``otherwise``."""
-        mean = self.total / self.weight.clamp(min=1e-30)[:, None]
-        return torch.where(self.held[:, None], mean.to(otherwise.dtype), otherwise)

@@ -1,13 +1,14 @@
-"""FedProx: Li et al. 2020, Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, algorithm 2."""
+"""FedProx: Li et al. 2020, algorithm 2.
 
-import math
+Federated Optimization in Heterogeneous Networks, arXiv:1812.06127.
+"""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
-from flsuite.errors import FlsuiteError
+from flsuite.errors import require_at_least
 from flsuite.messages import ClientContext
 from flsuite.state import State
 
@@ -15,29 +16,28 @@ __all__ = ["FedProx"]
 
 
 class FedProx(FedAvg):
-    """FedAvg whose clients minimise ``F_i(w) + mu / 2 ||w - w_global||^2`` (eq. 2): they stay near the global model.
+    """FedAvg whose clients minimise ``F_i(w) + mu / 2 ||w - w_global||^2`` (eq. 2).
 
-    The pull ``mu (w - w_global)`` is added to the gradient once a step: after mixed precision has unscaled it and
-    micro-batches have been accumulated, and before ``trainer.gradient_clip_val`` bounds the sum of the two, as it would
-    bound the gradient of a loss that contained the term. Private parameters have no global value and no pull.
+    The gradient ``mu (w - w_global)`` is added once per step, when mixed precision has unscaled the
+    gradient and micro-batches have accumulated. ``trainer.gradient_clip_val`` then bounds the sum,
+    as it would for a loss with this term. Private parameters have no global value and no such term.
 
     Args:
-        mu: Strength of the pull; 0 is FedAvg.
+        mu: Weight of the proximal term; 0 is FedAvg.
         weighting: As for FedAvg.
     """
 
     def __init__(self, mu: float = 0.01, weighting: Weighting = "samples") -> None:
         super().__init__(weighting)
-        if not 0 <= mu < math.inf:
-            raise FlsuiteError(f"FedProx: mu must be a finite number from 0 up, got {mu}")
         self.mu = mu
+        require_at_least("FedProx", 0, mu=mu)
 
     def client_callbacks(self, client: ClientContext) -> list[Callback]:
         return [_ProximalTerm(self.mu, client.global_state)] if self.mu else []
 
 
 class _ProximalTerm(Callback):
-    """Adds the gradient of ``mu / 2 ||w - w_global||^2`` to the parameters that are about to step."""
+    """The client half: adds the term's gradient to the parameters that are about to step."""
 
     def __init__(self, mu: float, global_state: State) -> None:
         self.mu = mu
@@ -53,6 +53,7 @@ class _ProximalTerm(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
+        # A model with several optimizers calls this once for each of them.
         stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is not None and id(parameter) in stepping and name in self.anchors:

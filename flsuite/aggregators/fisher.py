@@ -1,11 +1,10 @@
-"""A mean in which a client's parameter weighs as much as the client's data constrains it.
+"""Fisher averaging: each client's parameter counts as far as the client's data determines it.
 
-``theta = (sum_k F_k)^-1 sum_k F_k theta_k``, elementwise, F_k the diagonal of the empirical Fisher information: the mode of the
-product of the clients' Laplace posteriors. Matena and Raffel 2022, Merging Models with Fisher-Weighted Averaging,
-arXiv:2111.09832, eq. 4.
+``theta = (sum_k F_k)^-1 sum_k F_k theta_k``, elementwise, with F_k the diagonal of the empirical
+Fisher information: the mode of the product of the clients' Laplace posteriors. Matena and Raffel
+2022, Merging Models with Fisher-Weighted Averaging, arXiv:2111.09832, eq. 4.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ from typing import Any, get_args
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
-from flsuite.errors import FlsuiteError
+from flsuite.aggregators.fisher_mean import FisherMean
+from flsuite.errors import FlsuiteError, require_at_least, require_one_of
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Estimator, fisher_diagonal
 from flsuite.models import modes
@@ -29,31 +28,34 @@ __all__ = ["FisherAveraging"]
 
 
 class FisherAveraging(FedAvg):
-    """The groups of parameters that are named take the Fisher-weighted mean; everything else is FedAvg's.
+    """FedAvg with the Fisher-weighted mean for the named groups of parameters.
 
-    Fisher and log-likelihood are the model's: it declares the groups (``parameter_groups``) and has a method
-    ``log_likelihood(batch)``, such as ``NFClassifier``'s density of its features. At the end of its fit a client takes one
-    pass over its training batches, in float32 and evaluation mode, as the model saw them (augmented, if they are: the Fisher
-    is of the data that the parameters were fitted to), and sends the Fisher of the groups with its update, as many bytes again
-    as the groups have.
+    The model declares the groups in ``parameter_groups`` and has a method
+    ``log_likelihood(batch)``, such as the density of ``NFClassifier``'s features. At the end of its
+    fit a client takes one pass over its training batches, in float32 and evaluation mode, and sends
+    the groups' Fisher diagonal with its update, as many bytes as the groups have. The batches are
+    augmented as in training: the Fisher is that of the data that the parameters were fitted to.
 
-    Where all Fishers are equal a parameter is the clients' plain mean, not the one by samples; where one client has all the
-    Fisher, its value is taken as it is.
+    Where all Fishers are equal, a parameter is the clients' plain mean, not the mean by samples.
+    Where one client has all the Fisher, it is that client's value.
 
-    Logged, as ``train/<name>``: by clients ``fisher_mass``, the trace of F_k; by the server ``fisher_mass/<layer>``, its mean
-    over the clients; ``fisher_covered/<group>``, the share of parameters that are above the damping; ``spread/<group>``,
-    mean squared distance of the clients' parameters to the aggregate.
+    Logged as ``train/<name>``. A client logs ``fisher_mass``, the trace of F_k. The server logs
+    ``fisher_mass/<layer>``, its mean over clients; ``fisher_covered/<group>``, the share of
+    parameters above the damping; ``spread/<group>``, the mean squared distance of the clients'
+    parameters to the aggregate.
 
     Args:
-        groups: Of the model's ``parameter_groups``.
-        estimator: ``exact`` is the mean over samples of the squared gradients; ``batch`` the mean over batches of the squared
-            gradient of the batch's mean, about ``exact`` divided by the batch size: a factor that cancels, unless clients
-            have fewer samples than a batch.
-        damping: Where the sum of the Fishers is not above this, a parameter takes FedAvg's value: nobody's data constrains
-            it, and a quotient of rounding errors would be its mean. In units of the Fisher, so smaller for ``batch``.
-        by_samples: Weigh by ``n_k F_k``, the precision of the posterior that n_k samples leave, instead of ``F_k``.
-        batches: The most batches that the pass looks at; default all of an epoch.
-        weighting: Of FedAvg's mean.
+        groups: Names of the model's ``parameter_groups``.
+        estimator: ``exact`` is the mean over samples of the squared gradients. ``batch`` is the
+            mean over batches of the squared gradient of the batch's mean, about ``exact`` divided
+            by the batch size. The factor cancels unless clients have fewer samples than a batch.
+        damping: Sum of the Fishers up to which a parameter takes FedAvg's value: no client's data
+            determines it, and the mean would be a quotient of rounding errors. In units of the
+            Fisher, so smaller for ``batch``.
+        by_samples: Whether to weight by ``n_k F_k``, the precision of the posterior after n_k
+            samples, instead of ``F_k``.
+        batches: Most batches of the pass; default all of an epoch.
+        weighting: As for FedAvg, for all other parameters.
     """
 
     def __init__(
@@ -70,113 +72,72 @@ class FisherAveraging(FedAvg):
             raise FlsuiteError(
                 f"FisherAveraging: groups must be a list of at least one name, got {groups!r}"
             )
-        if estimator not in get_args(Estimator):
-            raise FlsuiteError(
-                f"FisherAveraging: estimator must be one of {', '.join(get_args(Estimator))}, got {estimator!r}"
-            )
-        if not 0 <= damping < math.inf:
-            raise FlsuiteError(
-                f"FisherAveraging: damping must be a finite number from 0 up, got {damping}"
-            )
-        if batches is not None and batches < 1:
-            raise FlsuiteError(
-                f"FisherAveraging: batches must be at least 1, or null for all of an epoch, got {batches}"
-            )
+        require_one_of("FisherAveraging", get_args(Estimator), estimator=estimator)
+        require_at_least("FisherAveraging", 0, damping=damping)
+        require_at_least("FisherAveraging", 1, batches=batches)
         self.groups = tuple(groups)
         self.estimator: Estimator = estimator
         self.damping = damping
         self.by_samples = by_samples
         self.batches = batches
 
-    def configure(self, layout: StateLayout) -> None:
-        super().configure(layout)
-        for group in self.groups:
-            if not layout.groups.get(group):
-                has = (
-                    ", ".join(name for name, members in layout.groups.items() if members) or "none"
-                )
-                raise FlsuiteError(
-                    f"FisherAveraging: the model shares no parameters in the group {group!r} (it has {has}); declare "
-                    f"parameter_groups = {{{group!r}: (prefix, ...)}} on the model, or name others in aggregator.groups"
-                )
+    def client_callbacks(self, client: ClientContext) -> list[Callback]:
+        return [_FisherPass(client, self._names(), self.estimator, self.batches)]
 
     def expected_extras(self, global_state: State) -> dict[str, Any]:
         return {"fisher": {name: global_state[name].float() for name in self._names()}}
 
-    def client_callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_FisherPass(client, self._names(), self.estimator, self.batches)]
-
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
         names, mean = self._names(), RunningMean()
-        clients = {name: _FisherMean(global_state[name]) for name in names}
+        clients = {name: FisherMean(global_state[name]) for name in names}
         for update in updates:
-            mean.add(update.state, update.samples if self.weighting == "samples" else 1.0)
+            mean.add(update.state, self.weight(update))
+            fisher_weight = float(update.samples) if self.by_samples else 1.0
             for name in names:
-                weight = float(update.samples) if self.by_samples else 1.0
-                clients[name].add(update.state[name], update.extras["fisher"][name], weight)
+                fisher = update.extras["fisher"][name]
+                clients[name].add(update.state[name], fisher, fisher_weight)
+
         new = mean.mean()
         for name in names:
             new[name] = clients[name].mean(self.damping, otherwise=new[name])
         self._report(new, clients)
         return new
 
+    def configure(self, layout: StateLayout) -> None:
+        """Prepare for a model; refuse one without the groups."""
+        super().configure(layout)
+        for group in self.groups:
+            if not layout.groups.get(group):
+                shared = [name for name, members in layout.groups.items() if members]
+                raise FlsuiteError(
+                    f"FisherAveraging: the model shares no parameters in the group {group!r} "
+                    f"(it has {', '.join(shared) or 'none'}); declare parameter_groups = "
+                    f"{{{group!r}: (prefix, ...)}} on the model, or name others in "
+                    "aggregator.groups"
+                )
+
     def _names(self) -> list[str]:
+        """Return the names of the parameters in the groups."""
         return [name for group in self.groups for name in self.layout.groups[group]]
 
-    def _report(self, new: State, clients: "dict[str, _FisherMean]") -> None:
+    def _report(self, new: State, clients: dict[str, FisherMean]) -> None:
         layers: dict[str, float] = defaultdict(float)
-        for name, found in clients.items():
-            layers[name.rpartition(".")[0] or name] += float(found.mass) / found.count
+        for name, client_mean in clients.items():
+            layer = name.rpartition(".")[0] or name
+            layers[layer] += float(client_mean.mass) / client_mean.count
         self.metrics |= {f"fisher_mass/{layer}": mass for layer, mass in layers.items()}
+
         for group in self.groups:
             members = self.layout.groups[group]
             size = sum(new[name].numel() for name in members)
             covered = sum(int((clients[name].fisher > self.damping).sum()) for name in members)
+            distance = sum(clients[name].squared_distance(new[name]) for name in members)
             self.metrics[f"fisher_covered/{group}"] = covered / size
-            self.metrics[f"spread/{group}"] = (
-                sum(clients[name].squared_distance(new[name]) for name in members) / size
-            )
-
-
-class _FisherMean:
-    """One parameter of the clients, weighed by Fisher, an update at a time, in float64.
-
-    Sums are of the distance to where the clients started: a small number, so that nothing is lost to rounding.
-    """
-
-    def __init__(self, start: Tensor) -> None:
-        self.start = start.double()
-        self.fisher = torch.zeros_like(self.start)
-        self.moved = torch.zeros_like(self.start)
-        self.plain = torch.zeros_like(self.start)
-        self.square = self.mass = torch.zeros((), dtype=torch.float64)
-        self.count = 0
-
-    def add(self, value: Tensor, fisher: Tensor, weight: float) -> None:
-        distance, fisher = value.double() - self.start, fisher.double()
-        self.fisher.add_(fisher, alpha=weight)
-        self.moved.addcmul_(fisher, distance, value=weight)
-        self.plain += distance
-        self.square = self.square + distance.square().sum()
-        self.mass = self.mass + fisher.sum()
-        self.count += 1
-
-    def mean(self, damping: float, otherwise: Tensor) -> Tensor:
-        """``sum F_k theta_k / sum F_k`` where the sum of Fishers is above ``damping``, in the dtype of ``otherwise``."""
-        known = self.fisher > damping
-        merged = self.start + self.moved / torch.where(known, self.fisher, 1.0)
-        return torch.where(known, merged.to(otherwise.dtype), otherwise)
-
-    def squared_distance(self, new: Tensor) -> float:
-        """Mean over clients of ``||theta_k - new||^2``."""
-        moved = new.double() - self.start
-        return float(
-            (self.square - 2 * (self.plain * moved).sum()) / self.count + moved.square().sum()
-        )
+            self.metrics[f"spread/{group}"] = distance / size
 
 
 class _FisherPass(Callback):
-    """The client half: one pass at the end of the fit."""
+    """The client half: one pass over the training batches at the end of the fit."""
 
     def __init__(
         self, client: ClientContext, names: Sequence[str], estimator: Estimator, batches: int | None
@@ -189,8 +150,9 @@ class _FisherPass(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, LikelihoodModel):
             raise FlsuiteError(
-                f"FisherAveraging needs each sample's log-likelihood, and {type(pl_module).__name__} has none: add a method "
-                "log_likelihood(batch) -> (n,), differentiable in its groups, or choose another aggregator"
+                "FisherAveraging needs the log-likelihood of each sample, and "
+                f"{type(pl_module).__name__} has none: add a method log_likelihood(batch) -> (n,), "
+                "differentiable in its groups, or choose another aggregator"
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -200,15 +162,15 @@ class _FisherPass(Callback):
         )
         with evaluating(pl_module):
             fisher = clone(fisher_diagonal(pl_module, self.names, batches, self.estimator))
+
+        mass = sum(f.sum(dtype=torch.float64) for f in fisher.values())
         self.client.extras["fisher"] = fisher
-        self.client.metrics["fisher_mass"] = float(
-            sum(f.sum(dtype=torch.float64) for f in fisher.values())
-        )
+        self.client.metrics["fisher_mass"] = float(mass)
 
 
 @contextmanager
 def evaluating(module: LightningModule) -> Iterator[None]:
-    """Compute in evaluation mode and float32, with gradients; restore modes and generators at the end."""
+    """Compute in evaluation mode and float32, with gradients, and restore what was set."""
     float32 = torch.autocast(module.device.type, enabled=False)
     with modes.evaluating(module), isolate_rng(), torch.enable_grad(), float32:
         yield

@@ -1,10 +1,10 @@
-"""Server optimizers: the mean change of the clients is a pseudo-gradient.
+"""Server optimizers: the clients' mean change is a pseudo-gradient.
 
-FedAvgM: Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distribution, section 4.3.
-FedAdagrad, FedYogi, FedAdam: Reddi et al. 2021, Adaptive Federated Optimization, algorithm 2.
+FedAvgM: Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distribution for Federated
+Visual Classification, arXiv:1909.06335, section 4.3. FedAdagrad, FedYogi, FedAdam: Reddi et al.
+2021, Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_positive
 from flsuite.messages import ClientUpdate
 from flsuite.state import State
 
@@ -20,15 +20,12 @@ __all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi"]
 
 
 class ServerOptimizer(FedAvg):
-    """FedAvg's mean taken as a direction: parameters move by :meth:`step`, buffers take the mean as it is."""
+    """FedAvg's mean as a direction: parameters move by :meth:`step`, buffers take the mean."""
 
     def __init__(self, lr: float, weighting: Weighting) -> None:
         super().__init__(weighting)
-        if not 0 < lr < math.inf:
-            raise FlsuiteError(
-                f"{type(self).__name__}: lr is the server's learning rate and must be positive, got {lr}"
-            )
         self.lr = lr
+        require_positive(type(self).__name__, lr=lr)
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
         new = super().aggregate(global_state, updates)
@@ -38,7 +35,7 @@ class ServerOptimizer(FedAvg):
         return new
 
     def slot(self, kind: str, name: str, like: Tensor, value: float = 0.0) -> Tensor:
-        """The accumulator of one parameter, made on first use."""
+        """Return the accumulator of a parameter, created on first use."""
         slots = self.memory.setdefault(kind, {})
         if name not in slots:
             slots[name] = torch.full_like(like, value)
@@ -46,7 +43,7 @@ class ServerOptimizer(FedAvg):
 
     @abstractmethod
     def step(self, name: str, delta: Tensor) -> Tensor:
-        """The change of parameter ``name``, given the clients' mean change ``delta``."""
+        """Return the change of parameter ``name``, given the clients' mean change ``delta``."""
 
 
 class FedAvgM(ServerOptimizer):
@@ -62,9 +59,9 @@ class FedAvgM(ServerOptimizer):
         self, lr: float = 1.0, momentum: float = 0.9, weighting: Weighting = "samples"
     ) -> None:
         super().__init__(lr, weighting)
+        self.momentum = momentum
         if not 0 <= momentum < 1:
             raise FlsuiteError(f"FedAvgM: momentum must be in [0, 1), got {momentum}")
-        self.momentum = momentum
 
     def step(self, name: str, delta: Tensor) -> Tensor:
         velocity = self.slot("velocity", name, delta).mul_(self.momentum).add_(delta)
@@ -72,29 +69,29 @@ class FedAvgM(ServerOptimizer):
 
 
 class Adaptive(ServerOptimizer):
-    """Algorithm 2: ``m <- beta1 m + (1 - beta1) delta``, ``v`` by the subclass, ``w <- w + lr m / (sqrt(v) + tau)``.
+    """Algorithm 2: ``w <- w + lr m / (sqrt(v) + tau)``, where ``m <- beta1 m + (1 - beta1) delta``.
 
-    No bias correction, and ``v`` starts at ``tau ** 2``, as in the paper.
+    The subclass updates ``v``. As in the paper there is no bias correction, and ``v`` starts at
+    ``tau ** 2``.
 
     Args:
         lr: The server's learning rate, eta.
-        beta1: Of the first moment, in [0, 1).
-        tau: Adaptivity, positive; larger is closer to plain momentum.
+        beta1: Decay of the first moment, in [0, 1).
+        tau: Adaptivity, positive; a larger one is closer to plain momentum.
         weighting: As for FedAvg.
     """
 
     def __init__(self, lr: float, beta1: float, tau: float, weighting: Weighting) -> None:
         super().__init__(lr, weighting)
-        if not 0 <= beta1 < 1:
-            raise FlsuiteError(f"{type(self).__name__}: beta1 must be in [0, 1), got {beta1}")
-        if not 0 < tau < math.inf:
-            raise FlsuiteError(f"{type(self).__name__}: tau must be positive, got {tau}")
         self.beta1 = beta1
         self.tau = tau
+        if not 0 <= beta1 < 1:
+            raise FlsuiteError(f"{type(self).__name__}: beta1 must be in [0, 1), got {beta1}")
+        require_positive(type(self).__name__, tau=tau)
 
     def step(self, name: str, delta: Tensor) -> Tensor:
         first = self.slot("m", name, delta).mul_(self.beta1).add_(delta, alpha=1 - self.beta1)
-        second = self.slot("v", name, delta, self.tau**2)
+        second = self.slot("v", name, delta, self.tau**2)  # the paper's start
         self.update_second(second, delta.square())
         return self.lr * first / (second.sqrt() + self.tau)
 
@@ -104,7 +101,7 @@ class Adaptive(ServerOptimizer):
 
 
 class FedAdagrad(Adaptive):
-    """``v <- v + delta^2``."""
+    """The adaptive optimizer with ``v <- v + delta^2``."""
 
     def __init__(
         self,
@@ -120,6 +117,8 @@ class FedAdagrad(Adaptive):
 
 
 class _SecondMoment(Adaptive):
+    """The adaptive optimizers whose second moment decays, by ``beta2`` in [0, 1)."""
+
     def __init__(
         self,
         lr: float = 0.1,
@@ -129,20 +128,20 @@ class _SecondMoment(Adaptive):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(lr, beta1, tau, weighting)
+        self.beta2 = beta2
         if not 0 <= beta2 < 1:
             raise FlsuiteError(f"{type(self).__name__}: beta2 must be in [0, 1), got {beta2}")
-        self.beta2 = beta2
 
 
 class FedAdam(_SecondMoment):
-    """``v <- beta2 v + (1 - beta2) delta^2``."""
+    """The adaptive optimizer with ``v <- beta2 v + (1 - beta2) delta^2``."""
 
     def update_second(self, v: Tensor, square: Tensor) -> None:
         v.mul_(self.beta2).add_(square, alpha=1 - self.beta2)
 
 
 class FedYogi(_SecondMoment):
-    """``v <- v - (1 - beta2) delta^2 sign(v - delta^2)``."""
+    """The adaptive optimizer with ``v <- v - (1 - beta2) delta^2 sign(v - delta^2)``."""
 
     def update_second(self, v: Tensor, square: Tensor) -> None:
         v.sub_((1 - self.beta2) * square * torch.sign(v - square))

@@ -31,6 +31,7 @@ class PlainArguments:
 
 def plain(value: Any) -> Any:
     """Return a NumPy scalar, or a list or tuple with some in it, with Python numbers instead."""
+    # np.float64 and np.str_ are subclasses of float and str, but YAML goes by the exact type.
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple) and any(isinstance(item, np.generic) for item in value):
@@ -40,6 +41,7 @@ def plain(value: Any) -> Any:
 
 def arguments(obj: Any) -> dict[str, Any]:
     """Return the present values of the parameters of ``__init__``, base classes included."""
+    # A dict instead of a set, to keep the order of the signatures.
     names = {name: None for cls in type(obj).__mro__ for name in _parameters(cls)}
     return {name: getattr(obj, name) for name in names if hasattr(obj, name)}
 
@@ -67,10 +69,12 @@ def snapshot(value: Any) -> Any:
         return type(value), {key: snapshot(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value), [snapshot(item) for item in value]
+    # A hash, because a copy of a large array would be kept in memory until the next snapshot.
     if isinstance(value, (np.ndarray, Tensor)):
         return type(value), hashlib.sha256(pickle.dumps(value)).digest()
     if isinstance(value, functools.partial):
         return snapshot((value.func, value.args, value.keywords))
+    # Functions have no arguments of their own; a partial object, above, has.
     values = {} if inspect.isroutine(value) else arguments(value)
     return (type(value), snapshot(values)) if values else _Identity(value)
 

@@ -92,6 +92,7 @@ class FederatedData:
     def class_counts(self, client: int) -> Tensor:
         """Return a client's training samples per class, or positives per label, int64."""
         y = self.train.y[self.train_rows(client)]
+        # minlength counts the classes that the client does not have, as 0.
         if y.ndim == 1:
             return torch.bincount(y, minlength=self.spec.num_classes)
         return y.sum(0, dtype=torch.int64)
@@ -119,6 +120,7 @@ class FederatedData:
         if device.type == "cpu":
             return self
 
+        # The index arrays stay: an index on the CPU selects from a tensor on any device.
         train = DataSplit(self.train.x.to(device), self.train.y.to(device))
         scaling = replace(
             self.scaling, scale=self.scaling.scale.to(device), shift=self.scaling.shift.to(device)

@@ -33,9 +33,11 @@ class Scaling:
         if x.dtype != torch.uint8:
             return x
 
+        # In place, and without a copy for the permutation: the result is channels_last as stored.
         scaled = x.to(torch.float32).mul_(self.scale).add_(self.shift).permute(0, 3, 1, 2)
         if scaled.shape[1] == self.channels:
             return scaled
+        # expand alone repeats a channel by a stride of 0, which is not channels_last.
         repeated = scaled.expand(-1, self.channels, -1, -1)
         return repeated.contiguous(memory_format=torch.channels_last)
 
@@ -93,4 +95,5 @@ def _resize_chunk(x: Tensor, side: int) -> Tensor:
         align_corners=False,
         antialias=True,
     )
+    # Bytes again, so that resized images take no more memory per pixel than the published ones.
     return resized.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()

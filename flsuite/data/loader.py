@@ -73,12 +73,14 @@ class TrainLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
+        # The seed contains the epoch, so a resumed run has the same batches as one never stopped.
         epoch, self.epoch = self.epoch, self.epoch + 1
         generator = torch_generator(self.seed, f"batches/{epoch}", self.round, self.client)
 
         left = self._length
         while left > 0:
             order = self._rows[torch.randperm(len(self._rows), generator=generator)]
+            # Fewer batches than a pass: the last pass is cut short.
             for start, stop in self._bounds[:left]:
                 yield self.data.train_batch(order[start:stop], generator)
             left -= len(self._bounds)

@@ -90,6 +90,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         self.train_samples = train_samples
         self.seed = seed
 
+        # The result of setup(), the settings that it was made with, and the run's seed.
         self._federated: FederatedData | None = None
         self._split_with: dict[str, Any] = {}
         self._default_seed = 0
@@ -164,25 +165,31 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
     def _make(self) -> FederatedData:
         """Read the published splits and split them over clients."""
         published = self.load()
+        # The subset comes first, so that only the images that are kept are resized.
         train = self._resized(fixed_subset(published.train, self.train_samples))
         test = self._resized(published.test)
         val = None if published.val is None else self._resized(published.val)
 
+        # A partition sees one class per sample and the owners, never the samples themselves.
         labels = partition_labels(train.y.numpy())
         ids = None if train.ids is None else train.ids.numpy()
         rng = numpy_generator(self.partition_seed, "partition")
         rows = (self.partition or IID())(labels, self.clients, rng, ids)
 
+        # A published validation split is used by default, and replaced by a fraction that is given.
         default_fraction = 0.1 if val is None else 0.0
         fraction = default_fraction if self.val_fraction is None else self.val_fraction
         train_rows, val_rows = hold_out(rows, fraction, self.partition_seed)
 
+        # Clients that are groups of owners are tested on their owners. All others are tested on the
+        # class mix that they train on, because their test data would be IID otherwise.
         if ids is not None and test.ids is not None and owners_are_whole(ids, rows):
             test_rows = assign_test_rows_by_owner(ids, rows, test.ids.numpy())
         else:
             test_labels = partition_labels(test.y.numpy())
             test_rows = split_test_like_train(labels, train_rows, test_labels, self.partition_seed)
 
+        # One scaling for all clients, fitted on all training samples.
         scaling = fit_scaling(train.x, self.standardize, self.rgb)
         shape = tuple(train.x.shape[1:])
         if train.x.ndim == 4:

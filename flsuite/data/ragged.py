@@ -46,5 +46,6 @@ class RaggedIndex:
 
     def where(self, kept: Tensor) -> "RaggedIndex":
         """Keep the values at which ``kept``, bool ``(total,)``, is true."""
+        # Rows without values keep their place with length 0: a row's number is a client's number.
         counts = torch.bincount(self.owners()[kept], minlength=len(self))
         return RaggedIndex(self.values[kept], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))

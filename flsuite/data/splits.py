@@ -39,6 +39,7 @@ def hold_out(
 
     train_rows, val_rows = [], []
     for client, own in enumerate(rows):
+        # One generator per client: its draw does not depend on the draws of others.
         order = numpy_generator(seed, "validation", client=client).permutation(own)
         held = min(round(fraction * len(own)), len(own) - 1)
         val_rows.append(np.sort(order[:held]))
@@ -67,6 +68,7 @@ def split_test_like_train(
     client_of = _client_of(rows, len(labels))
     parts: list[list[np.ndarray]] = [[] for _ in rows]
 
+    # One generator per class, so that a class is split the same way whatever the others are.
     for label in np.unique(test_labels):
         held = np.bincount(client_of[(labels == label) & (client_of >= 0)], minlength=len(rows))
         if held.sum() == 0:
@@ -109,6 +111,7 @@ def assign_test_rows_by_owner(
     Returns:
         The ascending test rows of each client.
     """
+    # Owners are whole, so each is found in the rows of one client only.
     client_of_owner = {
         owner: client for client, own in enumerate(rows) for owner in np.unique(ids[own]).tolist()
     }

@@ -82,7 +82,9 @@ class TaskData(FederatedData):
         past = {c for groups in self.sequences for c in _joined(groups[:task])}
         seen = met.any(0)
 
+        # The training tensors may be on a GPU; the index arrays never are.
         train_labels = self.train.y.cpu()
+        # Shrunk instead of only indexed: the global score is on the whole test split of the view.
         test, test_index = _shrunk(self.test, _among(self.test_index, self.test.y, met), seen)
         return replace(
             FederatedData(**_fields(self)),
@@ -126,5 +128,6 @@ def _among(rows: RaggedIndex, y: Tensor, allowed: Tensor) -> RaggedIndex:
 def _shrunk(split: DataSplit, rows: RaggedIndex, seen: Tensor) -> tuple[DataSplit, RaggedIndex]:
     """Keep the samples of the classes seen, and renumber the clients' rows."""
     kept = seen[split.y]
+    # The new number of a kept row is the number of kept rows before it.
     new_row = kept.cumsum(0) - 1
     return split.take(_places(kept)), RaggedIndex(new_row[rows.values], rows.offsets)

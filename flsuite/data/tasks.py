@@ -55,6 +55,7 @@ class TaskSequence(FederatedDataModule):
         arrangement: Arrangement = "heterogeneous",
         seed: int | None = None,
     ) -> None:
+        # Before the base class's __init__, which sets clients and batch_size of the wrapped module.
         self.data = data
         super().__init__(clients=data.clients, batch_size=data.batch_size, seed=seed)
         self.tasks = tasks
@@ -137,9 +138,11 @@ class TaskSequence(FederatedDataModule):
             groups = order[:used].reshape(self.tasks, -1).tolist()
             return tuple(tuple(sorted(group)) for group in groups)
 
+        # Drawn even if it is not used: nothing else draws from its generator.
         pool = cut(numpy_generator(seed, "tasks/pool").permutation(classes))
         sequences = []
         for client in range(clients):
+            # One generator per client: its groups do not depend on how many others there are.
             rng = numpy_generator(seed, "tasks/client", client=client)
             if self.arrangement == "disjoint":
                 sequences.append(pool)
@@ -153,6 +156,7 @@ class TaskSequence(FederatedDataModule):
 def _check_samples(data: FederatedData, sequences: tuple[Groups, ...]) -> None:
     """Refuse a client without training samples in one of its tasks."""
     for client, groups in enumerate(sequences):
+        # A client that has nothing to train on in a task would fail in the middle of the run.
         counts = data.class_counts(client)
         for task, group in enumerate(groups):
             if not counts[list(group)].any():

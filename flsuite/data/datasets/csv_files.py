@@ -28,6 +28,8 @@ def csv_header(file: Path) -> list[str]:
     if not file.is_file():
         raise FlsuiteError(f"there is no file {file}")
     try:
+        # As text, and without default missing values: NA may be the name of a column. The second
+        # row shows whether rows are longer than the header.
         first = pd.read_csv(file, header=None, nrows=2, dtype=str, keep_default_na=False)
     except pd.errors.EmptyDataError as error:
         raise FlsuiteError(f"{file} is empty; put the data there or remove it") from error
@@ -56,6 +58,7 @@ def csv_frames(file: Path, rows: int | None = None) -> "Iterator[pd.DataFrame]":
     csv_header(file)
     total = 0
     try:
+        # low_memory=True would infer the type of a column from parts of it, which may disagree.
         with pd.read_csv(file, iterator=True, chunksize=rows, low_memory=False) as reader:
             for frame in [reader.read()] if rows is None else reader:
                 total += len(frame)

@@ -55,6 +55,7 @@ def read_femnist(folder: Path) -> PublishedSplits:
 
     parts = [read_samples(files) for files in (train, test) if files]
     whole = _joined(parts)
+    # With files for testing, these are the second part.
     held = torch.arange(len(parts[0][1]), len(whole)) if test else _held_out(whole)
     if not len(held):
         raise FlsuiteError(
@@ -83,6 +84,7 @@ def _held_out(whole: DataSplit) -> Tensor:
     held = []
     for writer, rows in enumerate(rows_of):
         order = numpy_generator(SPLIT_SEED, "femnist/test", client=writer).permutation(rows)
+        # Rounded half up, so that a writer with five samples has one for testing.
         held.append(order[: int(TEST_FRACTION * len(rows) + 0.5)])
     return torch.from_numpy(np.sort(np.concatenate(held)))
 

@@ -64,6 +64,7 @@ def _read_file(file: Path) -> list[Samples]:
 
 
 def _read_arrays(file: Path) -> Samples:
+    # A pickle in the file could run code.
     with np.load(file, allow_pickle=False) as arrays:
         images, labels = _checked(arrays["X"], arrays["y"])
         writers = arrays["writers"]

@@ -54,6 +54,7 @@ def read_medmnist(name: str, size: int, root: Path, download: bool) -> Published
             downloaded, or is damaged.
     """
     info = _info(name, size)
+    # The package names keys and files of the original size without a suffix.
     suffix = "" if size == 28 else f"_{size}"
     file = root.expanduser() / f"{name}{suffix}.npz"
     url, md5 = info[f"url{suffix}"], info[f"MD5{suffix}"]
@@ -64,6 +65,7 @@ def read_medmnist(name: str, size: int, root: Path, download: bool) -> Published
                 f"{file.name} is not in {file.parent}; set data.download or put {url} there"
             )
         _download(file, url, md5)
+    # Also for a file that was there before: nothing else would detect damaged pixels.
     _check_md5(file, md5)
 
     spec = _spec(info, size)
@@ -134,6 +136,7 @@ def _split(images: np.ndarray, labels: np.ndarray, split: str, spec: DataSpec) -
     channels, height, width = spec.shape
     multilabel = spec.task == "multilabel"
     columns, values = (spec.num_classes, 2) if multilabel else (1, spec.num_classes)
+    # Grey images are stored without a channel.
     if images.ndim == 3:
         images = images[..., None]
 

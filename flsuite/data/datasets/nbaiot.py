@@ -83,6 +83,7 @@ def read_nbaiot(
     train: list[Part] = []
     test: list[Part] = []
     for number, traffic, file in find_files(folder, device):
+        # Each file must have the header of the first, or columns would be mixed up.
         header = checked_header(file, header)
         rng = numpy_generator(SPLIT_SEED, f"nbaiot/{traffic}", client=number)
         rows = _sample(numeric_chunks(csv_frames(file, chunk_rows), file), rows_per_file, rng)
@@ -124,6 +125,7 @@ def _sample(chunks: Iterable[np.ndarray], cap: int | None, rng: np.random.Genera
         kept = rows if kept is None else np.concatenate([kept, rows])
         draws = np.concatenate([draws, rng.random(len(rows))])
         if cap is not None and len(kept) > cap:
+            # The rows with the smallest draws so far; later chunks may replace some.
             first = np.argsort(draws)[:cap]
             kept, draws = kept[first], draws[first]
     assert kept is not None  # csv_frames refuses a file without rows
@@ -139,6 +141,7 @@ def _joined(parts: list[Part], with_ids: bool) -> DataSplit:
     y, ids = (
         torch.from_numpy(np.repeat([part[column] for part in parts], sizes)) for column in (1, 2)
     )
+    # Filled from the end, because parts are popped from the end.
     x = np.empty((sum(sizes), FEATURES), np.float32)
     stop = len(x)
     while parts:

@@ -53,6 +53,7 @@ def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
             traffic: next((place for place in both if place.is_file()), None)
             for traffic, both in places.items()
         }
+        # A device without any file is absent; one with some files is damaged.
         if not any(present.values()):
             continue
         for traffic, file in present.items():

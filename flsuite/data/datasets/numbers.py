@@ -38,6 +38,7 @@ def numeric_chunks(frames: "Iterable[pd.DataFrame]", file: Path) -> Iterator[np.
 
         x = _numbers(frame, file, row)
         _check_size(x, names, file, row)
+        # argmax is the first missing row of a column, if there is one.
         missing = np.isnan(x)
         first_gap = np.where((gaps == 0) & missing.any(0), row + missing.argmax(0), first_gap)
         gaps = gaps + missing.sum(0)

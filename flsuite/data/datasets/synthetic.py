@@ -38,11 +38,13 @@ def make_mixture(
     generator = torch_generator(seed, "synthetic")
 
     means = simplex_means(classes, features, separation, generator)
+    # Balanced classes in random order: the last fifth is a random sample.
     labels = torch.arange(samples)[torch.randperm(samples, generator=generator)] % classes
     x = means[labels] + torch.randn(samples, features, dtype=torch.float64, generator=generator)
     ids = None
     if owners:
         ids = torch.arange(samples) % owners
+        # Drawn last, so that owners leave means, labels and noise unchanged.
         shifts = torch.randn(owners, features, dtype=torch.float64, generator=generator)
         x += owner_shift * shifts[ids]
 
@@ -64,6 +66,7 @@ def simplex_means(
     ones = torch.ones(classes - 1, classes, dtype=torch.float64)
     helmert = ones.tril() - torch.diag_embed(step, offset=1)[:-1]
     corners = (helmert / torch.sqrt(step * (step + 1)).unsqueeze(1)).T
+    # An orthonormal frame turns the simplex without changing its distances.
     frame, _ = torch.linalg.qr(
         torch.randn(features, classes - 1, dtype=torch.float64, generator=generator)
     )

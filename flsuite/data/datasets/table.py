@@ -47,6 +47,7 @@ def read_table(
     columns = feature_columns(frames, label, features, client)
     rows = take_rows(frames, columns, label, client)
 
+    # Over training and test rows, so that both number the classes alike.
     names, y = np.unique(rows.label, return_inverse=True)
     if len(names) < 2:
         raise FlsuiteError(
@@ -88,6 +89,7 @@ def _held_out(y: np.ndarray, owners: np.ndarray | None, fraction: float) -> np.n
     that would lose all its training rows is not held out.
     """
     draws = numpy_generator(SPLIT_SEED, "table/test").random(len(y))
+    # The last key of lexsort is the first to sort by.
     order = np.lexsort((draws, y) if owners is None else (draws, y, owners))
     held = np.zeros(len(y), dtype=bool)
     held[order] = evenly_held_out(len(y), fraction)

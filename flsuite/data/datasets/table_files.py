@@ -76,6 +76,7 @@ def _read_parquet(file: Path) -> "pd.DataFrame":
     import pandas as pd
 
     try:
+        # Without the index, in which pandas may have stored row names: it is not a column.
         frame = pd.read_parquet(file, engine="pyarrow").reset_index(drop=True)
     except ImportError as error:
         raise FlsuiteError(
@@ -175,6 +176,7 @@ def _names(file: Path, column: "pd.Series") -> np.ndarray:
     if not is_number(column) or column.dtype == bool:
         return column.astype(str).to_numpy(dtype=str)
 
+    # One whole number that is written as 9.0 makes the whole column floats.
     values = column.to_numpy(dtype=np.float64)
     wrong = (values != np.rint(values)) | np.isinf(values)
     if wrong.any():

@@ -61,6 +61,7 @@ def read_torchvision(name: str, root: Path, download: bool, **options: Any) -> P
     files = reader.files(cls, **options)
     make = partial(cls, root, **options)
 
+    # Checked here, so that files that exist are read without a network, whatever download is.
     missing = [file for file in files if not (root / file).is_file()]
     if missing:
         what = f"{name} is not in {root} ({missing[0]} is missing)"

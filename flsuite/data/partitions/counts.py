@@ -30,6 +30,7 @@ def assign_by_counts(
     table = np.column_stack([counts, unused])
     client_of = np.repeat(np.tile(np.arange(clients + 1), len(counts)), table.ravel())
 
+    # Samples in random order within each class, then the first ones to the first client, and so on.
     shuffled = rng.permutation(len(classes)).astype(np.int64)
     by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
     by_client = by_class[np.argsort(client_of, kind="stable")]

@@ -51,6 +51,7 @@ class Dirichlet(Partition):
 
         classes = np.unique(labels, return_inverse=True)[1]
         sizes = np.bincount(classes)
+        # Bounded: a request that is nearly impossible would redraw for ever.
         for _ in range(1 + self.max_redraws):
             shares = rng.dirichlet(np.full(clients, self.alpha), size=len(sizes))
             counts = apportion(shares, sizes, rng)

@@ -50,9 +50,11 @@ class DirichletBalanced(Partition):
         counts = np.zeros((len(left), clients), dtype=np.int64)
 
         while missing.any():  # each pass either fills every client or exhausts a class
+            # The mix over the classes that remain, or what remains of them where that is all 0.
             weights = np.where(left > 0, mix, 0.0)
             weights = np.where(weights.sum(axis=1, keepdims=True) > 0, weights, left)
             granted = rng.multinomial(missing, weights / weights.sum(axis=1, keepdims=True)).T
+            # A class that is drawn too often: a random part of the draws, without replacement.
             for k in np.flatnonzero(granted.sum(axis=1) > left):
                 granted[k] = rng.multivariate_hypergeometric(granted[k], left[k])
             counts += granted

@@ -24,4 +24,5 @@ class IID(Partition):
         self.check_enough(len(labels), clients)
         sizes = np.full((1, clients), len(labels) // clients)
         sizes[0, : len(labels) % clients] += 1
+        # All samples are of one class to the table: IID ignores labels.
         return assign_by_counts(np.zeros(len(labels), dtype=np.int64), sizes, rng)

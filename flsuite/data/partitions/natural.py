@@ -50,8 +50,10 @@ class Natural(Partition):
 
 def _group(sizes: np.ndarray, groups: int, rng: np.random.Generator) -> np.ndarray:
     """Return the group of each owner, int64 ``(owners,)``."""
+    # Owners of equal size are in random order, since the sort below is stable.
     shuffled = rng.permutation(len(sizes))
     group_of = np.empty(len(sizes), dtype=np.int64)
+    # Entries are (samples, group): a tie goes to the lower number.
     heap = [(0, group) for group in range(groups)]
     for owner in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
         total, group = heap[0]

@@ -89,6 +89,7 @@ def _split_classes(sizes: np.ndarray, holds: np.ndarray, rng: np.random.Generato
         if len(holders):
             share, extra = divmod(int(sizes[k]), len(holders))
             counts[k, holders] = share
+            # The stable sort keeps the random order of the holders on a tie.
             poorest = holders[np.argsort(counts[:, holders].sum(axis=0), kind="stable")]
             counts[k, poorest[:extra]] += 1
     return counts

@@ -67,6 +67,7 @@ class QuantitySkew(Partition):
         else:
             weights = rng.dirichlet(np.full(clients, self.alpha))
 
+        # One class with the rest of the samples, shared like a class in Dirichlet.
         rest = np.array([len(labels) - self.min_samples * clients])
         sizes = self.min_samples + apportion(weights[None], rest, rng)
         return assign_by_counts(np.zeros(len(labels), dtype=np.int64), sizes, rng)

@@ -1,0 +1,67 @@
+"""Arithmetic on class centres, for :mod:`~flsuite.aggregators.cmga`."""
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["HolderMean", "directions", "smallest_distance"]
+
+
+class HolderMean:
+    """The mean of each class's row over the clients that hold the class, in float64.
+
+    Rows arrive one client at a time, and no client's rows are kept.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor = torch.zeros(())
+        self.weight: Tensor = torch.zeros(())
+
+    def add(self, rows: Tensor, weight: Tensor) -> None:
+        """Add a client's rows ``(classes, latent)``, with a weight per class ``(classes,)``."""
+        weight = weight.double()
+        self.total = self.total + rows.double() * weight[:, None]
+        self.weight = self.weight + weight
+
+    @property
+    def held(self) -> Tensor:
+        """Return which classes a client holds, bool ``(classes,)``."""
+        return self.weight > 0
+
+    def mean(self, otherwise: Tensor) -> Tensor:
+        """Return the mean ``(classes, latent)``; rows without a holder come from ``otherwise``."""
+        mean = self.total / self.weight.clamp(min=1e-30)[:, None]
+        return torch.where(self.held[:, None], mean.to(otherwise.dtype), otherwise)
+
+
+def directions(centres: Tensor) -> tuple[Tensor, Tensor]:
+    """Return unit vectors from each centre j to each centre i, and their distances.
+
+    Args:
+        centres: ``(classes, latent)``.
+
+    Returns:
+        Directions ``(i, j, latent)``, zero from a centre to itself, and distances ``(i, j)``,
+        infinite to itself.
+    """
+    classes, latent = centres.shape
+    gap = centres[:, None] - centres[None]
+    distance = gap.norm(dim=-1)
+    itself = torch.eye(classes, dtype=torch.bool, device=centres.device)
+
+    # Two centres in one place have no direction: each pair gets an axis, and its ends opposite
+    # signs.
+    index = torch.arange(classes, device=centres.device)
+    low, high = torch.minimum(index[:, None], index), torch.maximum(index[:, None], index)
+    axes = torch.nn.functional.one_hot((low * classes + high) % latent, latent).to(gap.dtype)
+    sign = torch.where(index[:, None] < index, 1.0, -1.0).to(gap.dtype)
+
+    unit = gap / distance[..., None].clamp(min=1e-30)
+    direction = torch.where(distance[..., None] > 0, unit, axes * sign[..., None])
+    return direction.masked_fill(itself[..., None], 0.0), distance.masked_fill(itself, math.inf)
+
+
+def smallest_distance(centres: Tensor) -> float:
+    """Return the smallest distance between two centres; infinite for one centre."""
+    return float(torch.pdist(centres.float()).min()) if len(centres) > 1 else math.inf
