@@ -104,7 +104,9 @@ class FederatedTrainer(Trainer):
             **kwargs,
         )
         if self.world_size > 1:
-            raise FlsuiteError("trainer: devices must be 1; spread clients with Processes(workers=4)")
+            raise FlsuiteError(
+                "trainer: devices must be 1; spread clients with Processes(workers=4)"
+            )
         self.aggregator = aggregator or FedAvg()
         self.schedule = schedule or Synchronous()
         self.engine = engine or InProcess()
@@ -285,7 +287,7 @@ class FederatedTrainer(Trainer):
             raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer")
         elif ckpt_path is None:
             return run
-        run.restore(run.existing_checkpoint(ckpt_path or "last"))
+        run.restore(run.existing_checkpoint(ckpt_path or "last"), to_train=False)
         return run
 
     def _scored(self, split: Split, *request: Any) -> list[dict[str, float]]:

@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.data.federated import Batch, FederatedData, batch_bounds
+from flsuite.data.federated import FederatedData
+from flsuite.data.loader import Batch, batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of
 from flsuite.lightning_internals import detached
 from flsuite.metrics.dissimilarity import RunningDissimilarity

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.data.tasks import TaskData
+from flsuite.data.task_data import TaskData
 from flsuite.errors import require_at_least
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.runs.run import Run

@@ -10,7 +10,7 @@ from rich.table import Table
 from flsuite.analysis import partition_figure, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
-from flsuite.data.tasks import TaskData
+from flsuite.data.task_data import TaskData
 from flsuite.files import make_folder
 from flsuite.runs.partition import partition_table, task_table
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from flsuite.data.federated import FederatedData
-from flsuite.data.tasks import TaskData
+from flsuite.data.task_data import TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.files import atomic_save, make_folder
 from flsuite.runs.partition import PARTITION_COLUMNS, TASK_COLUMNS, partition_rows, task_rows

@@ -46,6 +46,7 @@ _HOOKS = (
     "on_federation_end",
 )
 _MAY_DIFFER = ("rounds", "stopping", "initial_weights")  # settings that a resumed run may change
+_DECIDE_SCORES = ("seed", "model", "data", "buffers", "aggregator")  # of a given state
 
 Status = Literal["running", "success", "failed"]
 
@@ -342,14 +343,23 @@ class Run:
             )
         return path
 
-    def restore(self, checkpoint: Path) -> dict[str, Any]:
+    def restore(self, checkpoint: Path, to_train: bool) -> dict[str, Any]:
         """Go back to the state of a checkpoint, and return all that the checkpoint holds.
+
+        Args:
+            checkpoint: The file.
+            to_train: Whether training goes on from it. Scores alone depend on fewer settings.
 
         Raises:
             FlsuiteError: If it cannot be read, or was written with other settings.
         """
         content = load_checkpoint(checkpoint)
-        ours, theirs = _comparable(self.settings), _comparable(content["settings"])
+        names = [
+            name
+            for name in {**self.settings, **content["settings"]}
+            if (name not in _MAY_DIFFER if to_train else name in _DECIDE_SCORES)
+        ]
+        ours, theirs = ({k: s.get(k) for k in names} for s in (self.settings, content["settings"]))
         refuse_mismatch(ours, theirs, checkpoint)
         self.federation.load_state_dict(content["federation"])
         self.summary.load_state_dict(content["summary"])
@@ -421,7 +431,7 @@ class Run:
             raise FlsuiteError(
                 f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}"
             )
-        content = self.restore(checkpoint)
+        content = self.restore(checkpoint, to_train=True)
         self.folder.table.resume(content["table"])
         self.folder.write_request(self.config, self.settings)
         log.info("resumed after round %d from %s", self.round, checkpoint)
@@ -454,7 +464,3 @@ class Run:
         for callback in self._run_callbacks():
             if method := getattr(callback, hook, None):
                 method(self, *args)
-
-
-def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in _MAY_DIFFER}

@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flsuite.data.federated import FederatedData, Ragged
+from flsuite.data.federated import FederatedData
+from flsuite.data.ragged import RaggedIndex
 from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import HIGHER_IS_BETTER, class_accuracy, scores, summary
@@ -187,16 +188,18 @@ class Evaluator:
             parts.append({name: column.float().cpu() for name, column in columns.items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _rows(self, split: Split) -> Ragged | None:
+    def _rows(self, split: Split) -> RaggedIndex | None:
         """Return each client's rows of a split, or ``None`` where clients have no part of it."""
         if split == "test":
             return self.data.test_index
         if self.data.val is not None:  # the publisher's validation split belongs to nobody
             return None
-        return Ragged(torch.arange(len(self.data.val_index.values)), self.data.val_index.offsets)
+        return RaggedIndex(
+            torch.arange(len(self.data.val_index.values)), self.data.val_index.offsets
+        )
 
     def _local(
-        self, outputs: Mapping[str, Tensor], y: Tensor, rows: Ragged, clients: Sequence[int]
+        self, outputs: Mapping[str, Tensor], y: Tensor, rows: RaggedIndex, clients: Sequence[int]
     ) -> Scores:
         by_client: Scores = {}
         for client in clients:

@@ -23,6 +23,8 @@ from tests.conftest import classifier, digits, equal_states, trainer
 class Breaks(Callback):
     """Breaks the fits of some clients in some rounds."""
 
+    affects = "nothing"  # a run is resumed without it
+
     def __init__(
         self, how: str, clients: tuple[int, ...] = (1,), rounds: tuple[int, ...] = (2,)
     ) -> None:
