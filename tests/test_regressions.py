@@ -11,7 +11,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.runs.summary import RunSummary
-from flsuite.server.federation import RoundLog
+from flsuite.server.round_log import RoundLog
 from tests.conftest import classifier, digits, equal_states, trainer
 
 
@@ -25,7 +25,7 @@ def test_pooled_training_scores_what_it_trained_even_of_a_model_with_private_par
     assert fit(("network.1",)) == fit(())
 
 
-def test_another_seed_deals_anew() -> None:
+def test_the_trainers_seed_splits_data_that_was_set_up_before() -> None:
     module, fresh = digits(), digits()
     module.setup()
     made, other = trainer(rounds=1, seed=5), trainer(rounds=1, seed=5)
@@ -54,8 +54,8 @@ def test_evaluation_leaves_frozen_parts_frozen() -> None:
 
 def test_an_undefined_score_picks_nothing() -> None:
     summary = RunSummary("auroc")
-    assert not summary.consider({"accuracy": 0.5}) and not summary.consider({"auroc": float("nan")})
-    assert summary.consider({"auroc": 0.6}) and not summary.consider({"auroc": 0.5})
+    assert not summary.is_best({"accuracy": 0.5}) and not summary.is_best({"auroc": float("nan")})
+    assert summary.is_best({"auroc": 0.6}) and not summary.is_best({"auroc": 0.5})
 
 
 def test_a_metric_of_some_clients_is_their_mean() -> None:

@@ -117,12 +117,12 @@ def test_running_mean_is_weighted_and_counters_take_the_maximum() -> None:
         },
         1.0,
     )
-    found = mean.mean()
+    average = mean.mean()
     assert mean.weight == 4.0
-    assert found["w"].tolist() == [2.0, 1.0]
-    assert found["count"].item() == 9
-    assert found["mask"].tolist() == [True, False]
-    assert [found[k].dtype for k in ("w", "count", "mask")] == [
+    assert average["w"].tolist() == [2.0, 1.0]
+    assert average["count"].item() == 9
+    assert average["mask"].tolist() == [True, False]
+    assert [average[k].dtype for k in ("w", "count", "mask")] == [
         torch.float32,
         torch.int64,
         torch.bool,
@@ -139,7 +139,7 @@ def test_running_mean_of_one_is_it_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 def test_running_mean_does_not_lose_small_updates() -> None:
-    """In float32 a sum of 2^25 would swallow each 1."""
+    """Check a sum of 2^25, which in float32 would lose each 1."""
     mean = RunningMean()
     mean.add({"w": torch.tensor([2.0**25])})
     for _ in range(63):
@@ -151,10 +151,10 @@ def test_running_mean_aliases_nothing() -> None:
     first = {"w": torch.ones(1, dtype=torch.float64), "count": torch.tensor(1)}
     mean = RunningMean()
     mean.add(first)
-    found = mean.mean()
+    average = mean.mean()
     mean.add({"w": torch.full((1,), 3.0, dtype=torch.float64), "count": torch.tensor(5)})
     assert (first["w"].item(), first["count"].item()) == (1.0, 1)
-    assert (found["w"].item(), found["count"].item()) == (1.0, 1)
+    assert (average["w"].item(), average["count"].item()) == (1.0, 1)
     mean.mean()["count"].zero_()
     assert mean.mean()["count"].item() == 5
 
@@ -176,11 +176,11 @@ def test_running_mean_of_nothing() -> None:
         ({"other": torch.zeros(1)}, "has unknown entries other"),
         (
             {"decoder.weight": torch.zeros(4)},
-            "decoder.weight has shape (4,) where (3,) is expected",
+            "decoder.weight has shape (4,); (3,) is expected",
         ),
         (
             {"decoder.weight": torch.zeros(3, dtype=torch.float64)},
-            "decoder.weight has dtype torch.float64 where torch.float32 is expected",
+            "decoder.weight has dtype torch.float64; torch.float32 is expected",
         ),
     ],
 )

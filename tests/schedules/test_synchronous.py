@@ -1,5 +1,6 @@
-"""Cohorts of rounds in lockstep."""
+"""Cohorts of synchronous rounds, and the virtual time that they take."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from flsuite import FlsuiteError
-from flsuite.messages import ClientUpdate
-from flsuite.schedules import Synchronous
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines import Engine
+from flsuite.messages import ClientFailure, ClientResult, ClientUpdate, FitRequest, Outcome
+from flsuite.schedules import Clock, Synchronous
 
 ROUNDS = range(1, 2001)
 
@@ -19,6 +22,11 @@ def configured(
     schedule = Synchronous(*args, **kwargs)
     schedule.configure(sizes or [10] * 20, seed)
     return schedule
+
+
+def cohort(schedule: Synchronous, round: int) -> list[int]:
+    """Return the clients that start in a round."""
+    return schedule.start(Clock(round=round - 1))
 
 
 @pytest.mark.parametrize(
@@ -37,66 +45,115 @@ def configured(
 def test_a_fraction_or_a_number(participation: float, clients: int, number: int) -> None:
     schedule = configured(participation, sizes=[1] * clients)
     for round in range(1, 20):
-        cohort = schedule.cohort(round)
-        assert len(cohort) == len(set(cohort)) == number
-        assert cohort == sorted(cohort)
-        assert set(cohort) <= set(range(clients))
-        assert all(type(client) is int for client in cohort)
+        clients_drawn = cohort(schedule, round)
+        assert len(clients_drawn) == len(set(clients_drawn)) == number
+        assert clients_drawn == sorted(clients_drawn)
+        assert set(clients_drawn) <= set(range(clients))
+        assert all(type(client) is int for client in clients_drawn)
 
 
 def test_everybody_by_default() -> None:
-    assert configured().cohort(1) == list(range(20))
+    assert cohort(configured(), 1) == list(range(20))
 
 
 def test_a_cohort_is_a_function_of_seed_and_round() -> None:
     forward, backward = configured(0.3), configured(0.3)
-    expected = {r: forward.cohort(r) for r in range(1, 50)}
+    expected = {r: cohort(forward, r) for r in range(1, 50)}
     torch.rand(5), np.random.rand(5)
-    assert {r: backward.cohort(r) for r in reversed(range(1, 50))} == expected
-    assert [forward.cohort(7) for _ in range(3)] == [expected[7]] * 3
+    assert {r: cohort(backward, r) for r in reversed(range(1, 50))} == expected
+    assert [cohort(forward, 7) for _ in range(3)] == [expected[7]] * 3
     resumed = configured(0.3)
     resumed.load_state_dict(forward.state_dict())
-    assert resumed.cohort(49) == expected[49]
+    assert cohort(resumed, 49) == expected[49]
 
 
-def test_rounds_and_seeds_draw_anew() -> None:
+def test_rounds_and_seeds_draw_other_cohorts() -> None:
     schedule = configured(0.5)
-    assert len({tuple(schedule.cohort(r)) for r in range(1, 21)}) == 20
-    assert [schedule.cohort(r) for r in range(1, 21)] != [
-        configured(0.5, seed=1).cohort(r) for r in range(1, 21)
+    assert len({tuple(cohort(schedule, r)) for r in range(1, 21)}) == 20
+    assert [cohort(schedule, r) for r in range(1, 21)] != [
+        cohort(configured(0.5, seed=1), r) for r in range(1, 21)
     ]
 
 
 def test_uniform_sampling_ignores_sizes() -> None:
     schedule = configured(2, sizes=[1, 1, 1, 1000])
-    counts = np.bincount(np.concatenate([schedule.cohort(r) for r in ROUNDS]), minlength=4)
+    counts = np.bincount(np.concatenate([cohort(schedule, r) for r in ROUNDS]), minlength=4)
     assert counts / len(ROUNDS) == pytest.approx([0.5] * 4, abs=0.05)
 
 
 def test_sampling_by_size_is_in_proportion() -> None:
     schedule = configured(1, sampling="size", sizes=[10, 20, 30, 40])
-    counts = np.bincount(np.concatenate([schedule.cohort(r) for r in ROUNDS]), minlength=4)
+    counts = np.bincount(np.concatenate([cohort(schedule, r) for r in ROUNDS]), minlength=4)
     assert counts / len(ROUNDS) == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.04)
 
 
 def test_sampling_by_size_is_without_replacement() -> None:
-    """Two of three: client i is left out if the others are drawn, in either order."""
+    """Check two of three: a client is left out if both others are drawn, in either order."""
     p = np.array([0.1, 0.2, 0.7])
     schedule = configured(2, sampling="size", sizes=[10, 20, 70])
-    counts = np.bincount(np.concatenate([schedule.cohort(r) for r in ROUNDS]), minlength=3)
+    counts = np.bincount(np.concatenate([cohort(schedule, r) for r in ROUNDS]), minlength=3)
     left_out = [
         p[j] * p[k] / (1 - p[j]) + p[k] * p[j] / (1 - p[k]) for j, k in [(1, 2), (0, 2), (0, 1)]
     ]
     assert counts / len(ROUNDS) == pytest.approx(1 - np.array(left_out), abs=0.04)
 
 
-def test_a_round_takes_as_long_as_its_slowest_client() -> None:
-    updates = [
-        ClientUpdate(i, 1, 1, 1, torch.ones(1), {}, seconds=s)
-        for i, s in enumerate([0.5, 2.0, 1.0])
-    ]
-    assert configured().elapse(updates) == 2.0
-    assert configured().elapse([]) == 0.0
+class Finished(Engine):
+    """An engine whose requests have their outcomes already.
+
+    Args:
+        outcomes: Number of a request to its outcome, in the order of submission.
+    """
+
+    def __init__(self, outcomes: dict[int, Outcome]) -> None:
+        self.outcomes = outcomes
+        self.collected: list[int] = []
+
+    def start(self, setup: WorkerSetup) -> None: ...
+
+    def submit(self, requests: Iterable[FitRequest]) -> None: ...
+
+    @property
+    def pending(self) -> Sequence[int]:
+        return list(self.outcomes)
+
+    def collect(self, number: int) -> Outcome:
+        self.collected.append(number)
+        return self.outcomes.pop(number)
+
+
+def result(client: int, seconds: float) -> ClientResult:
+    return ClientResult(ClientUpdate(client, 1, 1, 1, torch.ones(1), {}, seconds=seconds), {})
+
+
+def test_all_outcomes_arrive_as_submitted_and_the_clock_moves_by_the_slowest() -> None:
+    outcomes: dict[int, Outcome] = {7: result(0, 0.5), 8: result(3, 2.0), 9: result(5, 1.0)}
+    engine, clock = Finished(dict(outcomes)), Clock(round=4, seconds=10.0)
+
+    assert list(configured().arrivals(engine, clock)) == list(outcomes.values())
+    assert engine.collected == [7, 8, 9] and not engine.pending
+    assert clock == Clock(round=4, seconds=12.0)
+
+
+def test_outcomes_are_collected_one_by_one() -> None:
+    """Check that a mean needs to hold no more than one update."""
+    engine, clock = Finished({0: result(0, 0.5), 1: result(1, 2.0)}), Clock()
+    arrivals = configured().arrivals(engine, clock)
+
+    next(arrivals)
+    assert engine.collected == [0] and engine.pending == [1]
+
+
+def test_a_failure_arrives_too_and_takes_no_time() -> None:
+    failure = ClientFailure(2, 1, "it was unplugged")
+    engine, clock = Finished({0: failure, 1: result(3, 0.25)}), Clock()
+
+    first, second = configured().arrivals(engine, clock)
+    assert first is failure and isinstance(second, ClientResult)
+    assert clock.seconds == 0.25
+
+    assert list(configured().arrivals(Finished({0: failure}), clock)) == [failure]
+    assert clock.seconds == 0.25
 
 
 @pytest.mark.parametrize(
@@ -106,8 +163,8 @@ def test_a_round_takes_as_long_as_its_slowest_client() -> None:
         (-0.5, "must be positive"),
         (-3, "must be positive"),
         (1.5, "at most 1.0"),
-        (0.01, "gives no client"),
-        (21, "more than the 20 clients"),
+        (0.01, "0.01 of 20 clients comes to 0 clients; raise it"),
+        (21, "21 of 20 clients comes to 21 clients; lower it"),
     ],
 )
 def test_an_infeasible_request_is_named(participation: float, message: str) -> None:
