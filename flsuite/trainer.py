@@ -54,8 +54,7 @@ class FederatedTrainer(Trainer):
         monitor: The score on validation data that picks the best round.
         score_clients: Clients that are scored one by one, always the first ones, so that rounds can
             be compared. The last round scores all clients too, as ``all_clients/...``.
-        buffers: What happens to BatchNorm statistics and other buffers: ``average``, ``local`` or
-            ``reset``.
+        buffers: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
         keep_optimizers: Let the state of a client's optimizers live on from one of its rounds to the
             next.
         lr_decay: How the clients' learning rates fall from round to round; default not at all.

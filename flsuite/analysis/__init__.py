@@ -1,4 +1,4 @@
-"""From finished runs to tables and figures; it reads the files of a run and nothing else."""
+"""Tables and figures of finished runs, from the files of a run and nothing else."""
 
 from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.partition import partition_figure

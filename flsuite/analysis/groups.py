@@ -1,4 +1,4 @@
-"""Runs of one experiment: those whose settings differ in nothing but the seed."""
+"""Groups of runs that differ in nothing but the seed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,14 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from flsuite.analysis.runs import curve, read_metrics
+from flsuite.analysis.runs import curve, is_metrics, read_metrics
 from flsuite.errors import FlsuiteError
 
 __all__ = ["Group", "find_runs", "group_runs", "seed_of"]
 
 Flat = dict[str, Any]
+
+_CALLBACKS = ("callbacks", "stopping")  # settings that are lists of callbacks
 
 
 class _Class(str):
@@ -45,40 +47,42 @@ class Group:
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
     """Return the run folders among and below ``places``.
 
+    A ``metrics.csv`` of another kind, such as that of Lightning's CSVLogger, is passed over.
+
     Raises:
         FlsuiteError: If there are none.
     """
     roots = [Path(place) for place in places]
-    found = sorted(
-        {table.parent.resolve() for root in roots for table in root.rglob("metrics.csv")}
-    )
-    if not found:
+    tables = {table.resolve() for root in roots for table in root.rglob("metrics.csv")}
+    folders = sorted(table.parent for table in tables if is_metrics(table))
+    if not folders:
         raise FlsuiteError(
-            f"no run below {', '.join(map(str, roots))}: name folders that hold metrics.csv of flsuite fit"
+            f"no run below {', '.join(map(str, roots))}: name folders that hold metrics.csv of "
+            "flsuite fit"
         )
-    return found
+    return folders
 
 
 def group_runs(folders: Iterable[Path]) -> list[Group]:
-    """Group runs by their settings, and label each group by what differs.
+    """Group runs by their settings, and label each group with what differs.
 
     Raises:
         FlsuiteError: If a folder is not a run's, or no run has a finished round.
     """
-    groups: dict[str, Group] = {}
+    by_settings: dict[str, Group] = {}
     for folder in folders:
-        everything = _settings(folder)
-        settings = dict(_flatten({k: v for k, v in everything.items() if k != "seed"}))
-        key = repr(sorted(settings.items(), key=lambda item: item[0]))
-        table = read_metrics(folder)
-        if len(table):  # a run whose first round is not done yet
-            groups.setdefault(key, Group(settings)).runs[folder] = table
-    labelled = list(groups.values())
-    if not labelled:
+        shared = _without_open({k: v for k, v in _settings(folder).items() if k != "seed"})
+        metrics = read_metrics(folder)
+        if len(metrics):  # else the first round is not done yet
+            group = by_settings.setdefault(yaml.safe_dump(shared), Group(dict(_flatten(shared))))
+            group.runs[folder] = metrics
+
+    groups = list(by_settings.values())
+    if not groups:
         raise FlsuiteError("none of these runs has a finished round yet")
-    for group in labelled:
-        group.label = _label(group.settings, [other.settings for other in labelled])
-    return sorted(labelled, key=lambda group: group.label)
+    for group in groups:
+        group.label = _label(group.settings, [other.settings for other in groups])
+    return sorted(groups, key=lambda group: group.label)
 
 
 def seed_of(folder: Path) -> int | None:
@@ -92,42 +96,67 @@ def _settings(folder: Path) -> dict[str, Any]:
     path = folder / "settings.yaml"
     if not path.is_file():
         raise FlsuiteError(
-            f"{folder} is not the folder of a run, or of one that an earlier version of flsuite "
-            "made: it has no settings.yaml; name other folders, or run it again"
+            f"{folder} has no settings.yaml: it is not the folder of a run, or an earlier version "
+            "of flsuite made it; name other folders, or run it again"
         )
     return yaml.safe_load(path.read_text()) or {}
 
 
+def _without_open(node: Any) -> Any:
+    """Leave out settings that are left open: ``None``, and a list of callbacks without any.
+
+    A run that is older than such a setting does not have it, and is the same experiment.
+    """
+    if isinstance(node, list):
+        return [_without_open(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    return {
+        key: _without_open(value)
+        for key, value in node.items()
+        if value is not None and not (key in _CALLBACKS and not value)
+    }
+
+
 def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield path and value of each setting; a class comes before its parameters."""
     if isinstance(node, Mapping) and "class_path" in node:
-        yield _short(path), _Class(node["class_path"])
+        yield path, _Class(node["class_path"])
         for key, value in (node.get("init_args") or {}).items():
-            yield from _flatten(value, f"{path}.init_args.{key}")
+            yield from _flatten(value, f"{path}.{key}")
     elif isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from _flatten(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
-        for item in node:  # callbacks, under their names
-            name = str(item.get("class_path", "")).rsplit(".", 1)[-1]
+        # Objects in a list go by their class names, so that labels can name them.
+        for name, item in zip(_names(node), node, strict=True):
             yield from _flatten(item, f"{path}.{name}")
-    elif node is not None:  # None is a setting that is left open
-        yield _short(path), repr(node) if isinstance(node, (list, Mapping)) else node
+    else:
+        yield path, repr(node) if isinstance(node, (list, Mapping)) else node
 
 
-def _short(path: str) -> str:
-    return path.replace(".init_args", "")
+def _names(items: Sequence[Any]) -> list[str]:
+    """Return a name per item, its class where it has one; later ones of a class are numbered."""
+    names: list[str] = []
+    for item in items:
+        path = item.get("class_path", "") if isinstance(item, Mapping) else ""
+        name = str(path).rsplit(".", 1)[-1]
+        count = sum(other.split("#")[0] == name for other in names)
+        names.append(f"{name}#{count + 1}" if count else name)
+    return names
 
 
-def _label(own: Flat, everybody: Sequence[Flat]) -> str:
+def _label(own: Flat, all_settings: Sequence[Flat]) -> str:
     """Return the settings in which a group differs from the others, as text.
 
     A parameter is compared only among groups that share the class it belongs to.
     """
     keys = [
         key
-        for key in dict.fromkeys(key for other in everybody for key in other)
-        if _differs(key, own, everybody)
+        for key in dict.fromkeys(key for settings in all_settings for key in settings)
+        if _differs(key, own, all_settings)
     ]
+
     parts = []
     for key in keys:
         value = own.get(key)
@@ -137,14 +166,16 @@ def _label(own: Flat, everybody: Sequence[Flat]) -> str:
     return ", ".join(parts) or "all"
 
 
-def _differs(key: str, own: Flat, everybody: Sequence[Flat]) -> bool:
-    peers = [other for other in everybody if _same_owners(key, own, other)]
+def _differs(key: str, own: Flat, all_settings: Sequence[Flat]) -> bool:
+    """Return whether groups with the same owner of this setting differ in it."""
+    peers = [other for other in all_settings if _same_owners(key, own, other)]
     return (
         any(key in other for other in peers) and len({repr(other.get(key)) for other in peers}) > 1
     )
 
 
 def _same_owners(key: str, own: Flat, other: Flat) -> bool:
+    """Return whether both groups have the same classes on the way to this setting."""
     parts = key.split(".")
     owners = [".".join(parts[:n]) for n in range(1, len(parts))]
     return all(own.get(owner) == other.get(owner) for owner in owners)

@@ -1,4 +1,4 @@
-"""A picture of how a dataset is split among clients."""
+"""A figure of how a dataset is split among clients."""
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -9,26 +9,28 @@ _MOST_CLIENTS = 200
 
 
 def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
-    """Draw class by client: the area of a dot is the number of samples; above, each client's size.
+    """Draw classes against clients; the area of a dot is the number of samples.
+
+    The bars above are the samples per client.
 
     Args:
         table: As :func:`flsuite.runs.partition.partition_table` returns it.
         split: ``train``, ``val`` or ``test``.
     """
-    part = table[table["split"] == split]
-    counts = part.pivot(index="class", columns="client", values="samples").reindex(
-        part["class"].unique()
-    )
-    counts = counts.iloc[:, :_MOST_CLIENTS]
-    clients, classes = counts.shape[1], counts.shape[0]
+    rows = table[table["split"] == split]
+    counts = rows.pivot(index="class", columns="client", values="samples")
+    counts = counts.reindex(rows["class"].unique()).iloc[:, :_MOST_CLIENTS]
+    classes, clients = counts.shape
     figure = Figure(
         figsize=(min(max(5.0, 1.8 + 0.42 * clients), 24), min(max(3.6, 2.0 + 0.34 * classes), 16)),
         layout="constrained",
     )
     sizes, mix = figure.subplots(2, 1, sharex=True, height_ratios=[1, max(1.6, classes / 4)])
+
     sizes.bar(range(clients), counts.sum(), color="#4c72b0", width=0.7)
     sizes.set_ylabel("samples")
     sizes.spines[["top", "right"]].set_visible(False)
+
     stacked = counts.stack()
     y, x = (stacked.index.codes[level] for level in (0, 1))
     largest = max(float(counts.to_numpy().max()), 1.0)
@@ -44,9 +46,10 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
     mix.set_ylabel("class")
     mix.grid(alpha=0.25)
     mix.set_axisbelow(True)
-    total = part["client"].nunique()
+
+    total = rows["client"].nunique()
     shown = "" if total <= _MOST_CLIENTS else f", the first {_MOST_CLIENTS} shown"
-    figure.suptitle(f"{split}: {int(part['samples'].sum())} samples, {total} clients{shown}")
+    figure.suptitle(f"{split}: {int(rows['samples'].sum())} samples, {total} clients{shown}")
     return figure
 
 

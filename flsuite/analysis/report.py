@@ -1,4 +1,4 @@
-"""Experiments side by side: mean and spread over their runs, as a table and as curves."""
+"""Comparison of experiments: mean and spread over their runs, as a table and as curves."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,17 +27,28 @@ _DOWN = ("loss", "nll", "kl", "reconstruction", "forgetting", "flow_nll")
 
 
 def lower_is_better(metric: str) -> bool | None:
-    """``None`` where that is not known, and no round can be called the best."""
+    """Return whether low values of a score are good; ``None`` if that is not known.
+
+    Without it no round can be called the best.
+    """
     if metric.endswith("_std") or metric.startswith(_DOWN):
         return True
     return False if metric.startswith(_UP) else None
 
 
 def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dict[str, float]:
-    """What one run came to on test data; empty where it has no such score.
+    """Return the test scores of one run; empty if it has no such score.
 
-    ``last``; ``picked`` in the round whose ``monitor`` is best on validation data, the earlier of equals; ``mean_last`` over
-    the last rounds; and ``best_on_test``, which no honest choice could have picked, for comparison with tables made so.
+    Args:
+        table: The metrics of the run.
+        metric: The score.
+        monitor: The score on validation data that picks a round.
+        last: Rounds that ``mean_last`` is the mean of.
+
+    Returns:
+        ``last`` is the score of the last round. ``picked`` is that of the round whose ``monitor`` is
+        best on validation data, of equals the earlier one. ``mean_last`` is a mean. ``best_on_test``
+        is for comparison with tables that were made so: no honest choice could have picked it.
     """
     tasks = curve(table, "task", "train")
     if len(tasks):  # scores after different tasks are not of the same classes
@@ -45,69 +56,78 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
     test, validation = curve(table, metric, "test"), curve(table, monitor, "val")
     if test.empty:
         return {}
-    found = {"last": float(test.iloc[-1]), "mean_last": float(test.iloc[-last:].mean())}
+    scores = {"last": float(test.iloc[-1]), "mean_last": float(test.iloc[-last:].mean())}
+
     validation = validation[validation.index.isin(test.index)].dropna()
     if len(validation) and lower_is_better(monitor) is not None:
-        picked = validation.index[
-            int((validation if lower_is_better(monitor) else -validation).argmin())
-        ]
-        found |= {"picked": float(test[picked]), "picked_round": float(picked)}
+        losses = validation if lower_is_better(monitor) else -validation
+        picked = validation.index[int(losses.argmin())]  # argmin gives the earlier of equals
+        scores |= {"picked": float(test[picked]), "picked_round": float(picked)}
+
     if (lower := lower_is_better(metric)) is not None:
-        found["best_on_test"] = float(test.min() if lower else test.max())
-    return found
+        scores["best_on_test"] = float(test.min() if lower else test.max())
+    return scores
 
 
 def report_table(
     groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), last: int = 10
 ) -> pd.DataFrame:
-    """One row a group and metric: ``group, metric, runs``, then mean and spread of each score of :func:`run_scores`.
+    """Return one row per group and metric, with mean and spread over its runs.
 
-    The spread is the standard deviation over runs with ddof 1, empty for a single run.
+    The columns are ``group, metric, runs``, then mean and spread of each score of
+    :func:`run_scores`. The spread is the standard deviation with ddof 1, empty for a single run.
+
+    Args:
+        groups: The experiments.
+        metrics: Names of test scores.
+        last: Rounds that ``mean_last`` is the mean of.
 
     Raises:
         FlsuiteError: If no run has one of the metrics.
     """
     rows: list[dict[str, Any]] = []
     for metric in metrics:
-        before = len(rows)
-        for group in groups:
-            monitor = str(group.settings.get("monitor", "accuracy"))
-            scores = [run_scores(t, metric, monitor, last) for t in group.runs.values()]
-            if table := [row for row in scores if row]:
-                rows.append(
-                    {
-                        "group": group.label,
-                        "metric": metric,
-                        "runs": len(table),
-                        **_mean_and_spread(table),
-                    }
-                )
-        if len(rows) == before:
-            tables = [t for group in groups for t in group.runs.values()]
-            known = sorted(
-                {
-                    name
-                    for t in tables
-                    for name in t[(t["split"] == "test") & (t["scope"] == "global")]["metric"]
-                }
-            )
-            raise FlsuiteError(
-                f"no run has the test score {metric!r}; there are {', '.join(known)}"
-            )
+        with_score = [row for group in groups if (row := _group_row(group, metric, last))]
+        if not with_score:
+            known = ", ".join(_test_scores(groups))
+            raise FlsuiteError(f"no run has the test score {metric!r}; there are {known}")
+        rows += with_score
     return pd.DataFrame(rows)
+
+
+def _group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
+    """Return a group's row of the table, or ``None`` if no run of it has the score."""
+    monitor = str(group.settings.get("monitor", "accuracy"))
+    scores = [run_scores(table, metric, monitor, last) for table in group.runs.values()]
+    scores = [row for row in scores if row]
+    if not scores:
+        return None
+    runs = {"group": group.label, "metric": metric, "runs": len(scores)}
+    return {**runs, **_mean_and_spread(scores)}
+
+
+def _test_scores(groups: Sequence[Group]) -> list[str]:
+    """Return the names of all global test scores."""
+    names: set[str] = set()
+    for group in groups:
+        for table in group.runs.values():
+            is_global_test = (table["split"] == "test") & (table["scope"] == "global")
+            names.update(table[is_global_test]["metric"])
+    return sorted(names)
 
 
 def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
     table = pd.DataFrame(scores)
-    found: dict[str, float] = {}
+    statistics: dict[str, float] = {}
     for name in ("last", "picked", "picked_round", "mean_last", "best_on_test"):
         if name in table:
-            found |= {name: float(table[name].mean()), f"{name}_std": float(table[name].std())}
-    return found
+            statistics[name] = float(table[name].mean())
+            statistics[f"{name}_std"] = float(table[name].std())
+    return statistics
 
 
 def report_markdown(table: pd.DataFrame, last: int = 10) -> str:
-    """The table as Markdown, ``mean ± spread``."""
+    """Write the table as Markdown, with cells ``mean ± spread``."""
     titles = {
         "last": "last round",
         "picked": "picked on validation",
@@ -134,7 +154,7 @@ def _cell(row: Mapping[Any, Any], name: str) -> str:
 def report_figure(
     groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), split: str = "test"
 ) -> Figure:
-    """The global score over rounds: the mean of each group's runs, and the range they span."""
+    """Draw the global scores over rounds: the mean of each group's runs, and their range."""
     height = 3.6 + 0.2 * len(groups)
     figure = Figure(figsize=(max(5.2, 4.6 * len(metrics)), height), layout="constrained")
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]

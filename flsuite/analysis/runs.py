@@ -9,25 +9,36 @@ from matplotlib.ticker import MaxNLocator
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["curve", "curves_figure", "read_metrics", "read_partition"]
+__all__ = ["curve", "curves_figure", "is_metrics", "read_metrics", "read_partition"]
+
+_COLUMNS = ("round", "virtual_s", "wall_s", "scope", "split", "metric", "value")
+
+
+def is_metrics(path: Path) -> bool:
+    """Return whether a file has the columns of a run's ``metrics.csv``."""
+    with path.open() as file:
+        return file.readline().strip() == ",".join(_COLUMNS)
 
 
 def read_metrics(run_dir: str | Path) -> pd.DataFrame:
-    """``metrics.csv`` of a run: columns ``round, virtual_s, wall_s, scope, split, metric, value``, scope as text."""
+    """Read ``metrics.csv`` of a run.
+
+    Its columns are ``round, virtual_s, wall_s, scope, split, metric, value``; scope is text.
+    """
     return _read(Path(run_dir) / "metrics.csv").astype({"scope": str})
 
 
 def read_partition(run_dir: str | Path) -> pd.DataFrame:
-    """``partition.csv`` of a run: columns ``client, split, class, samples``."""
+    """Read ``partition.csv`` of a run: columns ``client, split, class, samples``."""
     return _read(Path(run_dir) / "partition.csv").astype({"class": str})
 
 
 def curve(table: pd.DataFrame, metric: str, split: str, scope: str = "global") -> pd.Series:
-    """A score over rounds."""
-    chosen = table[
+    """Return a score over rounds, indexed by round."""
+    rows = table[
         (table["scope"] == scope) & (table["split"] == split) & (table["metric"] == metric)
     ]
-    return chosen.set_index("round")["value"]
+    return rows.set_index("round")["value"]
 
 
 def curves_figure(
@@ -36,22 +47,24 @@ def curves_figure(
     split: str = "test",
     x: str = "round",
 ) -> Figure:
-    """The global scores of one or more runs over rounds, virtual or wall seconds.
+    """Draw the global scores of one or more runs.
 
     Args:
         runs: Label to run folder.
-        metrics: One panel each.
+        metrics: Names of scores, one panel each.
         split: ``val`` or ``test``.
-        x: ``round``, ``virtual_s`` or ``wall_s``.
+        x: The horizontal axis: ``round``, ``virtual_s`` or ``wall_s``.
     """
     figure = Figure(figsize=(4.6 * len(metrics), 3.4), layout="constrained")
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+
     for label, folder in runs.items():
         table = read_metrics(folder)
-        part = table[(table["scope"] == "global") & (table["split"] == split)]
+        scores = table[(table["scope"] == "global") & (table["split"] == split)]
         for panel, metric in zip(panels, metrics, strict=True):
-            curve = part[part["metric"] == metric]
-            panel.plot(curve[x], curve["value"], label=label, linewidth=1.8)
+            rows = scores[scores["metric"] == metric]
+            panel.plot(rows[x], rows["value"], label=label, linewidth=1.8)
+
     for panel, metric in zip(panels, metrics, strict=True):
         panel.set(
             xlabel={"virtual_s": "virtual seconds", "wall_s": "seconds"}.get(x, x),

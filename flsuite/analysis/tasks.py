@@ -1,4 +1,4 @@
-"""A picture of which client meets which classes when."""
+"""A figure of which client meets which classes in which task."""
 
 import pandas as pd
 from matplotlib import colormaps
@@ -10,15 +10,16 @@ _MOST_CLIENTS = 100
 
 
 def task_plan_figure(table: pd.DataFrame) -> Figure:
-    """Draw class by client: the task in which a client meets a class; later tasks are darker.
+    """Draw classes against clients: the task in which a client meets a class.
+
+    Later tasks are darker.
 
     Args:
         table: As :func:`flsuite.runs.partition.task_table` returns it.
     """
     shown = table[table["client"] < _MOST_CLIENTS]
-    names = list(
-        dict.fromkeys(shown.sort_values(["task", "client"])["class"])
-    )  # the pool's order, where there is one
+    # In the order of the pool of tasks, if there is one.
+    names = list(dict.fromkeys(shown.sort_values(["task", "client"])["class"]))
     clients, tasks = shown["client"].nunique(), int(shown["task"].max()) + 1
     figure = Figure(
         figsize=(
@@ -27,12 +28,14 @@ def task_plan_figure(table: pd.DataFrame) -> Figure:
         )
     )
     panel = figure.subplots()
+
     colors = colormaps["viridis_r"]
     for client, task, name in zip(shown["client"], shown["task"], shown["class"], strict=True):
         y, shade = names.index(name), (task + 1) / tasks
         panel.scatter(client, y, s=170, marker="s", color=colors(shade), linewidths=0)
         color = "white" if shade > 0.5 else "black"
         panel.text(client, y, str(task), ha="center", va="center", fontsize=8, color=color)
+
     panel.set_yticks(range(len(names)), names)
     panel.set_ylim(len(names) - 0.4, -0.6)
     panel.set_xlim(-0.7, clients - 0.3)

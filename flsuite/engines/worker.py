@@ -77,4 +77,5 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
             continue
         number, assignment, memory = message
         assert broadcast is not None, "a request came before its broadcast"
-        send(connection, runner.run(FitRequest(number, assignment, broadcast, memory)))
+        outcome = runner.run(FitRequest(number, assignment, broadcast, memory))
+        send(connection, outcome)

@@ -138,6 +138,8 @@ class Federation:
         fault = update.fault(self.state, self._expected_extras) or _private_fault(outcome)
         if fault is None:
             return outcome
+        if fault.startswith("extras"):
+            fault += f" ({type(self.aggregator).__name__}.expected_extras says what clients send)"
         return ClientFailure(update.client, update.round, f"its update was refused: {fault}")
 
     def failure(self) -> Exception:

@@ -1,0 +1,160 @@
+"""Ordinary Lightning callbacks: honoured in every fit, on every engine, or refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
+
+from flsuite.callbacks import FederationCallback
+from flsuite.data import IID
+from flsuite.engines import InProcess, Processes
+from flsuite.errors import FlsuiteError
+from flsuite.models import MLP, Classifier
+from tests.conftest import classifier, digits, equal_states, trainer
+
+
+class LastBatchCounts(Callback):
+    """Drops the gradient of every batch but the last one of an epoch."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        if not trainer.is_last_batch:
+            for parameter in pl_module.parameters():
+                parameter.grad = None
+
+
+class FreezesHalfWay(Callback):
+    """Freezes the first layer in the second epoch, and leaves it frozen."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            next(pl_module.parameters()).requires_grad_(False)
+
+
+def _drop_gradients(trainer: Trainer, module: LightningModule, *args: Any) -> None:
+    for parameter in list(module.parameters())[:1]:
+        parameter.grad = None
+
+
+STOCK = {
+    "accumulation": lambda: GradientAccumulationScheduler({0: 4, 1: 1}),
+    "swa": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
+    "ema": lambda: EMAWeightAveraging(decay=0.9),
+    "lambda": lambda: LambdaCallback(on_before_optimizer_step=_drop_gradients),
+    "is_last_batch": LastBatchCounts,
+    "freezes": FreezesHalfWay,
+}
+
+
+def state(engine: Any, *callbacks: Callback, rounds: int = 2) -> dict[str, torch.Tensor]:
+    made = trainer(rounds=rounds, engine=engine, max_epochs=3, callbacks=list(callbacks))
+    model = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    made.fit(model, digits(clients=3, partition=IID(), val_fraction=0.0))
+    assert made.federation is not None
+    return made.federation.state
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_every_fit_honours_it_on_every_engine(name: str) -> None:
+    ours, theirs = state(InProcess(), STOCK[name]()), state(Processes(workers=2), STOCK[name]())
+    assert equal_states(ours, theirs)
+    assert not equal_states(ours, state(InProcess()))
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_client_ends_where_a_plain_lightning_trainer_takes_it(name: str) -> None:
+    """One client in one round is one ordinary fit, from the same weights and batches."""
+
+    class Start(FederationCallback):
+        weights: dict[str, torch.Tensor]
+
+        def on_federation_start(self, run: Any) -> None:
+            Start.weights = {k: v.clone() for k, v in run.model.state_dict().items()}
+
+    made = trainer(rounds=1, max_epochs=3, callbacks=[STOCK[name](), Start()])
+    model = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    data = digits(clients=1, partition=IID(), val_fraction=0.0)
+    made.fit(model, data)
+    assert made.federation is not None
+
+    plain = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    plain.ensure_built(data.spec)
+    plain.load_state_dict(Start.weights)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    lightning = Trainer(max_epochs=3, accelerator="cpu", callbacks=[STOCK[name]()], **quiet)
+    lightning.fit(plain, data.federated.loader(0, made.run.seed, 1))
+    assert equal_states(made.federation.state, dict(plain.state_dict()))
+
+
+def test_early_stopping_on_a_metric_that_the_model_logs_stops_each_client() -> None:
+    class Logs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("fit_loss", loss, on_epoch=True, on_step=False)
+            return loss
+
+    def steps(engine: Any) -> list[int]:
+        stop = EarlyStopping("fit_loss", patience=1, min_delta=10.0, check_on_train_epoch_end=True)
+        made = trainer(rounds=2, max_epochs=5, engine=engine, callbacks=[stop])
+        made.fit(Logs(MLP(hidden=(4,))), digits(clients=3, partition=IID(), val_fraction=0.0))
+        assert made.federation is not None
+        return [update.steps for update in made.federation.log.updates]
+
+    assert steps(InProcess()) == steps(Processes(workers=2))
+    batches = len(trainer().prepare(classifier(), digits(clients=3)).federation.data.loader(0, 3, 1))
+    assert all(count < 5 * batches for count in steps(InProcess()))
+
+
+class Anneals(FederationCallback):
+    """Shrinks gradients by a number that its federation hooks change from round to round."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.clients = 0
+
+    def on_round_start(self, run: Any, round: int, clients: Any) -> None:
+        self.rounds += 1
+
+    def on_client_end(self, run: Any, outcome: Any) -> None:
+        self.clients += 1  # changes while other clients of the round have yet to train
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(1 / (1 + self.rounds + 10 * self.clients))
+
+
+def test_clients_see_a_callbacks_state_of_the_start_of_their_round() -> None:
+    """By hand: in round n every gradient is divided by ``1 + n + 10 * 3 (n - 1)``."""
+
+    class ByHand(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+            n = trainer.train_dataloader.round  # type: ignore[union-attr]
+            for parameter in module.parameters():
+                parameter.grad.mul_(1 / (1 + n + 30 * (n - 1)))
+
+    ours, theirs = state(InProcess(), Anneals()), state(Processes(workers=2), Anneals())
+    assert equal_states(ours, theirs)
+    assert equal_states(ours, state(InProcess(), ByHand()))
+
+
+@pytest.mark.parametrize(
+    ("callback", "instead"),
+    [
+        (ModelCheckpoint, "last.ckpt"),
+        (TQDMProgressBar, "RoundProgress"),
+        (LearningRateMonitor, "lr_factor"),
+    ],
+)
+def test_what_belongs_to_a_single_fit_is_refused(callback: Any, instead: str) -> None:
+    with pytest.raises(FlsuiteError, match=rf"trainer\.callbacks: {callback.__name__}.*{instead}"):
+        trainer(callbacks=[callback()])

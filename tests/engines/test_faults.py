@@ -1,0 +1,106 @@
+"""Workers that die while they send, and clients that hang."""
+
+import logging
+import os
+import signal
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+import flsuite.engines.worker as worker_module
+from flsuite.aggregators import FedAvg
+from flsuite.engines import Processes
+from flsuite.engines.wire import dumps
+from flsuite.errors import FlsuiteError
+from tests.conftest import classifier, digits, equal_states, trainer
+
+
+def _send_half(connection: Any, obj: Any) -> None:
+    """Write the head and half of the body of a message."""
+    body = bytes(dumps(obj))
+    os.write(connection.fileno(), struct.pack("!i", len(body)) + body[: len(body) // 2])
+
+
+def _send_half_and_die(connection: Any, obj: Any) -> None:
+    _send_half(connection, obj)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _send_half_and_hang(connection: Any, obj: Any) -> None:
+    _send_half(connection, obj)
+    time.sleep(600)
+
+
+class Sabotage(Callback):
+    """Replaces how the worker of one client sends, or makes it hang, up to ``times`` times."""
+
+    def __init__(self, how: str, folder: Path, times: int = 1) -> None:
+        self.how, self.folder, self.times = how, folder, times
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        done = len(list(self.folder.iterdir()))
+        if loader.client != 1 or loader.round != 2 or done >= self.times:
+            return
+        (self.folder / str(done)).touch()
+        if self.how == "dies":
+            worker_module.send = _send_half_and_die
+        elif self.how == "hangs while it sends":
+            worker_module.send = _send_half_and_hang
+        else:
+            time.sleep(600)
+
+
+class Without(FedAvg):
+    """FedAvg that was never told of a client in a round."""
+
+    def aggregate(self, global_state: Any, updates: Any) -> Any:
+        kept = (u for u in updates if not (u.client == 1 and u.round == 2))
+        return super().aggregate(global_state, kept)
+
+
+def fit(tmp_path: Path, how: str, times: int = 1, **engine: Any) -> Any:
+    callback = Sabotage(how, tmp_path, times)
+    made = trainer(rounds=3, engine=Processes(workers=2, **engine), callbacks=[callback])
+    made.fit(classifier(), digits())
+    return made
+
+
+def test_a_worker_killed_while_it_sends_is_replaced_and_its_client_retried(tmp_path: Path) -> None:
+    whole = trainer(rounds=3)
+    whole.fit(classifier(), digits())
+    made = fit(tmp_path, "dies")
+    assert len(list(tmp_path.iterdir())) == 1, "it has happened"
+    assert equal_states(made.federation.state, whole.federation.state)
+
+
+def test_a_client_whose_worker_dies_twice_while_it_sends_has_failed(tmp_path: Path) -> None:
+    without = trainer(rounds=3, aggregator=Without())
+    without.fit(classifier(), digits())
+    made = fit(tmp_path, "dies", times=2)
+    assert equal_states(made.federation.state, without.federation.state)
+
+
+@pytest.mark.parametrize("how", ["hangs", "hangs while it sends"])
+def test_a_client_that_hangs_has_failed_and_the_run_goes_on(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    without = trainer(rounds=3, aggregator=Without())
+    without.fit(classifier(), digits())
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="flsuite"):
+        made = fit(tmp_path, how, timeout=3.0)
+    assert time.monotonic() - began < 60
+    assert equal_states(made.federation.state, without.federation.state)
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "round 2: client 1 failed: it did not finish within 3 seconds (engine.timeout)" in said
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_an_impossible_timeout_is_refused(timeout: float) -> None:
+    with pytest.raises(FlsuiteError, match="Processes: timeout must be positive"):
+        Processes(timeout=timeout)

@@ -1,0 +1,72 @@
+"""Imports run one way, type annotations included."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "flsuite"
+LAYERS = (  # from the top to the ground floor; a file imports its own layer and those below
+    ("commands", "flower", "__main__"),
+    ("trainer",),
+    ("callbacks",),
+    ("analysis",),
+    ("runs",),
+    ("server",),
+    ("schedules",),
+    ("engines",),
+    ("client",),
+    ("aggregators",),
+    ("metrics",),
+    ("models",),
+    ("data",),
+    ("lightning_internals",),
+    ("messages",),
+    ("state",),
+    ("random", "files"),
+    ("errors",),
+)
+FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+def imports(path: Path) -> set[str]:
+    """Return the modules of flsuite that a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name for name in names if name.startswith("flsuite.")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_imports_its_own_layer_and_those_below(path: Path) -> None:
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    above = {name for name in imports(path) if FLOOR[name.split(".")[1]] > FLOOR[own]}
+    assert not above
+
+
+def test_no_circles() -> None:
+    graph = {}
+    for path in FILES:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        graph[name] = imports(path)
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for name in graph.get(todo.pop(), set()) - seen:
+                seen.add(name)
+                todo.append(name)
+        return seen
+
+    assert [name for name in graph if name in reachable(name)] == []
+
+
+def test_the_root_holds_the_trainer_and_the_ground_floor() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 9
+    assert len((PACKAGE / "trainer.py").read_text().splitlines()) < 300

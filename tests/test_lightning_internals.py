@@ -1,0 +1,62 @@
+"""Private attributes of Lightning: this says which of them is gone."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import WandbLogger
+
+from flsuite.lightning_internals import INTERNALS
+
+PACKAGE = Path(__file__).parents[1] / "flsuite"
+
+
+def owners(folder: Path) -> dict[str, Any]:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return {
+        "Trainer": Trainer(accelerator="cpu", **quiet),
+        "LightningModule": LightningModule(),
+        "LightningCLI": LightningCLI,
+        "WandbLogger": WandbLogger(offline=True, save_dir=folder),
+    }
+
+
+@pytest.mark.parametrize("name", INTERNALS)
+def test_it_is_there(name: str, tmp_path: Path) -> None:
+    owner, *path = name.split(".")
+    value = owners(tmp_path)[owner]
+    for attribute in path:
+        if value is LightningCLI and attribute == "_parser":
+            assert "_parser" in Path(str(LightningCLI_source())).read_text(), f"{name} is gone"
+            return
+        assert hasattr(value, attribute), f"{name} is gone from Lightning"
+        value = getattr(value, attribute)
+
+
+def LightningCLI_source() -> str:  # noqa: N802
+    import inspect
+
+    return inspect.getsourcefile(LightningCLI) or ""
+
+
+def test_no_other_file_uses_one() -> None:
+    """All private names of foreign objects, outside the two files that override or need them."""
+    allowed = {"commands/fit.py", "callbacks/loggers.py", "client/trainer.py"}
+    foreign = re.compile(
+        r"\b(?:trainer|pl_module|module|model|logger|fit_loop|loop|strategy)\._[a-z]\w*"
+    )
+    used = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = str(path.relative_to(PACKAGE))
+        if name not in allowed and name != "lightning_internals.py":
+            if names := foreign.findall(path.read_text()):
+                used[name] = names
+    assert used == {}
+
+
+def test_the_version_is_bounded() -> None:
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert re.search(r'"lightning>=2\.6,<2\.\d+"', text)
