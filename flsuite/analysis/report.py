@@ -46,9 +46,10 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
         last: Rounds that ``mean_last`` is the mean of.
 
     Returns:
-        ``last`` is the score of the last round. ``picked`` is that of the round whose ``monitor`` is
-        best on validation data, of equals the earlier one. ``mean_last`` is a mean. ``best_on_test``
-        is for comparison with tables that were made so: no honest choice could have picked it.
+        ``last`` is the score of the last round. ``picked`` is that of the round whose ``monitor``
+        is best on validation data, of equals the earlier one. ``mean_last`` is the mean over the
+        last rounds. ``best_on_test`` is for comparison with tables that were made so: no honest
+        choice could have picked it.
     """
     tasks = curve(table, "task", "train")
     if len(tasks):  # scores after different tasks are not of the same classes

@@ -272,7 +272,7 @@ class Hooks(FederationCallback):
         self.heard.append(("client", outcome.update.client))
 
     def on_round_end(self, run: Any, round: int) -> None:
-        self.heard.append(("round end", round))
+        self.heard.append(("round end", round, run.finished))
         run.log_metric("gap", round / 2)
         run.log_metric("gap", 7.0, scope=1, split="test")
 
@@ -295,9 +295,9 @@ def test_hooks_are_called_once_each_and_lightnings_on_a_fresh_copy() -> None:
         [
             ("round", n, (0, 1, 2)),
             *(("client", client) for client in range(3)),
-            ("round end", n),
             ("scored", n, "val", True),
             ("scored", n, "test", True),
+            ("round end", n, n == 2),
             ("recorded", n, n / 2),
         ]
         for n in (1, 2)

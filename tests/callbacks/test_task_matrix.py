@@ -1,4 +1,4 @@
-"""What is known of each task behind each other: the matrix, its summaries, and the federation that it is of."""
+"""The accuracy by task after each task: the matrix, its summaries, and its federation."""
 
 import logging
 from pathlib import Path
@@ -13,11 +13,13 @@ from torch import Tensor
 from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
 from flsuite.callbacks.task_matrix import task_figure
 from flsuite.data import Synthetic, TaskSequence
-from flsuite.data.tasks import TaskData
+from flsuite.data.federated import FederatedData
+from flsuite.data.task_data import TaskData
 from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.models import MLP, Classifier, NFClassifier
+from flsuite.runs.run import Run
 from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from flsuite.trainer import FederatedTrainer
@@ -34,27 +36,25 @@ SUMMARIES = {
 
 
 class Kept(FederationCallback):
-    """Every client's whole model behind each round, that before the first included."""
+    """Keeps every client's whole model after each round, and before the first one."""
 
     def __init__(self) -> None:
         self.models: dict[int, list[State]] = {}
 
-    def on_federation_start(self, trainer: FederatedTrainer) -> None:
-        self.keep(trainer)
+    def on_federation_start(self, run: Run) -> None:
+        self.keep(run)
 
-    def on_round_end(self, trainer: FederatedTrainer, round: int) -> None:
-        self.keep(trainer)
+    def on_round_end(self, run: Run, round: int) -> None:
+        self.keep(run)
 
-    def keep(self, trainer: FederatedTrainer) -> None:
-        federation = trainer.federation
-        assert federation is not None
-        self.models[trainer.round] = [
-            clone(federation.client_state(client)) for client in range(CLIENTS)
+    def keep(self, run: Run) -> None:
+        self.models[run.round] = [
+            clone(run.federation.client_state(client)) for client in range(CLIENTS)
         ]
 
 
 def sequence(**settings: Any) -> TaskSequence:
-    """Three tasks of two rounds and two of seven classes; one class is never met."""
+    """Return three tasks of two rounds and two of seven classes; one class is never met."""
     data = Synthetic(
         features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.0
     )
@@ -77,20 +77,27 @@ def data_of(made: FederatedTrainer) -> TaskData:
     return made.federation.data
 
 
+def whole_data(made: FederatedTrainer) -> FederatedData:
+    """Return the data that the tasks were made from."""
+    wrapped = made._datamodule.data
+    return wrapped.federated
+
+
 def matrix(made: FederatedTrainer) -> Tensor:
-    (found,) = [callback.matrix for callback in made._callbacks if isinstance(callback, TaskMatrix)]
-    assert found is not None
-    return found
+    assert made.run is not None
+    (callback,) = [c for c in made.run.callbacks if isinstance(c, TaskMatrix)]
+    assert callback.matrix is not None
+    return callback.matrix
 
 
 def logged(made: FederatedTrainer, *names: str) -> dict[tuple[int, str, str], float]:
-    """Round, scope and metric of what the test split has in the table under names that start like these."""
+    """Return the test scores whose names start like these, by round, scope and metric."""
     rows = [row for row in made.run.folder.table.rows if row[4] == "test"]
     return {(row[0], row[3], row[5]): row[6] for row in rows if row[5].startswith(names)}
 
 
 def predicted(state: State, x: Tensor) -> Tensor:
-    """By the tiny network, written out."""
+    """Predict with the tiny network, written out."""
     hidden = (x @ state["network.1.weight"].T + state["network.1.bias"]).relu()
     return (hidden @ state["network.3.weight"].T + state["network.3.bias"]).argmax(1)
 
@@ -100,16 +107,16 @@ def accuracy(state: State, x: Tensor, y: Tensor) -> float:
 
 
 def by_hand(kept: Kept, data: TaskData) -> Tensor:
-    """The matrix ``(clients, 1 + tasks, tasks)`` from the models that were kept."""
-    found = torch.zeros(CLIENTS, 1 + TASKS, TASKS, dtype=torch.float64)
+    """Compute the matrix ``(clients, 1 + tasks, tasks)`` from the models that were kept."""
+    accuracies = torch.zeros(CLIENTS, 1 + TASKS, TASKS, dtype=torch.float64)
     for i, round in enumerate([0, *ENDS]):
         for client in range(CLIENTS):
             for j, group in enumerate(data.sequences[client]):
                 rows = torch.isin(data.test.y, torch.tensor(group))
-                found[client, i, j] = accuracy(
+                accuracies[client, i, j] = accuracy(
                     kept.models[round][client], data.test.x[rows], data.test.y[rows]
                 )
-    return found
+    return accuracies
 
 
 # The matrix
@@ -144,7 +151,7 @@ def test_the_last_row_is_the_exported_models(tmp_path: Path) -> None:
         assert matrix(made)[client, -1].tolist() == pytest.approx(expected)
 
 
-def test_the_table_has_a_row_of_the_matrix_behind_each_task() -> None:
+def test_the_table_has_a_row_of_the_matrix_after_each_task() -> None:
     made = fit()
     found, expected = logged(made, "task_", "forgetting", "backward", "forward"), {}
     for task, round in enumerate(ENDS):
@@ -217,7 +224,7 @@ def same(a: FederatedTrainer, b: FederatedTrainer) -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5])
-def test_broken_off_within_a_task_or_behind_it_and_resumed(rounds: int, tmp_path: Path) -> None:
+def test_broken_off_within_a_task_or_after_it_and_resumed(rounds: int, tmp_path: Path) -> None:
     whole = fit(schedule=Synchronous(2))
     fit(schedule=Synchronous(2), rounds=rounds, run_dir=str(tmp_path))
     resumed = fit(schedule=Synchronous(2), run_dir=str(tmp_path), ckpt_path="last")
@@ -273,7 +280,7 @@ def test_a_client_with_a_model_of_its_own_is_scored_by_it() -> None:
 def test_the_score_of_a_round_is_on_the_classes_seen() -> None:
     kept = Kept()
     made = fit(callbacks=[kept])
-    data, whole = data_of(made), made._datamodule.data.federated
+    data, whole = data_of(made), whole_data(made)
     found, sizes = logged(made, "accuracy"), []
     for round in range(1, 7):
         task = (round - 1) // LENGTH
@@ -307,7 +314,7 @@ class Told(NFClassifier):
 
 
 def test_every_fit_begins_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the client's own state swapped in, not that of the client before it."""
+    """Check that the client's own state is swapped in by then, not that of the one before it."""
     monkeypatch.setattr(Told, "calls", [])
     made = fit(Told(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)), lr=1e-2))
     assert made.federation is not None and made.federation.personal is False
@@ -336,7 +343,10 @@ def test_without_tasks_a_model_is_told_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_only_training_reads_has_no_part_in_the_matrix() -> None:
-    """Private entries that predictions do not need: one model is scored for all, so equal groups have equal rows."""
+    """Check that one model is scored for all if predictions need no private entry.
+
+    Equal groups then have equal rows.
+    """
     made = fit(
         NFClassifier(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)), lr=1e-2),
         arrangement="disjoint",
@@ -346,7 +356,7 @@ def test_what_only_training_reads_has_no_part_in_the_matrix() -> None:
 
 
 def test_the_round_that_is_picked_is_one_of_the_last_task(tmp_path: Path) -> None:
-    """Fewer classes are easier: the best score on validation data would be an early task's."""
+    """Pick among the last task's rounds, although early tasks score best: few classes are easy."""
     made = trainer(rounds=6, run_dir=str(tmp_path / "run"))
     data = Synthetic(
         features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2
@@ -362,7 +372,7 @@ def test_the_round_that_is_picked_is_one_of_the_last_task(tmp_path: Path) -> Non
 
 
 def test_a_run_that_is_stopped_within_a_task_has_a_row_for_it() -> None:
-    """The score stops rising within the first task of four rounds: rounds 1 to 3 are all there is."""
+    """Stop in round 3, within the first task of four rounds."""
     stop = RoundEarlyStopping(patience=2, min_delta=1.0)
     made = trainer(rounds=12, callbacks=[stop])
     data = Synthetic(
@@ -374,7 +384,7 @@ def test_a_run_that_is_stopped_within_a_task_has_a_row_for_it() -> None:
     assert {key[0] for key in logged(made, "task_accuracy")} == {3}
 
 
-def test_the_final_table_speaks_of_forgetting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_final_table_has_the_forgetting(capsys: pytest.CaptureFixture[str]) -> None:
     made = fit(enable_progress_bar=True)
     said = capsys.readouterr().out
     value = logged(made, "forgetting")[(6, "global", "forgetting")]

@@ -19,7 +19,7 @@ from flsuite import __version__
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
-from flsuite.runs.folder import COLUMNS
+from flsuite.runs.table import COLUMNS
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import equal_states
 
@@ -29,7 +29,7 @@ SHORT = ("fit", "--config", QUICKSTART, "--trainer.rounds", "1")
 
 @pytest.fixture(autouse=True)
 def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder to work in; what the command does to the interpreter is undone."""
+    """Work in an empty folder, and undo what the command does to the interpreter."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -37,7 +37,7 @@ def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a short run of the quickstart, by the command."""
+    """Run a short quickstart by the command, and give its folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("quickstart"))
         patch.setattr(sys, "argv", list(sys.argv))
@@ -49,12 +49,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def run_folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run that a test may change."""
+    """Copy the finished run, so that a test may change it."""
     return Path(shutil.copytree(finished, tmp_path / "runs" / "quickstart" / finished.name))
 
 
 def cli(*args: str) -> int:
-    """Run the command; its exit status."""
+    """Run the command, and return its exit status."""
     with pytest.raises(SystemExit) as exit:
         main(args)
     return int(exit.value.code or 0)
@@ -65,7 +65,7 @@ def final_state(folder: Path, name: str = "last.ckpt") -> dict[str, torch.Tensor
 
 
 def files(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file with its time and content."""
+    """Return every file with its time and content."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in sorted(folder.rglob("*"))
@@ -74,7 +74,7 @@ def files(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The one line of a request that cannot be met."""
+    """Return the one line that a refused request prints; it must leave no trace on disk."""
     capsys.readouterr()
     before = files(Path.cwd())
     folders = sorted(Path.cwd().rglob("*"))
@@ -106,6 +106,7 @@ def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     assert time.strptime(date, "%Y%m%d-%H%M%S") and seed == "1"
     assert {str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file()} == {
         "config.yaml",
+        "settings.yaml",
         "partition.csv",
         "versions.txt",
         "metrics.csv",
@@ -179,7 +180,7 @@ def test_predictions(run_folder: Path) -> None:
 
 
 def test_a_run_of_the_command_can_be_opened_in_python(finished: Path) -> None:
-    """The command writes out every default, of Lightning's Trainer and of the optimizer; that is no difference."""
+    """Check that defaults which only the command writes out are no difference."""
     made = FederatedTrainer(
         rounds=3, max_epochs=2, run_dir=str(finished), seed=1, enable_progress_bar=False
     )
@@ -190,7 +191,7 @@ def test_a_run_of_the_command_can_be_opened_in_python(finished: Path) -> None:
     )
 
 
-def test_partition_draws_what_a_run_would_deal(
+def test_partition_draws_the_split_of_a_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("partition", "--config", QUICKSTART, "--output", "drawn") == 0
@@ -327,8 +328,8 @@ BAD_ARGUMENTS = {
         ("--plugins", "[my_missing_package]"),
         "plugins: cannot import 'my_missing_package'",
     ),
-    "alpha_zero": (("--data.partition.alpha", "0"), "Dirichlet.alpha"),
-    "alpha_negative": (("--data.partition.alpha", "-1"), "Dirichlet.alpha"),
+    "alpha_zero": (("--data.partition.alpha", "0"), "Dirichlet: alpha must be positive"),
+    "alpha_negative": (("--data.partition.alpha", "-1"), "Dirichlet: alpha must be positive"),
     "more_clients_than_samples": (
         ("--data.clients", "5000"),
         "5000 clients cannot share 1437 training samples",
@@ -339,14 +340,14 @@ BAD_ARGUMENTS = {
     ),
     "nobody_takes_part": (
         ("--trainer.schedule.participation", "0.01"),
-        "0.01 of 10 clients gives no client",
+        "0.01 of 10 clients comes to 0 clients",
     ),
     "participation_zero": (
         ("--trainer.schedule.participation", "0"),
         "participation must be positive",
     ),
-    "no_rounds": (("--trainer.rounds", "0"), "trainer.rounds must be at least 1"),
-    "unknown_monitor": (("--trainer.monitor", "acc"), "trainer.monitor must be one of accuracy"),
+    "no_rounds": (("--trainer.rounds", "0"), "trainer: rounds must be at least 1"),
+    "unknown_monitor": (("--trainer.monitor", "acc"), "trainer: monitor must be one of accuracy"),
     "negative_seed": (("--seed_everything", "-1"), "seed_everything"),
     "no_best_yet": (("--ckpt_path", "best"), "there is no checkpoint"),
     "no_such_checkpoint": (("--ckpt_path", "nowhere.ckpt"), "there is no checkpoint nowhere.ckpt"),
@@ -366,7 +367,7 @@ BAD_ARGUMENTS = {
     ),
     "unknown_data_set": (
         ("--data", "MedMNIST", "--data.name", "brestmnist"),
-        "no 2D MedMNIST set is called 'brestmnist'",
+        "organsmnist, got 'brestmnist'",
     ),
 }
 
@@ -420,7 +421,10 @@ def test_a_bad_config_is_one_line(
         (("partition",), "required"),
         (("partition", "--config", QUICKSTART, "--bogus", "3"), "unknown key --bogus"),
         (("partition", "--config", QUICKSTART, "--data.bogus", "3"), "there is no key 'bogus'"),
-        (("partition", "--config", QUICKSTART, "--data.partition.alpha", "0"), "Dirichlet.alpha"),
+        (
+            ("partition", "--config", QUICKSTART, "--data.partition.alpha", "0"),
+            "Dirichlet: alpha must be positive",
+        ),
         (("test", "--config", QUICKSTART), "fit first"),
         (("predict", "--config", QUICKSTART, "--ckpt_path", "best"), "there is no checkpoint"),
     ],
@@ -486,5 +490,5 @@ def test_the_command_itself_prints_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flsuite", *SHORT, "--trainer.rounds", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "flsuite: error: trainer.rounds must be at least 1, got 0\n"
+    assert done.stderr == "flsuite: error: trainer: rounds must be at least 1, got 0\n"
     assert not list(tmp_path.iterdir())

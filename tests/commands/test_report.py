@@ -1,39 +1,48 @@
-"""``flsuite report``: runs that differ in the seed are one row, and its figures are those worked by hand."""
+"""``flsuite report``: its groups, and its numbers against those worked out by hand."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 
+from flsuite.aggregators import FedAvg
 from flsuite.analysis import find_runs, group_runs, report_figure, report_markdown, report_table
+from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
 from flsuite.commands.main import main
+from flsuite.data import FederatedDataModule, TaskSequence
+from flsuite.engines import InProcess
 from flsuite.errors import FlsuiteError
+from tests.conftest import classifier, digits, trainer
 
 
-def config(
-    seed: int, aggregator: str = "FedAvg", lr: float = 0.1, **trainer: object
-) -> dict[str, object]:
+def settings(
+    seed: int, aggregator: str = "FedAvg", lr: float = 0.1, **others: object
+) -> dict[str, Any]:
+    """Return the settings of a run, in the form in which a run writes them."""
     return {
-        "seed_everything": seed,
+        "rounds": 3,
+        "seed": seed,
+        "monitor": "accuracy",
         "model": {"class_path": "flsuite.models.Classifier", "init_args": {"lr": lr}},
-        "data": {
-            "class_path": "flsuite.data.Digits",
-            "init_args": {"clients": 2, "root": f"/somewhere/{seed}"},
-        },
-        "trainer": {
-            "rounds": 3,
-            "aggregator": {"class_path": f"flsuite.aggregators.{aggregator}"},
-            **trainer,
-        },
+        "data": {"class_path": "flsuite.data.Digits", "init_args": {"clients": 2}},
+        "client": {"max_epochs": 1},
+        "aggregator": {"class_path": f"flsuite.aggregators.{aggregator}", "init_args": {}},
+        "callbacks": [],
+        "stopping": [],
+        **others,
     }
 
 
 def write(
-    folder: Path, content: dict[str, object], test: list[float], val: list[float] | None = None
+    folder: Path, content: dict[str, Any], test: list[float], val: list[float] | None = None
 ) -> None:
+    """Write what a report reads of a run."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    (folder / "settings.yaml").write_text(yaml.safe_dump(content))
     splits = {"test": test, "val": val or []}
     rows = [
         (n + 1, 0.0, 0.0, "global", split, "accuracy", value)
@@ -46,9 +55,9 @@ def write(
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    write(tmp_path / "a1", config(1, engine="InProcess"), [0.1, 0.9, 0.4], [0.5, 0.2, 0.5])
-    write(tmp_path / "deep" / "a2", config(2, logger="wandb"), [0.2, 0.8, 0.6], [0.1, 0.2, 0.3])
-    write(tmp_path / "b1", config(1, "FedAdam"), [0.5, 0.5, 0.5])
+    write(tmp_path / "a1", settings(1), [0.1, 0.9, 0.4], [0.5, 0.2, 0.5])
+    write(tmp_path / "deep" / "a2", settings(2), [0.2, 0.8, 0.6], [0.1, 0.2, 0.3])
+    write(tmp_path / "b1", settings(1, "FedAdam"), [0.5, 0.5, 0.5])
     return tmp_path
 
 
@@ -74,15 +83,15 @@ def test_groups_and_figures_by_hand(runs: Path) -> None:
 
 
 def test_a_parameter_tells_groups_of_one_class_apart(tmp_path: Path) -> None:
-    write(tmp_path / "slow", config(1, lr=0.01), [0.1])
-    write(tmp_path / "fast", config(1, lr=0.1), [0.1])
+    write(tmp_path / "slow", settings(1, lr=0.01), [0.1])
+    write(tmp_path / "fast", settings(1, lr=0.1), [0.1])
     assert [group.label for group in group_runs(find_runs([tmp_path]))] == ["lr=0.01", "lr=0.1"]
 
 
 def test_a_parameter_of_another_class_is_not_compared(tmp_path: Path) -> None:
-    other = config(1, lr=0.5)
-    other["model"] = {"class_path": "ACVAE", "init_args": {"lr": 0.3, "depth": 2}}
-    write(tmp_path / "one", config(1), [0.1])
+    other = settings(1, lr=0.5)
+    other["model"] = {"class_path": "flsuite.models.ACVAE", "init_args": {"lr": 0.3, "depth": 2}}
+    write(tmp_path / "one", settings(1), [0.1])
     write(tmp_path / "two", other, [0.1])
     assert [group.label for group in group_runs(find_runs([tmp_path]))] == ["ACVAE", "Classifier"]
 
@@ -90,7 +99,7 @@ def test_a_parameter_of_another_class_is_not_compared(tmp_path: Path) -> None:
 def test_the_command_prints_and_writes(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / "short", config(9, "FedYogi"), [0.3])
+    write(tmp_path / "short", settings(9, "FedYogi"), [0.3])
     with pytest.raises(SystemExit) as done:
         main(["report", str(runs), "--last", "2", "--output", str(tmp_path / "out")])
     assert done.value.code == 0
@@ -126,9 +135,9 @@ def test_bad_requests_are_one_line(
     assert said in error and error.count("\n") == 1
 
 
-def test_a_folder_without_a_config_is_named(runs: Path) -> None:
-    (runs / "b1" / "config.yaml").unlink()
-    with pytest.raises(FlsuiteError, match="b1 is not the folder of a run"):
+def test_a_folder_without_settings_is_named(runs: Path) -> None:
+    (runs / "b1" / "settings.yaml").unlink()
+    with pytest.raises(FlsuiteError, match=r"b1 has no settings\.yaml"):
         group_runs(find_runs([runs]))
 
 
@@ -141,7 +150,7 @@ def note(folder: Path, metric: str, test: list[float], val: list[float]) -> None
 
 
 def test_small_is_good_for_losses_and_the_runs_own_monitor_picks(tmp_path: Path) -> None:
-    write(tmp_path / "a", config(1, monitor="accuracy"), [0.1, 0.2, 0.3], [0.1, 0.9, 0.2])
+    write(tmp_path / "a", settings(1, monitor="accuracy"), [0.1, 0.2, 0.3], [0.1, 0.9, 0.2])
     note(tmp_path / "a", "nll", [5.1, 1.1, 2.2], [5.0, 2.0, 1.0])
     note(tmp_path / "a", "novelty", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
     table = report_table(group_runs(find_runs([tmp_path])), ["nll", "novelty"]).set_index("metric")
@@ -149,14 +158,14 @@ def test_small_is_good_for_losses_and_the_runs_own_monitor_picks(tmp_path: Path)
         "round 2, best by accuracy"
     )
     assert pd.isna(table.loc["novelty"]["best_on_test"]), "whether it should be large is not known"
-    write(tmp_path / "b", config(1, monitor="loss"), [0.1, 0.2], [0.9, 0.1])
+    write(tmp_path / "b", settings(1, monitor="loss"), [0.1, 0.2], [0.9, 0.1])
     note(tmp_path / "b", "loss", [3.0, 4.0], [3.0, 4.0])
     (row,) = report_table(group_runs([tmp_path / "b"])).to_dict("records")
     assert row["picked"] == 0.1
 
 
 def test_of_tasks_only_the_last_one_is_compared(tmp_path: Path) -> None:
-    write(tmp_path / "a", config(1), [0.9, 0.8, 0.3, 0.4], [0.9, 0.9, 0.6, 0.5])
+    write(tmp_path / "a", settings(1), [0.9, 0.8, 0.3, 0.4], [0.9, 0.9, 0.6, 0.5])
     with (tmp_path / "a" / "metrics.csv").open("a") as file:
         file.writelines(
             f"{n + 1},0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
@@ -170,46 +179,67 @@ def test_of_tasks_only_the_last_one_is_compared(tmp_path: Path) -> None:
     )
 
 
+def fitted(folder: Path, data: FederatedDataModule, **kwargs: Any) -> None:
+    trainer(**{"rounds": 1, "run_dir": str(folder), **kwargs}).fit(classifier(), data)
+
+
+def test_runs_that_differ_in_what_decides_nothing_are_one_group(tmp_path: Path) -> None:
+    fitted(tmp_path / "a", digits(root=str(tmp_path / "here")), seed=1)
+    watching = [RoundProgress(), GradientDissimilarity()]
+    engine = InProcess(threads=2)
+    fitted(tmp_path / "b", digits(), seed=2, callbacks=watching, engine=engine)
+    logger = CSVLogger(tmp_path / "logs")
+    fitted(tmp_path / "c", digits(root=str(tmp_path / "there")), seed=2, logger=logger)
+
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert [folder.name for folder in group.runs] == ["a", "b", "c"]
+    assert list((tmp_path / "logs").rglob("metrics.csv")), "Lightning's file is passed over"
+
+
+def test_what_changes_training_makes_another_group(tmp_path: Path) -> None:
+    class Mine(FedAvg):
+        pass
+
+    class Freezes(Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            next(pl_module.parameters()).requires_grad_(False)
+
+    fitted(tmp_path / "plain", digits())
+    fitted(tmp_path / "stopping", digits(), callbacks=[RoundEarlyStopping()])
+    fitted(tmp_path / "frozen", digits(), callbacks=[Freezes()])
+    fitted(tmp_path / "epochs", digits(), max_epochs=2)
+    fitted(tmp_path / "mine", digits(), aggregator=Mine())
+
+    groups = group_runs(find_runs([tmp_path]))
+    labels = {folder.name: group.label for group in groups for folder in group.runs}
+    assert len(groups) == len(labels) == 5
+    assert "RoundEarlyStopping" in labels["stopping"] and "Freezes" in labels["frozen"]
+    assert "max_epochs=2" in labels["epochs"] and "Mine" in labels["mine"]
+
+
+def test_a_second_callback_of_a_class_makes_another_group(tmp_path: Path) -> None:
+    clips = [{"class_path": "mine.Clip", "init_args": {"norm": norm}} for norm in (1, 2)]
+    write(tmp_path / "once", settings(1, callbacks=clips[1:]), [0.1])
+    write(tmp_path / "twice", settings(1, callbacks=clips), [0.1])
+    write(tmp_path / "turned", settings(1, callbacks=clips[::-1]), [0.1])
+    assert len(group_runs(find_runs([tmp_path]))) == 3
+
+
 def test_where_a_wrapped_set_lies_is_no_difference(tmp_path: Path) -> None:
     for seed in (1, 2):
-        content = config(seed)
-        content["data"] = {
-            "class_path": "flsuite.data.TaskSequence",
-            "init_args": {"tasks": 5, "data": content["data"]},
-        }
-        write(tmp_path / str(seed), content, [0.1 * seed])
+        wrapped = digits(standardize=False, root=str(tmp_path / f"place{seed}"))
+        tasks = TaskSequence(wrapped, tasks=2, classes_per_task=3, rounds_per_task=1)
+        fitted(tmp_path / str(seed), tasks, seed=seed)
+
     (group,) = group_runs(find_runs([tmp_path]))
     assert len(group.runs) == 2
 
 
-def test_what_changes_training_makes_another_row(tmp_path: Path) -> None:
-    watched = [
-        {"class_path": "flsuite.callbacks.LatentSpace"},
-        {"class_path": "GradientDissimilarity"},
-    ]
-    write(tmp_path / "a", config(1), [0.1])
-    write(tmp_path / "b", config(2, callbacks=watched), [0.1])
-    write(
-        tmp_path / "c",
-        config(3, callbacks=[*watched, {"class_path": "flsuite.callbacks.RoundEarlyStopping"}]),
-        [0.1],
-    )
-    mine = config(4)
-    mine["trainer"]["aggregator"]["class_path"] = "my_package.FedAvg"  # type: ignore[index]
-    write(tmp_path / "d", mine, [0.1])
-    groups = group_runs(find_runs([tmp_path]))
-    assert sorted(sorted(folder.name for folder in group.runs) for group in groups) == [
-        ["a", "b"],
-        ["c"],
-        ["d"],
-    ]
-
-
 def test_a_setting_that_only_some_have_is_in_every_label(tmp_path: Path) -> None:
-    some = config(1)
-    some["data"]["init_args"]["train_samples"] = 500  # type: ignore[index]
+    some = settings(1)
+    some["data"]["init_args"]["train_samples"] = 500
     write(tmp_path / "some", some, [0.1])
-    write(tmp_path / "all", config(1), [0.1])
+    write(tmp_path / "all", settings(1), [0.1])
     assert [g.label for g in group_runs(find_runs([tmp_path]))] == [
         "train_samples=500",
         "train_samples=None",
@@ -220,8 +250,8 @@ def test_a_run_counts_once_and_a_seed_twice_is_said(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(find_runs([runs, runs / "a1"])) == 3
-    write(runs / "again", config(1), [0.1, 0.2, 0.3])
-    write(runs / "unborn", config(5), [])
+    write(runs / "again", settings(1), [0.1, 0.2, 0.3])
+    write(runs / "unborn", settings(5), [])
     with pytest.raises(SystemExit) as done:
         main(["report", str(runs)])
     assert done.value.code == 0 and "FedAvg: seed 1 more than once" in " ".join(
@@ -230,12 +260,12 @@ def test_a_run_counts_once_and_a_seed_twice_is_said(
 
 
 def test_a_setting_left_open_is_one_that_is_not_there(tmp_path: Path) -> None:
-    """Runs of before a setting was invented are runs without it."""
-    write(tmp_path / "before", config(1), [0.1])
-    write(tmp_path / "since", config(2, lr_decay=None), [0.1])
+    """Compare a run that is older than the setting with runs that have it."""
+    write(tmp_path / "before", settings(1), [0.1])
+    write(tmp_path / "since", settings(2, lr_decay=None), [0.1])
     write(
         tmp_path / "falling",
-        config(1, lr_decay={"class_path": "CosineDecay", "init_args": {"rounds": 3}}),
+        settings(1, lr_decay={"class_path": "flsuite.CosineDecay", "init_args": {"rounds": 3}}),
         [0.1],
     )
     groups = {group.label: len(group.runs) for group in group_runs(find_runs([tmp_path]))}
