@@ -1,0 +1,92 @@
+"""Predictions of a run, as a table and as pictures."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flsuite.data.federated import FederatedData
+from flsuite.files import make_folder
+from flsuite.random import seed_process
+from flsuite.server.evaluation import Evaluator
+from flsuite.server.federation import Federation
+
+__all__ = ["predict", "write_pictures", "write_predictions"]
+
+_PICTURED = 10  # test samples
+
+
+def predict(
+    federation: Federation, evaluator: Evaluator, folder: Path | None
+) -> tuple[Tensor, list[Path]]:
+    """Return class probabilities on the test split, ``(n, classes)``, and the files written.
+
+    They are the global model's, or the mean over clients where each has a model of its own.
+
+    Args:
+        federation: As it is now.
+        evaluator: Runs its models.
+        folder: Where to write the table and the model's pictures; ``None`` writes nothing.
+    """
+    clients = range(federation.data.clients) if federation.personal else [None]
+    total = torch.zeros(())
+    for client in clients:
+        evaluator.load(federation.client_state(client))
+        total = total + evaluator.outputs(federation.data.test)["scores"]
+    probabilities = total / len(clients)
+    if folder is None:
+        return probabilities, []
+
+    table = write_predictions(folder, probabilities, federation.data)
+    return probabilities, [table, *write_pictures(folder, _pictures(federation, evaluator))]
+
+
+def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, Tensor]:
+    """Return the model's pictures of the first test samples; the first client's, if it has one."""
+    seed_process(0, "pictures", federation.round)  # the same draws in every run, for comparison
+    evaluator.load(federation.client_state(0 if federation.personal else None))
+    first = torch.arange(min(_PICTURED, len(federation.data.test)))
+    return evaluator.pictures(federation.data.test.take(first))
+
+
+def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:
+    """Write ``predictions.csv``: sample, target, prediction, and a probability per class.
+
+    Classes are numbers. A multi-label sample lists the labels that are set.
+    """
+    path = make_folder(folder) / "predictions.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        columns = [f"p_{c}" for c in range(data.spec.num_classes)]
+        writer.writerow(["sample", "target", "prediction", *columns])
+        for sample, (row, target) in enumerate(zip(probabilities, data.test.y, strict=True)):
+            if target.ndim:
+                cells = [_set_labels(target), _set_labels(row >= 0.5)]
+            else:
+                cells = [str(int(target)), str(int(row.argmax()))]
+            writer.writerow([sample, *cells, *(f"{p:.6f}" for p in row.tolist())])
+    return path
+
+
+def write_pictures(folder: Path, pictures: Mapping[str, Tensor]) -> list[Path]:
+    """Write one PNG per grid ``(rows, columns, channels, height, width)`` within [0, 1]."""
+    from torchvision.utils import save_image
+
+    paths = []
+    for name, grid in pictures.items():
+        paths.append(folder / f"{name}.png")
+        images = _enlarge(grid.flatten(0, 1).clamp(0, 1))
+        save_image(images, paths[-1], nrow=grid.shape[1])
+    return paths
+
+
+def _set_labels(labels: Tensor) -> str:
+    return " ".join(map(str, labels.nonzero().flatten().tolist()))
+
+
+def _enlarge(images: Tensor, least: int = 56) -> Tensor:
+    """Repeat the pixels of small images, so that people can see them."""
+    factor = max(1, -(-least // images.shape[-1]))
+    return images.repeat_interleave(factor, -1).repeat_interleave(factor, -2)

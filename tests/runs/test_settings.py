@@ -1,0 +1,143 @@
+"""The record of what decides a run: a resume refuses what differs, and reports group by it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+
+from flsuite.analysis import group_runs
+from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping
+from flsuite.errors import FlsuiteError
+from flsuite.runs.settings import describe
+from tests.conftest import classifier, digits, trainer
+
+
+def fit(folder: Path, rounds: int = 1, data: Any = None, **kwargs: Any) -> Any:
+    made = trainer(rounds=rounds, run_dir=folder, **kwargs)
+    made.fit(classifier(), data or digits(), ckpt_path="last")
+    return made
+
+
+class Scales(Callback):
+    """Scales every gradient."""
+
+    def __init__(self, factor: float = 0.5) -> None:
+        self.factor = factor
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad.mul_(self.factor)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ([Scales(0.5)], [], "callbacks"),
+        ([Scales(0.5)], [Scales(0.9)], "callbacks"),
+        ([], [Scales(0.5)], "callbacks"),
+        (
+            [StochasticWeightAveraging(swa_lrs=0.1)],
+            [StochasticWeightAveraging(swa_lrs=0.2)],
+            "callbacks",
+        ),
+        (
+            [GradientAccumulationScheduler({0: 1})],
+            [GradientAccumulationScheduler({0: 2})],
+            "callbacks",
+        ),
+    ],
+    ids=["left_out", "other_factor", "added", "other_swa_rate", "other_accumulation"],
+)
+def test_other_callbacks_that_change_weights_are_refused(
+    before: list[Callback], after: list[Callback], named: str, tmp_path: Path
+) -> None:
+    fit(tmp_path, callbacks=before)
+    with pytest.raises(FlsuiteError, match=rf"do not fit .*: {named} is "):
+        fit(tmp_path, rounds=2, callbacks=after)
+    assert fit(tmp_path, rounds=2, callbacks=before).round == 2
+
+
+def test_observers_may_come_and_go(tmp_path: Path) -> None:
+    fit(tmp_path, callbacks=[GradientDissimilarity()])
+    assert fit(tmp_path, rounds=2).round == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("monitor", "accuracy", "loss"), ("evaluate_every", 1, 2), ("score_clients", 100, 2)],
+)
+def test_other_ways_to_pick_a_round_are_refused(
+    name: str, before: Any, after: Any, tmp_path: Path
+) -> None:
+    fit(tmp_path, **{name: before})
+    with pytest.raises(FlsuiteError, match=rf"{name} is {after!r} here and {before!r} there"):
+        fit(tmp_path, rounds=2, **{name: after})
+
+
+@pytest.mark.parametrize("kind", [np.int64, int])
+def test_numpy_numbers_are_numbers(kind: Any, tmp_path: Path) -> None:
+    fit(tmp_path, data=digits(clients=np.int64(5)))
+    with pytest.raises(FlsuiteError, match=r"data\.clients is 7 here and 5 there"):
+        fit(tmp_path, rounds=2, data=digits(clients=kind(7)))
+    assert fit(tmp_path, rounds=2, data=digits(clients=kind(5))).round == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float64(0.5), 0.5),
+        (np.bool_(True), True),
+        (np.array([1, 2]), [1, 2]),
+        ({"a": (np.int32(3), None)}, {"a": [3, None]}),
+        ({2, 1}, [1, 2]),
+    ],
+)
+def test_descriptions_are_plain_data(value: Any, plain: Any) -> None:
+    assert describe(value) == plain
+    assert yaml.safe_load(yaml.safe_dump(describe(value))) == plain
+
+
+def test_a_batch_size_changed_after_the_set_up_trains_and_is_recorded(tmp_path: Path) -> None:
+    data = digits()
+    data.setup()
+    data.batch_size = 8
+    made = fit(tmp_path / "changed", data=data)
+    steps = {update.client: update.steps for update in made.federation.log.updates}
+    fresh = digits()
+    fresh.batch_size = 8
+    expected = fit(tmp_path / "fresh", data=fresh).federation.log.updates
+    assert steps == {update.client: update.steps for update in expected}
+    settings = yaml.safe_load((tmp_path / "changed" / "settings.yaml").read_text())
+    assert settings["data"]["init_args"]["batch_size"] == 8
+
+
+def test_reports_group_by_callbacks_that_change_results(tmp_path: Path) -> None:
+    callbacks: dict[str, list[Callback]] = {
+        "plain": [],
+        "watched": [GradientDissimilarity()],
+        "scaled": [Scales(0.5)],
+        "scaled_more": [Scales(0.9)],
+        "stopped": [RoundEarlyStopping(patience=3)],
+    }
+    for name, chosen in callbacks.items():
+        fit(tmp_path / name, callbacks=chosen)
+    groups = group_runs([tmp_path / name for name in callbacks])
+    together = sorted(sorted(folder.name for folder in group.runs) for group in groups)
+    assert together == [["plain", "watched"], ["scaled"], ["scaled_more"], ["stopped"]]
+
+
+def test_weights_that_a_model_brings_along_are_a_setting(tmp_path: Path) -> None:
+    model, seeds = classifier(), (1, 2)
+    model.ensure_built(fit(tmp_path / "fresh").run.data.spec)
+    digests = []
+    for seed in seeds:
+        made = trainer(rounds=1, seed=seed, run_dir=tmp_path / str(seed))
+        made.prepare(model, digits())
+        digests.append(made.run.settings["initial_weights"])
+    assert digests[0] == digests[1] is not None
+    fresh = yaml.safe_load((tmp_path / "fresh" / "settings.yaml").read_text())
+    assert fresh["initial_weights"] is None
