@@ -1,0 +1,1 @@
+"""One run, on disk and in time."""
