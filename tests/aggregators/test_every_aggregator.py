@@ -1,4 +1,4 @@
-"""What every aggregator must do: resume, survive failures, keep its inputs, refuse bad parameters."""
+"""Requirements on every aggregator: resuming, failures, unchanged inputs, refusals."""
 
 import copy
 from collections.abc import Callable, Iterator

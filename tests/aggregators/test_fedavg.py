@@ -21,7 +21,7 @@ from flsuite.aggregators import (
 
 
 def test_fedavg_on_two_quadratics_stops_where_the_drift_balances() -> None:
-    """Client i maps w to ``m_i + r_i (w - m_i)``, ``r_i = (1 - lr a_i)^K``: the mean map has this fixed point."""
+    """Client i maps w to ``m_i + r_i (w - m_i)`` with ``r_i = (1 - lr a_i)^K``."""
     reached = optimum(FedAvg(weighting="uniform"), Quadratics(CURVATURES, MINIMA), rounds=14)
     left = (1 - 0.05 * np.array(CURVATURES)) ** 10
     assert reached == pytest.approx(0.713442, abs=1e-4)
