@@ -31,6 +31,7 @@ class HolderMean:
 
     def mean(self, otherwise: Tensor) -> Tensor:
         """Return the mean ``(classes, latent)``; rows without a holder come from ``otherwise``."""
+        # The clamp avoids 0 / 0 in rows that are replaced below.
         mean = self.total / self.weight.clamp(min=1e-30)[:, None]
         return torch.where(self.held[:, None], mean.to(otherwise.dtype), otherwise)
 

@@ -78,10 +78,12 @@ class CMGA(FedAvg):
             weights, priors = select(update.state, (means, log_variances))
             networks.add(weights, self.weight(update))
             counts = update.class_counts
+            # A client weighs in a class's prior only if it holds the class.
             share = counts if self.weighting == "samples" else counts > 0
             centres.add(priors[means], share)
             spreads.add(priors[log_variances], share)
 
+        # The order matters: the memory keeps the centres before separation.
         new = move_weights(global_state, networks.mean(), self.layout.parameters, self.lr)
         momentum = self._momentum(centres, global_state[means])
         new[means] = separate(momentum, self.delta, self.separation_weight, self.separation_steps)
@@ -163,6 +165,7 @@ def class_momentum(
         held: Classes held by a client of this round, bool ``(classes,)``.
         beta: In [0, 1).
     """
+    # No momentum for a class without a past.
     keep = torch.where(seen, beta, 0.0).to(momentum.dtype)[:, None]
     return torch.where(held[:, None], keep * momentum + (1 - keep) * observed, momentum)
 
@@ -185,7 +188,8 @@ def separate(centres: Tensor, delta: float, weight: float, steps: int) -> Tensor
     for _ in range(steps):
         towards, distance = directions(moved)
         push = (towards * (distance < delta).unsqueeze(-1)).sum(1)
-        moved = centres + weight * push  # mu - gradient, as the gradient is (mu - m) - weight push
+        # mu - gradient, where the gradient is (mu - m) - weight push: mu cancels.
+        moved = centres + weight * push
     return moved.clone()
 
 

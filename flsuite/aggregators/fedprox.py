@@ -45,6 +45,7 @@ class _ProximalTerm(Callback):
         self.anchors: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # On the parameters' device once per fit, not once per step.
         parameters = pl_module.named_parameters()
         self.anchors = {
             k: self.global_state[k].to(p.device) for k, p in parameters if k in self.global_state

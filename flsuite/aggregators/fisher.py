@@ -92,12 +92,14 @@ class FisherAveraging(FedAvg):
         clients = {name: FisherMean(global_state[name]) for name in names}
         for update in updates:
             mean.add(update.state, self.weight(update))
+            # Without ``by_samples``, a client's samples count through its Fisher alone.
             fisher_weight = float(update.samples) if self.by_samples else 1.0
             for name in names:
                 fisher = update.extras["fisher"][name]
                 clients[name].add(update.state[name], fisher, fisher_weight)
 
         new = mean.mean()
+        # FedAvg's value stays where no client's data determines a parameter.
         for name in names:
             new[name] = clients[name].mean(self.damping, otherwise=new[name])
         self._report(new, clients)
@@ -107,6 +109,7 @@ class FisherAveraging(FedAvg):
         """Prepare for a model; refuse one without the groups."""
         super().configure(layout)
         for group in self.groups:
+            # A group that is private, or empty, shares nothing to average.
             if not layout.groups.get(group):
                 shared = [name for name, members in layout.groups.items() if members]
                 raise FlsuiteError(
@@ -156,10 +159,12 @@ class _FisherPass(Callback):
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The batches of the fit: the Fisher is that of the data the parameters were fitted to.
         loader: Any = trainer.train_dataloader
         batches = (
             trainer.strategy.batch_to_device(batch) for batch in islice(loader, self.batches)
         )
+        # bfloat16 and dropout would add noise to the squared gradients.
         with evaluating(pl_module):
             fisher = clone(fisher_diagonal(pl_module, self.names, batches, self.estimator))
 

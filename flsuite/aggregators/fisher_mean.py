@@ -40,6 +40,7 @@ class FisherMean:
         Where the sum of the Fishers is not above ``damping``, it is the value of ``otherwise``.
         """
         known = self.fisher > damping
+        # Divide by 1 elsewhere: 0 / 0 would be NaN even where it is not chosen.
         merged = self.start + self.moved / torch.where(known, self.fisher, 1.0)
         return torch.where(known, merged.to(otherwise.dtype), otherwise)
 

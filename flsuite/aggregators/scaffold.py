@@ -76,10 +76,12 @@ class SCAFFOLD(FedAvg):
             changes.add(update.extras["control_change"], self.weight(update))
             received += 1
 
+        # Buffers keep the mean: the server's rate is for parameters.
         new = models.mean()
         for name in self.layout.parameters:
             new[name] = torch.lerp(global_state[name], new[name], self.lr)
 
+        # |S| / N: only the clients that took part have moved their share of the mean.
         control = self.memory.get("control") or _zeros(global_state, self.layout.parameters)
         self.memory["control"] = add(control, changes.mean(), received / self.layout.clients)
         return new
@@ -132,6 +134,7 @@ class _LocalSteps(Callback):
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and id(parameter) in stepping:
                 self.steps[name] += 1
+                # Before the correction: c_i+ is the mean of g.
                 if not self.plain:
                     self.gradients[name].add_(parameter.grad)
                 parameter.grad.add_(self.corrections[name])
@@ -150,6 +153,7 @@ class _LocalSteps(Callback):
             return self.own[name].clone()
         if not self.plain:
             return clone({name: self.gradients[name] / self.steps[name]})[name]
+        # (x - y) / (K eta) is the mean of g - c_i + c: the other terms leave the mean of g.
         assert self.rate is not None
         x, y = self.client.global_state[name], self.parameters[name].detach().cpu()
         return self.own[name] - self.server[name] + (x - y) / (self.steps[name] * self.rate)

@@ -28,6 +28,7 @@ class ServerOptimizer(FedAvg):
         require_positive(type(self).__name__, lr=lr)
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
+        # Buffers are statistics and counters, no direction to step along: they keep the mean.
         new = super().aggregate(global_state, updates)
         for name in self.layout.parameters:
             delta = new[name] - global_state[name]
@@ -64,6 +65,7 @@ class FedAvgM(ServerOptimizer):
             raise FlsuiteError(f"FedAvgM: momentum must be in [0, 1), got {momentum}")
 
     def step(self, name: str, delta: Tensor) -> Tensor:
+        # In place, on the memory.
         velocity = self.slot("velocity", name, delta).mul_(self.momentum).add_(delta)
         return self.lr * velocity
 

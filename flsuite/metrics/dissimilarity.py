@@ -48,6 +48,7 @@ def decompose(original: Tensor, fused: Tensor) -> dict[str, float]:
         ``gamma_orig``, ``R``, ``Phi`` and ``gamma_fused``, each from its own definition, and
         ``calibrated``: 1 if ``R + Phi < 0``, else 0.
     """
+    # float64 before the difference, as plain and fused gradients are nearly equal.
     plain, change = _centred(original), _centred(fused.double() - original.double())
     spread, cross = float(change.square().sum(1).mean()), 2 * float((plain * change).sum(1).mean())
     return {
@@ -82,6 +83,8 @@ class RunningDissimilarity:
         self._gradient.add(gradient)
         if plain is not None:
             plain = plain.double()
+            # Welford's co-moment: one distance from the mean before the update, one from that
+            # after.
             before, _ = self._plain.add(plain)
             _, after = self._change.add(gradient - plain)
             self._cross += float(before @ after)
@@ -134,6 +137,7 @@ def _centred(gradients: Tensor) -> Tensor:
 
 
 def _relative(gamma: float, square: float) -> float:
+    # With a mean of zero the gradients are all zero, or they cancel.
     if square > 0:
         return gamma / square
     return float("inf") if gamma > 0 else 0.0

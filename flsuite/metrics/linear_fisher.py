@@ -47,7 +47,7 @@ class LinearLayers:
         self.layers = {
             name: layer
             for name, layer in model.named_modules()
-            if type(layer) is nn.Linear
+            if type(layer) is nn.Linear  # a subclass may compute something else
             and all(f"{name}.{own}" in parameters for own, _ in layer.named_parameters())
         }
         self._leaves = {name: get_gradient_edge(p).node for name, p in parameters.items()}
@@ -68,10 +68,12 @@ class LinearLayers:
         total = values.sum()
         if total.grad_fn is None:
             return None
+        # An edge per use of a parameter, in any module or outside of one.
         uses, reached = _uses(total.grad_fn, set(self._leaves.values()))
         if not any(uses.values()):
             return None
 
+        # A layer that fails once is not tried again: it would be likely to fail.
         rows = len(values)
         self.layers = {
             name: layer
@@ -80,6 +82,7 @@ class LinearLayers:
             and calls[name][0].node in reached
             and self._is_one_product(name, layer, calls[name][0], rows, uses)
         }
+
         at_output = self._gradients(values, total, {k: calls[k][0].output for k in self.layers})
         squares: State = {}
         for name, layer in self.layers.items():
@@ -116,14 +119,14 @@ class LinearLayers:
         """
         rows = len(values)
         unproven = [name for name in outputs if rows > 1 and (name, rows) not in self._proven]
-        tensors = list(outputs.values())
-        if not tensors:
+        if not outputs:
             return {}
-        found = torch.autograd.grad(total, tensors, retain_graph=bool(unproven))
-        gradients = dict(zip(outputs, found, strict=True))
+        at_outputs = torch.autograd.grad(total, list(outputs.values()), retain_graph=bool(unproven))
+        gradients = dict(zip(outputs, at_outputs, strict=True))
         if not unproven:
             return gradients
 
+        # No two samples have the same weight, so that no exchange of rows goes unnoticed.
         weights = torch.linspace(1, 2, rows, dtype=values.dtype, device=values.device)
         weighted = torch.autograd.grad((weights * values).sum(), [outputs[k] for k in unproven])
         for name, g in zip(unproven, weighted, strict=True):

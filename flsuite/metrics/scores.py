@@ -89,6 +89,7 @@ def _multiclass(probabilities: Tensor, y: Tensor, classes: int) -> dict[str, flo
                 predicted, y, num_classes=classes, average="macro", validate_args=False
             )
         ),
+        # Only classes that occur have a recall.
         "balanced_accuracy": float(recall[y.unique()].double().mean()),
     }
 
@@ -113,6 +114,7 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def _auroc(probabilities: Tensor, y: Tensor, classes: int) -> float | None:
+    # A curve needs positive and negative samples, of every class or of a label.
     if y.ndim == 2:
         defined = (y.any(0) & ~y.bool().all(0)).nonzero().squeeze(1)
         if not len(defined):

@@ -133,7 +133,7 @@ class ACVAE(ClientModel):
             )
 
         self.encoder, self.decoder = self._networks(spec.shape)
-        # H starts as the identity.
+        # Zeros: H starts as the identity.
         last = nn.Linear(self.mapper_width, self.latent_dim)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -141,6 +141,7 @@ class ACVAE(ClientModel):
             nn.Linear(self.latent_dim, self.mapper_width), nn.LeakyReLU(0.2), last
         )
 
+        # Random centres: the classes start apart.
         self.prior_mean = nn.Parameter(
             self.prior_scale * torch.randn(spec.num_classes, self.latent_dim)
         )
@@ -157,6 +158,7 @@ class ACVAE(ClientModel):
 
     def posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean and the log variance of q(z|x), float32 ``(n, latent_dim)`` each."""
+        # float32: the squares and exponentials of the KL term are too coarse in bfloat16.
         mean, log_variance = self.encoder(x).float().chunk(2, dim=1)
         return mean, self._limited(log_variance)
 
@@ -196,6 +198,7 @@ class ACVAE(ClientModel):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss, the mean over the batch."""
         x, y = batch
+        # One batch per epoch: the check reads numbers back from the device.
         if batch_idx == 0 and (x.min() < 0 or x.max() > 1):
             raise FlsuiteError(
                 "ACVAE reconstructs data within [0, 1], and this lies within "
@@ -210,6 +213,7 @@ class ACVAE(ClientModel):
 
         logits = self.class_logits(h)
         if self.negatives == "present":
+            # Minus infinity takes a class out of the softmax, and out of its gradient.
             absent = torch.ones_like(logits[0], dtype=torch.bool).index_fill(0, y, False)
             logits = logits.masked_fill(absent, -torch.inf)
         return loss + self.cls_weight * F.cross_entropy(logits, y)
@@ -217,6 +221,7 @@ class ACVAE(ClientModel):
     def reconstruction_error(self, h: Tensor, x: Tensor) -> Tensor:
         """Return E(D(h), x) of each sample, in nats ``(n,)``."""
         logits = self.decoder(h).float()
+        # Sums and not means over the features: the loss is in nats, like the KL term.
         if self.reconstruction == "bce":
             return F.binary_cross_entropy_with_logits(logits, x, reduction="none").flatten(1).sum(1)
         return 0.5 * (logits.sigmoid() - x).square().flatten(1).sum(1)
@@ -233,6 +238,7 @@ class ACVAE(ClientModel):
         """
         x, y = batch
         mean, log_variance = self.posterior(x)
+        # The mean of q(z|x) and no draw from it: scores are deterministic.
         h = self.map(mean)
         logits = self.class_logits(h)
         return {
@@ -264,6 +270,7 @@ class ACVAE(ClientModel):
         return log_variance.clamp(-self.log_variance_limit, self.log_variance_limit)
 
     def _networks(self, shape: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
+        # Mean and log variance of q(z|x): the encoder has twice as many outputs.
         if len(shape) == 3 and min(shape[1:]) >= SMALLEST:
             image = (shape[0], shape[1], shape[2])
             return (
@@ -277,15 +284,15 @@ class ACVAE(ClientModel):
         )
 
     def _check_arguments(self) -> None:
-        own = "ACVAE"
-        require_one_of(own, get_args(Reconstruction), reconstruction=self.reconstruction)
-        require_one_of(own, get_args(Negatives), negatives=self.negatives)
-        require_at_least(own, 1, latent_dim=self.latent_dim, width=self.width)
-        require_at_least(own, 1, mapper_width=self.mapper_width)
-        require_at_least(own, 0, reconstruction_weight=self.reconstruction_weight)
-        require_at_least(own, 0, kl_weight=self.kl_weight, cls_weight=self.cls_weight)
-        require_at_least(own, 0, prior_scale=self.prior_scale)
-        require_positive(own, log_variance_limit=self.log_variance_limit)
+        owner = "ACVAE"
+        require_one_of(owner, get_args(Reconstruction), reconstruction=self.reconstruction)
+        require_one_of(owner, get_args(Negatives), negatives=self.negatives)
+        require_at_least(owner, 1, latent_dim=self.latent_dim, width=self.width)
+        require_at_least(owner, 1, mapper_width=self.mapper_width)
+        require_at_least(owner, 0, reconstruction_weight=self.reconstruction_weight)
+        require_at_least(owner, 0, kl_weight=self.kl_weight, cls_weight=self.cls_weight)
+        require_at_least(owner, 0, prior_scale=self.prior_scale)
+        require_positive(owner, log_variance_limit=self.log_variance_limit)
         if self.class_prior is not None and not all(value > 0 for value in self.class_prior):
             raise FlsuiteError(
                 f"ACVAE: class_prior must be positive for every class, got {list(self.class_prior)}"

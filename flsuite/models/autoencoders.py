@@ -73,6 +73,8 @@ class UNetDecoder(nn.Module):
     def forward(self, features: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Decode the features of :class:`UNetEncoder` to images ``(n, c, h, w)``."""
         coarse, middle, fine = features
+        # The skip features set the size: halving rounds down, and doubling alone would lose a
+        # pixel.
         h = self.middle(
             torch.cat([self.up_middle(coarse, output_size=list(middle.shape[-2:])), middle], 1)
         )
@@ -91,6 +93,7 @@ class BottleneckEncoder(nn.Module):
         widths = [shape[0], *_widths(width)]
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(widths):
+            # A norm has a bias of its own.
             layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=norm == "none")]
             layers += [make_norm(norm, outputs, _GROUPS), nn.ReLU(inplace=True)]
         self.features = nn.Sequential(*layers)
@@ -117,12 +120,15 @@ class BottleneckDecoder(nn.Module):
         pairs = list(pairwise(widths))
         self.ups = nn.ModuleList(nn.ConvTranspose2d(i, o, 3, stride=2, padding=1) for i, o in pairs)
         self.norms = nn.ModuleList(make_norm(norm, w, _GROUPS) for w in widths[:-1])
+        # Without a norm the ReLU's input is a convolution's output, which hooks may need unchanged.
         self.relu = nn.ReLU(inplace=norm != "none")
 
     def forward(self, latent: Tensor) -> Tensor:
         """Decode ``(n, latent_dim)`` to images ``(n, c, h, w)``."""
         h: Tensor = self.start(latent).unflatten(1, (-1, *self.sides[0]))
         for norm, up, side in zip(self.norms, self.ups, self.sides[1:], strict=True):
+            # Halving rounds up, so that two sizes lead to the same one; the way back has to be
+            # told.
             h = up(self.relu(norm(h)), output_size=list(side))
         return h
 

@@ -123,6 +123,7 @@ class ClientModel(LightningModule):
 
     def _log_evaluation(self, prefix: str, batch: tuple[Tensor, Tensor]) -> None:
         outputs = self.evaluation_step(batch)
+        # The batch size weights the epoch's mean: the last batch is smaller.
         self.log_dict(
             {f"{prefix}/{k}": v.mean() for k, v in outputs.items() if v.ndim == 1},
             batch_size=len(batch[1]),
@@ -135,6 +136,7 @@ class ClientModel(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build before the weights are loaded, so that ``load_from_checkpoint`` needs no data."""
         if _SPEC_KEY in checkpoint:
+            # The shape of the data is all that the constructor's arguments do not tell.
             self.ensure_built(DataSpec.from_dict(checkpoint[_SPEC_KEY]))
 
     def to_channels_last(self) -> None:

@@ -20,6 +20,7 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     It is the cross-entropy for classes ``(n,)``, and the mean binary one for labels
     ``(n, labels)``.
     """
+    # Losses are float32 under any precision.
     logits = logits.float()
     if y.ndim == 1:
         return F.cross_entropy(logits, y, reduction="none")

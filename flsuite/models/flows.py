@@ -37,6 +37,7 @@ class ConditionalCoupling(nf.flows.Flow):
             num_blocks=2,
             activation=F.leaky_relu,
         )
+        # The identity at the start: zero log scales and shifts.
         nn.init.zeros_(self.conditioner.final_layer.weight)
         nn.init.zeros_(self.conditioner.final_layer.bias)
 
@@ -55,6 +56,7 @@ class ConditionalCoupling(nf.flows.Flow):
     def _affine(self, kept: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log scale and the shift, both ``(n, features - features // 2)``."""
         raw, shift = self.conditioner(kept, context=context).chunk(2, dim=1)
+        # Linear near zero, bounded far from it.
         return self.limit * torch.tanh(raw / self.limit), shift
 
 
@@ -89,6 +91,7 @@ class ConditionalFlow(nf.ConditionalNormalizingFlow):
 
         ``log p(z | y) = log N(u; 0, I) + log |det du/dz|``, in nats.
         """
+        # Log-determinants are sums over all couplings: bfloat16 is too coarse.
         with torch.autocast(z.device.type, enabled=False):
             u, context = z.float(), self._one_hot(y)
             log_density = torch.zeros_like(u[:, 0])

@@ -129,6 +129,7 @@ class FusedSpaceFed(ClientModel):
             (seen, height, width), spec.num_classes
         )
         if self.lambda_sp:
+            # Not persistent: E_0 must neither travel nor be averaged.
             self.register_buffer(
                 "initial_encoder", _flat(self.encoder).detach().clone(), persistent=False
             )
@@ -158,6 +159,7 @@ class FusedSpaceFed(ClientModel):
         """Return the reconstruction error in the warm-up, and the joint loss afterwards."""
         x, y = batch
         if self.warming_up:
+            # D and C come fresh from the server: only E has to follow.
             with _frozen(self.decoder):
                 return reconstruction_error(self.reconstruct(x), x).mean()
         return self.joint_loss(x, y)
@@ -165,6 +167,7 @@ class FusedSpaceFed(ClientModel):
     def joint_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of the joint epochs, a scalar."""
         reconstruction = self.reconstruct(x)
+        # Detached for C only: the reconstruction error below trains E and D in any case.
         seen = reconstruction if self.task_aware else reconstruction.detach()
         loss = classification_loss(self.classifier(self.fuse(x, seen)), y).mean()
         loss = loss + self.lambda_rec * reconstruction_error(reconstruction, x).mean()
@@ -180,6 +183,7 @@ class FusedSpaceFed(ClientModel):
         They come from an algorithm's callback, such as a proximal term, which must not move D or C.
         """
         if self.warming_up:
+            # None and not zero: momentum and weight decay would move a parameter with a gradient.
             for parameter in (*self.decoder.parameters(), *self.classifier.parameters()):
                 parameter.grad = None
 
@@ -199,6 +203,7 @@ class FusedSpaceFed(ClientModel):
 
         Without it, that is ``x`` for ``sum`` and ``[x, 0]`` for ``concat``.
         """
+        # Zeros in place of x~ keep the number of channels that C expects.
         plain = x if self.fusion == "sum" else self.fuse(x, torch.zeros_like(x))
         return plain, self.fuse(x, self.reconstruct(x))
 
@@ -208,6 +213,7 @@ class FusedSpaceFed(ClientModel):
         Gradients reach C only.
         """
         x, y = batch
+        # The inputs are constants here: only gradients of C are compared.
         with torch.no_grad():
             plain, fused = self.classifier_inputs(x)
         plain_loss = classification_loss(self.classifier(plain), y).mean()
@@ -223,6 +229,7 @@ class FusedSpaceFed(ClientModel):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return one SGD with two learning rates."""
+        # One optimizer, so that automatic optimisation and the trainer's clipping apply.
         autoencoder = [*self.encoder.parameters(), *self.decoder.parameters()]
         groups = [
             {"params": autoencoder, "lr": self.autoencoder_lr},
@@ -239,15 +246,15 @@ class FusedSpaceFed(ClientModel):
         )
 
     def _check_arguments(self) -> None:
-        own = "FusedSpaceFed"
-        require_one_of(own, get_args(Autoencoder), autoencoder=self.autoencoder)
-        require_one_of(own, get_args(Fusion), fusion=self.fusion)
-        require_one_of(own, get_args(Norm), norm=self.norm)
-        require_at_least(own, 1, latent_dim=self.latent_dim)
-        require_at_least(own, 0, warmup_epochs=self.warmup_epochs, fusion_scale=self.fusion_scale)
-        require_at_least(own, 0, lambda_rec=self.lambda_rec, lambda_sp=self.lambda_sp)
-        require_at_least(own, 0, momentum=self.momentum, weight_decay=self.weight_decay)
-        require_positive(own, lr=self.lr, autoencoder_lr=self.autoencoder_lr)
+        owner = "FusedSpaceFed"
+        require_one_of(owner, get_args(Autoencoder), autoencoder=self.autoencoder)
+        require_one_of(owner, get_args(Fusion), fusion=self.fusion)
+        require_one_of(owner, get_args(Norm), norm=self.norm)
+        require_at_least(owner, 1, latent_dim=self.latent_dim)
+        require_at_least(owner, 0, warmup_epochs=self.warmup_epochs, fusion_scale=self.fusion_scale)
+        require_at_least(owner, 0, lambda_rec=self.lambda_rec, lambda_sp=self.lambda_sp)
+        require_at_least(owner, 0, momentum=self.momentum, weight_decay=self.weight_decay)
+        require_positive(owner, lr=self.lr, autoencoder_lr=self.autoencoder_lr)
 
 
 @contextmanager
@@ -257,6 +264,7 @@ def _frozen(module: nn.Module) -> Iterator[None]:
     Only the forward pass runs inside: autograd keeps what it has recorded, and backward may follow
     outside.
     """
+    # Some parameters may be frozen already, and must stay so.
     gradients = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     module.requires_grad_(False)
 

@@ -15,6 +15,7 @@ def kept_modes(module: nn.Module) -> Iterator[None]:
     ``module.train(mode)`` would give all submodules one mode, and a submodule may have another than
     its parent: a frozen copy stays in evaluation mode during training.
     """
+    # The flag itself, and no call of train(): that would change submodules and may be overridden.
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield

@@ -54,6 +54,7 @@ def credibility(
     with torch.autocast(codes.device.type, enabled=False):
         codes, drawn = codes.float(), drawn.float()
         same = (classes[:, None] == y).to(codes.dtype)
+        # Statistics by generated sample, as products with a mask: no loop over classes.
         count = same.sum(1, keepdim=True)
         share = same / count.clamp(min=1)
         mean = share @ codes
@@ -92,6 +93,7 @@ def soft_cross_entropy(
 
     Hinton et al. 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
+    # Softening shows how the teacher ranks the wrong classes.
     targets = (teacher.float() / temperature).softmax(1)
     return F.cross_entropy(logits.float() / temperature, targets)
 

@@ -137,14 +137,17 @@ class NFClassifier(ClientModel):
             )
 
         backbone = self.backbone or (StridedCNN() if len(spec.shape) == 3 else MLP())
+        # Without an affine part, so that the features keep one scale.
         features: list[nn.Module] = [backbone.build(spec.shape, self.feature_dim), nn.LeakyReLU()]
         if self.normalize_features:
             features.append(nn.LayerNorm(self.feature_dim, elementwise_affine=False))
         self.extractor = nn.Sequential(*features)
+
         self.head = _Head(self.feature_dim, spec.num_classes)
         self.flow = ConditionalFlow(
             self.feature_dim, spec.num_classes, self.couplings, self.flow_width
         )
+        # Without its weight a copy is never read: it would only cost memory at every client.
         self.previous = Previous(
             spec.num_classes,
             {"flow": self.flow} if self.k_flow_last else {},
@@ -172,6 +175,7 @@ class NFClassifier(ClientModel):
         codes, log_density = self.flow.density(z.detach(), y)
         flow_loss = nf_losses.flow_loss(log_density) + self.rehearsal_loss(len(y))
 
+        # Replay must not train the flow: that would bend the density to the classifier.
         loss = F.cross_entropy(logits.float(), y) + self.distillation_loss(x, z, logits)
         if self.k_replay:
             loss = loss + self.replay_loss(codes.detach(), log_density.detach(), y)
@@ -179,7 +183,8 @@ class NFClassifier(ClientModel):
         optimizers: Any = self.optimizers()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        self.manual_backward(loss + flow_loss)  # two graphs without a common parameter
+        # One backward pass for both: the two graphs have no common parameter.
+        self.manual_backward(loss + flow_loss)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -192,6 +197,7 @@ class NFClassifier(ClientModel):
         if not self.k_flow_last or not self.previous.classes:
             return 0.0
 
+        # The previous flow is a sampler only; the gradient comes from this flow's density.
         with torch.no_grad():
             flow: Any = self.previous.get_submodule("flow")
             y = draw_classes(self.previous.past, n)
@@ -207,8 +213,11 @@ class NFClassifier(ClientModel):
             y: Classes of the batch, ``(n,)``.
         """
         with torch.no_grad():
+            # Per dimension: the density of hundreds of numbers under- or overflows.
             density = (log_density / self.feature_dim).exp().mean()
             classes = draw_classes(self._replayed(), len(y))
+            # A sample's code is what it is drawn from: comparing codes needs no inverse of the
+            # flow.
             drawn = torch.randn_like(codes)
             z = self.flow.generate(drawn, classes)
             weights = nf_losses.credibility(codes, y, drawn, classes, density)
@@ -236,6 +245,7 @@ class NFClassifier(ClientModel):
 
         loss: Tensor | float = 0.0
         for weight, extractor, head in teachers:
+            # The teacher sees the student's batch, with the same augmentation.
             with torch.no_grad():
                 teacher_z = extractor(x)
                 teacher_logits = head(teacher_z)
@@ -257,6 +267,7 @@ class NFClassifier(ClientModel):
         self._others_met = torch.zeros_like(self.previous.met)
         self._others_met[list(seen) if others else []] = 1
 
+        # Later fits of the task keep what its first fit started from.
         if task != int(self.previous.task):
             modules: dict[str, nn.Module] = {
                 "flow": self.flow,
@@ -282,6 +293,7 @@ class NFClassifier(ClientModel):
     def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return ``log p_g(h_a(x) | y)`` in nats, float32 ``(n,)``, with gradients for the flow."""
         x, y = batch
+        # The likelihood is the flow's: the features are its data.
         with torch.no_grad():
             z = self.features(x)
         return self.flow.density(z, y)[1]
@@ -294,6 +306,7 @@ class NFClassifier(ClientModel):
         return logits.float()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        # Without ``previous``: its parameters are never trained.
         classifier = [*self.extractor.parameters(), *self.head.parameters()]
         return [
             torch.optim.Adam(classifier, lr=self.lr, fused=True),
@@ -314,6 +327,7 @@ class NFClassifier(ClientModel):
         A gradient that is not finite stays so, and the update is refused on arrival.
         """
         parameters = optimizer.param_groups[0]["params"]
+        # An infinite bound leaves the gradient as it is, and the norm is still logged.
         norm = nn.utils.clip_grad_norm_(parameters, self.clip or float("inf"))
         of_flow = parameters[0] is next(self.flow.parameters())
         self._note("flow_gradient_norm" if of_flow else "gradient_norm", norm)
@@ -323,6 +337,7 @@ class NFClassifier(ClientModel):
 
     def on_train_end(self) -> None:
         self.previous.train()
+        # Two networks of memory, which a client that is not training does not need.
         self._received = None
 
     def configure_callbacks(self) -> Sequence[Callback]:
@@ -361,18 +376,19 @@ class NFClassifier(ClientModel):
 
     def _note(self, name: str, value: Tensor) -> None:
         """Add a step's value to the sums that are logged."""
+        # On the device: a number per step would wait for it.
         value = value.detach()
         self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
 
     def _check_arguments(self) -> None:
-        own = "NFClassifier"
-        require_at_least(own, 2, feature_dim=self.feature_dim)
-        require_at_least(own, 1, couplings=self.couplings, flow_width=self.flow_width)
-        require_at_least(own, 0, k_replay=self.k_replay, k_flow_last=self.k_flow_last)
-        require_at_least(own, 0, k_last=self.k_last, k_global=self.k_global)
-        require_at_least(own, 0, k_feature=self.k_feature, k_output=self.k_output, clip=self.clip)
-        require_one_of(own, get_args(ReplayClasses), replay_classes=self.replay_classes)
-        require_positive(own, lr=self.lr, flow_lr=self.flow_lr)
+        owner = "NFClassifier"
+        require_at_least(owner, 2, feature_dim=self.feature_dim)
+        require_at_least(owner, 1, couplings=self.couplings, flow_width=self.flow_width)
+        require_at_least(owner, 0, k_replay=self.k_replay, k_flow_last=self.k_flow_last)
+        require_at_least(owner, 0, k_last=self.k_last, k_global=self.k_global)
+        require_at_least(owner, 0, k_feature=self.k_feature, k_output=self.k_output, clip=self.clip)
+        require_one_of(owner, get_args(ReplayClasses), replay_classes=self.replay_classes)
+        require_positive(owner, lr=self.lr, flow_lr=self.flow_lr)
         if not 0 <= self.theta <= 1:
             raise FlsuiteError(f"NFClassifier: theta must be in [0, 1], got {self.theta}")
 

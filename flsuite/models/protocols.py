@@ -2,7 +2,8 @@
 
 A model implements a protocol by having its members: there is nothing to inherit from. Code that
 needs an ability checks with ``isinstance``, which compares the members' names and not their
-signatures."""
+signatures.
+"""
 
 from typing import Protocol, runtime_checkable
 
@@ -42,7 +43,8 @@ class LikelihoodModel(Protocol):
 
         It is differentiable in the parameters that it models. The value of a sample depends on that
         sample alone. To be vectorised by torch.func, the method has no in-place operation on
-        tensors that it has made itself, and no control flow that depends on values."""
+        tensors that it has made itself, and no control flow that depends on values.
+        """
         ...
 
 
@@ -51,7 +53,8 @@ class FlowModel(Protocol):
     """A model with a density of its features given the class.
 
     Its ``evaluation_step`` returns ``nll`` ``(n,)``, the negative log-density per dimension, in
-    nats."""
+    nats.
+    """
 
     def sampled_logits(self, y: Tensor) -> Tensor:
         """Classify one sample of the flow for each class of y ``(n,)``: logits ``(n, classes)``."""

@@ -35,6 +35,7 @@ class Previous(nn.Module):
         self.past = nn.Parameter(torch.zeros(classes, dtype=torch.uint8), requires_grad=False)
         # Plain flags: a training step that read the tensors would wait for the device.
         self.tasks = self.classes = False
+        # In training mode, as a fit expects modules; :class:`NFClassifier` sets the mode of a fit.
         for name, module in (flow | classifier).items():
             self.add_module(name, frozen_copy(module).train())
 
@@ -65,6 +66,7 @@ def frozen_copy(module: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode whose parameters and buffers are frozen parameters."""
     copy = deepcopy(module).requires_grad_(False).eval()
     for part in list(copy.modules()):
+        # Buffers follow the run's policy, which may reset them; parameters stay.
         for name, buffer in list(part.named_buffers(recurse=False)):
             delattr(part, name)
             part.register_parameter(name, nn.Parameter(buffer, requires_grad=False))

@@ -1,4 +1,4 @@
-"""CMGA, step by step against figures worked by hand, and as a whole against FedAvg at the limit."""
+"""CMGA: each mechanism against numbers worked by hand, and the whole against FedAvg."""
 
 import math
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def test_step_2_moves_parameters_along_the_mean_change_and_takes_buffers_as_they
 
 
 def test_step_3_by_hand() -> None:
-    """Seen and held: 0.9 * 1 + 0.1 * 2. Held for the first time: what is observed. Not held: as before."""
+    """Seen and held: 0.9 * 1 + 0.1 * 2. New: as observed. Not held: unchanged."""
     momentum = torch.tensor([[1.0], [1.0], [1.0], [1.0]])
     observed = torch.tensor([[2.0], [2.0], [math.nan], [math.nan]])
     seen = torch.tensor([True, False, True, False])
@@ -84,7 +84,7 @@ def test_step_3_by_hand() -> None:
 
 
 def test_step_4_by_hand() -> None:
-    """Distance 1 and delta 2: each is pushed by lambda, away from the other, and held there by the quadratic term."""
+    """At distance 1 and delta 2, each centre is pushed by lambda away from the other."""
     centres = torch.tensor([[0.0, 0.0], [1.0, 0.0], [9.0, 0.0]])
     for steps in (1, 2, 3):
         torch.testing.assert_close(
@@ -96,7 +96,7 @@ def test_step_4_by_hand() -> None:
 
 
 def test_step_4_is_a_descent_on_the_documents_objective() -> None:
-    """One step from m equals autograd's gradient of the stated objective, of every class on its own."""
+    """One step from m is autograd's gradient of the objective of every class."""
     torch.manual_seed(0)
     m = torch.randn(5, 3, dtype=torch.float64)
     mu = m.clone().requires_grad_()
@@ -126,7 +126,7 @@ def test_step_5_floors_the_deviation() -> None:
 
 
 def test_a_round_by_hand() -> None:
-    """Class 0 is held by clients 0 and 1, class 1 by client 1, class 2 by nobody."""
+    """Class 0 is held by clients 0 and 1, class 1 by client 1, class 2 by no client."""
     made = cmga()
     updates = [
         update(0, 2.0, [[1.0, 0.0], [99.0, 99.0], [99.0, 99.0]], [5, 0, 0], lv=-20.0),
@@ -180,7 +180,7 @@ def state(made: FederatedTrainer) -> dict[str, Tensor]:
 
 
 def test_without_its_mechanisms_it_is_fedavg() -> None:
-    """Everybody holds every class, nothing is slow, nothing repels, nothing is floored."""
+    """Every client holds every class; no momentum, no separation, no floor."""
     off = CMGA(beta=0, separation_weight=0, sigma_floor=0)
     everywhere = digits(clients=3, standardize=False, partition=None)
     plain = fit(FedAvg("uniform"), acvae(private=[]), everywhere)
@@ -190,7 +190,7 @@ def test_without_its_mechanisms_it_is_fedavg() -> None:
 
 
 class Seen(CMGA):
-    """CMGA that keeps the names of all it is given."""
+    """CMGA that records the names of the entries it receives."""
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
         kept = list(updates)

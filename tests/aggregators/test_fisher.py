@@ -1,4 +1,4 @@
-"""FisherAveraging against a case worked by hand, and its estimators against a loop over samples."""
+"""FisherAveraging against cases worked by hand, and its client half in a federation."""
 
 import copy
 import math
@@ -9,12 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from federations import Updates, signature
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, FisherAveraging
-from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, Dirichlet, Synthetic
 from flsuite.engines import Processes
 from flsuite.messages import ClientContext, ClientUpdate
@@ -47,7 +47,7 @@ def merge(*updates: ClientUpdate, **settings: Any) -> tuple[State, FisherAveragi
 
 
 def test_two_clients_and_three_parameters_by_hand() -> None:
-    """Fishers 1 and 3; equal; none and 2. Everything else by samples, 1 to 3; counters take the maximum."""
+    """Fishers 1 and 3, equal ones, 0 and 2; the other entries take the mean by samples, 1 to 3."""
     new, made = merge(
         update(0, 4.0, [1.0, 2.0, 10.0], [1.0, 0.5, 0.0], samples=1),
         update(1, 8.0, [5.0, 4.0, 7.0], [3.0, 0.5, 2.0], samples=3),
@@ -71,7 +71,7 @@ def test_by_samples_it_is_the_laplace_posterior_of_all_of_them() -> None:
 
 
 def test_without_fisher_a_parameter_is_fedavgs() -> None:
-    """By samples, not plain; and what is not above the damping counts as none."""
+    """The mean is by samples, and a Fisher that is not above the damping counts as none."""
     updates = (
         update(0, 0.0, [1.0, 2.0, 3.0], [0.0, 1e-9, 1.0], 1),
         update(1, 0.0, [5.0, 4.0, 5.0], [0.0, 0.0, 1.0], 3),
@@ -156,14 +156,6 @@ def model() -> NFClassifier:
     )
 
 
-class Updates(FederationCallback):
-    def __init__(self) -> None:
-        self.all: list[ClientUpdate] = []
-
-    def on_client_end(self, trainer: Any, outcome: Any) -> None:
-        self.all.append(outcome.update)
-
-
 def fit(aggregator: Any, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
     seen = Updates()
     made = trainer(aggregator=aggregator, **{"rounds": 1, "callbacks": [seen], **settings})
@@ -172,7 +164,7 @@ def fit(aggregator: Any, **settings: Any) -> tuple[FederatedTrainer, list[Client
 
 
 def test_the_pass_changes_nothing_but_adds_its_bytes() -> None:
-    """Weights, buffers and metrics of the clients are those of FedAvg, bit for bit; the next round's, too."""
+    """Weights, buffers and metrics of the clients are those of FedAvg, bit for bit."""
     _, plain = fit(FedAvg())
     for settings in ({}, {"estimator": "batch", "batches": 1}):
         made, found = fit(FisherAveraging(**settings))
@@ -191,7 +183,7 @@ def test_the_pass_changes_nothing_but_adds_its_bytes() -> None:
 
 
 class After(pl.Callback):
-    """Takes note of everything that the pass could disturb."""
+    """Records everything that the pass could change."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -237,10 +229,12 @@ def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
 
 
 def test_the_fisher_sent_is_the_one_of_the_clients_own_samples() -> None:
-    """Against the definition, at the weights that the update carries; in full precision though the fit was not."""
+    """It is that of the update's weights, in float32 although the fit was not."""
     made, found = fit(FisherAveraging(), precision="bf16-mixed")
     own = made.federation.data  # type: ignore[union-attr]
+    template = made.aggregator.expected_extras(made.federation.state)  # type: ignore[union-attr]
     for update in found:
+        assert signature(update.extras) == signature(template)
         built = model()
         built.ensure_built(own.spec)
         built.load_state_dict(update.state, strict=False)
@@ -280,7 +274,7 @@ def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) ->
 
 
 class Unlikely(ClientModel):
-    """Declares a group, and says nothing of its likelihood."""
+    """A model that declares a group and has no likelihood."""
 
     parameter_groups = {"flow": ("linear.",), "empty": ("nothing.",)}
 
@@ -302,7 +296,7 @@ class Unlikely(ClientModel):
 
 
 class Likely(Unlikely):
-    """Any model will do: here a classifier's own conditional likelihood."""
+    """A model with a classifier's conditional likelihood."""
 
     def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return -F.cross_entropy(self.linear(batch[0]), batch[1], reduction="none")
@@ -320,8 +314,8 @@ def test_models_that_do_not_fit_are_told_what_to_add() -> None:
         trainer(aggregator=FisherAveraging(), rounds=1).fit(Unlikely(), data())
 
 
-def test_any_model_with_a_likelihood_will_do() -> None:
-    """The plain loop, not Lightning's: from the second fit of a worker on."""
+def test_any_model_with_a_likelihood_works() -> None:
+    """Over several rounds, in which a worker reuses its trainer."""
     seen = Updates()
     made = trainer(aggregator=FisherAveraging(), rounds=3, max_epochs=2, callbacks=[seen])
     made.fit(Likely(), data())

@@ -1,4 +1,4 @@
-"""Gradient dissimilarity: a case by hand, the exact decomposition, and a callback that leaves no trace."""
+"""Gradient dissimilarity: a case by hand, the decomposition, and its callback."""
 
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def fit(
 
 
 def logged(made: FederatedTrainer, metric: str) -> dict[int, float]:
-    """Round to value."""
+    """Return the values of a metric by round."""
     rows = made.run_folder.table.rows
     return {
         row[0]: row[6] for row in rows if (row[3], row[4], row[5]) == ("global", "train", metric)
@@ -83,7 +83,7 @@ def logged(made: FederatedTrainer, metric: str) -> dict[int, float]:
 
 
 def assert_identity(found: dict[str, float], fused_gamma: str) -> None:
-    """To 1e-5 of the largest term."""
+    """Compare to 1e-5 of the largest term."""
     largest = max(abs(found[name]) for name in (fused_gamma, "gamma_orig", "R", "Phi"))
     assert largest > 0
     assert found[fused_gamma] == pytest.approx(
@@ -95,11 +95,12 @@ def assert_identity(found: dict[str, float], fused_gamma: str) -> None:
 
 
 def test_by_hand() -> None:
-    """Two clients at (1, 0) and (3, 4): the mean is (2, 2), each lies 5 from it, squared; ||m||^2 is 8."""
+    """Clients at (1, 0) and (3, 4): mean (2, 2), squared distance 5 to each, ||m||^2 8."""
     gradients = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
     assert gradient_dissimilarity(gradients) == 5
     assert relative_dissimilarity(gradients) == 5 / 8
-    # At the fused input both give (2, 1): r = (1, 1), (-1, -3) with mean (0, -1), so R = 5 and Phi = -10.
+    # At the fused input both give (2, 1): r = (1, 1), (-1, -3) with mean (0, -1),
+    # so R = 5 and Phi = -10.
     found = decompose(gradients, torch.tensor([[2.0, 1.0], [2.0, 1.0]]))
     assert found == {"gamma_orig": 5, "R": 5, "Phi": -10, "gamma_fused": 0, "calibrated": 1}
     assert decompose(gradients, 2 * gradients)["calibrated"] == 0
@@ -172,7 +173,7 @@ def test_decomposition_on_breastmnist(real_data: Path) -> None:
 
 
 def test_callback_equals_the_stacked_gradients() -> None:
-    """Against gradients of a fresh copy of each client's model, stacked."""
+    """Against the stacked gradients of a new copy of each client's model."""
     made = fit(fused(fusion="concat"))
     callback = GradientDissimilarity(batches=2, batch_norm="eval")
     found = callback.measure(made, 2)
@@ -199,7 +200,7 @@ def test_callback_equals_the_stacked_gradients() -> None:
     "model", [fused, lambda: Classifier(ResNet20(width=4))], ids=["fused", "classifier"]
 )
 def test_leaves_no_trace(model: Any) -> None:
-    """Weights, BatchNorm statistics and private parts are those of a run without the callback, bit for bit."""
+    """Weights, statistics and private entries are those of a run without it, bit for bit."""
     without = fit(model())
     with_it = fit(model(), callback=GradientDissimilarity(every=1, batches=None))
     assert without.federation is not None and with_it.federation is not None
@@ -240,8 +241,8 @@ def test_classifier_has_no_decomposition() -> None:
 
 
 def test_identical_clients() -> None:
-    """Clients with the same samples, each in its own order: what is left is rounding."""
-    data = Images(seed=0)  # a seed of its own: dealt once
+    """Clients have the same samples in different orders: the rest is rounding."""
+    data = Images(seed=0)  # its own seed: assigned once
     data.setup()
     data.federated.train_index = Ragged.of([np.arange(60)] * 3)
     made = fit(Classifier(MLP(hidden=(8,))), data, GradientDissimilarity(every=1, batches=None))
@@ -271,7 +272,7 @@ def test_rounds_and_clients() -> None:
 
 
 def test_gradient_of_batches_is_that_of_all_samples() -> None:
-    """Where samples do not meet (no BatchNorm), batches of any size give the gradient of the whole."""
+    """Without BatchNorm, batches of any size give the gradient of the whole."""
     data = Images(clients=1)
     data.setup()
     model = Classifier(MLP(hidden=(8,)))
@@ -285,7 +286,7 @@ def test_gradient_of_batches_is_that_of_all_samples() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_client_of_one_sample() -> None:
+def test_a_client_may_have_one_sample() -> None:
     data = Images(clients=1)
     data.setup()
     data.federated.train_index.values = data.federated.train_index.values[:1]
@@ -312,7 +313,7 @@ class _Dropout(Backbone):
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-def test_any_training_step_will_do() -> None:
+def test_any_training_step_works() -> None:
     made = fit(_Logging(_Dropout()), callback=GradientDissimilarity(every=1))
     assert len(logged(made, "gamma")) == 2
 

@@ -15,12 +15,12 @@ def spec(classes: int, task: Task = "multiclass", names: tuple[str, ...] = ()) -
 
 
 def certain(predicted: list[int], classes: int) -> Tensor:
-    """Probabilities of a classifier that is almost sure."""
+    """Return the probabilities of an almost certain classifier."""
     return torch.nn.functional.one_hot(torch.tensor(predicted), classes) * 0.9 + 0.1 / classes
 
 
 def test_a_confusion_matrix_by_hand() -> None:
-    """Rows are the truth: 3 of 4, 1 of 2, 1 of 2 right."""
+    """By true class, 3 of 4, 1 of 2 and 1 of 2 are right."""
     y = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     predicted = [0, 0, 0, 1, 1, 2, 2, 0]
     found = scores(
@@ -40,7 +40,7 @@ def test_a_confusion_matrix_by_hand() -> None:
 
 
 def test_a_class_that_does_not_occur() -> None:
-    """It has no recall; predicted by mistake, its F1 is 0; neither there nor predicted, it has none."""
+    """An absent class has no recall. Its F1 is 0 if predicted by mistake, and undefined if not."""
     y = torch.tensor([0, 0, 2, 2])
     found = scores({"scores": certain([0, 1, 2, 2], 4)}, y, spec(4))
     assert found == pytest.approx(
@@ -83,7 +83,7 @@ def test_classes_as_scikit_learn_has_them(classes: int, present: int, seed: int)
 
 
 def test_labels_by_hand() -> None:
-    """Two labels: 3 of 4 right with one positive missed; all right."""
+    """Of two labels, one has 3 of 4 right with one positive missed, the other all."""
     y = torch.tensor([[1, 0], [1, 1], [0, 0], [0, 1]], dtype=torch.uint8)
     probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.1, 0.3], [0.4, 0.7]])
     found = scores({"scores": probabilities}, y, spec(2, "multilabel"))

@@ -1,4 +1,4 @@
-"""ACVAE: its terms against torch.distributions, labels that never reach a prediction, and what it learns."""
+"""ACVAE: its terms against torch.distributions, predictions without labels, and training."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_the_loss_is_its_three_terms(spec: DataSpec, reconstruction: Any) -> Non
         cls_weight=0.7,
         dropout=0.0,
     )
-    model.eval()  # BatchNorm of the running statistics, for the same networks in both
+    model.eval()  # with running statistics, both calls see the same networks
     x, y = batch(spec)
     torch.manual_seed(5)
     loss = model.training_step((x, y), 0)
@@ -146,7 +146,7 @@ def test_samples_reconstructions_and_pictures_have_the_shape_of_the_data() -> No
     assert table.pictures(batch(TABLE)[0]) == {}
 
 
-def test_trained_centrally_it_tells_digits_apart_and_samples_the_class_asked_for() -> None:
+def test_trained_centrally_it_classifies_digits_and_samples_the_given_class() -> None:
     made = trainer(aggregator=Centralized(), rounds=8, max_epochs=2, gradient_clip_val=0.5)
     model = ACVAE(
         latent_dim=8, width=8, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3)
@@ -167,7 +167,7 @@ def test_trained_centrally_it_tells_digits_apart_and_samples_the_class_asked_for
 
 
 class Squeezed(Synthetic):
-    """Its features within [0, 1]."""
+    """A table with features within [0, 1]."""
 
     def load(self) -> PublishedSplits:
         source = super().load()
@@ -201,7 +201,7 @@ def test_it_learns_a_table_and_a_plain_trainer_fits_it() -> None:
 
 
 def test_the_label_frequencies_of_a_fit_survive_as_weights() -> None:
-    """Nothing but weights is in the state: pi is a setting, not a tensor that travels."""
+    """The state holds weights only: pi is a setting, not a tensor that travels."""
     assert "log_pi" not in clone(small().state_dict())
 
 
@@ -246,7 +246,7 @@ def test_predict_writes_reconstructions_and_samples(
 
 
 def test_negatives_present_leaves_absent_classes_alone() -> None:
-    """A batch without class 2 says nothing about its prior; with all classes in it, the two losses are one."""
+    """A batch without class 2 does not train its prior; with all classes the losses are equal."""
     x, y = batch()
     absent, everything = (
         small(negatives=negatives, kl_weight=0.0) for negatives in ("present", "all")

@@ -44,7 +44,8 @@ def batch(shape: tuple[int, ...], samples: int = 4) -> Tensor:
 
 
 def test_lenet5_parameters() -> None:
-    # 6*(25+1) + 16*(6*25+1) + 120*(256+1) + 84*(120+1) + 10*(84+1) = 156 + 2416 + 30840 + 10164 + 850
+    # 6*(25+1) + 16*(6*25+1) + 120*(256+1) + 84*(120+1) + 10*(84+1)
+    # = 156 + 2416 + 30840 + 10164 + 850
     assert count(LeNet5().build(GREY, 10)) == 44_426
     # Without its biases: 6 + 16 + 120 + 84 + 10 = 236 fewer.
     assert count(LeNet5(bias=False).build(GREY, 10)) == 44_190
@@ -138,7 +139,7 @@ def test_one_sample_scores_as_in_a_batch(backbone: Backbone) -> None:
 
 
 @pytest.mark.parametrize("backbone", RESIDUAL, ids=name)
-def test_norms_are_those_asked_for(backbone: ResNet20 | ResNet18) -> None:
+def test_norms_are_those_of_the_argument(backbone: ResNet20 | ResNet18) -> None:
     network = backbone.build(COLOUR, 10)
     found = [
         m
@@ -207,7 +208,7 @@ def test_the_input_is_left_alone(backbone: Backbone) -> None:
 
 @pytest.mark.parametrize("backbone", ALL, ids=name)
 def test_layers_take_backward_hooks(backbone: Backbone) -> None:
-    """K-FAC's factors come from hooks on convolutions and linear layers, whose outputs may then not be overwritten."""
+    """K-FAC hooks convolutions and linear layers, whose outputs must not be overwritten."""
     network, fired = backbone.build(GREY, 2), []
     layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     for layer in layers:

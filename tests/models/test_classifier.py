@@ -22,7 +22,7 @@ from tests.conftest import classifier, digits, equal_states, trainer
 
 
 class TinyImages(FederatedDataModule):
-    """Three classes of coloured squares; three clients of 12, 20 and 28 samples, each of another brightness."""
+    """Three classes of coloured squares, for three clients of different size and brightness."""
 
     def load(self) -> PublishedSplits:
         generator = torch.Generator().manual_seed(0)
@@ -50,7 +50,7 @@ class Updates(FederationCallback):
 
 
 class Starts(pl.Callback):
-    """Notes the BatchNorm statistics that each fit starts from."""
+    """Records the BatchNorm statistics that each fit starts from."""
 
     seen: ClassVar[dict[tuple[int, int], dict[str, Tensor]]] = {}
 
@@ -215,7 +215,7 @@ def test_a_model_is_built_once(task: Task) -> None:
 
 
 def test_private_norms_stay_with_their_clients() -> None:
-    """FedBN: everything of the normalisation is the client's own."""
+    """FedBN: all entries of the normalisation stay with the client."""
     updates = Updates()
     made = trainer(rounds=2, callbacks=[updates])
     made.fit(Classifier(ResNet20(width=4), private=["*norm*"]), tiny())
@@ -328,7 +328,7 @@ def test_mixed_precision_repeats() -> None:
 
 
 def test_a_partition_of_one_client_is_plain_training() -> None:
-    """One client, one round: the federation's weights are those of a plain Trainer on the same batches."""
+    """One client and one round end with the weights of a plain Trainer on the same batches."""
     module = TinyImages(clients=1, partition=IID(), batch_size=10, val_fraction=0.0)
     made = trainer(rounds=1, max_epochs=2)
     made.fit(Classifier(MLP(hidden=(8,)), lambda p: torch.optim.SGD(p, lr=0.05)), module)

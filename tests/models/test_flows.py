@@ -1,4 +1,4 @@
-"""The conditional flow: its density against autograd and torch.distributions, its samples against its density."""
+"""The conditional flow: density against autograd and torch.distributions, samples against it."""
 
 import math
 
@@ -14,7 +14,7 @@ from flsuite.models.flows import ConditionalCoupling, ConditionalFlow
 def flow(
     features: int = 6, classes: int = 3, couplings: int = 4, scale: float = 0.3
 ) -> ConditionalFlow:
-    """One that is far from the identity."""
+    """A flow far from the identity."""
     torch.manual_seed(0)
     made = ConditionalFlow(features, classes, couplings, width=16)
     for parameter in made.parameters():
@@ -80,7 +80,9 @@ def test_every_number_is_moved(couplings: int) -> None:
         jacobian = torch.autograd.functional.jacobian(
             lambda v, f=made, y=y: f.density(v, y[:1])[0][0], base
         ).squeeze()
-        same = (jacobian - 1).abs() < 1e-6  # a number that nothing has moved is one of the codes
+        same = (
+            jacobian - 1
+        ).abs() < 1e-6  # a number that no coupling has changed is one of the codes
         assert not (same & ((jacobian != 0).sum(1, keepdim=True) == 1)).any()
 
 
@@ -93,7 +95,7 @@ def test_an_untrained_flow_is_a_standard_normal() -> None:
 
 
 def test_a_flow_that_shifts_and_scales_is_a_normal_of_torch_distributions() -> None:
-    """One coupling whose network is a constant: z = (u2 exp(s) + t, u1), halves exchanged, and class by class the same."""
+    """One coupling with a constant network: z = (u2 exp(s) + t, u1), the same for every class."""
     made = ConditionalFlow(4, 2, 1, 8)
     with torch.no_grad():
         made.flows[0].conditioner.final_layer.bias.copy_(torch.tensor([0.4, -0.7, 1.0, 2.0]))
@@ -124,7 +126,7 @@ def test_normflows_own_passes_agree() -> None:
 
 
 def test_a_flow_learns_classes_apart() -> None:
-    """Two classes, one Gaussian each, far from one another: the density comes near the true entropy."""
+    """Two distant classes, one Gaussian each: the mean density comes near the true entropy."""
     torch.manual_seed(0)
     made = ConditionalFlow(2, 2, 4, 16)
     centre = torch.tensor([[2.0, 0.0], [-2.0, 1.0]])

@@ -1,10 +1,10 @@
-"""FusedSpaceFed: what a client keeps, what the warm-up moves, which gradients flow, and that it all resumes."""
+"""FusedSpaceFed: what a client keeps, what the warm-up trains, and which gradients flow."""
 
 import copy
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ KINDS = list(itertools.product(["unet", "bottleneck"], ["sum", "concat"]))
 
 
 class Images(FederatedDataModule):
-    """Random 8x8 images whose class is their brightness; or with three labels each."""
+    """Random 8x8 images whose class is their brightness, or with three labels each."""
 
     def __init__(self, samples: int = 48, labels: bool = False, **kwargs: Any) -> None:
         super().__init__(clients=3, batch_size=8, val_fraction=0, standardize=False, **kwargs)
@@ -52,7 +52,7 @@ class Images(FederatedDataModule):
 
 
 class Recorder(FedAvg):
-    """FedAvg that keeps all it is given."""
+    """FedAvg that keeps every update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_two_learning_rates() -> None:
 @pytest.mark.parametrize("autoencoder", ["unet", "bottleneck"])
 @pytest.mark.parametrize("aggregator", [FedAvg(), FedProx(mu=1.0)], ids=["plain", "proximal"])
 def test_warm_up_moves_the_encoder_only(autoencoder: Any, aggregator: FedAvg) -> None:
-    """Weights and BatchNorm statistics of decoder and classifier stay, whatever an algorithm adds to the gradients."""
+    """Weights and statistics of D and C stay, whatever an algorithm adds to the gradients."""
     model = small(autoencoder=autoencoder, warmup_epochs=50)
     model.ensure_built(SPEC)
     before, error = clone(model.state_dict()), _error(model)
@@ -218,7 +218,7 @@ def test_warm_up_moves_the_encoder_only(autoencoder: Any, aggregator: FedAvg) ->
 
 
 def _error(model: FusedSpaceFed) -> float:
-    """In the mode of the warm-up: statistics of the batch in the encoder, running ones in the decoder; a copy, unchanged."""
+    """Computed as in the warm-up: batch statistics in the encoder, running ones in the decoder."""
     model = copy.deepcopy(model).train()
     model.decoder.eval()
     x = batch(24)[0]
@@ -242,10 +242,32 @@ def test_nothing_moves_a_frozen_part_even_if_a_callback_gives_it_a_gradient() ->
 
 
 def test_local_epochs_come_on_top_of_the_warm_up() -> None:
-    """16 samples in batches of 8 make two steps an epoch."""
+    """16 samples in batches of 8 make two steps per epoch."""
     recorder = Recorder()
     federate(small(warmup_epochs=2), aggregator=recorder, max_epochs=3)
     assert [update.steps for update in recorder.seen] == [2 * (2 + 3)] * 3
+
+
+class Watched(FusedSpaceFed):
+    """Records the epoch of every step on the joint loss, on the class: fits may copy the model."""
+
+    joint: ClassVar[list[int]] = []
+
+    def joint_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        Watched.joint.append(self.current_epoch)
+        return super().joint_loss(x, y)
+
+
+def test_the_joint_loss_begins_after_the_extra_epochs_in_every_fit() -> None:
+    """So the loss of the extra epochs can be reported apart from the joint one."""
+    Watched.joint = []
+    model = Watched(backbone=ResNet20(width=4), latent_dim=5, warmup_epochs=2)
+    assert model.extra_epochs == 2
+
+    federate(model, rounds=2, max_epochs=3)
+
+    steps, clients, rounds = 2, 3, 2
+    assert sorted(Watched.joint) == sorted([2, 3, 4] * steps * clients * rounds)
 
 
 def test_no_warm_up() -> None:
@@ -268,7 +290,7 @@ def test_joint_epochs_move_everything() -> None:
 
 
 def tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of nested data, with the path to each."""
+    """Yield all tensors of nested data, with the path to each."""
     if isinstance(tree, Tensor):
         yield "", tree
     elif isinstance(tree, dict):
@@ -280,7 +302,7 @@ def tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def test_no_encoder_tensor_leaves_a_client() -> None:
-    """By name, by key and by value: the same weights under another name would be found too."""
+    """Compared by name, key and value: the same weights under another name count too."""
     recorder = Recorder()
     made = federate(
         small(latent_dim=5, lambda_sp=0.1), aggregator=recorder, rounds=2, keep_optimizers=True
@@ -307,7 +329,7 @@ def test_no_encoder_tensor_leaves_a_client() -> None:
 
 
 def test_without_the_reconstruction_it_is_the_plain_classifier() -> None:
-    """``fusion_scale: 0`` and no warm-up: C takes the steps that FedAvg of the same network takes, bit for bit."""
+    """With ``fusion_scale: 0`` and no warm-up, C takes FedAvg's steps, bit for bit."""
     fused = built(fusion_scale=0.0, warmup_epochs=0, lr=0.1, momentum=0.9, weight_decay=5e-4)
     plain = Classifier(
         ResNet20(width=4), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4)
@@ -323,7 +345,7 @@ def test_without_the_reconstruction_it_is_the_plain_classifier() -> None:
 
 
 class Starts(Callback):
-    """The encoder that each fit starts from; on the class, since every fit has a copy."""
+    """Records the encoder that each fit starts from, on the class: every fit has a copy."""
 
     seen: list[tuple[int, int, State]] = []
 

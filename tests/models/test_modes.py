@@ -1,4 +1,4 @@
-"""Modes that are changed for a while are restored."""
+"""Context managers restore the modes of a module."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def modes(module: nn.Module) -> list[bool]:
 
 
 @pytest.mark.parametrize("keep", [kept_modes, evaluating])
-def test_every_submodule_gets_its_own_mode_back(keep) -> None:
+def test_every_submodule_keeps_its_own_mode(keep) -> None:
     module = mixed()
     before = modes(module)
 
@@ -35,9 +35,13 @@ def test_modes_are_restored_after_an_exception(keep) -> None:
     module = mixed()
     before = modes(module)
 
-    with pytest.raises(ZeroDivisionError), keep(module):
-        module.eval()
-        raise ZeroDivisionError
+    def fail() -> None:
+        with keep(module):
+            module.eval()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
 
     assert modes(module) == before
 

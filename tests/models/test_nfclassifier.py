@@ -1,4 +1,4 @@
-"""NFClassifier: its losses by hand, a plain classifier where the flow has no say, what a client keeps from task to task."""
+"""NFClassifier: its losses by hand, the plain classifier without replay, and tasks."""
 
 import copy
 import math
@@ -99,7 +99,7 @@ def one_fit(model: NFClassifier, callbacks: Any = (), **settings: Any) -> NFClas
 
 
 def test_credibility_by_hand() -> None:
-    """Class 0 has codes (0, 1) and (2, 1): mean (1, 1), variances 1 and the floor. Class 1 has one code, class 2 none."""
+    """Class 0 has codes (0, 1) and (2, 1), class 1 has one code, and class 2 none."""
     codes, y = torch.tensor([[0.0, 1.0], [2.0, 1.0], [5.0, 5.0]]), torch.tensor([0, 0, 1])
     drawn = torch.tensor([[1.0, 1.0], [2.0, 1.01], [5.0, 5.0], [0.0, 0.0]])
     found = credibility(codes, y, drawn, torch.tensor([0, 0, 1, 2]), torch.tensor(0.25))
@@ -197,7 +197,7 @@ def test_only_classes_that_the_client_has_met_are_replayed() -> None:
 
 
 class Same(Backbone):
-    """Extractor and head in one, as the plain classifier's network."""
+    """Extractor and head as the network of a plain classifier."""
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return nn.Sequential(MLP(hidden=(8,)).build(shape, 6), nn.LeakyReLU(), _Head(6, outputs))
@@ -205,7 +205,7 @@ class Same(Backbone):
 
 @pytest.mark.parametrize("aggregator", [FedAvg, FedProx])
 def test_without_replay_its_classifier_is_a_plain_one_bit_for_bit(aggregator: Any) -> None:
-    """Two optimizers, clipped inside; the flow looks on. An algorithm's term comes before the clipping in both."""
+    """An algorithm's term comes before the clipping in both."""
     nf = fit(
         small(k_replay=0.0, clip=0.5, normalize_features=False),
         aggregator=aggregator(),
@@ -225,7 +225,7 @@ def test_without_replay_its_classifier_is_a_plain_one_bit_for_bit(aggregator: An
 
 
 def test_the_flow_teaches_the_features_nothing() -> None:
-    """Neither its own loss nor replay reaches h_a: without cross-entropy's gradient there is none."""
+    """Neither the flow's loss nor the replay has a gradient for h_a."""
     model = built()
     x, y = batch()
     z = model.features(x).detach().requires_grad_()
@@ -270,7 +270,7 @@ def test_begin_task_keeps_the_model_as_it_was_once() -> None:
     assert equal_states(clone(model.previous.flow.state_dict()), clone(model.flow.state_dict()))
 
 
-def test_features_are_of_one_scale_if_asked_for() -> None:
+def test_features_have_one_scale_if_normalized() -> None:
     x = 100 * batch()[0]
     z = built().features(x)
     torch.testing.assert_close(z.mean(1), torch.zeros(12), atol=1e-5, rtol=0)
@@ -279,7 +279,7 @@ def test_features_are_of_one_scale_if_asked_for() -> None:
 
 
 class StridedTable(Backbone):
-    """An extractor with buffers of its own."""
+    """An extractor with buffers."""
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return nn.Sequential(nn.Linear(shape[0], outputs), nn.BatchNorm1d(outputs))
@@ -318,7 +318,7 @@ def test_the_rehearsal_is_of_classes_from_before() -> None:
 
 
 @pytest.mark.parametrize(("replay_classes", "drawn"), [("all", [0, 1]), ("own", [0])])
-def test_others_classes_are_replayed_if_asked_for(
+def test_classes_of_other_clients_are_replayed_with_all(
     replay_classes: Any, drawn: list[int], monkeypatch: Any
 ) -> None:
     model = built(replay_classes=replay_classes)
@@ -342,7 +342,7 @@ def test_a_client_that_joins_late_has_nothing_to_rehearse() -> None:
 
 
 class Tasks(pl.Callback):
-    """Every client's task changes with its third fit."""
+    """Begins the second task after round two."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loader: Any = trainer.fit_loop._data_source.instance
@@ -351,7 +351,7 @@ class Tasks(pl.Callback):
 
 @pytest.mark.parametrize("buffers", ["average", "reset"])
 def test_two_tasks_resume_and_workers_change_nothing(buffers: Any, tmp_path: Path) -> None:
-    """What a client has met and kept is private, and survives, whatever becomes of buffers."""
+    """What a client has met and kept is private, and no policy on buffers resets it."""
 
     def model() -> NFClassifier:
         return small(backbone=StridedTable(), k_global=0.1)
@@ -399,7 +399,7 @@ def test_without_weights_for_it_no_second_model_is_kept() -> None:
 
 
 def test_distillation_from_the_global_classifier_holds_a_client_back() -> None:
-    """With a heavy weight the features stay where the fit found them."""
+    """With a large weight the features stay close to where the fit started."""
     free, held = (one_fit(built(lr=0.05, k_global=k)) for k in (0.0, 1000.0))
     start = built()
     x, _ = batch()
@@ -416,7 +416,7 @@ def test_distillation_from_the_global_classifier_holds_a_client_back() -> None:
 
 
 def test_samples_of_a_trained_flow_are_told_apart_by_the_head() -> None:
-    """The flow goes on learning for a while when the features have settled; its score falls on unseen samples, too."""
+    """Trained further on settled features, the flow also fits unseen samples better."""
     model = NFClassifier(
         feature_dim=16, flow_width=32, backbone=StridedCNN(8), lr=3e-3, flow_lr=1e-2
     )
@@ -489,7 +489,7 @@ class Spoil(pl.Callback):
                 parameter.grad.mul_(self.factor)
 
 
-def test_a_plain_trainer_fits_it_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_plain_trainer_fits_it_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     model = one_fit(built(), max_epochs=2)
     assert not [w for w in recwarn if "eval mode" in str(w.message)]
     assert model.trainer.global_step == 2 * 2 * model.trainer.num_training_batches, (
@@ -521,7 +521,7 @@ def test_it_builds_for_tables_images_and_colour() -> None:
     copy.deepcopy(NFClassifier())
 
 
-# What cannot be
+# Refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which model offers what."""
+"""The protocols that each model implements."""
 
 import pytest
 

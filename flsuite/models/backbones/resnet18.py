@@ -49,6 +49,7 @@ class ResNet18(Backbone):
 def _fit_stem(network: nn.Module, channels: int, small: bool) -> None:
     """Replace the stem if the image needs another one, initialised as torchvision does."""
     if small:
+        # Reducing a small image fourfold would leave the last stage with a few pixels.
         network.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         network.maxpool = nn.Identity()
     elif channels != 3:
@@ -80,6 +81,7 @@ class _PlainBlock(nn.Module):
         self.conv2 = parts["conv2"]
         self.downsample = parts.get("downsample")
         self.relu = nn.ReLU()
+        # The block starts as its shortcut.
         for weight in self.conv2.parameters():
             nn.init.zeros_(weight)
 

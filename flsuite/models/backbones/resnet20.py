@@ -107,6 +107,7 @@ def _initialise(network: nn.Module, norm: Norm) -> None:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     if norm == "none":
+        # Every block starts as its shortcut.
         for module in network.modules():
             if isinstance(module, _Block):
                 nn.init.zeros_(module.conv2.weight)

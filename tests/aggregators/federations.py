@@ -1,0 +1,180 @@
+"""What the tests of aggregators share: small federations, some with a known answer."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from flsuite import FederatedTrainer
+from flsuite.aggregators import (
+    Aggregator,
+    LocalOnly,
+)
+from flsuite.callbacks import FederationCallback
+from flsuite.data import DataSpec, Dirichlet, FederatedDataModule, Synthetic
+from flsuite.data.partitions import Natural
+from flsuite.data.spec import DataSplit, PublishedSplits
+from flsuite.messages import ClientUpdate
+from flsuite.models import Classifier
+from flsuite.models.backbones import Backbone
+from flsuite.models.base import ClientModel
+from flsuite.state import State, StateLayout
+
+CURVATURES, MINIMA = (1.0, 10.0), (0.0, 1.0)
+
+
+class Quadratic(ClientModel):
+    """One number ``w``; client i minimises ``a_i / 2 (w - m_i)^2``.
+
+    A batch ``(n, 2)`` holds curvatures and minima. A curvature below zero raises an error, and an
+    infinite one gives an update that is not finite.
+    """
+
+    def __init__(self, optimizer: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.optimizer = optimizer or partial(SGD, lr=0.05)
+
+    def build(self, spec: DataSpec) -> None:
+        self.w = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        a, m = batch[0].unbind(1)
+        if (a < 0).any():
+            raise RuntimeError("no minimum")
+        return (a / 2 * (self.w - m).square()).mean()
+
+    def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {
+            "loss": batch[1] * 0.0,
+            "scores": torch.full((len(batch[1]), self.spec.num_classes), 0.5),
+        }
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.optimizer(self.parameters())
+
+
+class Quadratics(FederatedDataModule):
+    """One client per row of the table of curvatures and minima."""
+
+    def __init__(
+        self,
+        curvatures: Sequence[float],
+        minima: Sequence[float],
+        samples: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(
+            clients=len(curvatures), partition=Natural(), batch_size=1000, val_fraction=0.0
+        )
+        self.curvatures = tuple(curvatures)
+        self.minima = tuple(minima)
+        self.samples = tuple(samples or [1] * len(curvatures))
+
+    def load(self) -> PublishedSplits:
+        table = torch.tensor([self.curvatures, self.minima]).T
+        owners = torch.arange(self.clients)
+        rows = owners.repeat_interleave(torch.tensor(self.samples))
+        spec = DataSpec((2,), max(2, self.clients))
+        return PublishedSplits(spec, DataSplit(table[rows], rows, rows), DataSplit(table, owners))
+
+
+def federation(aggregator: Aggregator, rounds: int, **kwargs: Any) -> FederatedTrainer:
+    """Return a silent trainer that writes nothing unless it is given a folder."""
+    defaults = {
+        "evaluate_every": 1000,
+        "enable_checkpointing": "run_dir" in kwargs,
+        "enable_progress_bar": False,
+    }
+    return FederatedTrainer(
+        rounds, aggregator, **{"accelerator": "cpu", "seed": 3, **defaults, **kwargs}
+    )
+
+
+def optimum(
+    aggregator: Aggregator, data: Quadratics, rounds: int, steps: int = 10, **kwargs: Any
+) -> float:
+    """Return the number that a federation reaches with ``steps`` steps per client and round."""
+    model = kwargs.pop("model", None) or Quadratic()
+    trainer = federation(aggregator, rounds, max_epochs=steps, **kwargs)
+    trainer.fit(model, data)
+    return float(trainer.federation.state["w"])
+
+
+class Normalised(Backbone):
+    """A network with BatchNorm, for tables."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs)
+        )
+
+
+def table_data(clients: int = 4) -> FederatedDataModule:
+    return Synthetic(
+        features=5,
+        classes=3,
+        samples=150,
+        clients=clients,
+        partition=Dirichlet(0.5, min_samples=4),
+        batch_size=16,
+    )
+
+
+def table_model(**settings: Any) -> Classifier:
+    return Classifier(Normalised(), optimizer=partial(SGD, **{"lr": 0.05, **settings}))
+
+
+def run(
+    aggregator: Aggregator, rounds: int = 2, data: FederatedDataModule | None = None, **kwargs: Any
+) -> FederatedTrainer:
+    model = kwargs.pop("model", None) or table_model()
+    trainer = federation(aggregator, rounds, **kwargs)
+    trainer.fit(model, data or table_data())
+    return trainer
+
+
+def assert_equal(a: State, b: State) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+def assert_same_models(a: FederatedTrainer, b: FederatedTrainer) -> None:
+    """Compare bit for bit the global model, the server's memory and each client's whole model."""
+    assert a.federation is not None
+    assert b.federation is not None
+    assert a.round == b.round
+    assert a.federation.state or isinstance(a.aggregator, LocalOnly)
+    for client in [None, *range(a.clients)]:
+        assert_equal(a.federation.client_state(client), b.federation.client_state(client))
+    assert a.aggregator.memory.keys() == b.aggregator.memory.keys()
+    for slot, state in a.aggregator.memory.items():
+        assert_equal(state, b.aggregator.memory[slot])
+
+
+def update(client: int, state: State, samples: int = 1, **extras: Any) -> ClientUpdate:
+    return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
+
+
+def configured(aggregator: Aggregator, *parameters: str, clients: int = 2) -> Aggregator:
+    aggregator.configure(StateLayout(parameters=parameters, clients=clients))
+    return aggregator
+
+
+class Updates(FederationCallback):
+    """Keeps every update of a run."""
+
+    def __init__(self) -> None:
+        self.all: list[ClientUpdate] = []
+
+    def on_client_end(self, trainer: Any, outcome: Any) -> None:
+        self.all.append(outcome.update)
+
+
+def signature(tree: Any) -> Any:
+    """Return the keys, shapes and dtypes of nested dicts of tensors and numbers."""
+    if isinstance(tree, dict):
+        return {key: signature(value) for key, value in tree.items()}
+    return (tree.shape, tree.dtype) if isinstance(tree, Tensor) else type(tree)

@@ -1,0 +1,238 @@
+"""Requirements on every aggregator: resuming, failures, unchanged inputs, refusals."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import (
+    MINIMA,
+    Quadratic,
+    Quadratics,
+    Updates,
+    assert_equal,
+    assert_same_models,
+    configured,
+    federation,
+    run,
+    signature,
+    table_data,
+    table_model,
+    update,
+)
+
+from flsuite import FederationError, FlsuiteError
+from flsuite.aggregators import (
+    SCAFFOLD,
+    Aggregator,
+    Centralized,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedProx,
+    FedYogi,
+    LocalOnly,
+)
+from flsuite.engines import Processes
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.schedules import Synchronous
+from flsuite.state import clone
+
+EVERY: list[Callable[[], Aggregator]] = [
+    FedAvg,
+    FedAvgM,
+    FedAdagrad,
+    FedAdam,
+    FedYogi,
+    FedProx,
+    SCAFFOLD,
+    partial(SCAFFOLD, lr=0.5, weighting="samples", control="mean_gradient"),
+    LocalOnly,
+    Centralized,
+]
+SHARING = [make for make in EVERY if make not in (LocalOnly, Centralized)]
+
+
+@pytest.mark.parametrize("make", [FedAvgM, FedAdagrad, FedAdam, FedYogi, SCAFFOLD])
+def test_buffers_take_the_plain_mean(make: Callable[[], Aggregator]) -> None:
+    aggregator = configured(make(), "w")
+    old = {"w": torch.zeros(1), "mean": torch.zeros(1), "count": torch.tensor(0)}
+    updates = [
+        update(
+            i,
+            {"w": torch.ones(1), "mean": torch.tensor([m]), "count": torch.tensor(n)},
+            control_change={"w": torch.ones(1)},
+        )
+        for i, (m, n) in enumerate([(1.0, 5), (4.0, 2)])
+    ]
+    new = aggregator.aggregate(old, iter(updates))
+    assert (new["mean"].item(), new["count"].item()) == (2.5, 5)
+    assert old["w"].item() == 0.0
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_a_resumed_run_ends_like_one_that_never_stopped(
+    make: Callable[[], Aggregator], tmp_path: Path
+) -> None:
+    settings = {"schedule": Synchronous(0.75), "max_epochs": 2}
+    whole = run(make(), 4, **settings)
+    folder = str(tmp_path / "run")
+    run(make(), 2, run_dir=folder, **settings)
+    resumed = federation(make(), 4, run_dir=folder, **settings)
+    resumed.fit(table_model(), table_data(), ckpt_path="last")
+    assert_same_models(whole, resumed)
+
+
+@pytest.mark.parametrize("make", [partial(FedProx, mu=1.0), SCAFFOLD])
+def test_failures_processes_and_a_resume_change_nothing(
+    make: Callable[[], Aggregator], tmp_path: Path
+) -> None:
+    """Three of five clients per round; one always raises, one sends numbers that are not finite."""
+
+    def data() -> Quadratics:
+        return Quadratics(
+            (1.0, 3.0, 10.0, -1.0, float("inf")), (0.1, 0.5, 1.0, 0.0, 2.0), samples=(2, 1, 3, 1, 1)
+        )
+
+    settings = {"schedule": Synchronous(3), "max_epochs": 3}
+    whole = run(make(), 6, data(), model=Quadratic(), **settings)
+    folder = str(tmp_path / "run")
+    run(
+        make(),
+        3,
+        data(),
+        model=Quadratic(),
+        run_dir=folder,
+        engine=Processes(workers=2),
+        **settings,
+    )
+    resumed = federation(make(), 6, run_dir=folder, engine=Processes(workers=2), **settings)
+    resumed.fit(Quadratic(), data(), ckpt_path="last")
+    assert_same_models(whole, resumed)
+    assert [f.client for f in whole.federation.log.failures] == [
+        f.client for f in resumed.federation.log.failures
+    ]
+    assert {i for r in range(1, 7) for i in whole.schedule.cohort(r)} >= {3, 4}
+
+
+@pytest.mark.parametrize("make", SHARING)
+def test_a_round_in_which_all_fail_keeps_the_state(make: Callable[[], Aggregator]) -> None:
+    trainer = federation(make(), 1)
+    with pytest.raises(FederationError, match="all 2 clients failed"):
+        trainer.fit(Quadratic(), Quadratics((-1.0, -1.0), MINIMA))
+    assert float(trainer.federation.state["w"]) == 0.0
+    assert trainer.aggregator.memory == {}
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_aggregate_changes_nothing_that_it_was_given(make: Callable[[], Aggregator]) -> None:
+    aggregator = configured(make(), "w", clients=3)
+    old = {"w": torch.tensor([1.0]), "count": torch.tensor(1)}
+    updates = [
+        update(
+            i,
+            {"w": torch.tensor([2.0 + i]), "count": torch.tensor(3 - i)},
+            2,
+            control_change={"w": torch.ones(1)},
+        )
+        for i in range(2)
+    ]
+    before = clone(old), copy.deepcopy(updates)
+    new = aggregator.aggregate(old, iter(updates))
+    aggregator.aggregate(new, iter(updates))
+    assert_equal(old, before[0])
+    for now, then in zip(updates, before[1], strict=True):
+        assert_equal(now.state, then.state)
+        assert_equal(now.extras["control_change"], then.extras["control_change"])
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_updates_carry_the_extras_that_the_server_expects(
+    make: Callable[[], Aggregator],
+) -> None:
+    seen = Updates()
+    trainer = run(make(), callbacks=[seen])
+    expected = trainer.aggregator.expected_extras(trainer.federation.state)
+    assert seen.all
+    assert all(signature(update.extras) == signature(expected) for update in seen.all)
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_the_client_half_needs_no_memory(make: Callable[[], Aggregator]) -> None:
+    """It runs where the server's memory is not: in workers and on other machines."""
+    aggregator = configured(make(), "w")
+    del aggregator.memory
+    client = ClientContext(0, 1, 1, torch.ones(1), {"w": torch.zeros(1)}, {}, {})
+    aggregator.client_callbacks(client)
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_only_one_update_is_held_at_a_time(make: Callable[[], Aggregator]) -> None:
+    """The memory of a round does not grow with its cohort."""
+    aggregator = configured(make(), "w")
+    order: list[str] = []
+
+    class Watched(ClientUpdate):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "state":
+                order.append("read")
+            return super().__getattribute__(name)
+
+    def stream() -> Iterator[ClientUpdate]:
+        for i in range(3):
+            order.append("sent")
+            state = {"w": torch.ones(1)}
+            yield Watched(
+                i, 1, 1, 1, torch.ones(1), state, {"control_change": {"w": torch.ones(1)}}
+            )
+
+    aggregator.aggregate({"w": torch.zeros(1)}, stream())
+    if not isinstance(aggregator, LocalOnly):
+        assert order == ["sent", "read"] * 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FedProx(mu=-0.1),
+        lambda: FedProx(mu=float("nan")),
+        lambda: FedProx(mu=float("inf")),
+        lambda: SCAFFOLD(lr=0.0),
+        lambda: SCAFFOLD(lr=float("nan")),
+        lambda: SCAFFOLD(control="option_one"),
+        lambda: FedAvgM(lr=0.0),
+        lambda: FedAvgM(momentum=1.0),
+        lambda: FedAvgM(momentum=-0.1),
+        lambda: FedAdam(lr=-1.0),
+        lambda: FedAdam(beta1=1.0),
+        lambda: FedAdam(beta2=-0.1),
+        lambda: FedYogi(beta2=1.0),
+        lambda: FedYogi(tau=0.0),
+        lambda: FedAdagrad(tau=-1e-3),
+        lambda: FedAdagrad(beta1=-0.5),
+    ],
+)
+def test_a_bad_parameter_is_refused(make: Callable[[], Aggregator]) -> None:
+    with pytest.raises(FlsuiteError, match="must be"):
+        make()
+
+
+def test_parameters_are_kept_under_their_names() -> None:
+    """Configs, checkpoints and the command read them there."""
+    assert vars(FedProx(0.5, "uniform")) == {"mu": 0.5, "weighting": "uniform"}
+    assert vars(SCAFFOLD(0.5, "samples", "mean_gradient")) == {
+        "lr": 0.5,
+        "weighting": "samples",
+        "control": "mean_gradient",
+    }
+
+
+def test_no_callback_where_there_is_nothing_to_do() -> None:
+    client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {})
+    assert FedAvg().client_callbacks(client) == []
+    assert FedProx(mu=0.0).client_callbacks(client) == []
+    assert len(FedProx(mu=0.1).client_callbacks(client)) == 1

@@ -1,0 +1,65 @@
+"""FedProx against its closed form on two quadratic clients, and against FedAvg without its term."""
+
+import numpy as np
+import pytest
+import torch
+from federations import (
+    CURVATURES,
+    MINIMA,
+    Quadratics,
+    assert_same_models,
+    optimum,
+    run,
+)
+
+from flsuite import FederatedTrainer
+from flsuite.aggregators import (
+    Aggregator,
+    FedAvg,
+    FedProx,
+    LocalOnly,
+)
+from flsuite.data import Digits, Dirichlet
+from flsuite.models import Classifier
+from flsuite.models.backbones import MLP
+
+
+def test_fedprox_stops_at_its_closed_form() -> None:
+    """K steps from w on ``a / 2 (y - m)^2 + mu / 2 (y - w)^2`` end at ``y* + q^K (w - y*)``.
+
+    Here ``y* = (a m + mu w) / (a + mu)`` and ``q = 1 - lr (a + mu)``. The clients' mean of these
+    affine maps has the fixed point below.
+    """
+    lr, mu, steps = 0.05, 4.0, 10
+    a, m = np.array(CURVATURES), np.array(MINIMA)
+    left = (1 - lr * (a + mu)) ** steps
+    slope = (1 - left) * mu / (a + mu) + left
+    offset = (1 - left) * a * m / (a + mu)
+    fixed = offset.mean() / (1 - slope.mean())
+    assert abs(fixed - 0.713442) > 0.05
+    reached = optimum(
+        FedProx(mu=mu, weighting="uniform"), Quadratics(CURVATURES, MINIMA), rounds=35
+    )
+    assert reached == pytest.approx(fixed, abs=1e-4)
+
+
+def test_fedprox_without_its_term_is_fedavg() -> None:
+    def digits(aggregator: Aggregator) -> FederatedTrainer:
+        data = Digits(clients=3, partition=Dirichlet(0.3, min_samples=4))
+        return run(aggregator, data=data, model=Classifier(MLP((16,))))
+
+    plain = digits(FedAvg())
+    assert_same_models(plain, digits(FedProx(mu=0.0)))
+    pulled = digits(FedProx(mu=0.1))
+    assert not torch.equal(
+        plain.federation.state["network.1.weight"], pulled.federation.state["network.1.weight"]
+    )
+
+
+def test_fedprox_leaves_private_parameters_alone() -> None:
+    """With every parameter private, the term changes nothing."""
+
+    class Alone(FedProx):
+        private = ("*",)
+
+    assert_same_models(run(LocalOnly()), run(Alone(mu=1.0)))

@@ -1,0 +1,213 @@
+"""SCAFFOLD against algorithm 1 for one number, and against the optimum of quadratic clients."""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federations import (
+    CURVATURES,
+    MINIMA,
+    Quadratic,
+    Quadratics,
+    Updates,
+    configured,
+    federation,
+    optimum,
+    run,
+    signature,
+    update,
+)
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import (
+    SCAFFOLD,
+)
+from flsuite.data import DataSpec
+from flsuite.schedules import Synchronous
+
+
+def scaffold(
+    a: Sequence[float],
+    m: Sequence[float],
+    lr: float,
+    steps: int,
+    cohorts: Sequence[Sequence[int]],
+    server_lr: float = 1.0,
+) -> list[float]:
+    """Return the state after each round of algorithm 1, option II, for one number."""
+    x, c, own, states = 0.0, 0.0, [0.0] * len(a), []
+    for cohort in cohorts:
+        moved, changed = [], []
+        for i in cohort:
+            y = x
+            for _ in range(steps):
+                y -= lr * (a[i] * (y - m[i]) - own[i] + c)
+            renewed = own[i] - c + (x - y) / (steps * lr)
+            moved.append(y - x)
+            changed.append(renewed - own[i])
+            own[i] = renewed
+        x += server_lr * sum(moved) / len(cohort)
+        c += sum(changed) / len(a)
+        states.append(x)
+    return states
+
+
+@pytest.mark.parametrize("control", ["displacement", "mean_gradient"])
+def test_scaffold_on_two_quadratics_finds_the_optimum(control: Any) -> None:
+    reached = optimum(SCAFFOLD(control=control), Quadratics(CURVATURES, MINIMA), rounds=24)
+    assert reached == pytest.approx(0.909091, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("curvatures", "lr", "control"),
+    [
+        ((1.0, 2.0, 5.0, 10.0), 1.0, "displacement"),
+        ((1.0, -1.0, 5.0, float("inf")), 0.7, "mean_gradient"),
+    ],
+)
+def test_scaffold_follows_algorithm_1(
+    curvatures: tuple[float, ...], lr: float, control: Any
+) -> None:
+    """With part of the clients per round; one raises, and the update of another is refused."""
+    minima = (0.0, 0.5, -1.0, 1.0)
+    data = Quadratics(curvatures, minima)
+    trainer = federation(SCAFFOLD(lr=lr, control=control), 1, max_epochs=5, schedule=Synchronous(3))
+    model, states, cohorts = Quadratic(), [], []
+    trainer.fit(model, data)
+    for number in range(1, 9):
+        if number > 1:
+            trainer.federation.advance(trainer.engine, lambda *_: None)
+        states.append(float(trainer.federation.state["w"]))
+        cohorts.append([i for i in trainer.schedule.cohort(number) if 0 < curvatures[i] < np.inf])
+        assert [u.client for u in trainer.federation.log.updates] == cohorts[-1]
+    assert len({tuple(c) for c in cohorts}) > 1
+    assert states == pytest.approx(scaffold(curvatures, minima, 0.05, 5, cohorts, lr), abs=1e-5)
+
+
+def test_scaffold_finds_the_optimum_with_half_of_the_clients_per_round() -> None:
+    a, m = np.array([1.0, 2.0, 5.0, 10.0]), np.array([0.0, 0.5, -1.0, 1.0])
+    data, model = Quadratics(a.tolist(), m.tolist()), Quadratic(partial(SGD, lr=0.02))
+    reached = optimum(SCAFFOLD(), data, rounds=45, model=model, schedule=Synchronous(0.5))
+    assert reached == pytest.approx((a @ m) / a.sum(), abs=1e-4)
+
+
+def test_both_controls_of_scaffold_agree_for_plain_sgd() -> None:
+    """Over several epochs and batches per round, on a network with buffers."""
+    settings = {"rounds": 3, "max_epochs": 2, "schedule": Synchronous(0.75)}
+    written, mean = run(SCAFFOLD(), **settings), run(SCAFFOLD(control="mean_gradient"), **settings)
+    for name, value in written.federation.state.items():
+        torch.testing.assert_close(mean.federation.state[name], value, rtol=1e-3, atol=1e-5)
+    for name, value in written.aggregator.memory["control"].items():
+        torch.testing.assert_close(
+            mean.aggregator.memory["control"][name], value, rtol=1e-3, atol=1e-5
+        )
+    assert written.aggregator.memory["control"].keys() == {
+        n for n, _ in written._model.named_parameters()
+    }
+
+
+def test_scaffold_never_shares_memory_with_what_it_was_given() -> None:
+    aggregator = configured(SCAFFOLD(), "w", clients=4)
+    change = {"w": torch.tensor([2.0])}
+    old = {"w": torch.zeros(1)}
+    aggregator.aggregate(old, iter([update(0, {"w": torch.ones(1)}, control_change=change)]))
+    sent = aggregator.broadcast()["control"]
+    assert sent["w"].item() == 0.5
+    aggregator.aggregate(old, iter([update(0, {"w": torch.ones(1)}, control_change=change)]))
+    assert (sent["w"].item(), aggregator.memory["control"]["w"].item(), change["w"].item()) == (
+        0.5,
+        1.0,
+        2.0,
+    )
+
+
+def test_scaffold_counts_the_steps_that_a_parameter_took() -> None:
+    """Steps in which a parameter is frozen do not count for it."""
+
+    class Thawing(Quadratic):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss if self.current_epoch >= 6 else loss.detach() + 0.0 * self.other
+
+        def build(self, spec: DataSpec) -> None:
+            super().build(spec)
+            self.other = nn.Parameter(torch.zeros(()))
+
+    data = Quadratics(CURVATURES, MINIMA)
+    expected = scaffold(CURVATURES, MINIMA, 0.05, 4, [(0, 1)] * 3)[-1]
+    for control in ("displacement", "mean_gradient"):
+        assert optimum(SCAFFOLD(control=control), data, 3, model=Thawing()) == pytest.approx(
+            expected, abs=1e-6
+        )
+
+
+class Tied(Quadratic):
+    """The same parameter under two names."""
+
+    def build(self, spec: DataSpec) -> None:
+        super().build(spec)
+        self.also_w = self.w
+
+
+@pytest.mark.parametrize("control", ["displacement", "mean_gradient"])
+def test_scaffold_corrects_tied_weights_once_and_sends_them_by_every_name(control: Any) -> None:
+    seen = Updates()
+    trainer = federation(SCAFFOLD(control=control), 24, max_epochs=10, callbacks=[seen])
+    trainer.fit(Tied(), Quadratics(CURVATURES, MINIMA))
+
+    assert trainer.federation.state["w"].item() == pytest.approx(0.909091, abs=1e-5)
+    expected = trainer.aggregator.expected_extras(trainer.federation.state)
+    assert set(expected["control_change"]) == {"w", "also_w"}
+    assert all(signature(update.extras) == signature(expected) for update in seen.all)
+
+
+class Scheduled(Quadratic):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, step_size=2)}
+
+
+class TwoRates(Quadratic):
+    def build(self, spec: DataSpec) -> None:
+        super().build(spec)
+        self.other = nn.Parameter(torch.zeros(()))
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD([{"params": [self.w]}, {"params": [self.other], "lr": 0.01}], lr=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "message"),
+    [
+        (Quadratic(partial(SGD, lr=0.05, momentum=0.9)), {}, "momentum 0.9"),
+        (Quadratic(partial(SGD, lr=0.05, weight_decay=5e-4)), {}, "weight_decay 0.0005"),
+        (Quadratic(partial(Adam, lr=0.05)), {}, "Adam"),
+        (Scheduled(), {}, "0.05 and 0.005 in one fit"),
+        (TwoRates(), {}, "0.05 and 0.01 in one fit"),
+        (Quadratic(), {"gradient_clip_val": 1.0}, "gradient_clip_val"),
+    ],
+)
+def test_scaffold_refuses_what_makes_the_displacement_lie(
+    model: Quadratic, kwargs: Any, message: str
+) -> None:
+    data = Quadratics(CURVATURES, MINIMA)
+    with pytest.raises(FlsuiteError, match=rf"{message}.*round 1, client 0.*'mean_gradient'"):
+        optimum(SCAFFOLD(), data, 1, model=copy.deepcopy(model), **kwargs)
+    assert np.isfinite(optimum(SCAFFOLD(control="mean_gradient"), data, 1, model=model, **kwargs))
+
+
+def test_scaffold_with_momentum_and_decay_finds_the_optimum_of_the_decayed_loss() -> None:
+    """Decay adds ``decay / 2 w^2`` to each client's loss; the mean gradient counts it once."""
+    a, m, decay = np.array(CURVATURES), np.array(MINIMA), 0.5
+    model = Quadratic(partial(SGD, lr=0.02, momentum=0.5, weight_decay=decay))
+    reached = optimum(
+        SCAFFOLD(control="mean_gradient"), Quadratics(CURVATURES, MINIMA), 40, model=model
+    )
+    assert reached == pytest.approx((a @ m) / (a + decay).sum(), abs=1e-4)
