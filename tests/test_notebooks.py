@@ -10,7 +10,7 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PICTURES = {"fedavg_by_hand": 1, "quickstart": 2}
+PICTURES = {"fedavg_by_hand": 1, "quickstart": 2, "your_own": 1}
 EXECUTED = {"fedavg_by_hand"}  # committed with outputs; what they print is the same on every run
 
 
@@ -87,3 +87,13 @@ def test_fedavg_by_hand_fails_if_the_two_differ(line: str, changed: str) -> None
     exec(source, {})
     with pytest.raises(AssertionError):
         exec(source.replace(line, changed), {})
+
+
+def test_your_own_classes_are_each_under_thirty_lines() -> None:
+    notebook = nbformat.read(ROOT / "notebooks" / "your_own.ipynb", as_version=4)
+    code = [cell.source for cell in notebook.cells if cell.source.startswith("%%writefile my_")]
+    assert len(code) == 4
+    for source in code:
+        lines = source.splitlines()
+        first = next(n for n, line in enumerate(lines) if line.startswith("class "))
+        assert len(lines) - first < 30

@@ -29,6 +29,12 @@ class DataSpec:
     task: Task = "multiclass"
     class_names: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        # NumPy's numbers and names, which readers of files return, cannot be read from a checkpoint.
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "num_classes", int(self.num_classes))
+        object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

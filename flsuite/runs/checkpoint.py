@@ -107,8 +107,9 @@ def export_model(model: ClientModel, path: Path) -> None:
         },
     }
     model.on_save_checkpoint(content)
+    readable = plain(content, "model")
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_save(lambda temporary: torch.save(content, temporary), path)
+    atomic_save(lambda temporary: torch.save(readable, temporary), path)
 
 
 def _link(source: Path, target: Path) -> None:

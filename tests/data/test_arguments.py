@@ -13,6 +13,7 @@ import yaml
 from flsuite.data import (
     IID,
     CropFlip,
+    DataSpec,
     Digits,
     Dirichlet,
     FederatedDataModule,
@@ -139,3 +140,9 @@ def test_arguments_include_those_of_base_classes() -> None:
         load = Synthetic.load
 
     assert arguments(Fixed())["clients"] == 3
+
+
+def test_a_spec_of_numpy_numbers_and_names_is_plain_data() -> None:
+    spec = DataSpec((np.int64(3),), np.int64(2), "binary", tuple(np.array(["benign", "malignant"])))
+    assert [type(value) for value in (*spec.shape, spec.num_classes)] == [int, int]
+    assert [type(name) for name in spec.class_names] == [str, str]
