@@ -51,8 +51,8 @@ INTERNALS = (
 )
 """Owner and path of every private attribute, as ``Class.attribute.attribute``.
 
-Those of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`, those of ``WandbLogger`` are
-used in :mod:`flsuite.callbacks.loggers`, and ``Trainer._run_stage`` is overridden in
+Those of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`, those of ``WandbLogger``
+are used in :mod:`flsuite.callbacks.loggers`, and ``Trainer._run_stage`` is overridden in
 :mod:`flsuite.client.trainer`. The functions of this module use the others.
 """
 

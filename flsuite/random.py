@@ -1,7 +1,8 @@
 """Seeds as a function of (seed, stream, round, client).
 
-Nothing in flsuite draws from a generator whose state depends on what ran before it. Whoever needs randomness asks for a
-generator by name, so that the same run comes out whatever the engine, the number of workers, or the round it resumed from.
+Nothing in flsuite draws from a generator whose state depends on what ran before it. Whoever needs
+randomness names its stream, so that a run comes out the same on every engine, with any number of
+workers, and after a resume from any round.
 """
 
 import random as python_random
@@ -14,11 +15,11 @@ __all__ = ["numpy_generator", "seed_for", "seed_process", "torch_generator"]
 
 
 def seed_for(seed: int, stream: str, round: int = 0, client: int = 0) -> int:
-    """A 63-bit seed for one use of randomness.
+    """Return a 63-bit seed for one use of randomness.
 
     Args:
         seed: The run's seed.
-        stream: What the randomness is for, e.g. ``"cohort"``; streams are independent of each other.
+        stream: What the randomness is for, e.g. ``"cohort"``; streams are independent.
         round: The round, counted from 1; 0 for what happens once.
         client: The client's number; -1 is the pooled client.
     """
@@ -28,20 +29,21 @@ def seed_for(seed: int, stream: str, round: int = 0, client: int = 0) -> int:
 
 
 def numpy_generator(seed: int, stream: str, round: int = 0, client: int = 0) -> np.random.Generator:
+    """Return NumPy's generator with the seed of :func:`seed_for`."""
     return np.random.default_rng(seed_for(seed, stream, round, client))
 
 
 def torch_generator(seed: int, stream: str, round: int = 0, client: int = 0) -> torch.Generator:
+    """Return torch's generator with the seed of :func:`seed_for`."""
     return torch.Generator().manual_seed(seed_for(seed, stream, round, client))
 
 
 def seed_process(seed: int, stream: str, round: int = 0, client: int = 0) -> None:
-    """Seed the global generators, which dropout and third-party code draw from, before one client's fit."""
+    """Seed the global generators before a fit: dropout and third-party code draw from them."""
     value = seed_for(seed, stream, round, client)
     python_random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(
-        value
-    )  # torch.manual_seed collects a stack trace for GPUs that are not in use
+    # torch.manual_seed would collect a stack trace for GPUs that are not in use.
+    torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)

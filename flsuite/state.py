@@ -52,7 +52,7 @@ class StateLayout:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name starts with one of the patterns; ``*``, ``?``, ``[...]`` are wildcards."""
+    """Return whether a name starts with one of the patterns, which may have wildcards."""
     return any(fnmatchcase(name, pattern + "*") for pattern in patterns)
 
 
@@ -87,7 +87,7 @@ def difference(
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
-    """Return ``a + scale * b`` over the entries of ``b``, and copies of the other entries of ``a``."""
+    """Return ``a + scale * b`` over the entries of ``b``; other entries of ``a`` are copied."""
     return {
         name: torch.add(value, b[name], alpha=scale) if name in b else value.clone()
         for name, value in a.items()

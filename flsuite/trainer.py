@@ -40,7 +40,8 @@ class FederatedTrainer(Trainer):
     """Runs a federation.
 
     Every further argument is one of :class:`lightning.pytorch.Trainer` and holds for each client's
-    fit: ``max_epochs`` counts local epochs; ``precision``, ``gradient_clip_val`` and ``accelerator``
+    fit: ``max_epochs`` counts local epochs; ``precision``, ``gradient_clip_val`` and
+        ``accelerator``
     mean what they always mean. Loggers belong to the federation. A callback may have the
     federation's hooks (:class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
 
@@ -55,8 +56,8 @@ class FederatedTrainer(Trainer):
         score_clients: Clients that are scored one by one, always the first ones, so that rounds can
             be compared. The last round scores all clients too, as ``all_clients/...``.
         buffers: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
-        keep_optimizers: Let the state of a client's optimizers live on from one of its rounds to the
-            next.
+        keep_optimizers: Let the state of a client's optimizers live on from one of its rounds to
+            the next.
         lr_decay: How the clients' learning rates fall from round to round; default not at all.
         channels_last: Use this memory format for images and convolutions, which is faster.
         run_dir: The run's folder; default ``runs/<data>-<aggregator>/<time>-<seed>``.

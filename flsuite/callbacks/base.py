@@ -19,8 +19,8 @@ class FederationCallback(Callback):
 
     It is an ordinary Lightning callback too. The Lightning hooks that a subclass implements are
     called by every client's Trainer, wherever that runs, on a fresh copy for each fit. The copy has
-    the state that the callback had when the round started, on every engine; what a fit changes in it
-    is dropped. ``trainer.train_dataloader`` has the ``client`` and the ``round``.
+    the state that the callback had when the round started, on every engine; what a fit changes in
+    it is dropped. ``trainer.train_dataloader`` has the ``client`` and the ``round``.
 
     ``state_dict`` and ``load_state_dict`` go into the run's checkpoint, as plain data.
 

@@ -23,14 +23,14 @@ __all__ = ["FlowMonitor"]
 class FlowMonitor(FederationCallback):
     """Scores the flow on held-out samples: aggregated, averaged, and as the clients sent theirs.
 
-    Held out are test samples of the classes that any client has met. ``nll`` is ``-log p(z | y)`` in
-    nats per dimension. All flows see the features of the new global model, so that they differ in
-    nothing else. Logged as ``test/<name>``:
+    Held out are test samples of the classes that any client has met. ``nll`` is ``-log p(z | y)``
+    in nats per dimension. All flows see the features of the new global model, so that they differ
+    in nothing else. Logged as ``test/<name>``:
 
     - ``flow_nll``, ``flow_nll_of_mean``: of the aggregated flow, and of the mean by samples of the
       same clients' flows, which is FedAvg's;
-    - ``flow_nll_before``, ``flow_nll_after``: means over clients, on samples of the classes that the
-      client trains on, of its own flow as it sent it, and of the aggregated flow;
+    - ``flow_nll_before``, ``flow_nll_after``: means over clients, on samples of the classes that
+      the client trains on, of its own flow as it sent it, and of the aggregated flow;
     - ``flow_disagreement``: the standard deviation over clients of the nll that their flows give a
       held-out sample, as a mean over samples;
     - ``flow_spread``, ``flow_spread_after``: root mean squared distance of the clients' flow

@@ -24,10 +24,10 @@ __all__ = ["LatentSpace", "latent_figure"]
 class LatentSpace(FederationCallback):
     """Draws latent means of test samples with the class priors; logs how far the priors lie apart.
 
-    Logged in every round as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean`` over
-    pairs of classes, ``prior_sigma_min``. The picture is ``latent/round-NNNN.png`` in the run's
-    folder, and goes to W&B. It has one panel per client. Its two axes are the principal components of
-    the class centres: what they leave out does not tell the classes apart.
+    Logged in every round as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean``
+    over pairs of classes, ``prior_sigma_min``. The picture is ``latent/round-NNNN.png`` in the
+    run's folder, and goes to W&B. It has one panel per client. Its two axes are the principal
+    components of the class centres: what they leave out does not tell the classes apart.
 
     Args:
         every: Rounds between two pictures; the last round is always drawn. 0 draws none.
@@ -48,8 +48,8 @@ class LatentSpace(FederationCallback):
     def on_federation_start(self, run: Run) -> None:
         if not isinstance(run.model, PriorModel):
             raise FlsuiteError(
-                f"LatentSpace draws class priors, and {type(run.model).__name__} has none (latent(x) "
-                "and priors()); use a model such as ACVAE, or remove the callback"
+                f"LatentSpace draws class priors, and {type(run.model).__name__} has none "
+                "(latent(x) and priors()); use a model such as ACVAE, or remove the callback"
             )
         if run.model.priors()[0].shape[1] < 2:
             raise FlsuiteError(

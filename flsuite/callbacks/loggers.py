@@ -15,14 +15,14 @@ __all__ = ["RoundLogger"]
 class RoundLogger(FederationCallback):
     """Sends every round's metrics to all loggers, as ``<split>/<metric>``.
 
-    Weights & Biases gets one run per experiment, with the settings and a picture of the partition. A
-    resumed federation goes on in the same W&B run. A round that was logged but not saved when the
+    Weights & Biases gets one run per experiment, with the settings and a picture of the partition.
+    A resumed federation goes on in the same W&B run. A round that was logged but not saved when the
     run was killed is logged again.
 
     Args:
         log_model: Upload the final model as an artifact.
-        per_client: Log clients one by one up to this many clients; mean, worst and spread are always
-            logged.
+        per_client: Log clients one by one up to this many clients; mean, worst and spread are
+            always logged.
     """
 
     affects: ClassVar[Affects] = "nothing"

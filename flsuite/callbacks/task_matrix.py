@@ -22,10 +22,10 @@ class TaskMatrix(FederationCallback):
     """The accuracy on each task, after each task of a :class:`~flsuite.data.TaskSequence`.
 
     Without tasks it does nothing. After the last round of a task the model is scored on the test
-    samples of every client's groups of classes, including groups still to come, against all classes.
-    That gives one matrix per client (of its own model, where it has one), and their mean. Logged in
-    that round as ``test/task_accuracy/<j>``, the row of the matrix, for the federation and each
-    client; and as means over clients ``test/task_accuracy`` (over the tasks done),
+    samples of every client's groups of classes, including groups still to come, against all
+    classes. That gives one matrix per client (of its own model, where it has one), and their mean.
+    Logged in that round as ``test/task_accuracy/<j>``, the row of the matrix, for the federation
+    and each client; and as means over clients ``test/task_accuracy`` (over the tasks done),
     ``test/forgetting``, ``test/backward_transfer`` and ``test/forward_transfer``, see
     :mod:`flsuite.metrics.continual`. The picture is ``tasks.png`` in the run's folder.
 

@@ -2,8 +2,8 @@
 
 Lightning's own loop keeps progress, results and profiles of every batch, which costs a fifth of a
 step on a small model. In the plain case this loop makes the same calls in the same order, and ends
-with the same weights, bit for bit. Everything else takes Lightning's loop, from the first fit to the
-last: how a fit is done never depends on the fits that the worker has done before.
+with the same weights, bit for bit. Everything else takes Lightning's loop, from the first fit to
+the last: how a fit is done never depends on the fits that the worker has done before.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,9 +40,10 @@ class LocalLoop:
     """One client's fit, on a Trainer that Lightning has set up for it.
 
     The plain case is one optimizer of torch, stepped once per batch, without schedulers, with
-    callbacks that are known to work here. Those are the callbacks of flsuite, and others whose class
-    has ``supports_local_loop = True``: they may read the Trainer's counters, ``is_last_batch`` and
-    ``train_dataloader``, change gradients and weights, and set ``should_stop``.
+    callbacks that are known to work here. Those are the callbacks of flsuite, and others whose
+    class has ``supports_local_loop = True``: they may read the Trainer's counters,
+    ``is_last_batch`` and ``train_dataloader``, change gradients and weights, and set
+    ``should_stop``.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -212,7 +213,7 @@ def _bind(
 
 @contextmanager
 def _logging_refused(module: LightningModule) -> Iterator[None]:
-    """Raise :class:`NeedsLightningLoop` where the model logs: only Lightning's loop collects that."""
+    """Raise :class:`NeedsLightningLoop` where the model logs, which this loop does not collect."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NeedsLightningLoop("the model logs")

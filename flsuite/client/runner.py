@@ -1,7 +1,7 @@
 """One client's fit: copy its state into the resident model, train, copy the state out.
 
-A worker has one model and one Lightning Trainer, whatever the number of clients. A client is a state
-dict and an index array.
+A worker has one model and one Lightning Trainer, whatever the number of clients. A client is a
+state dict and an index array.
 """
 
 import copy
@@ -137,7 +137,8 @@ class ClientRunner:
     ) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer that has fitted nothing, and the data on its device.
 
-        The Trainer is reused, unless callbacks of the user may have changed it: then every fit has a
+        The Trainer is reused, unless callbacks of the user may have changed it: then every fit has
+            a
         new one, so that no fit depends on those that its worker has done before.
         """
         if self._trainer is None or not all(map(supports_local_loop, callbacks)):

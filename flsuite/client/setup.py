@@ -59,8 +59,8 @@ class WorkerSetup:
         data: The samples of all clients.
         aggregator: The client half of the algorithm; see :func:`client_half`.
         seed: The run's seed.
-        initial: What a fit starts from where neither the server nor the client knows better: private
-            entries before a client's first fit, and buffers.
+        initial: What a fit starts from where neither the server nor the client knows better:
+            private entries before a client's first fit, and buffers.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
         buffers: What happens to buffers such as BatchNorm statistics. With ``average`` they travel
             and are averaged; with ``local`` they stay with the client; with ``reset`` they travel,
@@ -123,8 +123,8 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """
     if str(kwargs.get("precision") or "32-true") not in _PRECISIONS:
         raise FlsuiteError(
-            f"trainer: precision {kwargs['precision']} is not supported, because weights travel and "
-            "are averaged in float32, and a gradient scaler would pass from client to client; use "
+            f"trainer: precision {kwargs['precision']} is not supported, because weights travel "
+            "and are averaged in float32, and a gradient scaler would pass from client to client; use "
             "bf16-mixed or 32-true"
         )
     if kwargs.get("max_time") is not None:

@@ -66,8 +66,8 @@ class _FederatedCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,  # the trainer exports models; the hook would tie each optimizer to the CLI
-            **kwargs,
+            load_from_checkpoint_support=False,  # the trainer exports models; the hook would tie
+            each optimizer to the CLI **kwargs,
         )
 
     _command = "fit"

@@ -30,7 +30,8 @@ class DataSpec:
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # NumPy's numbers and names, which readers of files return, cannot be read from a checkpoint.
+        # NumPy's numbers and names, which readers of files return, cannot be read from a
+        # checkpoint.
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         object.__setattr__(self, "num_classes", int(self.num_classes))
         object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))

@@ -13,7 +13,8 @@ __all__ = ["Engine"]
 class Engine(ABC):
     """Says where clients train.
 
-    An engine never decides what comes out: the same requests give the same outcomes on every engine,
+    An engine never decides what comes out: the same requests give the same outcomes on every
+        engine,
     in whatever order they are collected.
     """
 
@@ -48,5 +49,5 @@ class Engine(ABC):
         """
 
     def stop(self) -> None:
-        """Release what :meth:`start` took, and drop pending requests. A second call does nothing."""
+        """Release what :meth:`start` took, and drop pending requests; may be called twice."""
         return

@@ -52,8 +52,8 @@ class Processes(Engine):
     """Trains in worker processes.
 
     Workers are forked from a server process that has imported everything and computed nothing, so
-    that starting or replacing one takes milliseconds. The dataset lies in memory once. A worker that
-    dies is replaced, and its client is tried once more.
+    that starting or replacing one takes milliseconds. The dataset lies in memory once. A worker
+    that dies is replaced, and its client is tried once more.
 
     Args:
         workers: Number of processes; default the cores that this process may use.

@@ -1,6 +1,7 @@
 """Objects with tensors as bytes: a tensor is its raw memory, without torch's own serialization.
 
-cloudpickle serializes everything else, so that classes defined in a notebook or a script travel too.
+cloudpickle serializes everything else, so that classes defined in a notebook or a script travel
+too.
 """
 
 import io

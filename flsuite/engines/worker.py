@@ -45,8 +45,8 @@ def serve(
     """Answer requests until the other side closes the connection.
 
     Args:
-        connection: Brings a :class:`Broadcast` or ``(number, assignment, memory)``. The first answer
-            is :class:`Ready`; the answer to every request is its outcome, or :class:`Fatal`.
+        connection: Brings a :class:`Broadcast` or ``(number, assignment, memory)``. The first
+            answer is :class:`Ready`; the answer to every request is its outcome, or :class:`Fatal`.
         descriptor, head, places: The setup, as :func:`~flsuite.engines.wire.dump_shared` wrote it.
         threads: Threads of torch.
     """

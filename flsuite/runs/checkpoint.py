@@ -88,7 +88,8 @@ def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Pa
 def export_model(model: ClientModel, path: Path) -> None:
     """Write an ordinary Lightning checkpoint, which ``load_from_checkpoint`` reads.
 
-    Settings that only code can express, such as an optimizer given as a lambda, keep their defaults.
+    Settings that only code can express, such as an optimizer given as a lambda, keep their
+    defaults.
     """
     settings = {
         name: value

@@ -84,8 +84,8 @@ class RunFolder:
             return
         if not overwrite and (self.path / "metrics.csv").exists():
             raise FlsuiteError(
-                f"{self.path} already holds a run: resume it with --ckpt_path last, or name another "
-                "folder with --run_dir"
+                f"{self.path} already holds a run: resume it with --ckpt_path last, or name "
+                "another folder with --run_dir"
             )
         assert self.checkpoints is not None
         parents = (self.checkpoints, *self.checkpoints.parents)

@@ -292,8 +292,8 @@ class Run:
             self.folder.create(self.config, self.settings, self.federation.data, overwrite)
             if self.settings.get("initial_weights"):
                 log.warning(
-                    "the model was built before, perhaps by another fit: the federation starts from "
-                    "its weights; pass a new model to start from weights that the seed decides"
+                    "the model was built before, perhaps by another fit: the federation starts "
+                    "from its weights; pass a new model to start from weights that the seed decides"
                 )
         else:
             self._resume(checkpoint)
@@ -447,7 +447,7 @@ class Run:
             )
 
     def _close(self) -> None:
-        """Leave the global model in the resident model and on disk, and say goodbye to callbacks."""
+        """Leave the global model in the resident model and on disk, and notify callbacks."""
         if self.round:
             self.evaluator.load(self.federation.client_state(None))
             if self.folder.checkpoints:

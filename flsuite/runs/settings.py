@@ -1,8 +1,8 @@
 """The settings that decide a run's result, as plain data.
 
 A resume refuses a run whose settings differ, and ``flsuite report`` groups runs by them. Describing
-an object is the inverse of instantiating a config. It rests on one convention: a class that a config
-can name keeps each parameter of its ``__init__`` under the same name, or that name with an
+an object is the inverse of instantiating a config. It rests on one convention: a class that a
+config can name keeps each parameter of its ``__init__`` under the same name, or that name with an
 underscore before it.
 """
 
@@ -105,7 +105,7 @@ def init_args(obj: Any) -> dict[str, Any]:
 
 
 def describe(obj: Any) -> Any:
-    """Return plain data: numbers, text, lists, dicts, and ``{class_path, init_args}`` for objects."""
+    """Return plain data; an object becomes ``{class_path, init_args}``."""
     if isinstance(obj, np.generic):
         return obj.item()
     if isinstance(obj, enum.Enum):
@@ -216,7 +216,7 @@ def _source(function: Any) -> str:
 
 
 def _describe_function(function: Any) -> str:
-    """Return the source, and the outer values that it uses: ``lambda p: SGD(p, lr=lr)`` needs lr."""
+    """Return the source and the outer values that it uses, such as lr in ``lambda: SGD(lr=lr)``."""
     try:
         outer = inspect.getclosurevars(function)
     except (TypeError, ValueError):

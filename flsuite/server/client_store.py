@@ -18,8 +18,8 @@ Memory = dict[str, Any]
 class ClientStore:
     """The memories of all clients that have ever trained.
 
-    They lie in memory up to a budget. Each round writes one file with the memories of its cohort, so
-    that a checkpoint costs what the cohort costs. What does not fit into the budget is read back
+    They lie in memory up to a budget. Each round writes one file with the memories of its cohort,
+    so that a checkpoint costs what the cohort costs. What does not fit into the budget is read back
     from these files.
 
     Args:

@@ -220,8 +220,8 @@ def combine(clients: Mapping[int, OwnScores]) -> Scores:
 
     ``global`` is the mean over clients of their models' scores on the whole split, with worst and
     spread. ``accuracy_first_five`` is the mean over the first five clients, which some published
-    tables report. A client's row has ``accuracy`` on its own part of the split, and ``accuracy_all``
-    on the whole split.
+    tables report. A client's row has ``accuracy`` on its own part of the split, and
+    ``accuracy_all`` on the whole split.
     """
     if not clients:
         return {}
