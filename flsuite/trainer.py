@@ -40,10 +40,9 @@ class FederatedTrainer(Trainer):
     """Runs a federation.
 
     Every further argument is one of :class:`lightning.pytorch.Trainer` and holds for each client's
-    fit: ``max_epochs`` counts local epochs; ``precision``, ``gradient_clip_val`` and
-        ``accelerator``
-    mean what they always mean. Loggers belong to the federation. A callback may have the
-    federation's hooks (:class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
+    fit, with its usual meaning; ``max_epochs`` counts local epochs. Loggers belong to the federation.
+    A callback may have the federation's hooks (:class:`~flsuite.callbacks.FederationCallback`),
+    Lightning's own, or both.
 
     Args:
         rounds: Rounds of the federation.

@@ -137,9 +137,8 @@ class ClientRunner:
     ) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer that has fitted nothing, and the data on its device.
 
-        The Trainer is reused, unless callbacks of the user may have changed it: then every fit has
-            a
-        new one, so that no fit depends on those that its worker has done before.
+        The Trainer is reused, unless callbacks of the user may have changed it. Then every fit has
+        a new one, so that no fit depends on those that its worker has done before.
         """
         if self._trainer is None or not all(map(supports_local_loop, callbacks)):
             self._trainer = ClientTrainer(self._use_local_loop, **self.setup.trainer_kwargs)

@@ -123,8 +123,8 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """
     if str(kwargs.get("precision") or "32-true") not in _PRECISIONS:
         raise FlsuiteError(
-            f"trainer: precision {kwargs['precision']} is not supported, because weights travel "
-            "and are averaged in float32, and a gradient scaler would pass from client to client; use "
+            f"trainer: precision {kwargs['precision']} is not supported: weights travel and are "
+            "averaged in float32, and a gradient scaler would pass from client to client; use "
             "bf16-mixed or 32-true"
         )
     if kwargs.get("max_time") is not None:

@@ -66,8 +66,9 @@ class _FederatedCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,  # the trainer exports models; the hook would tie
-            each optimizer to the CLI **kwargs,
+            # The trainer exports models. The hook would tie each optimizer to the CLI.
+            load_from_checkpoint_support=False,
+            **kwargs,
         )
 
     _command = "fit"

@@ -21,22 +21,24 @@ _HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch L
 usage: flsuite COMMAND --config FILE [--KEY VALUE ...]
 
 commands:
-  fit         run a federation and write its folder; --ckpt_path last resumes a killed or finished
-  run validate    score a finished run on validation data test        score a finished run on test
-  data: the global model and every client predict     write class probabilities on test data to
-  predictions.csv, and a model's pictures partition   draw how a config splits the data, without
-  training report      compare finished runs: mean and spread over seeds
+  fit         run a federation and write its folder; --ckpt_path last resumes a run
+  validate    score a finished run on validation data
+  test        score a finished run on test data: the global model and every client
+  predict     write class probabilities on test data to predictions.csv, and a model's pictures
+  partition   draw how a config splits the data, without training
+  report      compare finished runs: mean and spread over seeds
 
 examples:
   flsuite fit --config configs/quickstart.yaml
   flsuite fit --config configs/quickstart.yaml --trainer.rounds 50 --data.partition.alpha 0.1
+  flsuite fit --config configs/quickstart.yaml --ckpt_path last
   flsuite test --config runs/quickstart/TIME-SEED/config.yaml --ckpt_path best
   flsuite partition --config configs/quickstart.yaml
   flsuite report runs/quickstart --metric accuracy f1_macro
 
 flsuite COMMAND --help lists every key; flsuite fit --config FILE --print_config prints the resolved
-config. A key of a class is given without init_args: --trainer.aggregator FedAvgM
-    --trainer.aggregator.momentum 0.5
+config. A key of a class is given without init_args:
+  --trainer.aggregator FedAvgM --trainer.aggregator.momentum 0.5
 """
 
 _PARTITION_HELP = """usage: flsuite partition --config FILE [--output FOLDER]
@@ -48,10 +50,9 @@ the name of the config.
 
   --config FILE           a config as for flsuite fit; its model and trainer are not used
   --output FOLDER         where to write; default: the working folder
-  --data.KEY VALUE        override a key of the data, e.g. --data.partition.alpha 0.1 --data.clients
-  20 --seed_everything SEED  the run's seed, which decides the partition unless data.seed is given
-  --plugins LIST          modules to import first, e.g. '[my_package]'; their classes get short
-  names
+  --data.KEY VALUE        override a key of the data, e.g. --data.partition.alpha 0.1
+  --seed_everything SEED  the run's seed, which decides the partition unless data.seed is given
+  --plugins LIST          modules to import first, e.g. '[my_package]', for short class names
 """
 
 _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] [--last N]
@@ -60,14 +61,12 @@ _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] 
 Compare finished runs. Every run in or below a FOLDER counts. Runs whose settings (settings.yaml)
 differ in nothing but the seed are one row, named by the settings in which it differs from the other
 rows, with mean and standard deviation: test scores of the last round, of the round picked on
-validation data,
-    the
-mean of the last rounds, and the best on test data (not an honest choice; for comparison with
-published tables that were made so).
+validation data, the mean of the last rounds, and the best on test data (not an honest choice; for
+comparison with published tables that were made so).
 
-  --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro accuracy_first_five; default
-  accuracy --last N            rounds in the mean of the last ones; default 10 --output FOLDER
-  write report.csv, report.md and report.png (curves with their range) there
+  --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro; default accuracy
+  --last N            rounds in the mean of the last ones; default 10
+  --output FOLDER     write report.csv, report.md and report.png (curves with their range) there
 """
 
 _HELPS = {"partition": _PARTITION_HELP, "report": _REPORT_HELP}
@@ -130,9 +129,8 @@ def _complain(message: str, status: int) -> int:
 def _prepare(args: list[str]) -> None:
     """Import plugins, and start the process that workers are forked from.
 
-    Both come before the parser is built: a plugin's classes must be known to it, and the fork
-        server
-    imports torch while this process does.
+    Both come before the parser is built. A plugin's classes must be known to it, and the fork
+    server imports torch while this process does.
     """
     configs = [_read(path) for path in _values(args, "--config", "-c")]
     chosen = _values(args, "--trainer.engine") or [

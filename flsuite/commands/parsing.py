@@ -16,8 +16,8 @@ from flsuite.errors import FlsuiteError
 __all__ = ["OneLineParser", "config_name", "plain_errors"]
 
 _NOISE = re.compile(
-    r"(Does not validate|Subtypes:|Errors:|Given value|Got value|Expected a <class
-    'NoneType'>|Expected a path but|usage:)"
+    r"(Does not validate|Subtypes:|Errors:|Given value|Got value|usage:"
+    r"|Expected a <class 'NoneType'>|Expected a path but)"
 )
 _NESTED = re.compile(r"[a-z_.]+: there is no ")  # a nested parser has said where already
 _KEY = re.compile(r'Parser key "([^"]+)":?')

@@ -13,9 +13,8 @@ __all__ = ["Engine"]
 class Engine(ABC):
     """Says where clients train.
 
-    An engine never decides what comes out: the same requests give the same outcomes on every
-        engine,
-    in whatever order they are collected.
+    An engine never decides what comes out. The same requests give the same outcomes on every
+    engine, in whatever order they are collected.
     """
 
     @contextmanager

@@ -1,7 +1,8 @@
 """flsuite under Flower: every aggregator as a strategy, every model as a client.
 
-Flower (``flwr``) is an extra: ``pip install "flsuite[flower]"``. A Flower app names :mod:`flsuite.flower.app`; from Python,
-:func:`flsuite.flower.server.serve` and :class:`flsuite.flower.client.Site` take objects instead of a config.
+Flower (``flwr``) is an extra: ``pip install "flsuite[flower]"``. A Flower app names
+:mod:`flsuite.flower.app`. From Python, :func:`flsuite.flower.server.serve` and
+:class:`flsuite.flower.client.Site` take objects instead of a config.
 """
 
 from importlib.util import find_spec

@@ -1,6 +1,7 @@
-"""The two halves of a Flower app, made from a flsuite config.
+"""The two halves of a Flower app, made from a config of flsuite.
 
-A ``pyproject.toml`` for Flower names them, and the config, which lies beside it and travels to the nodes with the app::
+Flower's ``pyproject.toml`` names them and the config. The config lies beside it, and travels to the
+nodes with the app::
 
     [tool.flwr.app.components]
     serverapp = "flsuite.flower.app:server_app"
@@ -8,10 +9,11 @@ A ``pyproject.toml`` for Flower names them, and the config, which lies beside it
 
     [tool.flwr.app.config]
     flsuite-config = "digits.yaml"
-    flsuite-args = "--trainer.rounds 3"   # what one would write behind flsuite fit --config digits.yaml
+    flsuite-args = "--trainer.rounds 3"   # arguments of flsuite fit, after --config digits.yaml
     flsuite-timeout = 3600                # seconds that a round waits for the nodes
 
-torch and Lightning are imported when there is work for them: a node starts a process for every message.
+torch and Lightning are imported only where they are needed, because a node starts a process per
+message.
 """
 
 import shlex
@@ -44,31 +46,31 @@ _ON_A_NODE = (
 
 
 def _arguments(context: Context) -> tuple[str, ...]:
-    """What the run config asks for, as arguments of ``flsuite fit``."""
+    """Return the run config as arguments of ``flsuite fit``."""
     name = context.run_config.get("flsuite-config")
     if not name:
         raise FlsuiteError(
-            'the run config names no config: set flsuite-config under [tool.flwr.app.config], e.g. "digits.yaml"'
+            "the run config names no config: set flsuite-config under [tool.flwr.app.config], e.g. "
+            '"digits.yaml"'
         )
-    return (
-        "--config",
-        str(_find(str(name))),
-        *shlex.split(str(context.run_config.get("flsuite-args", ""))),
-    )
+    others = shlex.split(str(context.run_config.get("flsuite-args", "")))
+    return "--config", str(_find(str(name))), *others
 
 
 def _find(name: str) -> Path:
-    """The config in the app's folder, which Flower puts on the path of imports; else here."""
+    """Return the config's path, in the app's folder or in the working directory."""
+    # Flower puts the folder of the app on the path of imports.
     places = [Path(folder or ".", name) for folder in (*sys.path, ".")]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
+    config = next((place for place in places if place.is_file()), None)
+    if config is None:
         raise FlsuiteError(
             f"flsuite-config: there is no {name} in the folder of the app, nor in {Path.cwd()}"
         )
-    return found
+    return config
 
 
 def _build(arguments: tuple[str, ...]) -> tuple[Any, Any, Any]:
+    """Return the trainer, the model and the data module of these arguments."""
     from flsuite.commands.fit import build
     from flsuite.commands.main import import_plugins
 
@@ -78,7 +80,7 @@ def _build(arguments: tuple[str, ...]) -> tuple[Any, Any, Any]:
 
 @lru_cache(maxsize=1)
 def _kept_site(arguments: tuple[str, ...]) -> "Site":
-    """For the next message too, where the process lives on: in Flower's simulation."""
+    """Return the site, which Flower's simulation uses for many messages of one process."""
     from flsuite.flower.client import Site
 
     return Site(*_build((*arguments, *_ON_A_NODE)))
@@ -89,21 +91,18 @@ def _site(context: Context) -> "Site":
 
 
 def _serve(grid: Grid, context: Context) -> None:
-    """The whole run, on the server."""
+    """Run all rounds, on the server."""
     from flsuite.flower.server import serve
 
-    serve(
-        grid,
-        *_build(_arguments(context)),
-        timeout=float(context.run_config.get("flsuite-timeout", 3600)),
-    )
+    timeout = float(context.run_config.get("flsuite-timeout", 3600))
+    serve(grid, *_build(_arguments(context)), timeout=timeout)
 
 
 def make_client_app(site: Callable[[Context], "Site"]) -> ClientApp:
-    """A Flower app for nodes that are one client each, which their ``partition-id`` says.
+    """Return a Flower app for nodes that are one client each, named by their ``partition-id``.
 
     Args:
-        site: Makes the site, or gives one made before; called when there is work.
+        site: Returns the site of a node, new or kept. It is called when there is work.
     """
     app = ClientApp()
     app.query()(introduce)
@@ -115,7 +114,7 @@ def make_client_app(site: Callable[[Context], "Site"]) -> ClientApp:
 def _answering(
     work: Callable[[Message, Context], Message],
 ) -> Callable[[Message, Context], Message]:
-    """A request that cannot be met as it stands becomes an answer that says so."""
+    """Turn a request that cannot be met into an answer with the reason."""
 
     def answer(message: Message, context: Context) -> Message:
         try:

@@ -27,10 +27,10 @@ _SPLITS: tuple[Split, ...] = ("val", "test")
 class Site:
     """Trains and scores clients where their data is.
 
-    What a client keeps (private entries of the model, the algorithm's notes, optimizers) lies in the
-    context of its node. Flower stores it there and never sends it. A site remembers nothing else, so
-    one site serves many simulated nodes. Lightning callbacks have the state that the node's config
-    gives them; their state on the server does not travel.
+    What a client keeps (private entries of the model, the algorithm's notes, optimizers) lies in
+    the context of its node. Flower stores it there and never sends it. A site remembers nothing
+    else, so one site serves many simulated nodes. Lightning callbacks have the state that the node's
+    config gives them. Their state on the server does not travel.
 
     Args:
         trainer: The settings of the run; its rounds, engine and loggers are not used.
@@ -89,8 +89,9 @@ class Site:
 
         records = RecordDict()
         for split in _SPLITS:
-            details = request["details"] and split == "test"
-            scores = evaluator.own(client, state, split, details)
+            # The server cannot know yet whether a callback ends the run with this round, which
+            # then has scores by class.
+            scores = evaluator.own(client, state, split, details=split == "test")
             for field, numbers in scores._asdict().items() if scores else ():
                 values = {name: float(value) for name, value in numbers.items()}
                 records[f"{split}.{field}"] = MetricRecord(values)

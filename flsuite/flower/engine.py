@@ -51,8 +51,8 @@ class Mail:
 class NodeEngine(Engine):
     """Trains on the nodes of a grid.
 
-    Flower's loop sends the messages and receives the answers. In between, this is an engine like any
-    other: requests are submitted, and their outcomes are collected.
+    Flower's loop sends the messages and receives the answers. In between, this is an engine like
+    any other: requests are submitted, and their outcomes are collected.
     """
 
     def __init__(self) -> None:
@@ -131,8 +131,11 @@ class NodeEvaluator(Evaluator):
         """Combine the scores of these clients; empty unless all of them were asked."""
         if not self.asked.issuperset(clients):
             return {}
-        rows = self.rows.get(split, {})
-        return combine({client: rows[client] for client in clients if client in rows})
+        answers = self.rows.get(split, {})
+        rows = {client: answers[client] for client in clients if client in answers}
+        return combine(
+            {client: row if details else row._replace(classes={}) for client, row in rows.items()}
+        )
 
 
 class NodeStore(ClientStore):

@@ -1,4 +1,7 @@
-"""Which node is which client. Imports neither torch nor Lightning: a node answers this in a fresh process, once a run."""
+"""Which node is which client.
+
+This module imports neither torch nor Lightning, because a node answers in a new process.
+"""
 
 import logging
 import time
@@ -15,39 +18,37 @@ log = logging.getLogger("flsuite")
 FAILED = 1000
 """The code of an error that costs the round this client."""
 REFUSED = 1001
-"""The code of a request that cannot be met as it stands: in the first round it ends the run, as on our own engines."""
-_ANSWER_WITHIN = 300.0  # seconds; a SuperNode starts a process for it
+"""The code of a request that cannot be met. In the first round it ends the run."""
+_ANSWER_WITHIN = 300.0  # seconds; a SuperNode starts a process for the answer
 
 
 def own_client(context: Context) -> int:
-    """The client that a node is.
+    """Return the client that a node is.
 
     Raises:
-        FlsuiteError: If its configuration does not say.
+        FlsuiteError: If its configuration does not name one.
     """
     client = context.node_config.get("partition-id")
     if isinstance(client, bool) or not isinstance(client, int):
         raise FlsuiteError(
-            f"node {context.node_id}: partition-id says which client a node is, and it is {client!r} here; "
+            f"node {context.node_id}: partition-id must be the number of a client, got {client!r}; "
             "start the SuperNode with --node-config 'partition-id=0 num-partitions=2'"
         )
     return client
 
 
 def introduce(message: Message, context: Context) -> Message:
-    """A node's answer to who it is."""
+    """Answer which client this node is, and how many clients it was told of."""
     number = context.node_config.get("num-partitions", -1)
-    return Message(
-        RecordDict({"node": ConfigRecord({"client": own_client(context), "clients": number})}),
-        reply_to=message,
-    )
+    answer = ConfigRecord({"client": own_client(context), "clients": number})
+    return Message(RecordDict({"node": answer}), reply_to=message)
 
 
 class Nodes:
-    """Asks every node of a grid, once, which client it is.
+    """Asks every node of a grid once which client it is.
 
     Args:
-        clients: How many there are.
+        clients: Number of clients.
     """
 
     def __init__(self, clients: int) -> None:
@@ -55,42 +56,54 @@ class Nodes:
         self._known: dict[int, int | None] = {}
 
     def all(self, grid: Grid) -> dict[int, int]:
-        """Client to node, as soon as every client is there; Flower's own strategies wait likewise, without end.
+        """Wait until every client is connected, without a limit, and return client to node.
+
+        Flower's own strategies wait in the same way.
 
         Raises:
             FlsuiteError: If a node is none of the clients.
         """
-        told = 0.0
-        while len(found := self.online(grid, strict=True)) < self.clients:
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
-                missing = [str(client) for client in range(self.clients) if client not in found]
+        last_logged = 0.0
+        while len(connected := self.online(grid, strict=True)) < self.clients:
+            if time.monotonic() - last_logged > 10:
+                last_logged = time.monotonic()
+                missing = [str(c) for c in range(self.clients) if c not in connected]
                 log.info(
                     "waiting for client %s (%d of %d are here)",
                     ", ".join(missing[:10]),
-                    len(found),
+                    len(connected),
                     self.clients,
                 )
             time.sleep(1)
-        return found
+        return connected
 
     def online(self, grid: Grid, strict: bool = False) -> dict[int, int]:
-        """Client to node, of those that are connected now; a node that is none of the clients is left out, or an error."""
-        here = set(grid.get_node_ids())
-        self._ask(grid, sorted(here - self._known.keys()), strict)
-        found: dict[int, int] = {}
+        """Return client to node, of the clients that are connected now.
+
+        Args:
+            grid: The nodes.
+            strict: Refuse a node that is none of the clients, instead of leaving it out.
+
+        Raises:
+            FlsuiteError: If ``strict``, and a node is none of the clients.
+        """
+        online = set(grid.get_node_ids())
+        self._ask(grid, sorted(online - self._known.keys()), strict)
+
+        connected: dict[int, int] = {}
         for node, client in self._known.items():
-            if node not in here or client is None:
+            if node not in online or client is None:
                 continue
-            if client in found:
+            if client in connected:
                 log.warning(
-                    "node %d says that it is client %d, and so does node %d, which stays it",
+                    "nodes %d and %d both say that they are client %d; node %d is left out",
+                    connected[client],
                     node,
                     client,
-                    found[client],
+                    node,
                 )
-            found.setdefault(client, node)
-        return found
+            connected.setdefault(client, node)
+        return connected
 
     def _ask(self, grid: Grid, nodes: list[int], strict: bool) -> None:
         if not nodes:
@@ -103,23 +116,24 @@ class Nodes:
                 raise FlsuiteError(f"node {node} {fault}")
             if fault is not None:
                 log.warning("node %d %s; it is left out", node, fault)
-            if not answer.has_error():  # an error may pass: it is asked again
+            if not answer.has_error():  # after an error it is asked again
                 self._known[node] = client
 
     def _read(self, answer: Message) -> tuple[int | None, str | None]:
-        """The client, or what is wrong."""
+        """Return the client that a node is, or what is wrong with its answer."""
         if answer.has_error():
             return None, f"cannot say which client it is: {answer.error.reason}"
         record = answer.content.config_records.get("node", ConfigRecord())
         client, clients = record.get("client"), record.get("clients", -1)
         if not isinstance(client, int) or not 0 <= client < self.clients:
-            return (
-                None,
-                f"is client {client!r} (its partition-id), and data.clients is {self.clients}",
+            return None, (
+                f"is client {client!r} (its partition-id), and data.clients is {self.clients}; "
+                "number the nodes from 0"
             )
         if clients not in (-1, self.clients):
             return None, (
-                f"is told of {clients!r} clients (num-partitions), and data.clients is {self.clients}; "
-                "start as many nodes as data.clients says, e.g. flwr run --federation-config num-supernodes"
+                f"was told of {clients!r} clients (num-partitions), and data.clients is "
+                f"{self.clients}; start that many nodes, e.g. flwr run --federation-config "
+                f"num-supernodes={self.clients}"
             )
         return client, None

@@ -1,7 +1,8 @@
 """Tensors and nested plain data as Flower's records, and back, bit for bit.
 
-A tree of dicts, lists, tuples, tensors, numbers, strings, booleans and ``None`` becomes two records: the tensors, by number,
-and one JSON text that says where each belongs. Nothing is pickled, so that reading what a stranger sent executes nothing.
+A tree of dicts, lists, tuples, tensors, numbers, strings, booleans and ``None`` becomes two
+records: the numbered tensors, and a JSON text that says where each belongs. Nothing is pickled, so
+that reading a stranger's message executes nothing.
 """
 
 import json
@@ -48,21 +49,24 @@ _OWN = (
 
 
 def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """A state as Flower knows it: ``to_torch_state_dict`` reads it, but for dtypes that NumPy has not."""
+    """Return a state as Flower's record.
+
+    Flower's ``to_torch_state_dict`` reads it, except for types that NumPy does not have.
+    """
     return ArrayRecord({name: _array(value) for name, value in state.items()})
 
 
 def to_state(record: ArrayRecord) -> State:
-    """The state again, on the CPU, aliasing nothing.
+    """Return the state of a record, as new tensors on the CPU.
 
     Raises:
-        ValueError: If it is not one.
+        TypeError, ValueError: If the record is not a state.
     """
     return {name: _tensor(array) for name, array in record.items()}
 
 
 def pack(name: str, tree: Any) -> dict[str, ArrayRecord | ConfigRecord]:
-    """Plain data as the records ``<name>`` and ``<name>.tensors`` of a message or a context.
+    """Return plain data as the records ``<name>`` and ``<name>.tensors``.
 
     Raises:
         FlsuiteError: If something in it is not plain data.
@@ -73,10 +77,10 @@ def pack(name: str, tree: Any) -> dict[str, ArrayRecord | ConfigRecord]:
 
 
 def unpack(name: str, records: RecordDict) -> Any:
-    """What :func:`pack` was given.
+    """Return the plain data that :func:`pack` made records of.
 
     Raises:
-        KeyError, TypeError, ValueError: If it is not there or not whole.
+        KeyError, TypeError, ValueError: If it is not there, or not whole.
     """
     return _decoded(
         json.loads(str(records.config_records[name]["tree"])),
@@ -85,30 +89,24 @@ def unpack(name: str, records: RecordDict) -> Any:
 
 
 def write_update(update: ClientUpdate) -> RecordDict:
-    """What a client sends: its model, its numbers, and the rest."""
+    """Return an update as the content of a message."""
     rest = pack("update", {name: getattr(update, name) for name in _OWN})
-    metrics = MetricRecord(
-        {SAMPLES: update.samples, **{name: float(value) for name, value in update.metrics.items()}}
-    )
+    numbers = {name: float(value) for name, value in update.metrics.items()}
+    metrics = MetricRecord({SAMPLES: update.samples, **numbers})
     return RecordDict({ARRAYS: to_arrays(update.state), METRICS: metrics, **rest})
 
 
 def read_update(records: RecordDict) -> ClientUpdate:
-    """The update in a reply.
+    """Return the update in the content of a message.
 
     Raises:
         KeyError, TypeError, ValueError: If there is none.
     """
     rest = unpack("update", records)
-    numbers = {
-        name: int(rest[name])
-        for name in ("client", "round", "samples", "steps", "bytes_up", "bytes_down")
-    }
-    metrics = {
-        name: value
-        for name, value in numbers_in(records.metric_records[METRICS]).items()
-        if name != SAMPLES
-    }
+    names = ("client", "round", "samples", "steps", "bytes_up", "bytes_down")
+    numbers = {name: int(rest[name]) for name in names}
+    metrics = numbers_in(records.metric_records[METRICS])
+    metrics.pop(SAMPLES, None)
     if not isinstance(rest["class_counts"], Tensor) or not isinstance(rest["extras"], dict):
         raise TypeError("class counts must be a tensor, extras a dict")
     return ClientUpdate(
@@ -122,20 +120,21 @@ def read_update(records: RecordDict) -> ClientUpdate:
 
 
 def numbers_in(record: MetricRecord) -> dict[str, float]:
-    """The numbers of a record.
+    """Return the numbers of a record.
 
     Raises:
-        TypeError: If there is a list among them.
+        TypeError: If one of them is a list.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, list):
             raise TypeError(f"{name} must be one number")
-        found[name] = float(value)
-    return found
+        numbers[name] = float(value)
+    return numbers
 
 
 def _encoded(value: Any, tensors: State, where: str) -> Any:
+    """Return a tree as JSON can hold it, and move its tensors into ``tensors``."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -143,30 +142,32 @@ def _encoded(value: Any, tensors: State, where: str) -> Any:
         tensors[number] = value
         return {"tensor": number}
     if isinstance(value, list):
-        return [_encoded(one, tensors, f"{where}[{i}]") for i, one in enumerate(value)]
+        return [_encoded(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {"tuple": [_encoded(one, tensors, f"{where}[{i}]") for i, one in enumerate(value)]}
+        return {"tuple": _encoded(list(value), tensors, where)}
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        return {
-            "dict": [[key, _encoded(one, tensors, f"{where}.{key}")] for key, one in value.items()]
-        }
+        # Pairs, because keys of JSON objects are text, and optimizers have integers.
+        pairs = value.items()
+        return {"dict": [[key, _encoded(item, tensors, f"{where}.{key}")] for key, item in pairs]}
     raise FlsuiteError(
-        f"{where} is a {type(value).__name__}: only tensors, numbers, text, lists and dicts can be kept or sent"
+        f"{where} is a {type(value).__name__}: only tensors, numbers, text, lists and dicts can be "
+        "kept or sent"
     )
 
 
 def _decoded(value: Any, tensors: State) -> Any:
+    """Return the tree that :func:`_encoded` was given."""
     if isinstance(value, list):
-        return [_decoded(one, tensors) for one in value]
+        return [_decoded(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "tuple":
-        return tuple(_decoded(one, tensors) for one in content)
+        return tuple(_decoded(item, tensors) for item in content)
     if kind == "dict":
-        return {key: _decoded(one, tensors) for key, one in content}
+        return {key: _decoded(item, tensors) for key, item in content}
     raise ValueError(f"unknown kind of data {kind!r}")
 
 
@@ -174,12 +175,8 @@ def _array(value: Tensor) -> Array:
     value = value.detach().cpu().contiguous()
     if value.dtype in _WITHOUT_NUMPY:
         data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return Array(
-            dtype=str(value.dtype).removeprefix("torch."),
-            shape=tuple(value.shape),
-            stype=_RAW,
-            data=data,
-        )
+        name = str(value.dtype).removeprefix("torch.")
+        return Array(dtype=name, shape=tuple(value.shape), stype=_RAW, data=data)
     return Array(np.asarray(value.numpy()))
 
 
@@ -187,15 +184,13 @@ def _tensor(array: Array) -> Tensor:
     if array.stype != _RAW:
         return torch.from_numpy(array.numpy())
     (dtype,) = (dtype for dtype in _WITHOUT_NUMPY if str(dtype) == f"torch.{array.dtype}")
-    flat = (
-        torch.frombuffer(bytearray(array.data), dtype=dtype)
-        if array.data
-        else torch.empty(0, dtype=dtype)
-    )
+    empty = torch.empty(0, dtype=dtype)  # frombuffer refuses an empty buffer
+    flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else empty
     return flat.reshape(tuple(array.shape))
 
 
 def _without_numpy() -> list[torch.dtype]:
+    """Return the types that NumPy does not have, of those that this version of torch has."""
     names = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     return [getattr(torch, name) for name in names if hasattr(torch, name)]
 

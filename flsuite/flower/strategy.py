@@ -137,7 +137,7 @@ class FlowerStrategy(Strategy):
         asked = range(run.clients if run.finished else min(options.score_clients, run.clients))
         self._asked = {client: nodes[client] for client in asked if client in nodes}
         self.node_evaluator.asked = set(asked)
-        request = pack("evaluation", {"details": run.finished, "round": run.round})
+        request = pack("evaluation", {"round": run.round})
         content = {ARRAYS: arrays, **request}
         mail = Mail(MessageType.EVALUATE, nodes, server_round, config)
         return mail.messages(dict.fromkeys(asked, content))
