@@ -29,8 +29,8 @@ class Site:
 
     What a client keeps (private entries of the model, the algorithm's notes, optimizers) lies in
     the context of its node. Flower stores it there and never sends it. A site remembers nothing
-    else, so one site serves many simulated nodes. Lightning callbacks have the state that the node's
-    config gives them. Their state on the server does not travel.
+    else, so one site serves many simulated nodes. Lightning callbacks have the state that the
+    node's config gives them. Their state on the server does not travel.
 
     Args:
         trainer: The settings of the run; its rounds, engine and loggers are not used.

@@ -1,0 +1,234 @@
+"""A Flower grid in this process, and the federations that the tests run on it."""
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.common.serde import (
+    context_from_proto,
+    context_to_proto,
+    message_from_proto,
+    message_to_proto,
+)
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor, nn
+
+from flsuite.aggregators import Aggregator, FedAvg
+from flsuite.callbacks import FederationCallback
+from flsuite.data import FederatedDataModule, TaskSequence
+from flsuite.flower.app import client_app, make_client_app
+from flsuite.flower.client import Site
+from flsuite.flower.server import serve
+from flsuite.messages import ClientFailure
+from flsuite.models import ACVAE, Classifier, ClientModel, FusedSpaceFed, ResNet20
+from flsuite.models.backbones import Backbone
+from flsuite.trainer import FederatedTrainer
+from tests.conftest import classifier, digits, equal_states, trainer
+
+
+def travelled(message: Message) -> Message:
+    """Return a message as it arrives, after Flower's serialization."""
+    return message_from_proto(message_to_proto(message))
+
+
+class Nodes(Grid):  # type: ignore[misc]
+    """A grid whose nodes run their app in this process.
+
+    All messages go through Flower's serialization, and answers come in a random order.
+
+    Args:
+        clients: Number of clients, one node each.
+        app: What nodes run.
+        tamper: Gets round, client and answer, and returns the answer that arrives, or ``None``.
+
+    Attributes:
+        contexts: Node to its context.
+        answers: Client and answer of every fit, as sent.
+    """
+
+    def __init__(
+        self,
+        clients: int,
+        app: Any = client_app,
+        tamper: Callable[[int, int, Message], Message | None] | None = None,
+    ) -> None:
+        self.app = app
+        self.tamper = tamper
+        # Neither the numbers of nodes nor their order are those of the clients.
+        numbers = {client: 1000 + 7 * (client * 3 % clients) for client in range(clients)}
+        self.contexts = {
+            node: self.context(node, client, clients) for client, node in numbers.items()
+        }
+        self.answers: list[tuple[int, Message]] = []
+        self.begin(1)
+
+    @staticmethod
+    def context(node: int, client: int, clients: int) -> Context:
+        """Return the context of a node that is this client."""
+        own = {"partition-id": client, "num-partitions": clients}
+        return Context(1, node, own, RecordDict(), {})
+
+    def begin(self, run: int) -> None:
+        """Begin another run on nodes that have the state of the run before, as with Flower."""
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run, 0, 0
+        for context in self.contexts.values():
+            context.run_id = run
+
+    def set_run(self, run: Any) -> None: ...
+
+    @property
+    def run(self) -> Any: ...
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def push_messages(self, messages: Iterable[Message]) -> Any: ...
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Any: ...
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.contexts)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        answers = [self._answer(travelled(message)) for message in messages]
+        arrived = [travelled(answer) for answer in answers if answer is not None]
+        random.Random(len(self.answers)).shuffle(arrived)
+        return arrived
+
+    def _answer(self, message: Message) -> Message | None:
+        node = message.metadata.dst_node_id
+        context = context_from_proto(context_to_proto(self.contexts[node]))
+        answer = self.app(message, context)
+        self.contexts[node] = context
+        client = context.node_config["partition-id"]
+        if message.metadata.message_type == "train":
+            self.answers.append((client, answer))
+            if self.tamper is not None:
+                answer = self.tamper(int(message.metadata.group_id), client, answer)
+        return answer
+
+
+class TinyConv(Backbone):
+    """A convolution, BatchNorm, and dropout, which draws from the global generator."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        conv = nn.Conv2d(shape[0], 4, 3, padding=1)
+        return nn.Sequential(
+            conv,
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Flatten(),
+            nn.Linear(256, outputs),
+        )
+
+
+def convolution() -> Classifier:
+    return Classifier(TinyConv(), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+
+
+def fused() -> FusedSpaceFed:
+    return FusedSpaceFed(backbone=ResNet20(width=4), latent_dim=4)
+
+
+def autoencoder() -> ACVAE:
+    return ACVAE(latent_dim=4, width=4)
+
+
+def unscaled() -> FederatedDataModule:
+    """Return small data within [0, 1], as autoencoders need it."""
+    return digits(standardize=False)
+
+
+def tasks() -> FederatedDataModule:
+    return TaskSequence(unscaled(), tasks=2, classes_per_task=3, rounds_per_task=1)
+
+
+def node_app(
+    model: Callable[[], ClientModel],
+    data: Callable[[], FederatedDataModule] = unscaled,
+    **kwargs: Any,
+) -> Any:
+    """Return an app whose nodes share one site, as they do in one process."""
+    site = Site(trainer(**kwargs), model(), data())
+    return make_client_app(lambda context: site)
+
+
+def both(
+    model: Callable[[], ClientModel],
+    algorithm: Callable[[], Aggregator],
+    tamper: Any = None,
+    data: Callable[[], FederatedDataModule] = unscaled,
+    **kwargs: Any,
+) -> tuple[FederatedTrainer, FederatedTrainer, Nodes]:
+    """Run the same federation on our own engine and under Flower."""
+    kwargs = {"rounds": 2, **kwargs}
+    ours = trainer(aggregator=algorithm(), **kwargs)
+    ours.fit(model(), data())
+
+    theirs = trainer(aggregator=algorithm(), **kwargs)
+    grid = Nodes(5, node_app(model, data, aggregator=algorithm(), **kwargs), tamper)
+    serve(grid, theirs, model(), data())
+    return ours, theirs, grid
+
+
+def state(made: FederatedTrainer) -> dict[str, Tensor]:
+    assert made.federation is not None
+    return made.federation.state
+
+
+def table(made: FederatedTrainer) -> dict[tuple[Any, ...], float]:
+    """Return all numbers of a run but times, by round, scope, split and metric."""
+    timeless = (row for row in made.run.folder.table.rows if row[5] != "seconds")
+    return {(row[0], *row[3:6]): row[6] for row in timeless}
+
+
+def bits(tensor: Tensor) -> tuple[Any, ...]:
+    """Return type, shape and bytes of a tensor, for comparison bit for bit."""
+    tensor = tensor.detach().contiguous()
+    return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Without(FedAvg):
+    """FedAvg without the update of client 1 in round 2."""
+
+    def aggregate(self, global_state: Any, updates: Any) -> Any:
+        return super().aggregate(
+            global_state, (u for u in updates if not (u.client == 1 and u.round == 2))
+        )
+
+
+class Recorder(FederationCallback):
+    """Records which clients fail."""
+
+    def __init__(self) -> None:
+        self.failures: list[ClientFailure] = []
+
+    def on_client_end(self, run: Any, outcome: Any) -> None:
+        if isinstance(outcome, ClientFailure):
+            self.failures.append(outcome)
+
+
+def check_round_without_client_1(
+    grid: Nodes, reason: str, callbacks: Callable[[], list[Any]] = list
+) -> None:
+    """Run three rounds, of which round 2 must go on as if client 1 had not been in its cohort.
+
+    Args:
+        grid: The nodes; they train the classifier by FedAvg.
+        reason: Part of the reason that is recorded for the client.
+        callbacks: Makes further callbacks of the run.
+    """
+    recorder = Recorder()
+    made = trainer(rounds=3, callbacks=[recorder, *callbacks()])
+    serve(grid, made, classifier(), unscaled())
+    (failure,) = recorder.failures
+    assert (failure.client, failure.round) == (1, 2) and reason in failure.reason
+
+    without_client = trainer(rounds=3, aggregator=Without())
+    without_client.fit(classifier(), unscaled())
+    assert equal_states(state(made), state(without_client))

@@ -1,0 +1,128 @@
+"""Under Flower a federation ends with the same weights and scores as on our own engine."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
+
+from flwr.app import ArrayRecord
+
+from flsuite.aggregators import CMGA, SCAFFOLD, FedAdam, FedAvg, FedProx, LocalOnly
+from flsuite.callbacks import FederationCallback
+from flsuite.client.lr_decay import ExponentialDecay
+from flsuite.errors import FlsuiteError
+from flsuite.flower.records import to_arrays, to_state
+from flsuite.flower.strategy import FlowerStrategy
+from flsuite.schedules import Synchronous
+from tests.conftest import classifier, equal_states, trainer
+from tests.flower.grid import (
+    Nodes,
+    autoencoder,
+    both,
+    convolution,
+    fused,
+    node_app,
+    state,
+    table,
+    tasks,
+    unscaled,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "kwargs"),
+    [
+        (classifier, FedAvg, {}),
+        (classifier, lambda: FedAdam(lr=0.01), {}),
+        (classifier, lambda: FedProx(mu=0.1), {"evaluate_every": 2}),
+        (classifier, SCAFFOLD, {"rounds": 3, "schedule": Synchronous(0.6)}),
+        (classifier, LocalOnly, {}),
+        (convolution, FedAvg, {"buffers": "local"}),
+        (
+            convolution,
+            FedAvg,
+            {"buffers": "reset", "keep_optimizers": True, "lr_decay": ExponentialDecay(gamma=0.5)},
+        ),
+        (fused, lambda: SCAFFOLD(control="mean_gradient"), {}),
+        (
+            fused,
+            FedAvg,
+            {"rounds": 3, "schedule": Synchronous(2), "score_clients": 3, "evaluate_every": 2},
+        ),
+        (autoencoder, CMGA, {}),
+        (classifier, FedAvg, {"data": tasks}),
+    ],
+    ids=[
+        "fedavg",
+        "fedadam",
+        "fedprox",
+        "scaffold_three_of_five",
+        "local_only",
+        "local_buffers",
+        "kept_optimizers_falling_rate",
+        "private_encoder_and_scaffold",
+        "private_encoder_two_of_five",
+        "cmga",
+        "tasks",
+    ],
+)
+def test_the_same_weights_and_scores_as_our_own_engine(
+    model: Any, algorithm: Any, kwargs: dict[str, Any]
+) -> None:
+    ours, theirs, _ = both(model, algorithm, **kwargs)
+    assert equal_states(state(ours), state(theirs))
+    mine, yours = table(ours), table(theirs)
+    assert mine.keys() == yours.keys()
+    assert all(mine[key] == pytest.approx(yours[key], abs=1e-9, nan_ok=True) for key in mine)
+
+
+def test_tasks_of_models_that_stay_on_their_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    """Check that the federation goes on without the matrix, which needs every whole model."""
+    ours, theirs, _ = both(fused, FedAvg, data=tasks)
+    assert equal_states(state(ours), state(theirs))
+    assert "no accuracy by task" in caplog.text
+    assert not any("task_accuracy" in key[3] for key in table(theirs)) and any(
+        "task_accuracy" in key[3] for key in table(ours)
+    )
+
+
+@pytest.mark.parametrize("model", [classifier, fused], ids=["shared", "private_encoder"])
+def test_a_run_that_stops_early_leaves_the_other_rounds_out(model: Any) -> None:
+    class Stops(FederationCallback):
+        def on_evaluation_end(self, run: Any, round: int, split: str, scores: Any) -> None:
+            if round == 2:
+                run.stop()
+
+    ours, theirs, grid = both(model, FedAvg, rounds=5, callbacks=[Stops()])
+    assert ours.round == theirs.round == 2 and len(grid.answers) == 10
+    assert table(ours) == pytest.approx(table(theirs), nan_ok=True)
+    assert any(key[3].startswith("accuracy/") for key in table(theirs)), "details of the last round"
+
+
+def test_the_strategy_works_with_flowers_own_start() -> None:
+    ours = trainer(rounds=3)
+    ours.fit(classifier(), unscaled())
+    run = trainer(rounds=1).prepare(classifier(), unscaled())
+    strategy, grid = FlowerStrategy(run), Nodes(5, node_app(classifier))
+    first = strategy.start(grid, strategy.initial_arrays(), num_rounds=2)
+    second = strategy.start(grid, first.arrays, num_rounds=1)
+    assert equal_states(dict(second.arrays.to_torch_state_dict()), state(ours))
+    losses = {
+        row[0]: row[6]
+        for row in ours.run.folder.table.rows
+        if row[3:6] == ("global", "train", "loss")
+    }
+    assert first.train_metrics_clientapp[2]["loss"] == pytest.approx(losses[2])
+
+
+def test_training_starts_from_the_arrays_that_it_is_given() -> None:
+    run = trainer().prepare(classifier(), unscaled())
+    strategy, grid = FlowerStrategy(run), Nodes(5, node_app(classifier))
+    zeros = to_arrays({name: torch.zeros_like(value) for name, value in run.state.items()})
+    result = strategy.start(grid, zeros, num_rounds=1)
+    first, *_ = to_state(result.arrays).values()
+    assert not first.any(), "behind a ReLU at zero nothing is learned"
+    with pytest.raises(FlsuiteError, match="initial_arrays are not this model's: lacks"):
+        strategy.start(grid, ArrayRecord(), num_rounds=1)
