@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.setup import has_lightning_hooks
 from flsuite.data.federated import FederatedData
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.models.base import ClientModel
 from flsuite.runs.checkpoint import (
@@ -25,6 +25,7 @@ from flsuite.runs.checkpoint import (
     save_checkpoint,
 )
 from flsuite.runs.folder import RunFolder
+from flsuite.runs.scoring import score_round
 from flsuite.runs.summary import RunSummary
 from flsuite.schedules import Clock
 from flsuite.server.evaluation import GLOBAL, Evaluator, Scores, Split
@@ -35,7 +36,6 @@ __all__ = ["Run", "RunOptions"]
 
 log = logging.getLogger("flsuite")
 
-_SPLITS: tuple[Split, ...] = ("val", "test")
 _HOOKS = (
     "on_federation_start",
     "on_round_start",
@@ -166,7 +166,7 @@ class Run:
         Copies, so that no client of a round sees what the run changes in them during the round.
         """
         own = [callback for callback in self.callbacks if has_lightning_hooks(callback)]
-        return tuple(copy.deepcopy(own))
+        return tuple(_copied(callback) for callback in own)
 
     def stop(self) -> None:
         """End the run with the round in progress."""
@@ -178,11 +178,17 @@ class Run:
         """Add a number to the round in progress, for the table and the loggers."""
         self.folder.table.note(str(scope), split, {metric: value})
 
+    def notify(self, hook: str, *args: Any) -> None:
+        """Call a hook of the federation on every callback that has it."""
+        for callback in self._run_callbacks():
+            if method := getattr(callback, hook, None):
+                method(self, *args)
+
     # One round: the steps of FederatedTrainer.fit
 
     def requests(self, starting: Sequence[int]) -> list[FitRequest]:
         """Return the fits of the clients that start now."""
-        self._notify("on_round_start", self.round + 1, starting)
+        self.notify("on_round_start", self.round + 1, starting)
         return self.federation.requests(starting, self.lightning_callbacks())
 
     def accept(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
@@ -203,34 +209,14 @@ class Run:
         Raises:
             FederationError: If it is faulty.
         """
-        for (
-            _
-        ) in self._accepting:  # updates that the aggregator has not looked at count all the same
+        # Updates that the aggregator has not looked at count all the same.
+        for _ in self._accepting:
             pass
         self.federation.advance(state)
 
     def evaluate(self) -> None:
-        """Score the new version if it is due, on validation data and then on test data.
-
-        Every evaluation scores the same clients, the first ``score_clients``, so that rounds can be
-        compared. The last round also scores all clients, under ``all_clients/...``.
-        """
-        self._improved = False
-        has_classes = False
-        is_due = self.round % self.options.evaluate_every == 0 or self.finished
-        if is_due:
-            for split in _SPLITS:
-                has_classes = split == "test" and self.finished
-                self._score(split, details=has_classes)
-        self._notify("on_round_end", self.round)
-
-        if self.finished and not is_due:  # a callback has stopped the run just now
-            for split in _SPLITS:
-                self._score(split, details=True)
-        elif self.finished and not has_classes:
-            self._note_classes()
-        if self.finished and self.clients > self.options.score_clients:
-            self._score_all_clients()
+        """Score the new version if it is due, and call ``on_round_end``; see :func:`score_round`."""
+        self._improved = score_round(self)
 
     def record(self) -> None:
         """Write the numbers of the round into the table, and send them to the loggers."""
@@ -246,7 +232,7 @@ class Run:
         named = table.close_round(self.round, self.clock.seconds, self.wall_seconds)
         of_test = {k.removeprefix("test/"): v for k, v in named.items() if k.startswith("test/")}
         self.summary.note(self.round, of_test)
-        self._notify("on_round_recorded", self.round, named)
+        self.notify("on_round_recorded", self.round, named)
 
     def save(self) -> None:
         """Write the checkpoint, and what clients keep.
@@ -299,7 +285,7 @@ class Run:
             self._resume(checkpoint)
 
         try:
-            self._notify("on_federation_start")
+            self.notify("on_federation_start")
             self._say_if_finished()
             yield self
             self.status = "success"
@@ -384,45 +370,11 @@ class Run:
     def _accepted(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
         for outcome in outcomes:
             checked = self.federation.accept(outcome)
-            self._notify("on_client_end", checked)
+            self.notify("on_client_end", checked)
             if isinstance(checked, ClientResult):
                 yield checked.update
         if not self.federation.log.updates:
             raise self.federation.failure()
-
-    def _score(self, split: Split, details: bool) -> None:
-        """Score the constant set of clients, and note whether the round is the best so far."""
-        scores = self.scores(split, self._scored_clients(), details)
-        if not scores:
-            return
-        for scope, numbers in scores.items():
-            self.folder.table.note(scope, split, numbers)
-        if split == "val":
-            stage = self.data.stage
-            task = stage.task if stage else None
-            self._improved = self.summary.is_best(scores[GLOBAL], task)
-        else:
-            self.summary.score(self.round, scores[GLOBAL], self._improved)
-        self._notify("on_evaluation_end", self.round, split, scores)
-
-    def _note_classes(self) -> None:
-        """Add the accuracy per class, which belongs to the last round."""
-        scores = self.scores("test", self._scored_clients(), details=True)
-        by_class = {k: v for k, v in scores.get(GLOBAL, {}).items() if k.startswith("accuracy/")}
-        self.folder.table.note(GLOBAL, "test", by_class)
-
-    def _score_all_clients(self) -> None:
-        compared = {str(client) for client in self._scored_clients()}
-        for split in _SPLITS:
-            for scope, numbers in self.scores(split, range(self.clients)).items():
-                if scope == GLOBAL:
-                    named = {f"all_clients/{name}": value for name, value in numbers.items()}
-                    self.folder.table.note(GLOBAL, split, named)
-                elif scope not in compared:
-                    self.folder.table.note(scope, split, numbers)
-
-    def _scored_clients(self) -> range:
-        return range(min(self.options.score_clients, self.clients))
 
     def _resume(self, checkpoint: Path) -> None:
         """Restore a checkpoint of this run's folder, and go on in it."""
@@ -452,7 +404,7 @@ class Run:
             self.evaluator.load(self.federation.client_state(None))
             if self.folder.checkpoints:
                 export_model(self.model, self.folder.checkpoints / "model.ckpt")
-        self._notify("on_federation_end")
+        self.notify("on_federation_end")
         if self._is_useless:
             self.folder.discard()
 
@@ -460,7 +412,13 @@ class Run:
         """Return the callbacks that have a hook of the federation."""
         return [c for c in self.callbacks if any(hasattr(c, hook) for hook in _HOOKS)]
 
-    def _notify(self, hook: str, *args: Any) -> None:
-        for callback in self._run_callbacks():
-            if method := getattr(callback, hook, None):
-                method(self, *args)
+
+def _copied(callback: Callback) -> Callback:
+    try:
+        return copy.deepcopy(callback)
+    except Exception as error:
+        raise FlsuiteError(
+            f"trainer.callbacks: {type(callback).__name__} cannot be copied ({one_line(error)}), and "
+            "every client's fit works on a copy; open files and connections in its hooks, or give it "
+            "__deepcopy__"
+        ) from error
