@@ -6,10 +6,10 @@ is then one matrix product of squares: Dangel et al. 2020, BackPACK: Packing mor
 arXiv:1912.10985.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from flsuite.state import State
 __all__ = ["LinearLayers"]
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """One call of a layer: its tensors, and what identifies them as unchanged since."""
 
     input: Tensor
@@ -50,7 +49,12 @@ class LinearLayers:
             if type(layer) is nn.Linear  # a subclass may compute something else
             and all(f"{name}.{own}" in parameters for own, _ in layer.named_parameters())
         }
-        self._leaves = {name: get_gradient_edge(p).node for name, p in parameters.items()}
+        leaves = {name: get_gradient_edge(p).node for name, p in parameters.items()}
+        self._leaves = frozenset(leaves.values())
+        self._leaves_of = {
+            name: [leaves[f"{name}.{own}"] for own, _ in layer.named_parameters()]
+            for name, layer in self.layers.items()
+        }
         self._proven: set[tuple[str, int]] = set()
 
     def squares(self, likelihood: Callable[[], Tensor]) -> State | None:
@@ -69,7 +73,7 @@ class LinearLayers:
         if total.grad_fn is None:
             return None
         # An edge per use of a parameter, in any module or outside of one.
-        uses, reached = _uses(total.grad_fn, set(self._leaves.values()))
+        uses, reached = _uses(total.grad_fn, self._leaves)
         if not any(uses.values()):
             return None
 
@@ -80,7 +84,7 @@ class LinearLayers:
             for name, layer in self.layers.items()
             if len(calls[name]) == 1
             and calls[name][0].node in reached
-            and self._is_one_product(name, layer, calls[name][0], rows, uses)
+            and _is_one_product(calls[name][0], self._leaves_of[name], rows, uses)
         }
 
         at_output = self._gradients(values, total, {k: calls[k][0].output for k in self.layers})
@@ -91,22 +95,6 @@ class LinearLayers:
             if layer.bias is not None:
                 squares[f"{name}.bias"] = g.square().sum(0)
         return squares
-
-    def _is_one_product(
-        self, name: str, layer: nn.Linear, call: _Call, rows: int, uses: Mapping[Node, int]
-    ) -> bool:
-        """Return whether the call, on one row per sample, is the only use of the parameters.
-
-        Tensors that were changed in place after the call are no longer the layer's input and
-        output.
-        """
-        leaves = [self._leaves[f"{name}.{own}"] for own, _ in layer.named_parameters()]
-        return (
-            call.input.shape[:-1] == (rows,)
-            and call.input._version == call.version
-            and call.output.grad_fn is call.node
-            and all(uses[leaf] == 1 and _feeds(leaf, call.node) for leaf in leaves)
-        )
 
     def _gradients(self, values: Tensor, total: Tensor, outputs: Mapping[str, Tensor]) -> State:
         """Return the gradients at the outputs of the layers whose row i belongs to sample i.
@@ -139,7 +127,23 @@ class LinearLayers:
         return gradients
 
 
-def _uses(root: Node, leaves: set[Node]) -> tuple[dict[Node, int], set[Node]]:
+def _is_one_product(
+    call: _Call, leaves: Sequence[Node], rows: int, uses: Mapping[Node, int]
+) -> bool:
+    """Return whether the call, on one row per sample, is the only use of the parameters.
+
+    Tensors that were changed in place after the call are no longer the layer's input and
+    output.
+    """
+    return (
+        call.input.shape[:-1] == (rows,)
+        and call.input._version == call.version
+        and call.output.grad_fn is call.node
+        and all(uses[leaf] == 1 and _feeds(leaf, call.node) for leaf in leaves)
+    )
+
+
+def _uses(root: Node, leaves: Iterable[Node]) -> tuple[dict[Node, int], set[Node]]:
     """Return the number of edges to each leaf, and the nodes that the root reaches."""
     uses = dict.fromkeys(leaves, 0)
     reached, waiting = {root}, [root]
@@ -155,10 +159,14 @@ def _uses(root: Node, leaves: set[Node]) -> tuple[dict[Node, int], set[Node]]:
 
 def _feeds(leaf: Node, node: Node | None) -> bool:
     """Return whether a node takes a leaf as it is or transposed, as the product of a layer does."""
-    inputs = [] if node is None else [before for before, _ in node.next_functions if before]
-    return any(
-        before is leaf or [n for n, _ in before.next_functions] == [leaf] for before in inputs
-    )
+    for before, _ in node.next_functions if node is not None else ():
+        if before is leaf:
+            return True
+        # Between the product and the weight there is its transposition, and nothing else.
+        after = () if before is None else before.next_functions
+        if len(after) == 1 and after[0][0] is leaf:
+            return True
+    return False
 
 
 @contextmanager
