@@ -29,9 +29,16 @@ class FederationError(RuntimeError):
     """A run that cannot go on; its folder keeps the state that it had reached."""
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error's message on one line, or its class's name if it has no message."""
-    return " ".join(str(error).split()) or type(error).__name__
+def one_line(error: BaseException, longest: int | None = None) -> str:
+    """Return an error's message on one line, or its class's name if it has no message.
+
+    Args:
+        error: Any exception; those of libraries may explain themselves over many lines.
+        longest: Characters after which the message is cut; default never.
+    """
+    message = " ".join(str(error).split()) or type(error).__name__
+    is_long = longest is not None and len(message) > longest
+    return f"{message[:longest]}..." if is_long else message
 
 
 def require_at_least(owner: str, least: float, **numbers: float | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flsuite.aggregators.class_means import HolderMean, directions, smallest_distance
 from flsuite.aggregators.fedavg import FedAvg, Weighting
-from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.errors import FlsuiteError, require_at_least, require_below_one, require_positive
 from flsuite.messages import ClientUpdate
 from flsuite.state import RunningMean, State
 
@@ -128,8 +128,7 @@ class CMGA(FedAvg):
         require_at_least("CMGA", 0, delta=self.delta, separation_weight=self.separation_weight)
         require_at_least("CMGA", 0, separation_steps=self.separation_steps)
         require_at_least("CMGA", 0, sigma_floor=self.sigma_floor)
-        if not 0 <= self.beta < 1:
-            raise FlsuiteError(f"CMGA: beta must be in [0, 1), got {self.beta}")
+        require_below_one("CMGA", beta=self.beta)
 
 
 def select(state: Mapping[str, Tensor], priors: tuple[str, ...]) -> tuple[State, State]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
-from flsuite.errors import FlsuiteError, require_positive
+from flsuite.errors import require_below_one, require_positive
 from flsuite.messages import ClientUpdate
 from flsuite.state import State
 
@@ -61,8 +61,7 @@ class FedAvgM(ServerOptimizer):
     ) -> None:
         super().__init__(lr, weighting)
         self.momentum = momentum
-        if not 0 <= momentum < 1:
-            raise FlsuiteError(f"FedAvgM: momentum must be in [0, 1), got {momentum}")
+        require_below_one("FedAvgM", momentum=momentum)
 
     def step(self, name: str, delta: Tensor) -> Tensor:
         # In place, on the memory.
@@ -87,8 +86,7 @@ class Adaptive(ServerOptimizer):
         super().__init__(lr, weighting)
         self.beta1 = beta1
         self.tau = tau
-        if not 0 <= beta1 < 1:
-            raise FlsuiteError(f"{type(self).__name__}: beta1 must be in [0, 1), got {beta1}")
+        require_below_one(type(self).__name__, beta1=beta1)
         require_positive(type(self).__name__, tau=tau)
 
     def step(self, name: str, delta: Tensor) -> Tensor:
@@ -131,8 +129,7 @@ class _SecondMoment(Adaptive):
     ) -> None:
         super().__init__(lr, beta1, tau, weighting)
         self.beta2 = beta2
-        if not 0 <= beta2 < 1:
-            raise FlsuiteError(f"{type(self).__name__}: beta2 must be in [0, 1), got {beta2}")
+        require_below_one(type(self).__name__, beta2=beta2)
 
 
 class FedAdam(_SecondMoment):

@@ -117,7 +117,7 @@ class ClientRunner:
         self, request: FitRequest, error: Exception, before_first_step: bool
     ) -> ClientFailure:
         self._trainer = None  # what an exception leaves of a Trainer cannot be trusted
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {one_line(error, longest=300)}"
         return request.failure(reason, traceback.format_exc(), before_first_step)
 
     def _swap_in(self, shared: State, private: State) -> None:

@@ -23,7 +23,7 @@ from flsuite.data.splits import (
     owners_are_whole,
     split_test_like_train,
 )
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError, require_at_least, require_below_one
 from flsuite.messages import POOLED
 from flsuite.random import numpy_generator
 
@@ -98,8 +98,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         own = type(self).__name__
         require_at_least(own, 1, clients=clients, batch_size=batch_size)
         require_at_least(own, 1, resize=resize, train_samples=train_samples)
-        if val_fraction is not None and not 0 <= val_fraction < 1:
-            raise FlsuiteError(f"{own}: val_fraction must be in [0, 1), got {val_fraction}")
+        require_below_one(own, val_fraction=val_fraction)
 
     @abstractmethod
     def load(self) -> PublishedSplits:

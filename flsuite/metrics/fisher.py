@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.metrics.linear_fisher import LinearLayers
 from flsuite.state import State
 
@@ -147,7 +147,7 @@ def _squares_by_vmap(
         except RuntimeError as error:  # a whole batch went through before: it is the vectorising
             raise FlsuiteError(
                 f"{likelihood.owner}.log_likelihood cannot be vectorised over samples "
-                f"({str(error).splitlines()[0]}); write it without in-place operations and "
+                f"({one_line(error, longest=200)}); write it without in-place operations and "
                 ".item(), or set the Fisher's estimator to batch"
             ) from error
         yield from ((name, g.square().sum(0)) for name, g in gradients.items())

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
-from flsuite.models.protocols import LatentModel, LikelihoodModel  # for older imports
 
-__all__ = ["ClientModel", "LatentModel", "LikelihoodModel"]
+__all__ = ["ClientModel"]
 
 _SPEC_KEY = "data_spec"
 

@@ -12,9 +12,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import flsuite.models.nf_losses as nf_losses
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
-from flsuite.models import nf_losses
 from flsuite.models.backbones import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel
 from flsuite.models.flows import ConditionalFlow

@@ -51,7 +51,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
-        reason = one_line(error)[:200]
+        reason = one_line(error, longest=200)
         raise FlsuiteError(f"{path} cannot be read as a checkpoint: {reason}") from error
     number = content.get("format") if isinstance(content, dict) else None
     if number is None:

@@ -147,7 +147,7 @@ def assert_same_models(a: FederatedTrainer, b: FederatedTrainer) -> None:
     assert b.federation is not None
     assert a.round == b.round
     assert a.federation.state or isinstance(a.aggregator, LocalOnly)
-    for client in [None, *range(a.clients)]:
+    for client in [None, *range(a.run.clients)]:
         assert_equal(a.federation.client_state(client), b.federation.client_state(client))
     assert a.aggregator.memory.keys() == b.aggregator.memory.keys()
     for slot, state in a.aggregator.memory.items():

@@ -29,8 +29,9 @@ from flsuite import FlsuiteError
 from flsuite.aggregators import (
     SCAFFOLD,
 )
+from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec
-from flsuite.schedules import Synchronous
+from flsuite.schedules import Clock, Synchronous
 
 
 def scaffold(
@@ -78,15 +79,19 @@ def test_scaffold_follows_algorithm_1(
     """With part of the clients per round; one raises, and the update of another is refused."""
     minima = (0.0, 0.5, -1.0, 1.0)
     data = Quadratics(curvatures, minima)
-    trainer = federation(SCAFFOLD(lr=lr, control=control), 1, max_epochs=5, schedule=Synchronous(3))
-    model, states, cohorts = Quadratic(), [], []
-    trainer.fit(model, data)
-    for number in range(1, 9):
-        if number > 1:
-            trainer.federation.advance(trainer.engine, lambda *_: None)
-        states.append(float(trainer.federation.state["w"]))
-        cohorts.append([i for i in trainer.schedule.cohort(number) if 0 < curvatures[i] < np.inf])
-        assert [u.client for u in trainer.federation.log.updates] == cohorts[-1]
+    schedule, states, cohorts = Synchronous(3), [], []
+
+    class Notes(FederationCallback):
+        def on_round_end(self, run: Any, round: int) -> None:
+            drawn = schedule.start(Clock(round - 1))
+            cohorts.append([i for i in drawn if 0 < curvatures[i] < np.inf])
+            assert [update.client for update in run.federation.log.updates] == cohorts[-1]
+            states.append(float(run.state["w"]))
+
+    aggregator = SCAFFOLD(lr=lr, control=control)
+    trainer = federation(aggregator, 8, max_epochs=5, schedule=schedule, callbacks=[Notes()])
+    trainer.fit(Quadratic(), data)
+    assert len(states) == 8
     assert len({tuple(c) for c in cohorts}) > 1
     assert states == pytest.approx(scaffold(curvatures, minima, 0.05, 5, cohorts, lr), abs=1e-5)
 

@@ -76,7 +76,7 @@ def fit(
 
 def logged(made: FederatedTrainer, metric: str) -> dict[int, float]:
     """Return the values of a metric by round."""
-    rows = made.run_folder.table.rows
+    rows = made.run.folder.table.rows
     return {
         row[0]: row[6] for row in rows if (row[3], row[4], row[5]) == ("global", "train", metric)
     }
@@ -176,7 +176,7 @@ def test_callback_equals_the_stacked_gradients() -> None:
     """Against the stacked gradients of a new copy of each client's model."""
     made = fit(fused(fusion="concat"))
     callback = GradientDissimilarity(batches=2, batch_norm="eval")
-    found = callback.measure(made, 2)
+    found = callback.measure(made.run, 2)
     assert made.federation is not None
     plain, both = [], []
     for client in range(3):
@@ -184,7 +184,7 @@ def test_callback_equals_the_stacked_gradients() -> None:
         model.ensure_built(made.federation.data.spec)
         model.load_state_dict(made.federation.client_state(client))
         model.eval()
-        batches = list(gradient_batches(made.federation.data, client, made.seed, 2, 2))
+        batches = list(gradient_batches(made.federation.data, client, made.run.seed, 2, 2))
         samples = sum(len(y) for _, y in batches)
         for k, rows in enumerate((plain, both)):
             loss = sum(model.head_losses(b)[k] * len(b[1]) for b in batches) / samples
@@ -212,14 +212,14 @@ def test_leaves_no_trace(model: Any) -> None:
 
 def test_resident_model_and_random_numbers_are_given_back() -> None:
     made = fit(fused())
-    model = made.evaluator.model.train()
+    model = made.run.evaluator.model.train()
     model.decoder.eval()  # type: ignore[union-attr]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
     model.zero_grad()
-    GradientDissimilarity().measure(made, 2)
+    GradientDissimilarity().measure(made.run, 2)
     assert torch.equal(torch.rand(1), expected)
     assert all(p.grad is None for p in model.parameters())
     assert equal_states(dict(model.state_dict()), before)
@@ -230,8 +230,8 @@ def test_resident_model_and_random_numbers_are_given_back() -> None:
 def test_same_batches_every_time() -> None:
     made = fit(fused())
     callback = GradientDissimilarity()
-    assert callback.measure(made, 2) == callback.measure(made, 2)
-    assert callback.measure(made, 2) != callback.measure(made, 3)
+    assert callback.measure(made.run, 2) == callback.measure(made.run, 2)
+    assert callback.measure(made.run, 2) != callback.measure(made.run, 3)
 
 
 def test_classifier_has_no_decomposition() -> None:
@@ -329,6 +329,6 @@ def test_errors() -> None:
             GradientDissimilarity(**kwargs)  # type: ignore[arg-type]
     made = fit(_Silent(MLP(hidden=(8,))), rounds=1)
     with pytest.raises(FlsuiteError, match="head_losses"):
-        GradientDissimilarity().measure(made, 1)
+        GradientDissimilarity().measure(made.run, 1)
     with pytest.raises(FlsuiteError, match="shares no"):
-        head_parameters(made.evaluator.model, {})
+        head_parameters(made.run.evaluator.model, {})

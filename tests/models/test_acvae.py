@@ -160,7 +160,7 @@ def test_trained_centrally_it_classifies_digits_and_samples_the_given_class() ->
     assert (found == wanted).float().mean() > 0.8
     rows = {
         row[5]: row[6]
-        for row in made.run_folder.table.rows
+        for row in made.run.folder.table.rows
         if row[3] == "global" and row[4] == "test"
     }
     assert rows["kl"] > 0.1 and rows["reconstruction"] > 0

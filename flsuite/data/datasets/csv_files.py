@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flsuite.data.datasets.reading import one_line
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
 if TYPE_CHECKING:  # pandas takes half a second to import, which only users of tables should pay
     import pandas as pd

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flsuite.data.datasets.reading import one_line
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
 __all__ = ["CLASSES", "REMEDY", "SIDE", "Samples", "find_files", "read_samples"]
 

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flsuite.data.datasets.reading import one_line
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
-from flsuite.errors import FlsuiteError, require_one_of
+from flsuite.errors import FlsuiteError, one_line, require_one_of
 
 __all__ = ["MedMNIST", "read_medmnist"]
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from flsuite.data.datasets.csv_files import csv_frames
 from flsuite.data.datasets.numbers import has_numbers, is_number, missing_values, numeric_chunks
-from flsuite.data.datasets.reading import one_line
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from flsuite.data.datasets.reading import one_line
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
 __all__ = ["READERS", "Reader", "read_torchvision"]
 

@@ -4,7 +4,7 @@ from math import prod
 
 from torch import nn
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_below_one
 from flsuite.models.backbones.base import Backbone
 
 __all__ = ["MLP"]
@@ -29,10 +29,7 @@ class MLP(Backbone):
             raise FlsuiteError(
                 f"MLP(hidden={hidden}) has a layer without units; every width must be at least 1"
             )
-        if not 0.0 <= dropout < 1.0:
-            raise FlsuiteError(
-                f"MLP(dropout={dropout}) is no probability below 1; choose a number in [0, 1)"
-            )
+        require_below_one("MLP", dropout=dropout)
         self.hidden = tuple(hidden)
         self.bias = bias
         self.dropout = dropout
