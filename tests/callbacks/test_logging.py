@@ -5,6 +5,7 @@ import json
 import logging
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,7 +44,10 @@ class Memory(Logger):
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The records of an offline run: protobuf messages in the framing of LevelDB's log, blocks of 32 KiB."""
+    """Yield the records of an offline run.
+
+    They are protobuf messages in the framing of LevelDB's log, in blocks of 32 KiB.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, position, parts = path.read_bytes(), 7, []
@@ -68,6 +72,20 @@ def items(entries: Any) -> dict[str, Any]:
     }
 
 
+def finished(path: Path) -> list[Any]:
+    """Return all records of an offline run, when its last one has been written.
+
+    W&B's own process writes the file, and may do so a moment after ``finish()`` has returned.
+    """
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        everything = list(records(path))
+        if everything and everything[-1].WhichOneof("record_type") == "exit":
+            return everything
+        time.sleep(0.05)
+    raise AssertionError(f"{path} has no end")
+
+
 class Recorded:
     """An offline run of Weights & Biases, read back."""
 
@@ -76,7 +94,7 @@ class Recorded:
         self.rows: list[dict[str, Any]] = []
         self.config: dict[str, Any] = {}
         self.step_metrics: dict[str, str] = {}
-        for record in records(path):
+        for record in finished(path):
             kind = record.WhichOneof("record_type")
             if kind == "history":
                 self.rows.append(
@@ -92,7 +110,7 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def wandb_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
-    """Two experiments of one process, one after the other."""
+    """Run two experiments in one process, one after the other."""
     folder = tmp_path_factory.mktemp("wandb")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
