@@ -21,6 +21,7 @@ from flsuite.data import IID
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier
+from flsuite.state import clone
 from tests.conftest import classifier, digits, equal_states, trainer
 
 
@@ -72,28 +73,39 @@ def test_every_fit_honours_it_on_every_engine(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_a_client_ends_where_a_plain_lightning_trainer_takes_it(name: str) -> None:
-    """One client in one round is one ordinary fit, from the same weights and batches."""
+@pytest.mark.parametrize("engine", [InProcess(), Processes(workers=1)], ids=["in_process", "one"])
+def test_every_client_of_a_worker_ends_where_a_plain_lightning_trainer_takes_it(
+    name: str, engine: Any
+) -> None:
+    """What each of three clients sends is one ordinary fit from the same weights and batches."""
 
-    class Start(FederationCallback):
-        weights: dict[str, torch.Tensor]
+    class Watch(FederationCallback):
+        def __init__(self) -> None:
+            self.start: dict[str, torch.Tensor] = {}
+            self.sent: list[dict[str, torch.Tensor]] = []
 
         def on_federation_start(self, run: Any) -> None:
-            Start.weights = {k: v.clone() for k, v in run.model.state_dict().items()}
+            self.start = clone(run.model.state_dict())
 
-    made = trainer(rounds=1, max_epochs=3, callbacks=[STOCK[name](), Start()])
-    model = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    data = digits(clients=1, partition=IID(), val_fraction=0.0)
-    made.fit(model, data)
-    assert made.federation is not None
+        def on_client_end(self, run: Any, outcome: Any) -> None:
+            self.sent.append(outcome.update.state)
 
-    plain = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    plain.ensure_built(data.spec)
-    plain.load_state_dict(Start.weights)
+    def model() -> Classifier:
+        return Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+
+    watch, data = Watch(), digits(clients=3, partition=IID(), val_fraction=0.0)
+    made = trainer(rounds=1, max_epochs=3, engine=engine, callbacks=[STOCK[name](), watch])
+    made.fit(model(), data)
+    assert made.run is not None and len(watch.sent) == 3
+
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    lightning = Trainer(max_epochs=3, accelerator="cpu", callbacks=[STOCK[name]()], **quiet)
-    lightning.fit(plain, data.federated.loader(0, made.run.seed, 1))
-    assert equal_states(made.federation.state, dict(plain.state_dict()))
+    for client, sent in enumerate(watch.sent):
+        plain = model()
+        plain.ensure_built(data.spec)
+        plain.load_state_dict(watch.start)
+        lightning = Trainer(max_epochs=3, accelerator="cpu", callbacks=[STOCK[name]()], **quiet)
+        lightning.fit(plain, data.federated.loader(client, made.run.seed, 1))
+        assert equal_states(sent, dict(plain.state_dict()))
 
 
 def test_early_stopping_on_a_metric_that_the_model_logs_stops_each_client() -> None:
