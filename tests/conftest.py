@@ -1,4 +1,4 @@
-"""What the tests share: small federations, and the real data where it is."""
+"""Small federations, and the published data, for all tests."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from flsuite.trainer import FederatedTrainer
 
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread, no seed left over from another test, no Weights & Biases account."""
+    """Use one thread, no seed of another test, and no Weights & Biases account."""
     torch.set_num_threads(1)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -23,16 +23,18 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def published(*files: str) -> Path:
-    """The root of the published data sets with these files in it; without them a skip that says why, in CI a failure."""
+    """Return the root of the published data sets, with these files in it.
+
+    Without them the test is skipped. In CI it fails.
+    """
     root = os.environ.get("FLSUITE_DATA_ROOT")
-    lacking = [file for file in files if not root or not (Path(root).expanduser() / file).is_file()]
-    if root and not lacking:
+    missing = [file for file in files if not root or not (Path(root).expanduser() / file).is_file()]
+    if root and not missing:
         return Path(root).expanduser()
-    reason = (
-        f"{lacking[0]} is not under FLSUITE_DATA_ROOT"
-        if root
-        else "needs the published data sets: set FLSUITE_DATA_ROOT"
-    )
+
+    reason = "needs the published data sets: set FLSUITE_DATA_ROOT"
+    if root:
+        reason = f"{missing[0]} is not under FLSUITE_DATA_ROOT"
     if os.environ.get("CI"):
         pytest.fail(f"in CI the published data sets must be there: {reason}")
     pytest.skip(reason)
@@ -40,7 +42,7 @@ def published(*files: str) -> Path:
 
 @pytest.fixture
 def real_data() -> Path:
-    """The root of the published data sets."""
+    """Return the root of the published data sets."""
     return published()
 
 
@@ -57,7 +59,7 @@ def classifier(lr: float = 0.1, **kwargs: Any) -> Classifier:
 
 
 def trainer(**kwargs: Any) -> FederatedTrainer:
-    """A silent one that writes nothing unless it is given a folder."""
+    """Return a silent trainer that writes nothing unless it has a folder."""
     quiet = {
         "enable_progress_bar": False,
         "enable_checkpointing": "run_dir" in kwargs,
@@ -73,7 +75,7 @@ def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool
 
 @pytest.fixture
 def run() -> Callable[..., FederatedTrainer]:
-    """Fit the small federation with these trainer arguments."""
+    """Return a function that fits the small federation with trainer arguments."""
 
     def fit(ckpt_path: str | None = None, **kwargs: Any) -> FederatedTrainer:
         made = trainer(**kwargs)

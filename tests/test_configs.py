@@ -35,7 +35,7 @@ SHORT = [
 
 
 def stand_in(self: MedMNIST) -> PublishedSplits:
-    """As many random images as it takes, of the published shape and task."""
+    """Return random images of the published shape and task."""
     from medmnist import INFO
 
     info = INFO[self.name]
@@ -60,7 +60,7 @@ def stand_in(self: MedMNIST) -> PublishedSplits:
 
 
 def stand_in_writers(self: FEMNIST) -> PublishedSplits:
-    """Five random characters of each of a hundred writers."""
+    """Return five random characters of each of a hundred writers."""
     x = torch.randint(
         0, 256, (500, 28, 28, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -71,7 +71,7 @@ def stand_in_writers(self: FEMNIST) -> PublishedSplits:
 def stand_in_images(
     classes: int, side: int = 28, channels: int = 1
 ) -> Callable[..., PublishedSplits]:
-    """Twenty random images a class."""
+    """Return a loader of twenty random images per class."""
     samples = 20 * classes
     x = torch.randint(
         0,
@@ -88,7 +88,7 @@ def stand_in_images(
 
 
 def stand_in_devices(self: NBaIoT) -> PublishedSplits:
-    """Ten rows of each of three kinds of traffic of nine devices."""
+    """Return ten rows of each of three kinds of traffic of nine devices."""
     x = torch.rand(270, 115, generator=torch.Generator().manual_seed(0))
     part = DataSplit(x, torch.arange(270) % 3, torch.arange(270) // 30)
     return PublishedSplits(DataSpec((115,), 3), part, part)
@@ -96,7 +96,7 @@ def stand_in_devices(self: NBaIoT) -> PublishedSplits:
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No published data here: what matters is that every config is complete and runs."""
+    """Replace the published data: these tests check that configs are complete and run."""
     for dataset, load in (
         (MedMNIST, stand_in),
         (FEMNIST, stand_in_writers),
@@ -129,7 +129,7 @@ FUSED = [path for path in CONFIGS if path.parent.name == "fusedspacefed"]
 
 
 def overrides(path: Path) -> list[list[str]]:
-    """The arguments that the head of a config names, line by line."""
+    """Return the arguments that the head of a config names, line by line."""
     return [
         line[line.index("--") :].split()
         for line in path.read_text().splitlines()
@@ -138,7 +138,10 @@ def overrides(path: Path) -> list[list[str]]:
 
 
 def baseline_lines(path: Path) -> list[list[str]]:
-    """The three baselines of a config's head: the first line alone, and with each of the other two behind it."""
+    """Return the three baselines of a config's head.
+
+    They are the first line alone, and the first line followed by each of the others.
+    """
     lines = overrides(path)
     return [lines[0], *([*lines[0], *more] for more in lines[1:])]
 

@@ -20,7 +20,7 @@ def test_the_same_arguments_give_the_same_seed() -> None:
 
 
 def test_a_seed_never_changes_between_versions() -> None:
-    """Published runs are repeated from their configs."""
+    """Check that published runs can be repeated from their configs."""
     assert [
         seed_for(0, "fit"),
         seed_for(1, "partition"),

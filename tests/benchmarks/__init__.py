@@ -1,1 +1,1 @@
-"""Benchmarks: both sides alternate in one run, and medians and ratios are reported; nothing here is a test."""
+"""Benchmarks, which are no tests: both sides alternate in one run; see ``__main__``."""

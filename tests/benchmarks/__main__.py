@@ -1,7 +1,7 @@
-"""``python -m tests.benchmarks [CASE ...]``: how fast flsuite is, beside a hand-written loop on the same machine.
+"""``python -m tests.benchmarks [CASE ...]``: the speed of flsuite and of a hand-written loop.
 
-Every case alternates its sides round by round in one run, and reports medians (in brackets: the quartiles) and their ratio.
-Seconds depend on the machine and on what else it does; ratios less so.
+Every case alternates its sides round by round in one run. It reports medians, quartiles in
+brackets, and the ratio of the medians. Seconds depend on the machine and its load, ratios less so.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from lightning.pytorch import Callback
 from flsuite.aggregators import FedAvg
 from flsuite.aggregators.fisher import evaluating
 from flsuite.callbacks import FederationCallback
+from flsuite.callbacks.base import Affects
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.engines import Engine, InProcess, Processes
 from flsuite.metrics.fisher import fisher_diagonal
@@ -46,7 +47,7 @@ FISHER_SAMPLES = 1920
 
 
 class RandomImages(FederatedDataModule):
-    """Bytes of the right shape: speed does not depend on what they show."""
+    """Random bytes of the right shape; speed does not depend on what they show."""
 
     def __init__(self, samples: int, shape: tuple[int, int, int], **kwargs: Any) -> None:
         super().__init__(partition=IID(), batch_size=BATCH, val_fraction=0.0, **kwargs)
@@ -63,7 +64,17 @@ class RandomImages(FederatedDataModule):
 
 
 class Clock(FederationCallback):
-    """Seconds of each whole round: training, aggregation, table, checkpoint. Between two rounds, ``between`` runs."""
+    """Measures each whole round: training, aggregation, table and checkpoint.
+
+    Args:
+        between: Called before each round with its cohort, and measured apart.
+
+    Attributes:
+        seconds: Seconds of each round.
+        other: Seconds of each call of ``between``.
+    """
+
+    affects: ClassVar[Affects] = "nothing"
 
     def __init__(self, between: Callable[[Sequence[int]], None] | None = None) -> None:
         self.between = between
@@ -96,7 +107,7 @@ def federation(
     user_callbacks: Sequence[Callback] = (),
     **kwargs: Any,
 ) -> FederatedTrainer:
-    """A federation that only trains: evaluation is off the critical path and not what the loop does."""
+    """Fit a federation that is scored only at its end, because the loop is not scored either."""
     trainer = FederatedTrainer(
         rounds=rounds,
         engine=engine,
@@ -136,7 +147,7 @@ def beside_loop(
     threads: int,
     participation: int | float = 1.0,
 ) -> None:
-    """A round in this process beside the loop's, with the same threads."""
+    """Compare rounds in this process with the loop's, with the same threads."""
     loop = loop_for(module, backbone)
 
     def between(cohort: Sequence[int]) -> None:
@@ -151,7 +162,7 @@ def beside_loop(
     ours, theirs = clock.seconds[1:], clock.other[1:]
     extra = statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) / cohort * 1e3
     report(f"{name}, {threads} thread(s)", flsuite=ours, loop=theirs)
-    print(f"    flsuite is {ratio(ours, theirs):.3f} x the loop; {extra:+.2f} ms a client")
+    print(f"    flsuite is {ratio(ours, theirs):.3f} x the loop; {extra:+.2f} ms per client")
 
 
 def workers(
@@ -161,7 +172,7 @@ def workers(
     rounds: int,
     participation: int | float = 1.0,
 ) -> None:
-    """One one-thread worker, then two, alternating in blocks of rounds, each with its pool warm."""
+    """Compare one worker with two, of one thread each, in alternating blocks of rounds."""
     seconds: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(3):
         for number in seconds:
@@ -202,7 +213,7 @@ def many(rounds: int) -> None:
 
 
 def precision(rounds: int) -> None:
-    """bf16-mixed beside float32, in blocks."""
+    """Compare bf16-mixed with float32, in alternating blocks of rounds."""
     module = RandomImages(2560, (3, 32, 32), clients=10)
     seconds: dict[str, list[float]] = {"32-true": [], "bf16-mixed": []}
     for _ in range(3):
@@ -215,14 +226,13 @@ def precision(rounds: int) -> None:
         float32=seconds["32-true"],
         bf16=seconds["bf16-mixed"],
     )
-    print(
-        f"    bf16-mixed is {ratio(seconds['32-true'], seconds['bf16-mixed']):.2f} x as fast as float32"
-    )
+    times = ratio(seconds["32-true"], seconds["bf16-mixed"])
+    print(f"    bf16-mixed is {times:.2f} x as fast as float32")
 
 
 def registered(rounds: int) -> None:
-    """Ten clients a round out of 10 and out of 10,000, with the same samples each."""
-    process, found = psutil.Process(), {}
+    """Compare ten clients per round out of 10 and out of 10,000, with the same samples each."""
+    process, blocks = psutil.Process(), {}
     for clients in (10, 10_000, 10, 10_000):
         module = RandomImages(60 * 10_000, (1, 8, 8), clients=10_000)
         module.setup()
@@ -234,25 +244,24 @@ def registered(rounds: int) -> None:
             )
             data.val_index.offsets = data.val_index.offsets[:11]
         clock = Clock()
-        before = process.memory_info().rss
         made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=Synchronous(10))
-        found.setdefault(clients, []).append(
-            (clock.seconds[1:], (process.memory_info().rss) / 1e6, before)
-        )
+        megabytes = process.memory_info().rss / 1e6
+        blocks.setdefault(clients, []).append((clock.seconds[1:], megabytes))
         del made, module
-    few, lots = found[10][-1], found[10_000][-1]
+    few, lots = blocks[10][-1], blocks[10_000][-1]
     report(
-        "10 clients a round, registered",
-        ten=found[10][0][0] + few[0],
-        ten_thousand=found[10_000][0][0] + lots[0],
+        "10 clients per round, registered",
+        ten=blocks[10][0][0] + few[0],
+        ten_thousand=blocks[10_000][0][0] + lots[0],
     )
     print(
-        f"    memory of the process: {few[1]:.0f} MB with 10, {lots[1]:.0f} MB with 10,000: {lots[1] - few[1]:+.0f} MB"
+        f"    memory of the process: {few[1]:.0f} MB with 10, {lots[1]:.0f} MB with 10,000: "
+        f"{lots[1] - few[1]:+.0f} MB"
     )
 
 
 def acvae(rounds: int) -> None:
-    """A model with a private encoder, Adam and clipping, in this process beside the loop."""
+    """Compare a model with a private encoder, Adam and clipping in this process with the loop."""
 
     def model() -> ACVAE:
         return ACVAE(cls_weight=10.0, optimizer=partial(torch.optim.AdamW, lr=1e-3))
@@ -291,7 +300,10 @@ def acvae(rounds: int) -> None:
 
 
 def fused(rounds: int) -> None:
-    """Two workers with bf16 beside the public code's way with two threads: samples of the joint epochs a second."""
+    """Compare two workers and bf16 with the public code's way and two threads.
+
+    The measure is samples of the joint epochs per second.
+    """
     clients, samples, epochs = 10, 1024, 3
     module = RandomImages(samples, (3, 32, 32), clients=clients, standardize=False)
     module.batch_size = 256
@@ -334,7 +346,7 @@ def fused(rounds: int) -> None:
 
 
 class FisherPasses(Callback):
-    """Seconds of a fit's one epoch, of a pass of either estimator behind it, and of a plain loop over samples."""
+    """Measures a fit's one epoch, a pass of either estimator, and a plain loop over samples."""
 
     seconds: ClassVar[dict[str, list[float]]] = {}  # of all fits' copies
 
@@ -362,7 +374,7 @@ class FisherPasses(Callback):
 
     @staticmethod
     def _loop(model: Any, names: Sequence[str], batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-        """Seconds that an epoch's squared gradients take one sample at a time, from those of a batch."""
+        """Return the seconds of an epoch's squared gradients, estimated from those of one batch."""
         parameters = [p for name, p in model.named_parameters() if name in names]
         totals = [torch.zeros_like(p) for p in parameters]
         began = time.perf_counter()
@@ -376,7 +388,7 @@ class FisherPasses(Callback):
 
 
 def fisher(rounds: int) -> None:
-    """What the Fisher of the flow costs, of NFClassifier as it is by default, in local epochs."""
+    """Measure the Fisher of NFClassifier's flow, in local epochs."""
     module = RandomImages(FISHER_SAMPLES, (1, 28, 28), clients=1)
     for task in (0, 1):
         seconds: dict[str, list[float]] = {"epoch": [], "exact": [], "batch": [], "loop": []}
@@ -390,14 +402,12 @@ def fisher(rounds: int) -> None:
             user_callbacks=[FisherPasses(task)],
         )
         title = f"NFClassifier, 1 client x {FISHER_SAMPLES}, 2 threads, task {task}"
-        report(title, **{name: found[1:] for name, found in seconds.items()})
+        report(title, **{name: times[1:] for name, times in seconds.items()})
         for estimator in ("exact", "batch"):
-            print(
-                f"    {estimator} is {ratio(seconds[estimator][1:], seconds['epoch'][1:]):.2f} of an epoch"
-            )
-        print(
-            f"    exact is {ratio(seconds['loop'][1:], seconds['exact'][1:]):.1f} x as fast as the loop over samples"
-        )
+            share = ratio(seconds[estimator][1:], seconds["epoch"][1:])
+            print(f"    {estimator} is {share:.2f} of an epoch")
+        times = ratio(seconds["loop"][1:], seconds["exact"][1:])
+        print(f"    exact is {times:.1f} x as fast as the loop over samples")
 
 
 def _mlp() -> Backbone:
@@ -415,12 +425,12 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def report(title: str, **sides: Sequence[float]) -> None:
-    print(f"{title}")
+    print(title)
     for side, seconds in sides.items():
         low, middle, high = statistics.quantiles(seconds, n=4)
+        spread = f"[{low:.4f}, {high:.4f}]"
         print(
-            f"    {side:<12} {middle:.4f} s a round  [{low:.4f}, {high:.4f}]  {len(seconds)} rounds",
-            flush=True,
+            f"    {side:<12} {middle:.4f} s per round  {spread}  {len(seconds)} rounds", flush=True
         )
 
 
@@ -442,16 +452,15 @@ def main() -> None:
         "cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all"
     )
     parser.add_argument(
-        "--rounds", type=int, default=15, help="rounds a side, more for the small cases"
+        "--rounds", type=int, default=15, help="rounds per side, more for the small cases"
     )
     options = parser.parse_args()
     if unknown := set(options.cases) - set(CASES):
         sys.exit(f"unknown case {', '.join(unknown)}; there are {', '.join(CASES)}")
     warnings.filterwarnings("ignore")
     logging.getLogger("flsuite").setLevel(logging.ERROR)
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    )
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}")
     for name in options.cases or CASES:
         CASES[name](options.rounds)
 

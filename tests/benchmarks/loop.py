@@ -1,4 +1,4 @@
-"""The other side: federated averaging as one writes it by hand, with nothing that is not needed."""
+"""What flsuite is compared with: federated averaging written by hand, without overhead."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,19 +10,22 @@ __all__ = ["FusedLoop", "HandWrittenLoop"]
 
 
 class HandWrittenLoop:
-    """Rounds of FedAvg on data in memory: index, cast, step; then a running mean of the clients' states.
+    """Rounds of FedAvg on data in memory.
+
+    A step is an index, a cast and an update. The clients' states are summed as they come.
 
     Args:
-        network: Trained in place; starts every client from the global state.
+        network: Trained in place. Every client starts from the global state.
         x: uint8 ``(n, h, w, c)``; batches are channels_last, as flsuite's are.
         y: int64 ``(n,)``.
         clients: Rows of each client.
-        scale: Bytes to floats, ``x * scale + shift``.
-        shift: See there.
+        scale: Factor from bytes to floats: ``x * scale + shift``.
+        shift: Shift from bytes to floats.
+        batch: Samples per batch.
         private: Prefix of entries that stay with a client; default none.
-        loss: Of a batch; default the cross-entropy of the network's output.
-        optimizer: Made anew for each fit; default SGD.
-        clip: Norm that gradients are clipped at, if any.
+        loss: Loss of one batch; default the cross-entropy of the network's output.
+        optimizer: Makes the optimizer of a fit; default SGD.
+        clip: Norm that gradients are clipped at; default no clipping.
     """
 
     def __init__(
@@ -40,14 +43,8 @@ class HandWrittenLoop:
         clip: float | None = None,
     ) -> None:
         self.network = network.to(memory_format=torch.channels_last)
-        self.x, self.y, self.clients, self.scale, self.shift, self.batch = (
-            x,
-            y,
-            clients,
-            scale,
-            shift,
-            batch,
-        )
+        self.x, self.y, self.clients, self.batch = x, y, clients, batch
+        self.scale, self.shift = scale, shift
         self.state = {k: v.clone() for k, v in network.state_dict().items()}
         self.private, self.own = private, {}  # type: str, dict[int, dict[str, Tensor]]
         self.loss = loss or (lambda x, y: F.cross_entropy(self.network(x), y))
@@ -94,16 +91,17 @@ class HandWrittenLoop:
 
 
 class FusedLoop:
-    """FusedSpaceFed as its public code goes about it: float32, a step for the autoencoder, then one for the classifier.
+    """FusedSpaceFed in the way of its public code.
 
-    The same networks as flsuite's, a warm-up epoch, no aggregation; batches from memory.
+    It trains in float32, with one step for the autoencoder and then one for the classifier. The
+    networks are flsuite's. There is a warm-up epoch and no aggregation. Batches come from memory.
     """
 
     def __init__(self, encoder: nn.Module, decoder: nn.Module, classifier: nn.Module) -> None:
         self.encoder, self.decoder, self.classifier = encoder, decoder, classifier
 
     def fit(self, x: Tensor, y: Tensor, epochs: int, batch: int) -> None:
-        """One client's fit on float images ``(n, c, h, w)``."""
+        """Fit one client on float images ``(n, c, h, w)``."""
         both = [*self.encoder.parameters(), *self.decoder.parameters()]
         settings = {"momentum": 0.9, "weight_decay": 5e-4}
         first = torch.optim.SGD(both, lr=0.01, **settings)

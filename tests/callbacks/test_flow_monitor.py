@@ -54,7 +54,7 @@ def logged(made: FederatedTrainer) -> dict[tuple[int, str], float]:
 
 
 class Kept(FlowMonitor):
-    """Keeps the clients' states of the last round, for the hand's calculation."""
+    """Keeps the clients' states of the last round, for the calculation by hand."""
 
     states: dict[int, tuple[State, int]]
 
@@ -73,7 +73,7 @@ class Kept(FlowMonitor):
 def test_the_numbers_by_hand() -> None:
     monitor = Kept(every=1, samples=10_000)
     made = fit([monitor])
-    found = {name: value for (round, name), value in logged(made).items() if round == 2}
+    numbers = {name: value for (round, name), value in logged(made).items() if round == 2}
     federation, evaluator = made.federation, made.run.evaluator
     assert federation is not None
     test, new = federation.data.test, federation.state
@@ -91,21 +91,21 @@ def test_the_numbers_by_hand() -> None:
         mean.add(state, samples)
     plain = mean.mean()
     assert (
-        found["flow_nll"]
+        numbers["flow_nll"]
         == pytest.approx(float(nll(new).mean()), rel=1e-5)
-        == pytest.approx(found["nll"], rel=1e-5)
+        == pytest.approx(numbers["nll"], rel=1e-5)
     )
-    assert found["flow_nll_of_mean"] == pytest.approx(float(nll(plain).mean()), rel=1e-5)
-    assert found["flow_nll"] != found["flow_nll_of_mean"]
+    assert numbers["flow_nll_of_mean"] == pytest.approx(float(nll(plain).mean()), rel=1e-5)
+    assert numbers["flow_nll"] != numbers["flow_nll_of_mean"]
     columns = torch.stack([nll(state) for state, _ in monitor.states.values()])
-    assert found["flow_disagreement"] == pytest.approx(
+    assert numbers["flow_disagreement"] == pytest.approx(
         float(columns.std(0, correction=0).mean()), rel=1e-4
     )
     own = [(federation.data.class_counts(client) > 0)[test.y] for client in monitor.states]
     before = sum(float(column[rows].mean()) for column, rows in zip(columns, own, strict=True)) / 3
-    assert found["flow_nll_before"] == pytest.approx(before, rel=1e-5)
+    assert numbers["flow_nll_before"] == pytest.approx(before, rel=1e-5)
     after = sum(float(nll(new)[rows].mean()) for rows in own) / 3
-    assert found["flow_nll_after"] == pytest.approx(after, rel=1e-5)
+    assert numbers["flow_nll_after"] == pytest.approx(after, rel=1e-5)
     for name, centre in (("flow_spread", plain), ("flow_spread_after", new)):
         squares = torch.cat(
             [
@@ -114,14 +114,14 @@ def test_the_numbers_by_hand() -> None:
                 for n in flow
             ]
         )
-        assert found[name] == pytest.approx(math.sqrt(float(squares.mean())), rel=1e-5)
-    assert 0 <= found["sample_agreement"] <= 1
+        assert numbers[name] == pytest.approx(math.sqrt(float(squares.mean())), rel=1e-5)
+    assert 0 <= numbers["sample_agreement"] <= 1
 
 
 def test_under_fedavg_the_aggregate_is_the_mean() -> None:
-    found = logged(fit([FlowMonitor(every=1)], FedAvg()))
-    assert found[2, "flow_nll"] == found[2, "flow_nll_of_mean"]
-    assert found[2, "flow_spread"] == found[2, "flow_spread_after"]
+    numbers = logged(fit([FlowMonitor(every=1)], FedAvg()))
+    assert numbers[2, "flow_nll"] == numbers[2, "flow_nll_of_mean"]
+    assert numbers[2, "flow_spread"] == numbers[2, "flow_spread_after"]
 
 
 def test_it_is_measured_when_asked_and_changes_nothing() -> None:
@@ -136,9 +136,10 @@ def test_held_out_are_the_classes_met_so_far() -> None:
     data = TaskSequence(
         Synthetic(features=5, classes=4, samples=200, clients=2, batch_size=16), 2, 2, 1, "disjoint"
     )
-    found = logged(fit([monitor], data=data))
+    numbers = logged(fit([monitor], data=data))
     assert all(
-        found[round, "flow_nll"] == pytest.approx(found[round, "nll"], rel=1e-5) for round in (1, 2)
+        numbers[round, "flow_nll"] == pytest.approx(numbers[round, "nll"], rel=1e-5)
+        for round in (1, 2)
     )
 
 

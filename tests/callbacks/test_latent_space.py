@@ -32,21 +32,21 @@ def logged(made: FederatedTrainer) -> dict[tuple[int, str], float]:
 
 
 def test_distances_by_hand() -> None:
-    found = prior_distances(
+    numbers = prior_distances(
         torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 1.0]]), torch.tensor([[1.0, 2.0]] * 3)
     )
-    assert found["prior_distance_min"] == 1.0 and found["prior_sigma_min"] == 1.0
-    assert found["prior_distance_mean"] == pytest.approx((5 + 1 + 18**0.5) / 3)
+    assert numbers["prior_distance_min"] == 1.0 and numbers["prior_sigma_min"] == 1.0
+    assert numbers["prior_distance_mean"] == pytest.approx((5 + 1 + 18**0.5) / 3)
 
 
 def test_every_round_is_measured_and_some_are_drawn(tmp_path: Path) -> None:
     made = fit(
         [LatentSpace(every=2, clients=2, samples=50)], rounds=3, run_dir=str(tmp_path / "run")
     )
-    found = logged(made)
-    assert {round for round, name in found if name == "prior_distance_min"} == {1, 2, 3}
-    assert found[3, "prior_distance_min"] == pytest.approx(
-        found[3, "prior_distance_after"], rel=1e-5
+    numbers = logged(made)
+    assert {round for round, name in numbers if name == "prior_distance_min"} == {1, 2, 3}
+    assert numbers[3, "prior_distance_min"] == pytest.approx(
+        numbers[3, "prior_distance_after"], rel=1e-5
     )
     pictures = sorted((tmp_path / "run" / "latent").iterdir())
     assert [path.name for path in pictures] == ["round-0002.png", "round-0003.png"]
@@ -80,9 +80,9 @@ def test_looking_changes_nothing() -> None:
 
 def test_the_probe_reads_what_the_space_holds() -> None:
     made = fit([ForestProbe(clients=2, trees=30)], rounds=4, aggregator=FedAvg())
-    found = logged(made)
-    assert {round for round, name in found if name == "probe_accuracy"} == {4}
-    assert found[4, "probe_accuracy"] > 0.5 and 0 < found[4, "probe_f1_macro"] <= 1
+    numbers = logged(made)
+    assert {round for round, name in numbers if name == "probe_accuracy"} == {4}
+    assert numbers[4, "probe_accuracy"] > 0.5 and 0 < numbers[4, "probe_f1_macro"] <= 1
 
 
 def test_the_probe_sees_every_class_of_a_sorted_client() -> None:

@@ -1,4 +1,4 @@
-"""The local loop against Lightning's own: the same calls in the same order, the same weights bit for bit."""
+"""The local loop makes the calls of Lightning's own, and gives the same weights bit for bit."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def dropout() -> Classifier:
 def fits(
     model: ClientModel, lean: bool, aggregator: Aggregator, **kwargs: Any
 ) -> tuple[list[ClientResult], list[Any], bool]:
-    """Fit three clients; also tell whether the local loop is still in use."""
+    """Fit three clients; return results, the diary, and whether the local loop is still in use."""
     module = digits(clients=3)
     module.setup()
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ def test_bad_arguments_are_named(make: Any, named: str) -> None:
 
 
 class Rates(Callback):
-    """What the optimizers step with; one entry a fit, kept on the class since every fit has a copy."""
+    """Records the rates that optimizers step with, on the class, because every fit has a copy."""
 
     seen: list[tuple[int, list[float]]] = []
 
@@ -60,7 +60,7 @@ class Rates(Callback):
 
 @pytest.mark.parametrize("keep_optimizers", [False, True])
 def test_every_group_steps_with_its_own_rate_times_the_factor(keep_optimizers: bool) -> None:
-    """Kept optimizers come back with a rate that is scaled already: the factors must not multiply up."""
+    """Check that factors do not compound: kept optimizers come back with a scaled rate."""
     Rates.seen = []
     model = FusedSpaceFed(lr=0.1, autoencoder_lr=0.02)
     decay = ExponentialDecay(gamma=0.5)
@@ -74,7 +74,7 @@ def test_every_group_steps_with_its_own_rate_times_the_factor(keep_optimizers: b
 
 
 def test_a_step_is_as_much_shorter() -> None:
-    """One client, one step a round of plain SGD: ``w_2 - w_1 = -gamma lr g(w_1)``, worked out by hand."""
+    """Check ``w_2 - w_1 = -gamma lr g(w_1)`` for one client and one step of SGD per round."""
 
     def states(rounds: int, **kwargs: Any) -> dict[str, torch.Tensor]:
         made = trainer(rounds=rounds, **kwargs)
@@ -130,7 +130,10 @@ def test_resume_workers_and_more_rounds_give_the_same(tmp_path: Path) -> None:
 
 
 def test_scaffold_takes_each_rounds_rate() -> None:
-    """Option II divides by the rate: within a fit it is constant, so that it is the mean gradient still."""
+    """Check that option II, which divides by the rate, still is the mean gradient.
+
+    The rate is constant within a fit.
+    """
 
     def control(**kwargs: Any) -> dict[str, torch.Tensor]:
         made = trainer(

@@ -70,8 +70,8 @@ def model() -> Classifier:
     return Classifier(TinyConv(), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
 
 
-def job() -> tuple[WorkerSetup, dict[str, Tensor]]:
-    """What an engine needs, and the state that a round starts from."""
+def worker_setup() -> tuple[WorkerSetup, dict[str, Tensor]]:
+    """Return what an engine needs, and the state that a round starts from."""
     module, net = images(), model()
     module.setup()
     torch.manual_seed(0)
@@ -91,13 +91,13 @@ def requests(
 
 
 def outcomes(engine: Engine, submitted: list[FitRequest]) -> list[Outcome]:
-    """What comes of the requests, collected as they were submitted."""
+    """Return the outcomes of the requests, collected as they were submitted."""
     engine.submit(submitted)
     return [engine.collect(number) for number in list(engine.pending)]
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What ``function`` returns or raises, unless it hangs."""
+    """Return what ``function`` returns, and fail if it hangs."""
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(function).result(timeout=seconds)
@@ -110,16 +110,16 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def reference() -> dict[int, dict[str, Tensor]]:
-    """What each client's fit comes to, one after another in this process."""
+    """Return the state of each client after a fit, one after another in this process."""
     torch.set_num_threads(1)
     engine = InProcess(threads=1)
-    made, state = job()
+    made, state = worker_setup()
     engine.start(made)
-    found = {}
+    states = {}
     for outcome in outcomes(engine, requests(state)):
         assert isinstance(outcome, ClientResult)
-        found[outcome.update.client] = outcome.update.state
-    return found
+        states[outcome.update.client] = outcome.update.state
+    return states
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def reference() -> dict[int, dict[str, Tensor]]:
 def test_outcomes_are_the_same_bit_for_bit_and_in_order(
     engine: Engine, reference: dict[int, dict[str, Tensor]]
 ) -> None:
-    made, state = job()
+    made, state = worker_setup()
     engine.start(made)
     try:
         for order in ((5, 0, 3, 1, 4, 2), (2, 2, 0)):
-            found = outcomes(engine, requests(state, order))
-            updates = [outcome.update for outcome in found if isinstance(outcome, ClientResult)]
+            results = outcomes(engine, requests(state, order))
+            updates = [outcome.update for outcome in results if isinstance(outcome, ClientResult)]
             assert [update.client for update in updates] == list(order)
             assert all(equal_states(update.state, reference[update.client]) for update in updates)
             assert [update.samples for update in updates] == [SIZES[client] for client in order]
@@ -154,7 +154,7 @@ def test_federations_end_with_the_same_weights() -> None:
 
 
 def test_a_second_round_gets_its_own_state() -> None:
-    made, state = job()
+    made, state = worker_setup()
     other = {
         name: value * 0.5 if value.is_floating_point() else value for name, value in state.items()
     }
@@ -164,7 +164,10 @@ def test_a_second_round_gets_its_own_state() -> None:
         try:
             outcomes(engine, requests(state, (0, 1, 2)))
             results.append(
-                [outcome.update.state for outcome in outcomes(engine, requests(other, (0, 1, 2), 2))]
+                [
+                    outcome.update.state
+                    for outcome in outcomes(engine, requests(other, (0, 1, 2), 2))
+                ]
             )
         finally:
             engine.stop()
@@ -278,11 +281,14 @@ def _mapped(address: int) -> bool:
 
 @LINUX
 def test_workers_share_the_dataset() -> None:
-    made, state = job()
+    made, state = worker_setup()
     engine = Processes(workers=2)
     engine.start(made)
     try:
-        assert all(isinstance(o, ClientResult) for o in outcomes(engine, requests(state, callbacks=(Maps(),))))
+        assert all(
+            isinstance(o, ClientResult)
+            for o in outcomes(engine, requests(state, callbacks=(Maps(),)))
+        )
     finally:
         engine.stop()
 
@@ -330,9 +336,11 @@ class Net(Classifier):
 
 
 trainer = FederatedTrainer(
-    rounds=2, aggregator=Mine(), engine=Processes(workers=2), enable_checkpointing=False, accelerator="cpu", seed=1
+    rounds=2, aggregator=Mine(), engine=Processes(workers=2), enable_checkpointing=False, seed=1,
+    accelerator="cpu",
 )
-trainer.fit(Net(MLP(hidden=(8,)), lambda params: torch.optim.SGD(params, lr=0.1)), Digits(clients=4))
+model = Net(MLP(hidden=(8,)), lambda params: torch.optim.SGD(params, lr=0.1))
+trainer.fit(model, Digits(clients=4))
 print("rounds", trainer.round)
 """
 
@@ -370,7 +378,7 @@ def _refuse(home: int) -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("part", ["model", "data"])
 def test_a_worker_that_cannot_start_ends_the_run(part: str, workers: int) -> None:
-    made, state = job()
+    made, state = worker_setup()
     if part == "model":
         made.model.glass = Unreadable()  # type: ignore[assignment]
     else:
@@ -426,7 +434,7 @@ def _descriptors() -> int:
 
 @LINUX
 def test_stop_leaves_no_process_and_no_descriptor() -> None:
-    made, state = job()
+    made, state = worker_setup()
     engine = Processes(workers=3)
     prepare_workers()
     engine.start(made)  # the first use of a forkserver opens what stays open
@@ -447,7 +455,7 @@ def test_stop_leaves_no_process_and_no_descriptor() -> None:
 
 
 def test_an_abandoned_round_can_be_followed_by_another_run() -> None:
-    made, state = job()
+    made, state = worker_setup()
     engine = Processes(workers=2)
     engine.start(made)
     engine.submit(requests(state))

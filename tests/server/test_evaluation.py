@@ -28,7 +28,7 @@ def evaluator(module: FederatedDataModule, batch_size: int = 1024) -> Evaluator:
 
 
 def probabilities(model: Classifier, state: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The plain way: a network in evaluation mode, one batch."""
+    """Predict in the plain way: a network in evaluation mode, one batch."""
     model.load_state_dict(state)
     model.eval()
     with torch.no_grad():
@@ -39,34 +39,34 @@ def probabilities(model: Classifier, state: dict[str, Tensor], x: Tensor) -> Ten
 def test_a_clients_scores_are_those_of_its_slice(split: Any) -> None:
     made = evaluator(digits(clients=6), batch_size=100)
     state = clone(made.model.state_dict())
-    found = made.shared(state, split, range(6))
+    scored = made.shared(state, split, range(6))
     data = made.data
     rows = data.test_index if split == "test" else data.val_index
     arrays = data.test if split == "test" else data.train
-    assert found.keys() == {GLOBAL, *(str(c) for c in range(6) if len(rows[c]))}
-    for scope in found.keys() - {GLOBAL}:
+    assert scored.keys() == {GLOBAL, *(str(c) for c in range(6) if len(rows[c]))}
+    for scope in scored.keys() - {GLOBAL}:
         own = arrays.take(rows[int(scope)])
         expected = scores(made.outputs(own), own.y, data.spec, auroc=False)
-        assert found[scope] == pytest.approx(expected | {"samples": len(own)})
+        assert scored[scope] == pytest.approx(expected | {"samples": len(own)})
         by_hand = probabilities(made.model, state, data.scaling(own.x)).argmax(1) == own.y
-        assert found[scope]["accuracy"] == pytest.approx(float(by_hand.double().mean()))
-    clients = [row["accuracy"] for scope, row in found.items() if scope != GLOBAL]
-    assert found[GLOBAL]["accuracy_client_mean"] == pytest.approx(np.mean(clients))
-    assert found[GLOBAL]["accuracy_client_worst"] == min(clients)
-    assert found[GLOBAL]["accuracy_client_std"] == pytest.approx(np.std(clients))
+        assert scored[scope]["accuracy"] == pytest.approx(float(by_hand.double().mean()))
+    clients = [row["accuracy"] for scope, row in scored.items() if scope != GLOBAL]
+    assert scored[GLOBAL]["accuracy_client_mean"] == pytest.approx(np.mean(clients))
+    assert scored[GLOBAL]["accuracy_client_worst"] == min(clients)
+    assert scored[GLOBAL]["accuracy_client_std"] == pytest.approx(np.std(clients))
     weighted = sum(
-        row["accuracy"] * row["samples"] for scope, row in found.items() if scope != GLOBAL
+        row["accuracy"] * row["samples"] for scope, row in scored.items() if scope != GLOBAL
     )
-    assert found[GLOBAL]["accuracy"] == pytest.approx(
+    assert scored[GLOBAL]["accuracy"] == pytest.approx(
         weighted / sum(len(rows[c]) for c in range(6))
     )
 
 
 def test_a_few_clients_are_scored_where_few_are_asked_for() -> None:
     made = evaluator(digits(clients=6, partition=IID()))
-    found = made.shared(clone(made.model.state_dict()), "test", range(2), details=True)
-    assert found.keys() == {GLOBAL, "0", "1"}
-    assert [name for name in found[GLOBAL] if name.startswith("accuracy/")] == [
+    scored = made.shared(clone(made.model.state_dict()), "test", range(2), details=True)
+    assert scored.keys() == {GLOBAL, "0", "1"}
+    assert [name for name in scored[GLOBAL] if name.startswith("accuracy/")] == [
         f"accuracy/{c}" for c in range(10)
     ]
 
@@ -74,14 +74,14 @@ def test_a_few_clients_are_scored_where_few_are_asked_for() -> None:
 def test_evaluation_leaves_the_model_in_training_mode_and_ignores_batches() -> None:
     whole, parts = evaluator(digits()), evaluator(digits(), batch_size=7)
     state = clone(whole.model.state_dict())
-    found, again = whole.shared(state, "test", range(5)), parts.shared(state, "test", range(5))
-    assert all(found[scope] == pytest.approx(again[scope]) for scope in found)
+    scored, again = whole.shared(state, "test", range(5)), parts.shared(state, "test", range(5))
+    assert all(scored[scope] == pytest.approx(again[scope]) for scope in scored)
     assert parts.model.training
 
 
 @pytest.fixture(scope="module")
 def personal() -> FederatedTrainer:
-    """A federation whose clients keep their heads."""
+    """Fit a federation whose clients keep their heads."""
     torch.set_num_threads(1)
     made = trainer(rounds=3, evaluate_every=3)
     model = Classifier(
@@ -92,7 +92,7 @@ def personal() -> FederatedTrainer:
 
 
 def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) -> None:
-    found = {row[3:6]: row[6] for row in personal.run.folder.table.rows}
+    scored = {row[3:6]: row[6] for row in personal.run.folder.table.rows}
     federation = personal.federation
     assert federation is not None and "network.3.weight" not in federation.state
     data = federation.data
@@ -106,24 +106,24 @@ def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) ->
         right = probabilities(model, state, data.scaling(data.test.x)).argmax(1) == data.test.y
         whole.append(float(right.double().mean()))
         own.append(float(right[data.test_index[client]].double().mean()))
-        assert found[str(client), "test", "accuracy_all"] == pytest.approx(whole[-1])
-        assert found[str(client), "test", "accuracy"] == pytest.approx(own[-1])
-    assert found[GLOBAL, "test", "accuracy"] == pytest.approx(np.mean(whole))
-    assert found[GLOBAL, "test", "accuracy_first_five"] == pytest.approx(np.mean(whole[:5]))
-    assert found[GLOBAL, "test", "accuracy_worst"] == pytest.approx(min(whole))
-    assert found[GLOBAL, "test", "accuracy_std"] == pytest.approx(np.std(whole))
-    assert found[GLOBAL, "test", "accuracy_client_mean"] == pytest.approx(np.mean(own))
-    assert found[GLOBAL, "test", "accuracy_client_worst"] == pytest.approx(min(own))
+        assert scored[str(client), "test", "accuracy_all"] == pytest.approx(whole[-1])
+        assert scored[str(client), "test", "accuracy"] == pytest.approx(own[-1])
+    assert scored[GLOBAL, "test", "accuracy"] == pytest.approx(np.mean(whole))
+    assert scored[GLOBAL, "test", "accuracy_first_five"] == pytest.approx(np.mean(whole[:5]))
+    assert scored[GLOBAL, "test", "accuracy_worst"] == pytest.approx(min(whole))
+    assert scored[GLOBAL, "test", "accuracy_std"] == pytest.approx(np.std(whole))
+    assert scored[GLOBAL, "test", "accuracy_client_mean"] == pytest.approx(np.mean(own))
+    assert scored[GLOBAL, "test", "accuracy_client_worst"] == pytest.approx(min(own))
     assert np.mean(own) > np.mean(whole), "a head of its own knows the client's classes"
 
 
 def test_test_after_fit_gives_the_last_rounds_scores(personal: FederatedTrainer) -> None:
-    found = {row[3:6]: row[6] for row in personal.run.folder.table.rows}
+    scored = {row[3:6]: row[6] for row in personal.run.folder.table.rows}
     everybody, *clients = personal.test()
     assert len(clients) == 6
-    assert everybody["accuracy"] == found[GLOBAL, "test", "accuracy"]
+    assert everybody["accuracy"] == scored[GLOBAL, "test", "accuracy"]
     assert [row["accuracy"] for row in clients] == [
-        found[str(c), "test", "accuracy"] for c in range(6)
+        scored[str(c), "test", "accuracy"] for c in range(6)
     ]
 
 
@@ -141,13 +141,13 @@ class WithPublishedValidation(FederatedDataModule):
 
 def test_the_publishers_validation_split_belongs_to_nobody() -> None:
     made = evaluator(WithPublishedValidation(clients=4))
-    found = made.shared(clone(made.model.state_dict()), "val", range(4))
-    assert found.keys() == {GLOBAL} and not [name for name in found[GLOBAL] if "client" in name]
+    scored = made.shared(clone(made.model.state_dict()), "val", range(4))
+    assert scored.keys() == {GLOBAL} and not [name for name in scored[GLOBAL] if "client" in name]
     arrays = made.split("val")
     assert arrays is not None and len(arrays) == 12
     states = {c: lambda: clone(made.model.state_dict()) for c in range(4)}
     row = made.personal(states, "val")["2"]
-    assert row["accuracy_all"] == found[GLOBAL]["accuracy"] and "accuracy" not in row
+    assert row["accuracy_all"] == scored[GLOBAL]["accuracy"] and "accuracy" not in row
 
 
 def test_local_validation_splits_are_put_together() -> None:
@@ -155,8 +155,8 @@ def test_local_validation_splits_are_put_together() -> None:
     arrays = made.split("val")
     assert arrays is not None and len(arrays) == 20
     assert torch.equal(arrays.x, made.data.train.x[made.data.val_index.values])
-    found = made.shared(clone(made.model.state_dict()), "val", range(4))
-    assert [found[str(c)]["samples"] for c in range(4)] == [5, 5, 5, 5]
+    scored = made.shared(clone(made.model.state_dict()), "val", range(4))
+    assert [scored[str(c)]["samples"] for c in range(4)] == [5, 5, 5, 5]
 
 
 def test_without_validation_data_there_are_no_scores() -> None:

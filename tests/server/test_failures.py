@@ -52,7 +52,7 @@ class Recorder(FederationCallback):
 
 
 class Without(FedAvg):
-    """FedAvg that was never told of a client in a round."""
+    """FedAvg without the update of client 1 in round 2."""
 
     def aggregate(self, global_state: Any, updates: Any) -> Any:
         kept = (u for u in updates if not (u.client == 1 and u.round == 2))
