@@ -1,5 +1,6 @@
 """The nodes of a Flower grid as an engine, an evaluator and a client store."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from flsuite.server.evaluation import Evaluator, OwnScores, Scores, Split, combi
 from flsuite.server.federation import Federation
 
 __all__ = ["Mail", "NodeEngine", "NodeEvaluator", "NodeStore", "by_node"]
+
+log = logging.getLogger("flsuite")
 
 
 class Mail:
@@ -130,6 +133,12 @@ class NodeEvaluator(Evaluator):
     ) -> Scores:
         """Combine the scores of these clients; empty unless all of them were asked."""
         if not self.asked.issuperset(clients):
+            log.warning(
+                "round %d: not scored on %s data: nodes are asked for scores before callbacks can "
+                "stop the run, and not all of these were",
+                federation.round,
+                split,
+            )
             return {}
         answers = self.rows.get(split, {})
         rows = {client: answers[client] for client in clients if client in answers}

@@ -213,13 +213,13 @@ def test_the_table_has_every_scope_and_split(tmp_path: Path) -> None:
 def test_the_mean_of_the_clients_losses_weighs_samples() -> None:
     made = trainer(rounds=1)
     made.fit(classifier(), digits())
-    found = {row[3:6]: row[6] for row in made.run.folder.table.rows}
-    sizes = [found[str(c), "train", "samples"] for c in range(5)]
-    losses = [found[str(c), "train", "loss"] for c in range(5)]
+    numbers = {row[3:6]: row[6] for row in made.run.folder.table.rows}
+    sizes = [numbers[str(c), "train", "samples"] for c in range(5)]
+    losses = [numbers[str(c), "train", "loss"] for c in range(5)]
     expected = sum(n * loss for n, loss in zip(sizes, losses, strict=True)) / sum(sizes)
-    assert found["global", "train", "loss"] == pytest.approx(expected)
-    assert found["global", "train", "bytes_up"] == sum(
-        found[str(c), "train", "bytes_up"] for c in range(5)
+    assert numbers["global", "train", "loss"] == pytest.approx(expected)
+    assert numbers["global", "train", "bytes_up"] == sum(
+        numbers[str(c), "train", "bytes_up"] for c in range(5)
     )
 
 

@@ -126,13 +126,13 @@ def by_hand(kept: Kept, data: TaskData) -> Tensor:
 def test_rows_are_what_the_models_score_on_each_group(arrangement: str) -> None:
     kept = Kept()
     made = fit(arrangement=arrangement, callbacks=[kept])
-    found = matrix(made)
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, by_hand(kept, data_of(made)))
-    assert found[:, 1:].diagonal(dim1=1, dim2=2).mean() > found[:, 0].mean() + 0.2, (
+    numbers = matrix(made)
+    assert numbers.dtype == torch.float64
+    torch.testing.assert_close(numbers, by_hand(kept, data_of(made)))
+    assert numbers[:, 1:].diagonal(dim1=1, dim2=2).mean() > numbers[:, 0].mean() + 0.2, (
         "something is learned"
     )
-    assert bool((found == found[:1]).all()) == (arrangement == "disjoint")
+    assert bool((numbers == numbers[:1]).all()) == (arrangement == "disjoint")
 
 
 def test_the_last_row_is_the_exported_models(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_the_last_row_is_the_exported_models(tmp_path: Path) -> None:
 
 def test_the_table_has_a_row_of_the_matrix_after_each_task() -> None:
     made = fit()
-    found, expected = logged(made, "task_", "forgetting", "backward", "forward"), {}
+    numbers, expected = logged(made, "task_", "forgetting", "backward", "forward"), {}
     for task, round in enumerate(ENDS):
         so_far = matrix(made)[:, : task + 2]
         for j in range(TASKS):
@@ -166,7 +166,7 @@ def test_the_table_has_a_row_of_the_matrix_after_each_task() -> None:
             if task or name == "task_accuracy":
                 values = [float(function(so_far[client])) for client in range(CLIENTS)]
                 expected[round, "global", name] = sum(values) / CLIENTS
-    assert found == pytest.approx(expected)
+    assert numbers == pytest.approx(expected)
 
 
 def test_the_picture_lies_in_the_runs_folder(tmp_path: Path) -> None:
@@ -281,20 +281,20 @@ def test_the_score_of_a_round_is_on_the_classes_seen() -> None:
     kept = Kept()
     made = fit(callbacks=[kept])
     data, whole = data_of(made), whole_data(made)
-    found, sizes = logged(made, "accuracy"), []
+    numbers, sizes = logged(made, "accuracy"), []
     for round in range(1, 7):
         task = (round - 1) // LENGTH
         met = [[c for group in groups[: task + 1] for c in group] for groups in data.sequences]
         rows = torch.isin(whole.test.y, torch.tensor([c for own in met for c in own]))
         sizes.append(int(rows.sum()))
         state = kept.models[round][0]
-        assert found[round, "global", "accuracy"] == pytest.approx(
+        assert numbers[round, "global", "accuracy"] == pytest.approx(
             accuracy(state, whole.test.x[rows], whole.test.y[rows])
         )
         for client in range(CLIENTS):
             own = whole.test_index[client]
             own = own[torch.isin(whole.test.y[own], torch.tensor(met[client]))]
-            assert found[round, str(client), "accuracy"] == pytest.approx(
+            assert numbers[round, str(client), "accuracy"] == pytest.approx(
                 accuracy(state, whole.test.x[own], whole.test.y[own])
             )
     assert sizes[0] < sizes[-1] <= len(whole.test)

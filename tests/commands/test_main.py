@@ -1,4 +1,4 @@
-"""The command: what a run leaves behind, and what a request that cannot be met comes to."""
+"""The command: the folder that a run leaves, and the line that a refused request prints."""
 
 import runpy
 import shutil
@@ -98,7 +98,7 @@ def score(folder: Path, split: str, metric: str, round: int) -> float:
     return float(table[chosen]["value"].item())
 
 
-# What a run leaves behind
+# The folder that a run leaves
 
 
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
@@ -261,7 +261,7 @@ from flsuite.data import Partition
 
 
 class Halfway(FedAvg):
-    """Goes a part of the way to the mean."""
+    """FedAvg that goes only a part of the way to the mean."""
 
     def __init__(self, part: float = 0.5) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Halfway(FedAvg):
 
 
 class Stripes(Partition):
-    """Every so-manieth sample."""
+    """Assigns samples to clients in turn."""
 
     def __call__(self, labels, clients, rng, ids=None):
         return [np.arange(client, len(labels), clients) for client in range(clients)]

@@ -14,6 +14,7 @@ from flsuite.callbacks import FederationCallback
 from flsuite.client.lr_decay import ExponentialDecay
 from flsuite.errors import FlsuiteError
 from flsuite.flower.records import to_arrays, to_state
+from flsuite.flower.server import serve
 from flsuite.flower.strategy import FlowerStrategy
 from flsuite.schedules import Synchronous
 from tests.conftest import classifier, equal_states, trainer
@@ -101,6 +102,16 @@ def test_a_run_that_stops_early_leaves_the_other_rounds_out(model: Any) -> None:
     assert any(key[3].startswith("accuracy/") for key in table(theirs)), "details of the last round"
 
 
+def test_a_last_round_that_cannot_be_scored_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Stops(FederationCallback):
+        def on_round_end(self, run: Any, round: int) -> None:
+            run.stop()
+
+    made = trainer(rounds=5, evaluate_every=2, callbacks=[Stops()])
+    serve(Nodes(5, node_app(fused)), made, fused(), unscaled())
+    assert made.round == 1 and "round 1: not scored on test data" in caplog.text
+
+
 def test_the_strategy_works_with_flowers_own_start() -> None:
     ours = trainer(rounds=3)
     ours.fit(classifier(), unscaled())
@@ -123,6 +134,6 @@ def test_training_starts_from_the_arrays_that_it_is_given() -> None:
     zeros = to_arrays({name: torch.zeros_like(value) for name, value in run.state.items()})
     result = strategy.start(grid, zeros, num_rounds=1)
     first, *_ = to_state(result.arrays).values()
-    assert not first.any(), "behind a ReLU at zero nothing is learned"
+    assert not first.any(), "a network of zeros with ReLUs learns nothing in its first layer"
     with pytest.raises(FlsuiteError, match="initial_arrays are not this model's: lacks"):
         strategy.start(grid, ArrayRecord(), num_rounds=1)
