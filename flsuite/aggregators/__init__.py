@@ -1,4 +1,4 @@
-"""How updates become the next global model, one algorithm a file."""
+"""How updates become the next global model, one algorithm per file."""
 
 from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.baselines import Centralized, LocalOnly

@@ -30,8 +30,9 @@ class Aggregator(ABC):
             stays with a client.
         memory: State of the server half from one round to the next: nested dicts of tensors and
             numbers. The checkpoint stores it, and no other attribute.
-        metrics: Numbers about the current round, for the log; empty at the start of each round.
-        layout: Names and groups of the entries that travel; set by :meth:`configure`.
+        metrics: Numbers about the current round, for the log. It is empty at the start of each
+            round.
+        layout: Names and groups of the entries that travel. :meth:`configure` sets it.
     """
 
     private: ClassVar[tuple[str, ...]] = ()
@@ -41,8 +42,12 @@ class Aggregator(ABC):
     metrics: dict[str, float]
 
     def configure(self, layout: StateLayout) -> None:
-        """Prepare for a model: called once, before the first round or a checkpoint's memory."""
+        """Prepare for a model.
+
+        It is called once, before the first round and before the memory of a checkpoint is loaded.
+        """
         self.layout = layout
+        # A new run of the same object must not see what an earlier run has left.
         self.memory = {}
         self.metrics = {}
 
@@ -56,7 +61,10 @@ class Aggregator(ABC):
         return [FitAssignment(client) for client in cohort]
 
     def broadcast(self) -> dict[str, Any]:
-        """Return what every client of the round receives beside the model; its bytes count."""
+        """Return what every client of the round receives beside the model.
+
+        Its bytes count as traffic.
+        """
         return {}
 
     def expected_extras(self, global_state: State) -> dict[str, Any]:
@@ -76,8 +84,10 @@ class Aggregator(ABC):
         """Return the next global state.
 
         Args:
-            global_state: The shared entries that the clients started from; must not be changed.
-            updates: Updates in a fixed order, each already checked; can be consumed once.
+            global_state: The shared entries that the clients started from. They must not be
+                changed.
+            updates: Updates in a fixed order, each already checked. The iterator can be consumed
+                once.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,18 +12,18 @@ __all__ = ["Centralized", "LocalOnly"]
 
 
 class LocalOnly(Aggregator):
-    """No exchange: every client trains alone and nothing travels; the lower baseline."""
+    """The lower baseline: every client trains alone, and nothing travels."""
 
     private: ClassVar[tuple[str, ...]] = ("*",)
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        for _ in updates:  # an update arrives as it is taken
+        for _ in updates:  # an update is checked and recorded when it is taken
             pass
         return global_state
 
 
 class Centralized(FedAvg):
-    """One model on the pooled data of all clients; the upper baseline.
+    """The upper baseline: one model on the pooled data of all clients.
 
     In each round one fit replaces those of the cohort. It draws batches from the union of all
     clients' training samples, and takes as many steps as the cohort together.
@@ -32,7 +32,9 @@ class Centralized(FedAvg):
     pooled: ClassVar[bool] = True
 
     def __init__(self) -> None:
+        # Without the argument of FedAvg: there is one update, so that its weight has no effect.
         super().__init__()
 
     def plan(self, cohort: Sequence[int], batches: Sequence[int]) -> list[FitAssignment]:
+        # As many steps as the cohort takes together: the comparison is at equal numbers of steps.
         return [FitAssignment(POOLED, batches=sum(batches))]

@@ -20,6 +20,7 @@ class HolderMean:
 
     def add(self, rows: Tensor, weight: Tensor) -> None:
         """Add a client's rows ``(classes, latent)``, with a weight per class ``(classes,)``."""
+        # float64: a sum over many clients would lose the last digits of float32.
         weight = weight.double()
         self.total = self.total + rows.double() * weight[:, None]
         self.weight = self.weight + weight
@@ -30,7 +31,10 @@ class HolderMean:
         return self.weight > 0
 
     def mean(self, otherwise: Tensor) -> Tensor:
-        """Return the mean ``(classes, latent)``; rows without a holder come from ``otherwise``."""
+        """Return the mean ``(classes, latent)``.
+
+        The rows of classes that no client holds come from ``otherwise``.
+        """
         # The clamp avoids 0 / 0 in rows that are replaced below.
         mean = self.total / self.weight.clamp(min=1e-30)[:, None]
         return torch.where(self.held[:, None], mean.to(otherwise.dtype), otherwise)
@@ -64,5 +68,8 @@ def directions(centres: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def smallest_distance(centres: Tensor) -> float:
-    """Return the smallest distance between two centres; infinite for one centre."""
+    """Return the smallest distance between two centres.
+
+    It is infinite for a single centre.
+    """
     return float(torch.pdist(centres.float()).min()) if len(centres) > 1 else math.inf

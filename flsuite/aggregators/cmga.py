@@ -33,10 +33,12 @@ class CMGA(FedAvg):
     With shared encoders, ``beta``, ``separation_weight`` and ``sigma_floor`` at 0, and classes that
     every client holds, this is FedAvg with the plain mean.
 
-    Logged as ``train/<name>``: ``prior_distance_before`` and ``prior_distance_after``, the smallest
-    distance between two class centres before and after the separation; ``prior_sigma_floored``, the
-    number of standard deviations that were raised; ``prior_drift/<class>``, the distance of a
-    class's observed mean from its momentum.
+    Logged as ``train/<name>``:
+
+    - ``prior_distance_before`` and ``prior_distance_after``: the smallest distance between two
+      class centres before and after the separation;
+    - ``prior_sigma_floored``: the number of standard deviations that were raised;
+    - ``prior_drift/<class>``: the distance of a class's observed mean from its momentum.
 
     Args:
         lr: The server's learning rate, eta.
@@ -44,9 +46,9 @@ class CMGA(FedAvg):
         delta: Distance between two centres below which they repel each other.
         separation_weight: lambda, the strength of the repulsion. A centre moves by at most this
             much per centre that is too near.
-        separation_steps: Gradient steps of the separation; 0 turns it off, 3 in the description.
-            Each step starts from the unseparated centres, so a pair that one step takes beyond
-            delta returns with the next: odd numbers end apart.
+        separation_steps: Gradient steps of the separation. The description takes 3, and 0 turns it
+            off. Each step starts from the unseparated centres, so a pair that one step takes beyond
+            delta returns with the next. An odd number therefore ends with the pair apart.
         sigma_floor: Smallest standard deviation of a prior.
         weighting: ``uniform`` is the description's mean. ``samples`` weights networks by training
             samples, and a class's prior by the samples of the class.
@@ -98,6 +100,7 @@ class CMGA(FedAvg):
         """Apply mechanism 3 to the memory: the unseparated centres, and the classes seen so far."""
         never = {"centres": current, "seen": torch.zeros(len(current), dtype=torch.bool)}
         before = self.memory.get("momentum", never)
+        # A class that no client of the round holds has no observation. Its row is ignored below.
         observed = centres.mean(before["centres"])
         momentum = class_momentum(
             before["centres"], before["seen"], observed, centres.held, self.beta
@@ -108,6 +111,7 @@ class CMGA(FedAvg):
     def _report(self, momentum: Tensor, new: Tensor, centres: HolderMean) -> None:
         self.metrics["prior_distance_before"] = smallest_distance(momentum)
         self.metrics["prior_distance_after"] = smallest_distance(new)
+        # Only for classes that are held: the drift of the others is 0 by construction.
         drift = (centres.mean(momentum) - momentum).norm(dim=1).tolist()
         for c in centres.held.nonzero().flatten().tolist():
             self.metrics[f"prior_drift/{c}"] = drift[c]
@@ -132,7 +136,10 @@ class CMGA(FedAvg):
 
 
 def select(state: Mapping[str, Tensor], priors: tuple[str, ...]) -> tuple[State, State]:
-    """Split the shared entries into networks and priors (mechanism 1); encoders are private."""
+    """Split the shared entries into networks and priors (mechanism 1).
+
+    The encoder is private, so it is in neither.
+    """
     networks = {name: value for name, value in state.items() if name not in priors}
     return networks, {name: state[name] for name in priors}
 
@@ -140,7 +147,11 @@ def select(state: Mapping[str, Tensor], priors: tuple[str, ...]) -> tuple[State,
 def move_weights(
     theta: Mapping[str, Tensor], mean: State, parameters: tuple[str, ...], lr: float
 ) -> State:
-    """Return ``theta + lr mean_k(theta_k - theta)`` (mechanism 2); buffers take the mean."""
+    """Return ``theta + lr mean_k(theta_k - theta)`` for parameters (mechanism 2).
+
+    Buffers take the mean.
+    """
+    # The rate is for parameters: a running statistic has no direction to step along.
     trained = set(parameters)
     return {
         name: torch.lerp(theta[name], value, lr) if name in trained else value
@@ -186,6 +197,8 @@ def separate(centres: Tensor, delta: float, weight: float, steps: int) -> Tensor
     moved = centres
     for _ in range(steps):
         towards, distance = directions(moved)
+        # A unit vector per neighbour within delta: the gradient of the hinge does not depend on the
+        # distance.
         push = (towards * (distance < delta).unsqueeze(-1)).sum(1)
         # mu - gradient, where the gradient is (mu - m) - weight push: mu cancels.
         moved = centres + weight * push
@@ -194,4 +207,5 @@ def separate(centres: Tensor, delta: float, weight: float, steps: int) -> Tensor
 
 def floor_sigma(log_variance: Tensor, floor: float) -> Tensor:
     """Raise standard deviations below ``floor`` to it (mechanism 5)."""
+    # log sigma^2 = 2 log sigma. A floor of 0 has no logarithm.
     return log_variance.clamp(min=2 * math.log(floor)) if floor > 0 else log_variance

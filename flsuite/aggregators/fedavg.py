@@ -20,8 +20,8 @@ class FedAvg(Aggregator):
     """The mean of the clients' models.
 
     Args:
-        weighting: ``samples`` weights a client by its number of training samples (the paper);
-            ``uniform`` is the plain mean.
+        weighting: ``samples`` weights a client by its number of training samples, as the paper
+            does. ``uniform`` is the plain mean.
     """
 
     def __init__(self, weighting: Weighting = "samples") -> None:

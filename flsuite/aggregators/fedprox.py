@@ -23,7 +23,7 @@ class FedProx(FedAvg):
     as it would for a loss with this term. Private parameters have no global value and no such term.
 
     Args:
-        mu: Weight of the proximal term; 0 is FedAvg.
+        mu: Weight of the proximal term. With 0 this is FedAvg.
         weighting: As for FedAvg.
     """
 
@@ -33,11 +33,12 @@ class FedProx(FedAvg):
         require_at_least("FedProx", 0, mu=mu)
 
     def client_callbacks(self, client: ClientContext) -> list[Callback]:
+        # Without a callback, mu = 0 costs nothing and is FedAvg bit for bit.
         return [_ProximalTerm(self.mu, client.global_state)] if self.mu else []
 
 
 class _ProximalTerm(Callback):
-    """The client half: adds the term's gradient to the parameters that are about to step."""
+    """The client half, which adds the term's gradient to the parameters that are about to step."""
 
     def __init__(self, mu: float, global_state: State) -> None:
         self.mu = mu
@@ -57,5 +58,6 @@ class _ProximalTerm(Callback):
         # A model with several optimizers calls this once for each of them.
         stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in pl_module.named_parameters():
+            # A parameter without a gradient takes no step, and the term must not move it.
             if parameter.grad is not None and id(parameter) in stepping and name in self.anchors:
                 parameter.grad.add_(parameter.detach() - self.anchors[name], alpha=self.mu)

@@ -39,10 +39,12 @@ class FisherAveraging(FedAvg):
     Where all Fishers are equal, a parameter is the clients' plain mean, not the mean by samples.
     Where one client has all the Fisher, it is that client's value.
 
-    Logged as ``train/<name>``. A client logs ``fisher_mass``, the trace of F_k. The server logs
-    ``fisher_mass/<layer>``, its mean over clients; ``fisher_covered/<group>``, the share of
-    parameters above the damping; ``spread/<group>``, the mean squared distance of the clients'
-    parameters to the aggregate.
+    Logged as ``train/<name>``, ``fisher_mass`` by the clients and the others by the server:
+
+    - ``fisher_mass``: the trace of F_k;
+    - ``fisher_mass/<layer>``: its mean over clients;
+    - ``fisher_covered/<group>``: the share of parameters above the damping;
+    - ``spread/<group>``: the mean squared distance of the clients' parameters to the aggregate.
 
     Args:
         groups: Names of the model's ``parameter_groups``.
@@ -50,11 +52,11 @@ class FisherAveraging(FedAvg):
             mean over batches of the squared gradient of the batch's mean, about ``exact`` divided
             by the batch size. The factor cancels unless clients have fewer samples than a batch.
         damping: Sum of the Fishers up to which a parameter takes FedAvg's value: no client's data
-            determines it, and the mean would be a quotient of rounding errors. In units of the
-            Fisher, so smaller for ``batch``.
+            determines it, and the mean would be a quotient of rounding errors. It is in units of
+            the Fisher, so smaller for ``batch``.
         by_samples: Whether to weight by ``n_k F_k``, the precision of the posterior after n_k
             samples, instead of ``F_k``.
-        batches: Most batches of the pass; default all of an epoch.
+        batches: The largest number of batches of the pass. Default: an epoch.
         weighting: As for FedAvg, for all other parameters.
     """
 
@@ -75,6 +77,7 @@ class FisherAveraging(FedAvg):
         require_one_of("FisherAveraging", get_args(Estimator), estimator=estimator)
         require_at_least("FisherAveraging", 0, damping=damping)
         require_at_least("FisherAveraging", 1, batches=batches)
+
         self.groups = tuple(groups)
         self.estimator: Estimator = estimator
         self.damping = damping
@@ -85,6 +88,7 @@ class FisherAveraging(FedAvg):
         return [_FisherPass(client, self._names(), self.estimator, self.batches)]
 
     def expected_extras(self, global_state: State) -> dict[str, Any]:
+        # fisher_diagonal returns float32, whatever the dtype of the parameter.
         return {"fisher": {name: global_state[name].float() for name in self._names()}}
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
@@ -106,7 +110,7 @@ class FisherAveraging(FedAvg):
         return new
 
     def configure(self, layout: StateLayout) -> None:
-        """Prepare for a model; refuse one without the groups."""
+        """Prepare for a model, and refuse one without the groups."""
         super().configure(layout)
         for group in self.groups:
             # A group that is private, or empty, shares nothing to average.
@@ -126,6 +130,7 @@ class FisherAveraging(FedAvg):
     def _report(self, new: State, clients: dict[str, FisherMean]) -> None:
         layers: dict[str, float] = defaultdict(float)
         for name, client_mean in clients.items():
+            # A layer is all of a parameter's name but the last part.
             layer = name.rpartition(".")[0] or name
             layers[layer] += float(client_mean.mass) / client_mean.count
         self.metrics |= {f"fisher_mass/{layer}": mass for layer, mass in layers.items()}
@@ -140,7 +145,7 @@ class FisherAveraging(FedAvg):
 
 
 class _FisherPass(Callback):
-    """The client half: one pass over the training batches at the end of the fit."""
+    """The client half, which takes one pass over the training batches at the end of the fit."""
 
     def __init__(
         self, client: ClientContext, names: Sequence[str], estimator: Estimator, batches: int | None
@@ -175,7 +180,11 @@ class _FisherPass(Callback):
 
 @contextmanager
 def evaluating(module: LightningModule) -> Iterator[None]:
-    """Compute in evaluation mode and float32, with gradients, and restore what was set."""
+    """Compute in evaluation mode and float32, with gradients.
+
+    At the end, the modes and the random generators are restored.
+    """
     float32 = torch.autocast(module.device.type, enabled=False)
+    # isolate_rng: the pass must not change the numbers that the run draws after it.
     with modes.evaluating(module), isolate_rng(), torch.enable_grad(), float32:
         yield

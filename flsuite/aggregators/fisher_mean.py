@@ -9,8 +9,8 @@ __all__ = ["FisherMean"]
 class FisherMean:
     """The mean of a parameter over clients, weighted elementwise by Fisher, in float64.
 
-    Updates arrive one at a time, and none is kept. Sums are of the distances to where the clients
-    started, which are small: nothing is lost to rounding.
+    Updates arrive one at a time, and none is kept. The sums are over distances to the start of the
+    fits. These are small, so little is lost to rounding.
 
     Args:
         start: The parameter before the clients' fits.
@@ -46,6 +46,7 @@ class FisherMean:
 
     def squared_distance(self, new: Tensor) -> float:
         """Return the mean over clients of ``||theta_k - new||^2``."""
+        # ||theta_k - new||^2 expanded around the start, because the theta_k are not kept.
         moved = new.double() - self.start
         return float(
             (self.square - 2 * (self.plain * moved).sum()) / self.count + moved.square().sum()

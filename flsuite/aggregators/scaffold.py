@@ -32,7 +32,7 @@ class SCAFFOLD(FedAvg):
     Buffers take the mean. The correction comes before ``trainer.gradient_clip_val``.
 
     ``K`` steps of plain SGD with rate ``eta`` end at ``y = x - eta sum(g - c_i + c)``. So option
-    II, ``c_i+ = c_i - c + (x - y) / (K eta)``, is the mean of the local gradients ``g``; ``K``
+    II, ``c_i+ = c_i - c + (x - y) / (K eta)``, is the mean of the local gradients ``g``. ``K``
     counts every step of a fit, over all its epochs. With momentum, weight decay, clipping or a
     changing rate the displacement is not that mean. With weight decay, for example, ``c_i``
     contains ``decay * w`` and subtracts it from a step that decays anyway. ``control`` chooses
@@ -44,9 +44,9 @@ class SCAFFOLD(FedAvg):
             samples. ``c`` is then the weighted mean of the ``c_i`` if all clients take part, and
             near it otherwise.
         control: ``displacement`` is option II as written, and refuses all but plain SGD with a
-            constant rate. ``mean_gradient`` takes the mean of ``g`` itself: the same for plain SGD,
-            and right for any optimizer. Momentum and weight decay then act on the corrected
-            gradient.
+            constant rate. ``mean_gradient`` takes the mean of ``g`` itself, which is the same for
+            plain SGD and right for any optimizer. Momentum and weight decay then act on the
+            corrected gradient.
     """
 
     def __init__(
@@ -59,7 +59,10 @@ class SCAFFOLD(FedAvg):
         require_one_of("SCAFFOLD", get_args(Control), control=control)
 
     def broadcast(self) -> dict[str, Any]:
-        """Return ``c``, which is sent with ``x`` (line 5); while it is zero, nothing."""
+        """Return ``c``, which is sent with ``x`` (line 5).
+
+        Nothing is sent while ``c`` is zero.
+        """
         return {"control": self.memory["control"]} if self.memory else {}
 
     def client_callbacks(self, client: ClientContext) -> list[Callback]:
@@ -69,7 +72,10 @@ class SCAFFOLD(FedAvg):
         return {"control_change": {name: global_state[name] for name in self.layout.parameters}}
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        """Take lines 16 and 17: ``x + lr mean(y_i - x)`` and ``c + |S| / N mean(c_i+ - c_i)``."""
+        """Return ``x + lr mean(y_i - x)``, and update ``c`` (lines 16 and 17).
+
+        ``c`` becomes ``c + |S| / N mean(c_i+ - c_i)``.
+        """
         models, changes, received = RunningMean(), RunningMean(), 0
         for update in updates:
             models.add(update.state, self.weight(update))
@@ -88,7 +94,7 @@ class SCAFFOLD(FedAvg):
 
 
 class _LocalSteps(Callback):
-    """The client half: lines 7 to 14."""
+    """The client half, lines 7 to 14."""
 
     def __init__(self, client: ClientContext, control: Control) -> None:
         self.client = client
@@ -149,10 +155,13 @@ class _LocalSteps(Callback):
 
     def _renewed(self, name: str) -> Tensor:
         """Return ``c_i+`` of a parameter (line 12, option II)."""
+        # A parameter that took no step has no gradient to estimate from: c_i stays.
         if not self.steps[name]:
             return self.own[name].clone()
         if not self.plain:
+            # clone also moves the mean to the CPU, where the notes of a client are kept.
             return clone({name: self.gradients[name] / self.steps[name]})[name]
+
         # (x - y) / (K eta) is the mean of g - c_i + c: the other terms leave the mean of g.
         assert self.rate is not None
         x, y = self.client.global_state[name], self.parameters[name].detach().cpu()
@@ -164,10 +173,14 @@ def _zeros(state: State, names: Iterable[str]) -> State:
 
 
 def _constant_rate(client: ClientContext, optimizer: Optimizer, rate: float | None) -> float:
-    """Return the learning rate if this is plain SGD at the rate of the steps before, if any."""
+    """Return the learning rate of plain SGD, which must not change between steps.
+
+    ``rate`` is that of the earlier steps, or ``None`` before the first.
+    """
     if not isinstance(optimizer, SGD):
         setting = f"the optimizer is {type(optimizer).__name__}"
         raise _refusal(client, setting, "use torch.optim.SGD")
+
     for group in optimizer.param_groups:
         for name in ("momentum", "weight_decay"):
             if group[name] != 0:

@@ -20,7 +20,10 @@ __all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi"]
 
 
 class ServerOptimizer(FedAvg):
-    """FedAvg's mean as a direction: parameters move by :meth:`step`, buffers take the mean."""
+    """FedAvg's mean as a direction.
+
+    Parameters move by :meth:`step`, and buffers take the mean.
+    """
 
     def __init__(self, lr: float, weighting: Weighting) -> None:
         super().__init__(weighting)
@@ -37,6 +40,7 @@ class ServerOptimizer(FedAvg):
 
     def slot(self, kind: str, name: str, like: Tensor, value: float = 0.0) -> Tensor:
         """Return the accumulator of a parameter, created on first use."""
+        # In the memory, so that a checkpoint holds the accumulators.
         slots = self.memory.setdefault(kind, {})
         if name not in slots:
             slots[name] = torch.full_like(like, value)
@@ -51,7 +55,7 @@ class FedAvgM(ServerOptimizer):
     """Server momentum, ``v <- momentum * v + delta``, ``w <- w + lr * v``.
 
     Args:
-        lr: The server's learning rate; with 1 and momentum 0 this is FedAvg.
+        lr: The server's learning rate. With 1 and momentum 0 this is FedAvg.
         momentum: In [0, 1).
         weighting: As for FedAvg.
     """
@@ -70,15 +74,15 @@ class FedAvgM(ServerOptimizer):
 
 
 class Adaptive(ServerOptimizer):
-    """Algorithm 2: ``w <- w + lr m / (sqrt(v) + tau)``, where ``m <- beta1 m + (1 - beta1) delta``.
+    """Algorithm 2: ``w <- w + lr m / (sqrt(v) + tau)``.
 
-    The subclass updates ``v``. As in the paper there is no bias correction, and ``v`` starts at
-    ``tau ** 2``.
+    The first moment is ``m <- beta1 m + (1 - beta1) delta``. The subclass updates ``v``. As in the
+    paper there is no bias correction, and ``v`` starts at ``tau ** 2``.
 
     Args:
         lr: The server's learning rate, eta.
         beta1: Decay of the first moment, in [0, 1).
-        tau: Adaptivity, positive; a larger one is closer to plain momentum.
+        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
         weighting: As for FedAvg.
     """
 
@@ -93,6 +97,7 @@ class Adaptive(ServerOptimizer):
         first = self.slot("m", name, delta).mul_(self.beta1).add_(delta, alpha=1 - self.beta1)
         second = self.slot("v", name, delta, self.tau**2)  # the paper's start
         self.update_second(second, delta.square())
+        # No bias correction, as in the paper: v starts above zero.
         return self.lr * first / (second.sqrt() + self.tau)
 
     @abstractmethod

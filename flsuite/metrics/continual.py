@@ -45,8 +45,8 @@ def forward_transfer(matrix: Tensor) -> Tensor:
 def forgetting(matrix: Tensor) -> Tensor:
     """Return ``mean_(j<T) max_(j<=i<T) R[i, j] - R[T, j]``, the mean fall from the best accuracy.
 
-    The maximum starts at the task's own training: a lucky score before it does not count. It is NaN
-    for one task.
+    The maximum starts at the task's own training, so that a lucky score before it does not count.
+    Forgetting is NaN for one task.
     """
     rows = matrix[..., 1:, :]
     done = rows.shape[-2]

@@ -4,8 +4,9 @@ Let g_i be the gradient of client i's loss at a model that all clients share, an
 clients: ``Gamma = mean_i ||g_i - m||^2``. Let f_i be a fused model's gradient, o_i that of the same
 classifier at the plain input, and r_i = f_i - o_i. Then exactly
 
-    Gamma_fused = Gamma_orig + R + Phi,  R = mean_i ||r_i - mean r||^2,  Phi = 2 mean_i <o_i - mean
-    o, r_i - mean r>
+    Gamma_fused = Gamma_orig + R + Phi,
+    R = mean_i ||r_i - mean r||^2,
+    Phi = 2 mean_i <o_i - mean o, r_i - mean r>
 
 and fusion lowers the dissimilarity if ``R + Phi < 0``, the calibration condition of FusedSpaceFed
 (Di Cecco et al. 2025). All computations are in float64.
@@ -61,10 +62,11 @@ def decompose(original: Tensor, fused: Tensor) -> dict[str, float]:
 
 
 class RunningDissimilarity:
-    """The same quantities from gradients that arrive one client at a time, in the memory of three.
+    """The dissimilarity of gradients that arrive one client at a time.
 
-    Means and co-moments follow Welford's rule (1962): equal gradients give exactly 0, where a mean
-    square less a squared mean would leave a rounding error.
+    It takes the memory of three gradients. Means and co-moments follow Welford's rule (1962), by
+    which equal gradients give exactly 0. A mean square minus a squared mean would leave a rounding
+    error.
     """
 
     def __init__(self) -> None:
@@ -76,8 +78,8 @@ class RunningDissimilarity:
 
         Args:
             gradient: Gradient at the input that the model trains on, ``(d,)``.
-            plain: Gradient at the plain input, ``(d,)``, for a fused model: from all clients or
-                none.
+            plain: Gradient at the plain input, ``(d,)``, for a fused model. It is given for all
+                clients or for none.
         """
         gradient = gradient.double()
         self._gradient.add(gradient)
@@ -102,10 +104,12 @@ class RunningDissimilarity:
             "gamma": gamma,
             "gamma_relative": _relative(gamma, float(self._gradient.mean.square().sum())),
         }
+
         if self._plain.count:
             spread, cross = self._change.spread(), 2 * self._cross / self._plain.count
             values |= {"gamma_orig": self._plain.spread(), "R": spread, "Phi": cross}
             values["calibrated"] = float(spread + cross < 0)
+
         return values
 
 
@@ -118,7 +122,7 @@ class _Moments:
         self.squares = 0.0
 
     def add(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add one vector; return its distances from the mean before and after."""
+        """Add one vector, and return its distances from the mean before and after."""
         self.count += 1
         before = value - self.mean
         self.mean = self.mean + before / self.count

@@ -20,22 +20,26 @@ __all__ = ["Estimator", "fisher_diagonal"]
 Estimator = Literal["exact", "batch"]
 Batch = tuple[Tensor, ...]
 
-# Terms added in float32 before their sum goes to float64: few enough for seven good digits.
+# Terms that are added in float32 before their sum goes to float64. They are few enough to keep
+# seven digits.
 _AT_ONCE = 8
-# Numbers of per-sample gradients at a time, 64 MiB: far beyond a cache, more at once is slower.
+# Elements of per-sample gradients at a time, 64 MiB. More at once is far beyond a cache, and
+# slower.
 _NUMBERS_AT_ONCE = 2**24
 
 
 def fisher_diagonal(
     model: nn.Module, names: Collection[str], batches: Iterable[Batch], estimator: Estimator
 ) -> State:
-    """Return the Fisher diagonal of the parameters ``names``: float32, zero where one is frozen.
+    """Return the Fisher diagonal of the parameters ``names``, in float32.
+
+    It is zero for a frozen parameter.
 
     ``exact`` is the mean over samples of the squared gradient of each sample. ``batch`` is the mean
     over batches of the squared gradient of each batch's mean log-likelihood. With batches of one
     size ``batch`` never exceeds ``exact``. It is ``exact`` divided by the batch size where the
     gradients of samples are independent with mean zero, as at an optimum, and more than that far
-    from one. It is returned without the factor.
+    from one. The result is not multiplied by the batch size.
 
     The model runs as it is: the caller sets its modes, autocast and the random generators.
 
@@ -70,7 +74,7 @@ def fisher_diagonal(
 
 
 class _Total:
-    """Sum of float32 tensors: a few at a time in float32, which is fast, and these in float64."""
+    """A sum of float32 tensors, added a few at a time in float32 and then in float64."""
 
     def __init__(self, like: Tensor) -> None:
         self._sum = torch.zeros_like(like, dtype=torch.float64)
@@ -100,6 +104,7 @@ def _squared_mean(
     gradients: Sequence[Tensor | None] = ()
     if mean.requires_grad and parameters:
         gradients = torch.autograd.grad(mean, list(parameters.values()), allow_unused=True)
+
     if all(g is None for g in gradients):
         raise likelihood.independent()
     for (name, p), g in zip(parameters.items(), gradients, strict=True):
@@ -113,9 +118,12 @@ def _sum_of_squares(
     batch: Batch,
     first: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the sum of the samples' squared gradients: of linear layers first, then of the rest."""
+    """Yield the sum of the samples' squared gradients, by parameter.
+
+    Linear layers come first, then the other parameters.
+    """
     squares: State | None = {}
-    # The first batch goes through as a whole in any case: that tells a faulty log-likelihood.
+    # The first batch is computed as a whole in any case, which reveals a faulty log-likelihood.
     if layers.layers or first:
         squares = layers.squares(lambda: likelihood(batch))
     if squares is None:
@@ -130,7 +138,10 @@ def _sum_of_squares(
 def _squares_by_vmap(
     likelihood: "_LogLikelihood", parameters: State, batch: Batch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same for any parameters, from as many per-sample gradients at a time as fit."""
+    """Yield the sum of the samples' squared gradients for any parameters.
+
+    It takes as many per-sample gradients at a time as :data:`_NUMBERS_AT_ONCE` allows.
+    """
 
     def of_one(parameters: State, *sample: Tensor) -> Tensor:
         named = {f"model.{name}": value for name, value in parameters.items()}

@@ -49,6 +49,8 @@ class LinearLayers:
             if type(layer) is nn.Linear  # a subclass may compute something else
             and all(f"{name}.{own}" in parameters for own, _ in layer.named_parameters())
         }
+
+        # The graph's end points, by which a parameter is recognised whatever module uses it.
         leaves = {name: get_gradient_edge(p).node for name, p in parameters.items()}
         self._leaves = frozenset(leaves.values())
         self._leaves_of = {
@@ -64,7 +66,7 @@ class LinearLayers:
             likelihood: Computes the log-likelihood of each sample of the batch, ``(n,)``.
 
         Returns:
-            The sums by parameter, of the layers that qualify; ``None`` if the log-likelihood
+            The sums by parameter, of the layers that qualify. It is ``None`` if the log-likelihood
             depends on none of the parameters.
         """
         with _recorded(self.layers) as calls:
@@ -91,19 +93,21 @@ class LinearLayers:
         squares: State = {}
         for name, layer in self.layers.items():
             g = at_output[name]
+            # sum_i (g_i x_i^T)^2 = (g^2)^T (x^2): one product, and no gradient of a sample.
             squares[f"{name}.weight"] = g.square().T @ calls[name][0].input.square()
             if layer.bias is not None:
                 squares[f"{name}.bias"] = g.square().sum(0)
         return squares
 
     def _gradients(self, values: Tensor, total: Tensor, outputs: Mapping[str, Tensor]) -> State:
-        """Return the gradients at the outputs of the layers whose row i belongs to sample i.
+        """Return the gradients at the outputs of the layers that have one row per sample.
 
-        The graph does not show this: a table with as many rows as the batch has samples has the
-        right shape. With sample i weighted by w_i, the gradient of row i is w_i times as large if
-        the row depends on no other sample. This depends on the number of rows only, so that one
-        further backward pass per layer and batch size is enough. Gradients that are all zero show
-        nothing, and leave the proof to a later batch.
+        Row i of the output must depend on sample i alone. The graph does not show this, because a
+        table with as many rows as the batch has samples has the right shape. With sample i weighted
+        by w_i, the gradient of row i is w_i times as large if the row depends on no other sample.
+        Whether it does depends only on the number of rows, so that one further backward pass per
+        layer and batch size is enough. Gradients that are all zero show nothing, and leave the
+        proof to a later batch.
         """
         rows = len(values)
         unproven = [name for name in outputs if rows > 1 and (name, rows) not in self._proven]
@@ -120,6 +124,7 @@ class LinearLayers:
         for name, g in zip(unproven, weighted, strict=True):
             expected = weights[:, None] * gradients[name]
             error, scale = (g - expected).abs().max(), expected.abs().max()
+            # A tolerance for float32: two backward passes sum in different orders.
             if error > 1e-4 * scale:
                 del self.layers[name]
             elif scale > 0:
@@ -175,7 +180,8 @@ def _recorded(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[_Call]
     calls: dict[str, list[_Call]] = {name: [] for name in layers}
 
     def record(name: str, layer: nn.Module, args: Sequence[Tensor], output: Tensor) -> None:
-        # A call by keyword has no positional input: the output in its place has the wrong version.
+        # A call by keyword has no positional input. The output takes its place, with a version that
+        # never matches, so that the layer does not qualify.
         given = args[0] if args else output
         version = given._version if args else -1
         calls[name].append(_Call(given.detach(), output, version, output.grad_fn))

@@ -39,12 +39,14 @@ def scores(
     values = {
         name: float(column.double().mean()) for name, column in outputs.items() if column.ndim == 1
     }
+
     probabilities = outputs["scores"]
     values |= (
         _multilabel(probabilities, y)
         if y.ndim == 2
         else _multiclass(probabilities, y, spec.num_classes)
     )
+
     if auroc and (value := _auroc(probabilities, y, spec.num_classes)) is not None:
         values["auroc"] = value
     return values
@@ -63,12 +65,14 @@ def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str
             probabilities, y, num_classes=spec.num_classes, average="none"
         )
         present = y.unique().tolist()
+
     return {names[c]: float(values[c]) for c in present}
 
 
 def summary(values: list[float], name: str, higher_is_better: bool = True) -> dict[str, float]:
     """Return mean, worst value and standard deviation (ddof 0) over clients."""
     column = torch.tensor(values, dtype=torch.float64)
+    # The worst loss is the largest.
     worst = column.min() if higher_is_better else column.max()
     return {
         f"{name}_mean": float(column.mean()),
@@ -82,6 +86,7 @@ def _multiclass(probabilities: Tensor, y: Tensor, classes: int) -> dict[str, flo
     recall = tm.multiclass_recall(
         predicted, y, num_classes=classes, average="none", validate_args=False
     )
+
     return {
         "accuracy": float((predicted == y).double().mean()),
         "f1_macro": float(
@@ -100,6 +105,7 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
     specificity = tm.multilabel_specificity(probabilities, y, num_labels=labels, average="none")
     # A label without positive samples has no sensitivity, one without negative ones no specificity.
     defined = torch.stack([y.bool().any(0), ~y.bool().all(0)])
+
     return {
         "accuracy": float(
             tm.multilabel_accuracy(probabilities, y, num_labels=labels, average="macro")
@@ -123,6 +129,7 @@ def _auroc(probabilities: Tensor, y: Tensor, classes: int) -> float | None:
             probabilities[:, defined], y[:, defined].long(), num_labels=len(defined)
         )
         return float(values)
+
     if len(y.unique()) < classes:
         return None
     if classes == 2:

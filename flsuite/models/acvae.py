@@ -34,7 +34,10 @@ Negatives = Literal["all", "present"]
 
 
 class ACVAE(ClientModel):
-    """A private encoder q(z|x); shared latent mapper H, decoder D and priors N(mu_c, sigma_c^2).
+    """A private encoder q(z|x), and a shared mapper H, decoder D and class priors.
+
+    The prior of class c is N(mu_c, sigma_c^2). The loss of a sample, in nats, with z drawn from
+    q(z|x), is the sum of
 
     The loss of a sample, in nats, with z drawn from q(z|x), is the sum of
 
@@ -59,10 +62,10 @@ class ACVAE(ClientModel):
     refused.
 
     Args:
-        latent_dim: Numbers in z.
+        latent_dim: Dimension of z.
         hidden: Widths of the encoder for tables, mirrored by the decoder. Images have three strided
             convolutions instead.
-        width: Channels of the first convolution; the others have twice and four times as many.
+        width: Channels of the first convolution. The others have twice and four times as many.
         mapper_width: Hidden units of H.
         reconstruction: ``mse`` or ``bce``.
         reconstruction_weight: Weight of the reconstruction.
@@ -71,11 +74,12 @@ class ACVAE(ClientModel):
         negatives: Classes that the cross-entropy in training runs over: ``all``, or those
             ``present`` in the batch.
         prior_scale: Standard deviation of the initial class centres.
-        log_variance_limit: Bound on the absolute log variances of q and of the priors.
-        class_prior: pi, one positive number per class, scaled to a sum of one; default uniform.
+        log_variance_limit: Bound on the absolute log variances of q and of the priors. It keeps the
+            exponentials of the KL term finite.
+        class_prior: pi, one positive number per class, scaled to a sum of one. Default: uniform.
         dropout: Probability of dropping a hidden unit in the networks for tables.
         norm: Normalisation in the networks for images.
-        private: Entries that stay with the client; ``[]`` shares the encoder too.
+        private: Entries that stay with the client. ``[]`` shares the encoder too.
         optimizer: Optimizer of a fit.
 
     Attributes:
@@ -146,6 +150,7 @@ class ACVAE(ClientModel):
             self.prior_scale * torch.randn(spec.num_classes, self.latent_dim)
         )
         self.prior_log_variance = nn.Parameter(torch.zeros(spec.num_classes, self.latent_dim))
+
         prior = self.class_prior
         pi = torch.ones(spec.num_classes) if prior is None else torch.tensor(prior)
         if len(pi) != spec.num_classes:
@@ -171,7 +176,11 @@ class ACVAE(ClientModel):
         return self.prior_mean, self._limited(self.prior_log_variance)
 
     def class_logits(self, h: Tensor) -> Tensor:
-        """Return ``log N(h; mu_c, sigma_c^2) + log pi_c`` of h = H(z), float32 ``(n, classes)``."""
+        """Return the log joint density of h = H(z) and each class, float32 ``(n, classes)``.
+
+        It is ``log N(h; mu_c, sigma_c^2) + log pi_c``.
+        """
+        # A sum of squares over all latent dimensions: bfloat16 is too coarse.
         with torch.autocast(h.device.type, enabled=False):
             means, log_variances = self.priors()
             return log_density(h.float()[:, None], means, log_variances) + self.get_buffer("log_pi")
@@ -185,11 +194,11 @@ class ACVAE(ClientModel):
         return self.map(self.posterior(x)[0])
 
     def reconstruct(self, x: Tensor) -> Tensor:
-        """Decode H at the mean of q(z|x): in the shape of ``x``, within [0, 1]."""
+        """Decode H at the mean of q(z|x), in the shape of ``x``, within [0, 1]."""
         return self.decoder(self.latent(x)).float().sigmoid()
 
     def sample(self, classes: Tensor) -> Tensor:
-        """Draw from the priors of classes ``(n,)`` and decode: ``(n, *shape)``, within [0, 1]."""
+        """Draw from the priors of classes ``(n,)`` and decode to ``(n, *shape)``, within [0, 1]."""
         means, log_variances = self.priors()
         # z and not H(z): the KL term fits q(z|x) to the priors.
         z = sample(means[classes], log_variances[classes])
@@ -256,6 +265,7 @@ class ACVAE(ClientModel):
         assert self.spec is not None
         if len(self.spec.shape) != 3:
             return {}
+
         classes = torch.arange(self.spec.num_classes, device=x.device)
         drawn = self.sample(classes.repeat_interleave(len(x)))
         return {
@@ -271,12 +281,14 @@ class ACVAE(ClientModel):
 
     def _networks(self, shape: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
         # Mean and log variance of q(z|x): the encoder has twice as many outputs.
+        # Smaller images go through the networks for tables.
         if len(shape) == 3 and min(shape[1:]) >= SMALLEST:
             image = (shape[0], shape[1], shape[2])
             return (
                 BottleneckEncoder(image, 2 * self.latent_dim, self.norm, self.width),
                 BottleneckDecoder(image, self.latent_dim, self.norm, self.width),
             )
+
         features = prod(shape)
         return (
             TableEncoder(features, self.hidden, 2 * self.latent_dim, self.dropout),

@@ -1,7 +1,7 @@
 """Small autoencoders, each in two halves: a client can keep the encoder and share the decoder.
 
 ``decoder(encoder(x))`` has the shape of ``x``, and its last layer is linear. Two are for images of
-at least :data:`SMALLEST` pixels per side, one is for tables.
+at least :data:`SMALLEST` pixels per side, and one is for tables.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class UNetEncoder(nn.Module):
 
 
 class UNetDecoder(nn.Module):
-    """The expanding half of a U-Net: each transposed convolution is joined by skip features."""
+    """The expanding half of a U-Net, with skip features joined to each transposed convolution."""
 
     def __init__(self, channels: int, norm: Norm = "batch", width: int = 16) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class BottleneckDecoder(nn.Module):
         """Decode ``(n, latent_dim)`` to images ``(n, c, h, w)``."""
         h: Tensor = self.start(latent).unflatten(1, (-1, *self.sides[0]))
         for norm, up, side in zip(self.norms, self.ups, self.sides[1:], strict=True):
-            # Halving rounds up, so that two sizes lead to the same one; the way back has to be
-            # told.
+            # Halving rounds up, so that two sizes lead to the same one: a transposed convolution
+            # must be given the size.
             h = up(self.relu(norm(h)), output_size=list(side))
         return h
 
@@ -145,7 +145,7 @@ class TableEncoder(nn.Sequential):
 
 
 class TableDecoder(nn.Sequential):
-    """The same layers in reverse order: ``(n, latent_dim)`` to ``(n, *shape)``."""
+    """The layers of :class:`TableEncoder` in reverse order, to ``(n, *shape)``."""
 
     def __init__(
         self, shape: Sequence[int], hidden: Sequence[int], latent_dim: int, dropout: float
@@ -160,6 +160,7 @@ def _dense(inputs: int, widths: Sequence[int], dropout: float) -> list[nn.Module
     layers: list[nn.Module] = []
     for before, after in pairwise([inputs, *widths]):
         layers += [
+            # BatchNorm has a bias of its own.
             nn.Linear(before, after, bias=False),
             nn.BatchNorm1d(after),
             nn.LeakyReLU(0.2),

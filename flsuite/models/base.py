@@ -17,7 +17,7 @@ _SPEC_KEY = "data_spec"
 
 
 class ClientModel(LightningModule):
-    """A model that clients train; a plain Lightning Trainer fits it as well.
+    """A model that clients train, and that a plain Lightning Trainer can fit as well.
 
     A subclass takes its parameters in ``__init__``, keeps each under its own name, makes its
     networks in :meth:`build`, and implements ``training_step``, ``configure_optimizers`` and
@@ -26,12 +26,12 @@ class ClientModel(LightningModule):
     Attributes:
         private: Entries of the state dict that stay with the client, by prefix or wildcard. The
             others travel.
-        training_only: Private entries that training reads and predictions do not. Where all private
-            entries are such, the shared model is scored once for all clients.
+        training_only: Private entries that training reads and predictions do not. If all private
+            entries are of this kind, the shared model is scored once for all clients.
         parameter_groups: Groups of parameters that an aggregator may treat apart: name to prefixes.
         extra_epochs: Warm-up epochs of a client's fit, before the epochs that the trainer is set
             to.
-        spec: The data that the model was built for; ``None`` before.
+        spec: The data that the model is built for. It is ``None`` before.
     """
 
     private: Sequence[str] = ()
@@ -66,8 +66,8 @@ class ClientModel(LightningModule):
         It is called before every such fit, with the weights that the fit starts from.
 
         Args:
-            task: Number of the client's task, from 0; the same in all fits of the task.
-            seen: Classes that any client has met so far, with those of this task.
+            task: Number of the client's task, from 0. It is the same in all fits of the task.
+            seen: Classes that any client has met so far, including those of this task.
             past: Classes that any client had met before this task.
         """
 
@@ -99,7 +99,7 @@ class ClientModel(LightningModule):
             )
 
     def configure_model(self) -> None:
-        """Build the model for the Trainer's data module, where it is not built yet."""
+        """Build the model for the Trainer's data module, unless it is built already."""
         # Without a Trainer, the checkpoint that is being loaded holds the spec.
         if self.spec is None and self._trainer is not None:
             datamodule = getattr(self.trainer, "datamodule", None)
@@ -135,7 +135,7 @@ class ClientModel(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build before the weights are loaded, so that ``load_from_checkpoint`` needs no data."""
         if _SPEC_KEY in checkpoint:
-            # The shape of the data is all that the constructor's arguments do not tell.
+            # The constructor's arguments say everything but the shape of the data.
             self.ensure_built(DataSpec.from_dict(checkpoint[_SPEC_KEY]))
 
     def to_channels_last(self) -> None:

@@ -30,6 +30,7 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
 def mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     """Return the mean of :func:`classification_loss` over the batch, in one operation."""
     logits = logits.float()
+    # Not the mean of classification_loss: its per-sample losses would cost a kernel more per step.
     return (
         F.cross_entropy(logits, y)
         if y.ndim == 1
@@ -38,7 +39,7 @@ def mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def class_probabilities(logits: Tensor, y: Tensor) -> Tensor:
-    """Return probabilities ``(n, classes)``: a softmax for classes, one sigmoid per label."""
+    """Return probabilities ``(n, classes)``, by a softmax for classes and a sigmoid per label."""
     return logits.float().softmax(1) if y.ndim == 1 else logits.float().sigmoid()
 
 
@@ -46,8 +47,8 @@ class Classifier(ClientModel):
     """A backbone trained on cross-entropy, or on binary cross-entropy for multi-label data.
 
     Args:
-        backbone: The network; default :class:`~flsuite.models.backbones.LeNet5`.
-        optimizer: Optimizer of a fit; each fit starts with a new one.
+        backbone: The network. Default: :class:`~flsuite.models.backbones.LeNet5`.
+        optimizer: Optimizer of a fit. Each fit starts with a new one.
         private: Entries of the state dict that stay with the client, by prefix or wildcard.
             ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
             normalisation of a ResNet-20 (FedBN). A pattern that matches nothing is an error.

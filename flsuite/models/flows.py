@@ -19,8 +19,8 @@ class ConditionalCoupling(nf.flows.Flow):
     normflows has no context, and its layers with a context are autoregressive or splines.
 
     Args:
-        features: Numbers in z, at least 2.
-        context: Numbers in the context.
+        features: Dimension of z, at least 2.
+        context: Dimension of the context.
         width: Hidden units of the residual network of two blocks that computes s and t.
         limit: Bound on every absolute log scale s: one coupling scales by at most ``exp(limit)``.
     """
@@ -29,6 +29,7 @@ class ConditionalCoupling(nf.flows.Flow):
         super().__init__()
         self.halves = features // 2, features - features // 2
         self.limit = limit
+
         self.conditioner = nf.nets.ResidualNet(
             self.halves[0],
             2 * self.halves[1],
@@ -37,18 +38,26 @@ class ConditionalCoupling(nf.flows.Flow):
             num_blocks=2,
             activation=F.leaky_relu,
         )
-        # The identity at the start: zero log scales and shifts.
+        # Zero log scales and shifts: the coupling starts as the identity.
         nn.init.zeros_(self.conditioner.final_layer.weight)
         nn.init.zeros_(self.conditioner.final_layer.bias)
 
     def forward(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Map towards the data; return ``(n, features)`` and the log-determinant ``(n,)``."""
+        """Map towards the data.
+
+        Returns:
+            ``(n, features)`` and the log-determinant ``(n,)``.
+        """
         kept, moved = z.split(self.halves, dim=1)
         log_scale, shift = self._affine(kept, context)
         return torch.cat((kept, moved * log_scale.exp() + shift), dim=1), log_scale.sum(1)
 
     def inverse(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Map towards the base; return ``(n, features)`` and the log-determinant ``(n,)``."""
+        """Map towards the base distribution.
+
+        Returns:
+            ``(n, features)`` and the log-determinant ``(n,)``.
+        """
         kept, moved = z.split(self.halves, dim=1)
         log_scale, shift = self._affine(kept, context)
         return torch.cat((kept, (moved - shift) * (-log_scale).exp()), dim=1), -log_scale.sum(1)
@@ -66,13 +75,13 @@ class ConditionalFlow(nf.ConditionalNormalizingFlow):
     The flow starts as a standard normal. Density and sampling take one pass each, in float32 under
     any precision.
 
-    Every other permutation exchanges the halves, so that two couplings transform all numbers; the
-    others are random. With four random permutations, a sixteenth of the numbers would never be
+    Every other permutation exchanges the halves, so that two couplings transform all features. The
+    others are random. With four random permutations, a sixteenth of the features would never be
     transformed.
 
     Args:
-        features: Numbers in z.
-        classes: Values of y; the context is y one-hot.
+        features: Dimension of z.
+        classes: Values of y. The context is y one-hot.
         couplings: Number of couplings.
         width: Hidden units of the couplings' networks.
     """
@@ -87,9 +96,9 @@ class ConditionalFlow(nf.ConditionalNormalizingFlow):
         self.classes = classes
 
     def density(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes ``u = g^-1(z; y)`` ``(n, features)`` and the log-density ``(n,)``.
+        """Return the codes u of z, ``(n, features)``, and the log-density of z, ``(n,)``.
 
-        ``log p(z | y) = log N(u; 0, I) + log |det du/dz|``, in nats.
+        With ``u = g^-1(z; y)``, it is ``log p(z | y) = log N(u; 0, I) + log |det du/dz|``, in nats.
         """
         # Log-determinants are sums over all couplings: bfloat16 is too coarse.
         with torch.autocast(z.device.type, enabled=False):
@@ -102,7 +111,10 @@ class ConditionalFlow(nf.ConditionalNormalizingFlow):
             return u, log_density + self.q0.log_prob(u)
 
     def generate(self, u: Tensor, y: Tensor) -> Tensor:
-        """Return ``g(u; y)``, ``(n, features)``: a sample of p(z | y) if u is standard normal."""
+        """Return ``g(u; y)``, ``(n, features)``.
+
+        It is a sample of p(z | y) if u is standard normal.
+        """
         with torch.autocast(u.device.type, enabled=False):
             return self(u.float(), context=self._one_hot(y))
 

@@ -34,6 +34,7 @@ Fusion = Literal["sum", "concat"]
 
 def reconstruction_error(reconstruction: Tensor, x: Tensor) -> Tensor:
     """Return the mean squared error of each image, ``(n,)``, in float32 under any precision."""
+    # A mean of small squares: bfloat16 has too few digits for it.
     with torch.autocast(x.device.type, enabled=False):
         return (reconstruction.float() - x.float()).square().flatten(1).mean(1)
 
@@ -45,33 +46,35 @@ class FusedSpaceFed(ClientModel):
     has just received. Their loss is the reconstruction error alone, and D and C do not change,
     BatchNorm statistics included. The loss of the epochs that follow, the joint loss, is
     ``lambda_rec MSE(x~, x) + CE(C(fuse(x, x~)), y) + lambda_sp ||E - E_0||^2``. A plain Trainer has
-    no extra epochs: there the warm-up is the first ``warmup_epochs`` of its own.
+    no extra epochs, so the warm-up is the first ``warmup_epochs`` of its own.
 
     With ``task_aware`` off, x~ is detached for C, and only the reconstruction error trains the
     autoencoder. The reference code then steps the autoencoder first and reconstructs again for C.
-    Here one forward pass serves both: the autoencoder takes the same step, and C receives the
-    reconstruction from before it.
+    Here one forward pass serves both. The autoencoder takes the same step, and C receives the
+    reconstruction that was computed before it.
 
     Images must lie in [0, 1]: set ``data.standardize: false``.
 
     Args:
         autoencoder: ``bottleneck`` (the paper) or ``unet`` (the reference code).
         fusion: ``sum``, or ``concat`` along the channels.
-        fusion_scale: Factor of x~ in the fusion; 1 in the paper, 0 leaves C the plain image.
-        latent_dim: Numbers in the bottleneck's latent, ``dz``; the U-Net has none.
+        fusion_scale: Factor of x~ in the fusion, 1 in the paper. With 0, C receives the plain
+            image.
+        latent_dim: Dimension of the bottleneck's latent, ``dz``. The U-Net has none.
         lambda_rec: Weight of the reconstruction error in the joint loss.
-        warmup_epochs: Epochs before the joint ones; 1 in the paper, 2 in the reference runs.
+        warmup_epochs: Epochs before the joint ones, 1 in the paper and 2 in the reference runs.
         task_aware: Whether the classification's gradients reach the autoencoder through x~. In the
             reference code they do not.
         lambda_sp: Weight of L2-SP (Li et al. 2018, arXiv:1802.01483), which pulls E to its initial
-            weights in the joint epochs; 1e-3 in the reference code. A model that
-            ``load_from_checkpoint`` reads has another E_0, the one that it is built with.
+            weights in the joint epochs. It is 1e-3 in the reference code. A model that
+            ``load_from_checkpoint`` reads has another E_0, namely the weights that it is built
+            with.
         lr: SGD's learning rate for C.
         autoencoder_lr: SGD's learning rate for E and D.
         momentum: SGD's momentum for all three.
         weight_decay: SGD's weight decay for all three.
         norm: Normalisation of the autoencoder and of the default classifier.
-        backbone: C; default the pre-activation ResNet-20.
+        backbone: C. Default: the pre-activation ResNet-20.
 
     Attributes:
         head: Prefix of C's entries in the state dict, on which gradient dissimilarity is measured.
@@ -128,6 +131,7 @@ class FusedSpaceFed(ClientModel):
         self.classifier = (self.backbone or ResNet20(self.norm)).build(
             (seen, height, width), spec.num_classes
         )
+
         if self.lambda_sp:
             # Not persistent: E_0 must neither travel nor be averaged.
             self.register_buffer(
@@ -175,6 +179,7 @@ class FusedSpaceFed(ClientModel):
 
     def drift(self) -> Tensor:
         """Return ``||E - E_0||^2``, the squared distance of the encoder to its initial weights."""
+        # float32: squares of small differences vanish in half precision.
         return (_flat(self.encoder).float() - self.get_buffer("initial_encoder")).square().sum()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -201,7 +206,7 @@ class FusedSpaceFed(ClientModel):
     def classifier_inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return C's input without the autoencoder and with it.
 
-        Without it, that is ``x`` for ``sum`` and ``[x, 0]`` for ``concat``.
+        The input without it is ``x`` for ``sum`` and ``[x, 0]`` for ``concat``.
         """
         # Zeros in place of x~ keep the number of channels that C expects.
         plain = x if self.fusion == "sum" else self.fuse(x, torch.zeros_like(x))
@@ -220,7 +225,10 @@ class FusedSpaceFed(ClientModel):
         return plain_loss, classification_loss(self.classifier(fused), y).mean()
 
     def pictures(self, x: Tensor) -> dict[str, Tensor]:
-        """Return ``reconstructions``: rows of x, of x~, and of C's input where it is their sum."""
+        """Return ``reconstructions``, with rows of x and of x~.
+
+        With ``sum``, the third row is C's input, scaled to [0, 1].
+        """
         reconstruction = self.reconstruct(x).float()
         rows = [x, reconstruction]
         if self.fusion == "sum":
@@ -259,10 +267,10 @@ class FusedSpaceFed(ClientModel):
 
 @contextmanager
 def _frozen(module: nn.Module) -> Iterator[None]:
-    """Use a module without training it: no gradients for its parameters, no new statistics.
+    """Use a module without training it: its parameters and statistics stay as they are.
 
-    Only the forward pass runs inside: autograd keeps what it has recorded, and backward may follow
-    outside.
+    No gradients are computed for its parameters. Only the forward pass has to run inside, because
+    autograd keeps what it has recorded.
     """
     # Some parameters may be frozen already, and must stay so.
     gradients = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
@@ -277,4 +285,5 @@ def _frozen(module: nn.Module) -> Iterator[None]:
 
 
 def _flat(module: nn.Module) -> Tensor:
+    # One tensor, so that the distance is one operation and not one per layer.
     return torch.cat([parameter.reshape(-1) for parameter in module.parameters()])

@@ -14,7 +14,7 @@ _LOG_2PI = math.log(2 * math.pi)
 
 
 def sample(mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Draw once from each, by the reparameterisation trick.
+    """Draw one sample from each Gaussian, by the reparameterisation trick.
 
     Kingma and Welling 2014, Auto-Encoding Variational Bayes, arXiv:1312.6114.
     """

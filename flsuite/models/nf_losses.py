@@ -12,7 +12,8 @@ __all__ = [
     "soft_cross_entropy",
 ]
 
-# Of a Gaussian fitted to few codes: one number that happens to agree would outweigh all the others.
+# The least variance of a Gaussian fitted to few codes. Without it, one dimension in which the codes
+# happen to agree would outweigh all the others.
 _LEAST_VARIANCE = 1e-4
 _TEMPERATURE = 2.0
 
@@ -26,7 +27,7 @@ def replay_loss(logits: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
     """Return the mean weighted cross-entropy of generated samples.
 
     Args:
-        logits: The classifier's, ``(m, classes)``.
+        logits: Logits of the classifier, ``(m, classes)``.
         classes: Classes that the samples were generated for, int64 ``(m,)``.
         weights: The :func:`credibility` of each sample ``(m,)``.
     """
@@ -37,11 +38,11 @@ def replay_loss(logits: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
 def credibility(
     codes: Tensor, y: Tensor, drawn: Tensor, classes: Tensor, otherwise: Tensor
 ) -> Tensor:
-    """Return how much each generated sample resembles the batch's samples of its class: ``(m,)``.
+    """Return how much each generated sample resembles the batch's samples of its class, ``(m,)``.
 
     It is the density of the sample's code under the diagonal Gaussian of the codes of that class,
-    the mean over the code's numbers. It is computed in float32 whatever the precision around it: a
-    density is a quotient of small differences, which bfloat16 rounds away.
+    averaged over the dimensions. It is computed in float32 under any precision, because bfloat16
+    rounds away the small differences in a density.
 
     Args:
         codes: Codes of the batch, ``(n, features)``.
@@ -89,7 +90,7 @@ def distillation_loss(
 def soft_cross_entropy(
     logits: Tensor, teacher: Tensor, temperature: float = _TEMPERATURE
 ) -> Tensor:
-    """Return the mean cross-entropy of logits to a teacher's, both softened, ``(n, classes)`` each.
+    """Return the mean cross-entropy of softened logits to a teacher's, ``(n, classes)`` each.
 
     Hinton et al. 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """

@@ -40,8 +40,8 @@ class NFClassifier(ClientModel):
        and from the one that the fit started with.
 
     It differs from the authors' code in three points. That code takes three steps per batch. It
-    compares a sample's features with the Gaussian of the batch's codes, where codes are compared
-    with codes here. It does not normalise features.
+    compares a sample's features with the Gaussian of the batch's codes, while this model compares
+    codes with codes. It does not normalise features.
 
     Data with tasks (:class:`~flsuite.data.TaskSequence`) calls :meth:`begin_task`. The flow, the
     classifier and the classes of the previous task are the private entries ``previous.``. With one
@@ -52,30 +52,34 @@ class NFClassifier(ClientModel):
     ``gradient_clip_val``, ``accumulate_grad_batches``, ``max_steps`` and ``16-mixed`` are refused,
     and so is multi-label data. The flow and the credibility are computed in float32.
 
-    Clients log, as means over the steps of a fit: ``flow_nll``, nats per dimension; ``density``, p;
-    ``credibility``; ``replay``, the weighted cross-entropy; ``gradient_norm`` and
-    ``flow_gradient_norm``, before clipping.
+    Clients log, as means over the steps of a fit:
+
+    - ``flow_nll``: the negative log-density, in nats per dimension;
+    - ``density``: p;
+    - ``credibility``: the mean weight of the generated samples;
+    - ``replay``: their weighted cross-entropy;
+    - ``gradient_norm`` and ``flow_gradient_norm``: the norms before clipping.
 
     Args:
-        feature_dim: Numbers in z.
+        feature_dim: Dimension of z.
         couplings: Couplings of the flow.
         flow_width: Hidden units of the networks in the couplings.
-        backbone: h_a up to its last ReLU; default :class:`~flsuite.models.backbones.StridedCNN` for
-            images and an MLP for tables. ``ResNet18`` suits colour images.
+        backbone: h_a up to its last ReLU. Default: :class:`~flsuite.models.backbones.StridedCNN`
+            for images and an MLP for tables. ``ResNet18`` suits colour images.
         lr: Adam's learning rate for h_a and h_b.
         flow_lr: Adam's learning rate for the flow.
-        k_replay: Weight of the replay; 0 turns it off.
+        k_replay: Weight of the replay. 0 turns it off.
         k_flow_last: Weight of the previous flow's samples.
-        theta: In [0, 1]. 1 replays at full weight; 0 scales the replay by the batch's density.
+        theta: Mix of two replay weights, in [0, 1]. 1 replays at full weight, and 0 scales the
+            replay by the batch's density.
         k_last: Weight of distillation from the previous task's classifier.
-        k_global: Weight of distillation from the classifier that the fit started with, the global
-            one.
+        k_global: Weight of distillation from the global classifier, with which the fit starts.
         k_feature: Weight of the features' mean squared distance in both distillations.
         k_output: Weight of the outputs' cross-entropy at temperature 2 in both distillations.
-        clip: Largest norm of a gradient; 0 turns clipping off.
+        clip: Largest norm of a gradient. 0 turns clipping off.
         replay_classes: ``all`` replays the classes that any client has met, as the authors' code
-            does, if the data has tasks: a client then learns classes it has no sample of from the
-            global flow. ``own`` replays those of this client.
+            does, if the data has tasks. A client then also learns classes of which it has no
+            sample, from the global flow. ``own`` replays those of this client.
         normalize_features: Whether each sample's features get mean 0 and variance 1. Otherwise the
             flow has to follow the scale of features that are still being learned.
     """
@@ -165,7 +169,10 @@ class NFClassifier(ClientModel):
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Take one step of both optimizers; return the classifier's loss."""
+        """Take one step of both optimizers.
+
+        The return value is the loss of the classifier.
+        """
         x, y = batch
         self.previous.meet(y)
         z = self.features(x)
@@ -299,7 +306,10 @@ class NFClassifier(ClientModel):
         return self.flow.density(z, y)[1]
 
     def sampled_logits(self, y: Tensor) -> Tensor:
-        """Classify one sample of the flow for each class of y ``(n,)``: logits ``(n, classes)``."""
+        """Classify one sample of the flow for each class of y ``(n,)``.
+
+        The logits are ``(n, classes)``.
+        """
         logits: Tensor = self.head(
             self.flow.generate(torch.randn(len(y), self.feature_dim, device=y.device), y)
         )
@@ -308,6 +318,7 @@ class NFClassifier(ClientModel):
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         # Without ``previous``: its parameters are never trained.
         classifier = [*self.extractor.parameters(), *self.head.parameters()]
+        # Fused: one kernel updates all parameters of an optimizer.
         return [
             torch.optim.Adam(classifier, lr=self.lr, fused=True),
             torch.optim.Adam(self.flow.parameters(), lr=self.flow_lr, fused=True),
@@ -341,10 +352,10 @@ class NFClassifier(ClientModel):
         self._received = None
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Refuse trainer settings that manual optimisation excludes; add no callback.
+        """Refuse trainer settings that manual optimisation excludes.
 
-        This is the first hook with a trainer: Lightning's own checks come later and do not name the
-        remedy.
+        It adds no callback. This is the first hook with a trainer. Lightning's own checks come
+        later and do not name the remedy.
         """
         if self.trainer.gradient_clip_val:
             raise FlsuiteError(

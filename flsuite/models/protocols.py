@@ -17,7 +17,7 @@ class LatentModel(Protocol):
     """A model with a latent space."""
 
     def latent(self, x: Tensor) -> Tensor:
-        """Encode samples ``(n, *shape)`` without their labels: ``(n, latent)``."""
+        """Encode samples ``(n, *shape)`` to ``(n, latent)``, without their labels."""
         ...
 
 
@@ -26,7 +26,7 @@ class PriorModel(Protocol):
     """A model with one Gaussian per class in its latent space."""
 
     def latent(self, x: Tensor) -> Tensor:
-        """Encode samples ``(n, *shape)`` without their labels: ``(n, latent)``."""
+        """Encode samples ``(n, *shape)`` to ``(n, latent)``, without their labels."""
         ...
 
     def priors(self) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,10 @@ class FlowModel(Protocol):
     """
 
     def sampled_logits(self, y: Tensor) -> Tensor:
-        """Classify one sample of the flow for each class of y ``(n,)``: logits ``(n, classes)``."""
+        """Classify one sample of the flow for each class of y ``(n,)``.
+
+        The logits are ``(n, classes)``.
+        """
         ...
 
 

@@ -14,14 +14,14 @@ __all__ = ["Previous", "draw_classes", "frozen_copy"]
 class Previous(nn.Module):
     """The state that a client keeps from one task to the next.
 
-    All of it is parameters that are never trained, and none of it buffers: a policy on buffers must
-    not reset it.
+    All of it is parameters that are never trained. None of it is a buffer, because a policy on
+    buffers must not reset it.
 
     Attributes:
         task: int64 ``()``, the number of the client's task.
         met: uint8 ``(classes,)``, 1 for classes that the client has met.
-        past: uint8 ``(classes,)``, 1 for classes that the client, or another client as far as the
-            data tells, had met when the task began.
+        past: uint8 ``(classes,)``, 1 for classes met before the task began: the client's own, and
+            those given to :meth:`take`.
         tasks: Whether the client has completed a task.
         classes: Whether any class is marked in ``past``.
     """
@@ -44,16 +44,20 @@ class Previous(nn.Module):
         self.met[y] = 1
 
     def take(self, task: int, classes: Sequence[int], modules: dict[str, nn.Module]) -> None:
-        """Begin a task: keep the modules, and mark the classes that anybody has met."""
+        """Begin a task, by keeping the modules and marking the classes that any client has met."""
         self.past.copy_(self.met)
         self.past[list(classes)] = 1
         self.task.fill_(task)
+        # Into the tensors that exist: the state of the client refers to them.
         for name, copy in self.named_children():
             load_(copy.state_dict(), modules[name].state_dict())
         self.look()
 
     def look(self) -> None:
-        """Update the flags; call it once per fit, when the client's state has been loaded."""
+        """Update the flags.
+
+        It is called once per fit, when the client's state has been loaded, and after :meth:`take`.
+        """
         self.tasks, self.classes = bool(self.task > 0), bool(self.past.any())
 
 

@@ -19,5 +19,5 @@ class Backbone(ABC):
         """Return a new network from float samples ``(n, *shape)`` to logits ``(n, outputs)``.
 
         Raises:
-            FlsuiteError: If the network does not fit this shape; the message names one that does.
+            FlsuiteError: If the network does not fit this shape. The message names one that does.
         """

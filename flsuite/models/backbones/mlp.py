@@ -13,7 +13,7 @@ __all__ = ["MLP"]
 class MLP(Backbone):
     """Fully connected layers with ReLU, for tables and flattened images.
 
-    ``MLP(hidden=())`` is multinomial logistic regression; ``MLP(hidden=(200, 200))`` is the 2NN of
+    ``MLP(hidden=())`` is multinomial logistic regression. ``MLP(hidden=(200, 200))`` is the 2NN of
     McMahan et al. 2017.
 
     Args:
@@ -41,6 +41,7 @@ class MLP(Backbone):
             raise FlsuiteError(
                 f"MLP takes samples of at least one number, not data of shape {tuple(shape)}"
             )
+
         layers: list[nn.Module] = [nn.Flatten()]
         for units in self.hidden:
             layers += [nn.Linear(features, units, bias=self.bias), nn.ReLU()]

@@ -22,7 +22,7 @@ def make_norm(kind: Norm, channels: int, groups: int = 32) -> nn.Module:
     Args:
         kind: ``batch``, ``group`` or ``none`` (the identity).
         channels: Number of channels.
-        groups: Groups of GroupNorm; 32 is the default of Wu and He 2018. Where it does not divide
+        groups: Groups of GroupNorm. The default is that of Wu and He 2018. Where it does not divide
             ``channels``, it is their greatest common divisor.
 
     Raises:

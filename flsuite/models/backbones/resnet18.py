@@ -22,7 +22,8 @@ class ResNet18(Backbone):
         norm: ``batch``, ``group`` (32 groups, Wu and He 2018) or ``none``. Under label skew
             BatchNorm loses accuracy that GroupNorm keeps (Hsieh et al. 2020). With ``none`` there
             is no norm and no bias in its place. The last convolution of each block then starts at
-            zero: every block starts as its shortcut, and the signal does not grow with the depth.
+            zero. Every block thus starts as its shortcut, and the signal does not grow with the
+            depth.
         small_images: Whether the stem is one 3x3 convolution with stride 1 and no max-pool. The
             other stem is torchvision's, which reduces the image fourfold. Default: below 64 pixels
             per side.
@@ -61,6 +62,7 @@ def _fit_stem(network: nn.Module, channels: int, small: bool) -> None:
 
 def _remove_norms(network: nn.Module) -> None:
     """Replace every block by one without norms."""
+    # Not in place, for the reason that _PlainBlock gives.
     network.relu = nn.ReLU()
     for name in ("layer1", "layer2", "layer3", "layer4"):
         blocks = network.get_submodule(name).children()

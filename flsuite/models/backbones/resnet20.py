@@ -20,9 +20,9 @@ class ResNet20(Backbone):
     Args:
         norm: ``batch``, ``group`` (8 groups) or ``none``. Under label skew BatchNorm loses accuracy
             that GroupNorm keeps (Hsieh et al. 2020). With ``none`` the last convolution of each
-            block starts at zero: every block starts as its shortcut, and the signal does not grow
-            with the depth.
-        width: Channels of the first stage; the other two have twice and four times as many.
+            block starts at zero. Every block thus starts as its shortcut, and the signal does not
+            grow with the depth.
+        width: Channels of the first stage. The other two have twice and four times as many.
     """
 
     def __init__(self, norm: Norm = "batch", width: int = 16) -> None:
@@ -39,9 +39,9 @@ class ResNet20(Backbone):
 class PreActResNet(nn.Module):
     """The network of :class:`ResNet20`, from ``(n, channels, height, width)`` to ``(n, outputs)``.
 
-    A 3x3 stem with stride 1, three stages of three blocks, of which the second and third halve the
-    image, a norm and a ReLU, a global average pool, one linear layer. Convolutions start by
-    Kaiming's fan-out rule.
+    It has a 3x3 stem with stride 1, three stages of three blocks, a norm and a ReLU, a global
+    average pool, and one linear layer. The second and the third stage halve the image. The
+    convolutions' weights are initialised by Kaiming's fan-out rule.
     """
 
     def __init__(self, channels: int, outputs: int, norm: Norm = "batch", width: int = 16) -> None:
@@ -65,7 +65,7 @@ class PreActResNet(nn.Module):
 
 
 class _Block(nn.Module):
-    """Twice norm, ReLU and 3x3 convolution, plus the shortcut.
+    """A block of twice norm, ReLU and 3x3 convolution, plus the shortcut.
 
     Where the shape changes, the shortcut is a 1x1 convolution of the activated input, elsewhere the
     raw input. A ReLU overwrites its input only if that is a norm's output. Without a norm it is the
@@ -102,7 +102,7 @@ def _stage(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential:
 
 
 def _initialise(network: nn.Module, norm: Norm) -> None:
-    """Set the convolutions' initial weights; without norms, every block starts as its shortcut."""
+    """Set the initial weights of the convolutions."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -16,7 +16,7 @@ class StridedCNN(Backbone):
     al. 2024, Accurate Forgetting for Heterogeneous Federated Continual Learning.
 
     Args:
-        width: Channels of the first convolution; the others have twice and four times as many.
+        width: Channels of the first convolution. The others have twice and four times as many.
     """
 
     def __init__(self, width: int = 64) -> None:
@@ -30,6 +30,8 @@ class StridedCNN(Backbone):
         for maps in (self.width, 2 * self.width, 4 * self.width):
             layers += [nn.Conv2d(channels, maps, 4, stride=2, padding=1), nn.LeakyReLU()]
             channels = maps
+
+        # Three strides halve each side three times, rounded down.
         return nn.Sequential(
             *layers, nn.Flatten(), nn.Linear(channels * (height // 8) * (width // 8), outputs)
         )
