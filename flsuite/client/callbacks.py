@@ -33,6 +33,8 @@ class MeanLoss(Callback):
 
         is_warmup = trainer.current_epoch < getattr(pl_module, "extra_epochs", 0)
         name = "warmup_loss" if is_warmup else "loss"
+
+        # In place and on the device: reading the loss as a number would wait for the step.
         if name in self._totals:
             self._totals[name].add_(loss.detach())
         else:
@@ -47,6 +49,7 @@ class MeanLoss(Callback):
     def means(self) -> dict[str, float]:
         """Return ``loss`` (NaN without a step) and, where there was a warm-up, ``warmup_loss``."""
         means = {name: float(total) / self._steps[name] for name, total in self._totals.items()}
+        # NaN and not 0: a fit without a step must not look perfect.
         return {"loss": float("nan"), **means}
 
 
@@ -54,18 +57,21 @@ class RoundLearningRate(Callback):
     """Scales the learning rates of a fit's optimizers before its first step.
 
     Args:
-        factor: What the model's own learning rates are multiplied by in this round.
+        factor: Factor of the model's own learning rates in this round.
     """
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A scheduler would overwrite the factor with its own rates at its first step.
         if trainer.lr_scheduler_configs:
             raise FlsuiteError(
                 f"trainer.lr_decay and the scheduler of {type(pl_module).__name__}."
                 "configure_optimizers would both set the learning rate; leave one of them out"
             )
+
+        # Every fit has new optimizers, so that the factor does not compound.
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] *= self.factor
@@ -75,23 +81,26 @@ class KeepOptimizers(Callback):
     """Carries a client's optimizer states from one of its fits to the next.
 
     What the optimizers have accumulated (momentum, moments) carries over. Their settings, such as
-    the learning rate, are those that the model sets for each fit: a schedule inside a fit, or
+    the learning rate, do not: the model sets them for each fit. A schedule inside a fit, or
     ``trainer.lr_decay``, would otherwise compound from round to round.
 
     Attributes:
-        states: The state dicts of the optimizers, on the CPU; ``None`` before the first fit.
+        states: The state dicts of the optimizers, on the CPU. ``None`` before the first fit.
     """
 
     def __init__(self, states: list[dict[str, Any]] | None) -> None:
         self.states = states
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not strict: there is nothing to restore before the client's first fit.
         for optimizer, kept in zip(trainer.optimizers, self.states or (), strict=False):
             settings = optimizer.state_dict()["param_groups"]
+            # A copy: load_state_dict keeps references to the tensors that it is given.
             optimizer.load_state_dict(
                 {"state": copy.deepcopy(kept["state"]), "param_groups": settings}
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A copy: the state dict aliases tensors of the optimizer.
         states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
         self.states = move_data_to_device(states, torch.device("cpu"))

@@ -1,9 +1,9 @@
-"""The steps of a client's fit, with nothing between them but the hooks that somebody implements.
+"""The steps of a client's fit, with only the hooks that are implemented between them.
 
 Lightning's own loop keeps progress, results and profiles of every batch, which costs a fifth of a
 step on a small model. In the plain case this loop makes the same calls in the same order, and ends
-with the same weights, bit for bit. Everything else takes Lightning's loop, from the first fit to
-the last: how a fit is done never depends on the fits that the worker has done before.
+with the same weights, bit for bit. All other cases take Lightning's loop for every fit of a run, so
+that a fit never depends on the fits that its worker has done before.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ _STEP_METHODS = (  # a model that overrides one of these takes Lightning's loop
 
 
 class NeedsLightningLoop(Exception):
-    """The fit has turned out not to be the plain case; it must start again in Lightning's loop."""
+    """A fit that turns out not to be the plain case, and must start again in Lightning's loop."""
 
 
 class LocalLoop:
@@ -41,7 +41,7 @@ class LocalLoop:
 
     The plain case is one optimizer of torch, stepped once per batch, without schedulers, with
     callbacks that are known to work here. Those are the callbacks of flsuite, and others whose
-    class has ``supports_local_loop = True``: they may read the Trainer's counters,
+    class has ``supports_local_loop = True``. They may read the Trainer's counters,
     ``is_last_batch`` and ``train_dataloader``, change gradients and weights, and set
     ``should_stop``.
     """
@@ -52,6 +52,7 @@ class LocalLoop:
 
     def is_plain(self) -> bool:
         """Return whether this loop gives what Lightning's loop would give."""
+        # Every condition excludes a feature that the steps below do not have.
         trainer, module, precision = self.trainer, self.module, self.trainer.precision_plugin
         return (
             module.automatic_optimization
@@ -80,7 +81,9 @@ class LocalLoop:
         """
         trainer, fit_loop = self.trainer, self.trainer.fit_loop
         loader = train_loader(trainer)
+        # Callbacks may read trainer.train_dataloader, which Lightning's loop would set.
         set_train_loader(trainer, loader)
+        # Once per fit: looking for implementations at every step is what this loop saves.
         self._collect_hooks()
 
         with _logging_refused(self.module):
@@ -91,6 +94,7 @@ class LocalLoop:
             ):
                 progress.increment_ready()
                 self._call(self._epoch_start)
+                # A hook may have changed the Trainer in a way that this loop does not honour.
                 if not self.is_plain():
                     raise NeedsLightningLoop("a hook has changed the Trainer")
                 progress.increment_started()
@@ -105,6 +109,7 @@ class LocalLoop:
         batch_progress = trainer.fit_loop.epoch_loop.batch_progress
         for index, batch in enumerate(loader):
             batch_progress.is_last_batch = index == last
+            # Batches of flsuite are on the device already. A call of the strategy would cost more.
             is_here = self._is_on_device(batch)
             self._step(batch if is_here else trainer.strategy.batch_to_device(batch), index)
             if trainer.should_stop:
@@ -128,6 +133,7 @@ class LocalLoop:
             output: Any = module.training_step(batch, index)
         loss: Tensor | None = output.get("loss") if isinstance(output, dict) else output
 
+        # Lightning's order: zero_grad comes after the forward pass.
         self._call(self._before_zero_grad, optimizer)
         optimizer.zero_grad()
         if loss is not None:
@@ -136,11 +142,13 @@ class LocalLoop:
             self._call(self._after_backward)
 
         self._call(self._before_step, optimizer)
+        # After the hooks: the term or the correction of an algorithm is clipped too.
         if trainer.gradient_clip_val:
             module.configure_gradient_clipping(
                 optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             )
         optimizer.step()
+        # These counters make up trainer.global_step.
         loop.automatic_optimization.optim_progress.optimizer.step.increment_ready()
         loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
 
@@ -180,6 +188,7 @@ class LocalLoop:
 
 def implements(obj: Any, base: type, hook: str) -> bool:
     """Return whether an object has a hook of its own, on its class or on the instance."""
+    # A bound method has its function in __func__. A hook set on the instance has none.
     method = getattr(obj, hook)
     return getattr(method, "__func__", method) is not getattr(base, hook)
 
@@ -196,7 +205,7 @@ def _is_every_batch(limit: int | float | None) -> bool:
 
 
 def _steps_without_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``step()`` works alone, as torch's optimizers do but for LBFGS."""
+    """Return whether ``step()`` works alone, as with all optimizers of torch except LBFGS."""
     is_torch = type(optimizer).__module__.startswith("torch.optim")
     return is_torch and not isinstance(optimizer, torch.optim.LBFGS)
 
@@ -213,11 +222,12 @@ def _bind(
 
 @contextmanager
 def _logging_refused(module: LightningModule) -> Iterator[None]:
-    """Raise :class:`NeedsLightningLoop` where the model logs, which this loop does not collect."""
+    """Raise :class:`NeedsLightningLoop` if the model logs, because this loop collects no logs."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NeedsLightningLoop("the model logs")
 
+    # On the instance, so that it hides the method of the class until it is deleted.
     module.log = refuse  # type: ignore[method-assign]
     try:
         yield

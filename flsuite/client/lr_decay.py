@@ -22,7 +22,10 @@ class LRDecay(ABC):
 
     @abstractmethod
     def factor(self, round: int) -> float:
-        """Return the factor of a round, above 0; rounds count from 1."""
+        """Return the factor of a round, above 0.
+
+        Rounds count from 1.
+        """
 
 
 class CosineDecay(LRDecay):
@@ -40,6 +43,7 @@ class CosineDecay(LRDecay):
         self.final = final
 
     def factor(self, round: int) -> float:
+        # A run that is extended beyond ``rounds`` keeps the final factor.
         done = min((round - 1) / self.rounds, 1.0)
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 

@@ -59,6 +59,7 @@ class ClientRunner:
         try:
             return self._fit(request, loss)
         except NeedsLightningLoop:
+            # The whole fit starts again in Lightning's loop, from the same state and the same seed.
             self._use_local_loop, self._trainer = False, None
             return self.run(request)
         except FlsuiteError:
@@ -81,11 +82,14 @@ class ClientRunner:
             memory=copy.deepcopy(request.memory.get("algorithm", {})),
         )
 
+        # Before anything draws: the fit depends on the seed, the round and the client alone.
         seed_process(setup.seed, "fit", client.round, client.id)
         self._swap_in(broadcast.state, request.memory.get("model", {}))
         if data.stage is not None:
             self.model.begin_task(data.stage.task, data.stage.seen, data.stage.past)
         keeper = KeepOptimizers(request.memory.get("optimizers"))
+        # The order matters: the rate is set before the user's callbacks see it, and the algorithm
+        # comes after them, so that its term joins the final gradient.
         trainer.callbacks = [  # type: ignore[attr-defined]
             *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
             *copy.deepcopy(broadcast.callbacks),
@@ -93,6 +97,7 @@ class ClientRunner:
             *setup.aggregator.client_callbacks(client),
             loss,
         ]
+
         loader = data.loader(client.id, setup.seed, client.round, assignment.batches)
         trainer.fit(self.model, loader)
 
@@ -109,6 +114,7 @@ class ClientRunner:
             metrics={**loss.means(), **logged, **client.metrics},
             bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
         )
+        # The size of what is sent, as if the client were on another machine.
         update.bytes_up = nbytes(update.state) + nbytes(update.extras)
         update.seconds = time.perf_counter() - started
         return ClientResult(update, _memory(clone(private), client, keeper.states))
@@ -126,9 +132,11 @@ class ClientRunner:
         A client without private entries of its own starts from the initial ones.
         """
         resident, initial = self.model.state_dict(), self.setup.initial
+        # From the general to the particular: initial entries, then the server's, then the client's.
         load_(resident, {k: initial[k] for k in initial.keys() - shared.keys() - private.keys()})
         load_(resident, shared)
         load_(resident, private)
+        # Last, because the buffers have travelled with the shared state.
         if self.setup.buffers == "reset":
             load_(resident, {name: initial[name] for name in self.buffers})
 

@@ -1,4 +1,4 @@
-"""What a worker receives once, before its first fit."""
+"""The setup that a worker receives once, before its first fit."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -55,20 +55,20 @@ class WorkerSetup:
     :class:`~flsuite.messages.Broadcast`.
 
     Attributes:
-        model: The model; its weights do not matter.
+        model: The model. Its weights do not matter.
         data: The samples of all clients.
-        aggregator: The client half of the algorithm; see :func:`client_half`.
+        aggregator: The client half of the algorithm, see :func:`client_half`.
         seed: The run's seed.
-        initial: What a fit starts from where neither the server nor the client knows better:
-            private entries before a client's first fit, and buffers.
+        initial: Entries for which a fit has no other value: private entries before a client's first
+            fit, and buffers.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
         buffers: What happens to buffers such as BatchNorm statistics. With ``average`` they travel
-            and are averaged; with ``local`` they stay with the client; with ``reset`` they travel,
+            and are averaged. With ``local`` they stay with the client. With ``reset`` they travel,
             but every fit starts from the initial values.
-        keep_optimizers: Whether the state of a client's optimizers lives on from one of its rounds
+        keep_optimizers: Whether a client keeps the state of its optimizers from one of its rounds
             to the next.
         channels_last: Whether images and convolutions use that memory format.
-        lr_decay: How learning rates change from round to round; default not at all.
+        lr_decay: How learning rates change from round to round. Default: they do not.
     """
 
     model: ClientModel
@@ -101,6 +101,7 @@ class _ServerMemory(dict[str, Any]):
     __bool__ = get = items = keys = values = setdefault = update = _refuse
 
     def __reduce__(self) -> Any:
+        # Pickle would iterate over the dict, which is refused.
         return _ServerMemory, (self.owner,)
 
 
@@ -119,7 +120,8 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of Lightning's Trainer that hold for each client's fit.
 
     Raises:
-        FlsuiteError: If a federation cannot honour one, or it can only be a mistake.
+        FlsuiteError: If a federation cannot honour an argument, or an argument can only be a
+            mistake.
     """
     if str(kwargs.get("precision") or "32-true") not in _PRECISIONS:
         raise FlsuiteError(
@@ -127,19 +129,22 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             "averaged in float32, and a gradient scaler would pass from client to client; use "
             "bf16-mixed or 32-true"
         )
+
     if kwargs.get("max_time") is not None:
         raise FlsuiteError(
             "trainer: max_time would make results depend on the machine; limit rounds or max_steps"
         )
+
     require_positive("trainer", limit_train_batches=kwargs.get("limit_train_batches"))
     require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
+    # -1 is Lightning's way to write no limit.
     if kwargs.get("max_steps") not in (None, -1):
         require_at_least("trainer", 1, max_steps=kwargs["max_steps"])
     return {name: value for name, value in kwargs.items() if name not in _NOT_OF_A_FIT}
 
 
 def buffer_names(model: LightningModule) -> Sequence[str]:
-    """Return the entries of the state that are no parameters: running statistics, counters."""
+    """Return the entries of the state that are not parameters: running statistics and counters."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return [name for name in model.state_dict() if name not in parameters]
 
@@ -149,6 +154,7 @@ def private_patterns(model: ClientModel, aggregator: Aggregator, buffers: Buffer
 
     They come from the model, from the algorithm, and from ``buffers="local"``.
     """
+    # The pooled fit is not a client, so there is nowhere to keep an entry.
     if aggregator.pooled:
         return []
     local_buffers = buffer_names(model) if buffers == "local" else ()
@@ -164,7 +170,7 @@ def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
     """Refuse callbacks of Lightning that a client's fit cannot honour.
 
     Raises:
-        FlsuiteError: If there is one; the message names it and what does its work here.
+        FlsuiteError: If there is one. The message names it, and what does its work here.
     """
     for callback in callbacks:
         for kind, instead in _OF_THE_FEDERATION.items():

@@ -18,7 +18,7 @@ class ClientTrainer(Trainer):
     """Lightning's Trainer without what belongs to the federation, reusable for many fits.
 
     It has no logger, checkpoint, progress bar, model summary or validation. In the plain case
-    :class:`~flsuite.client.loop.LocalLoop` takes the steps; everything else takes Lightning's loop.
+    :class:`~flsuite.client.loop.LocalLoop` takes the steps. All other cases take Lightning's loop.
 
     Args:
         use_local_loop: Whether :class:`~flsuite.client.loop.LocalLoop` may take the steps.
@@ -37,28 +37,36 @@ class ClientTrainer(Trainer):
             num_sanity_val_steps=0,
             limit_val_batches=0,
         )
+
+        # max_epochs itself changes with every fit that has a warm-up.
         self.local_epochs = self.max_epochs or 1
         self.use_local_loop = use_local_loop
+
         make_slim(self)
 
     def rewind(self, extra_epochs: int = 0) -> None:
-        """Get ready for the next fit, of ``extra_epochs`` more epochs than were configured."""
+        """Get ready for the next fit.
+
+        It has ``extra_epochs`` more epochs than were configured.
+        """
         rewind(self, self.local_epochs + extra_epochs)
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Fit one client.
 
         Raises:
-            KeyboardInterrupt: On Ctrl-C. Lightning exits then and ignores the next Ctrl-C, but the
+            KeyboardInterrupt: On Ctrl-C. Lightning would exit and ignore the next Ctrl-C, but the
                 federation still has to close its run.
         """
         try:
             super().fit(*args, **kwargs)
         except SystemExit:
+            # Lightning has set Ctrl-C to be ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt from None
 
     def _run_stage(self) -> None:
+        # The resident model still has the gradients of the client before.
         self.lightning_module.zero_grad()
         local_loop = LocalLoop(self)
         with torch.autograd.set_detect_anomaly(detects_anomalies(self)):
