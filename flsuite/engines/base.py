@@ -13,7 +13,7 @@ __all__ = ["Engine"]
 class Engine(ABC):
     """Says where clients train.
 
-    An engine never decides what comes out. The same requests give the same outcomes on every
+    The engine has no influence on results. The same requests give the same outcomes on every
     engine, in whatever order they are collected.
     """
 
@@ -37,7 +37,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def pending(self) -> Sequence[int]:
-        """Return the numbers of the requests that have not been collected, as submitted."""
+        """Return the numbers of the uncollected requests, in the order of submission."""
 
     @abstractmethod
     def collect(self, number: int) -> Outcome:
@@ -48,5 +48,8 @@ class Engine(ABC):
         """
 
     def stop(self) -> None:
-        """Release what :meth:`start` took, and drop pending requests; may be called twice."""
+        """Release what :meth:`start` took, and drop pending requests.
+
+        It may be called twice.
+        """
         return

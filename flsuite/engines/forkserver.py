@@ -27,14 +27,16 @@ def prepare_workers() -> None:
 def without_main() -> Iterator[None]:
     """Keep multiprocessing from running the user's script again in every worker.
 
-    It would run the script to find what it defines. cloudpickle sends that along, so a script needs
-    no ``__main__`` guard.
+    It would run the script to find what the script defines. cloudpickle sends the definitions
+    along, so that a script needs no ``__main__`` guard.
     """
     main = sys.modules["__main__"]
     hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    # multiprocessing looks for the script in these two attributes.
     main.__spec__ = None
     if "__file__" in hidden:
         del main.__file__
+
     try:
         yield
     finally:

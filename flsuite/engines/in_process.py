@@ -1,4 +1,4 @@
-"""Clients one after another in this process: nothing to start, easy to debug."""
+"""Clients one after another in this process, which is easy to debug."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +40,7 @@ class InProcess(Engine):
         return list(self._requests)
 
     def collect(self, number: int) -> Outcome:
+        # Sums depend on the number of threads, so it is set here and not left to torch.
         with _threads(self.threads):
             return self._runner.run(self._requests.pop(number))
 

@@ -32,7 +32,7 @@ class _Worker:
     """A worker process as the engine sees it.
 
     Attributes:
-        request: What it is training.
+        request: The request that it is training.
         broadcast: The last broadcast that it was sent.
         is_ready: Whether it has been set up. A fit's time counts from then.
         alarm: Kills it when its fit takes too long.
@@ -52,14 +52,14 @@ class Processes(Engine):
     """Trains in worker processes.
 
     Workers are forked from a server process that has imported everything and computed nothing, so
-    that starting or replacing one takes milliseconds. The dataset lies in memory once. A worker
-    that dies is replaced, and its client is tried once more.
+    that starting or replacing one takes milliseconds. The dataset is in memory once. A worker that
+    dies is replaced, and its client is tried once more.
 
     Args:
-        workers: Number of processes; default the cores that this process may use.
+        workers: Number of processes. Default: the cores that this process may use.
         threads: Threads of torch per worker.
         timeout: Seconds that one client's fit may take. A worker that takes longer is replaced, and
-            its client has failed. Default no limit.
+            its client counts as failed. Default: no limit.
     """
 
     def __init__(
@@ -79,6 +79,8 @@ class Processes(Engine):
         prepare_workers()
         names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
         rest = {name: getattr(setup, name) for name in names}
+        # Serialized on its own: every worker gets a model that it may change, and all share the
+        # data.
         model_and_rest = bytes(dumps((setup.model, rest)))
         descriptor, head, places = dump_shared((setup.data, model_and_rest))
         self._payload = (descriptor, bytes(head), places)
@@ -93,6 +95,7 @@ class Processes(Engine):
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
+
         self._pool = []
         self._forget_requests()
         if self._payload is not None:
@@ -118,7 +121,7 @@ class Processes(Engine):
         return self._outcomes.pop(number)
 
     def _hand_out(self, urgent: int | None = None) -> None:
-        """Give idle workers something to do, the urgent request first.
+        """Give idle workers their next requests, the urgent one first.
 
         The urgent request is handed out even when many outcomes wait for their turn.
         """
@@ -126,6 +129,7 @@ class Processes(Engine):
             self._queue.remove(urgent)
             self._queue.appendleft(urgent)
         for position, worker in enumerate(self._pool):
+            # Requests that are training, or trained and not collected.
             in_hand = len(self._pending) - len(self._queue)
             is_full = in_hand >= _AHEAD * len(self._pool)
             if not self._queue or (is_full and self._queue[0] != urgent):
@@ -140,6 +144,7 @@ class Processes(Engine):
         if worker.is_ready:
             self._arm(worker)
         with suppress(OSError):  # it died just now, which its connection will tell
+            # Once per round and worker: the global model is most of what is sent.
             if worker.broadcast is not request.broadcast:
                 send(worker.connection, request.broadcast)
                 worker.broadcast = request.broadcast
@@ -197,8 +202,11 @@ class Processes(Engine):
         elif request.number in self._retried:
             self._outcomes[request.number] = request.failure("its worker process died twice")
         else:
+            # A worker may die for a reason of the machine, such as memory, so that one more try is
+            # worth it.
             self._retried.add(request.number)
             self._queue.appendleft(request.number)
+
         log.warning(
             "round %d: the worker process of client %d %s and was replaced",
             request.broadcast.round,
@@ -220,9 +228,11 @@ class Processes(Engine):
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         arguments = (theirs, _Descriptor(descriptor), head, places, self.threads)
+
         process = context.Process(target=serve, args=arguments, daemon=True)
         with without_main():
             process.start()
+        # Only the worker holds its end now, so that its death closes the connection.
         theirs.close()
         return _Worker(process, ours)
 

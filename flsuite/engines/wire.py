@@ -28,12 +28,14 @@ def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        # Other tensors take torch's own way, because their memory alone does not describe them.
         plain = (
             type(obj) is Tensor
             and obj.device.type == "cpu"
             and obj.layout == torch.strided
             and obj.numel() > 0
         )
+
         if plain and not obj.requires_grad:
             flat = obj.contiguous().reshape(-1)
             return _rebuild, (
@@ -41,11 +43,15 @@ class _Pickler(cloudpickle.Pickler):
                 obj.dtype,
                 tuple(obj.shape),
             )
+
         return super().reducer_override(obj)
 
 
 def dumps(obj: Any, buffers: list[pickle.PickleBuffer] | None = None) -> memoryview:
-    """Serialize an object; with ``buffers``, collect the memory of plain tensors there instead."""
+    """Serialize an object.
+
+    With ``buffers``, the memory of plain tensors is collected there and not copied into the result.
+    """
     stream = io.BytesIO()
     collect = None if buffers is None else buffers.append
     _Pickler(stream, protocol=5, buffer_callback=collect).dump(obj)
@@ -61,7 +67,7 @@ def receive(connection: Connection) -> Any:
 
     Raises:
         EOFError: If the other side is gone.
-        OSError: If it went in the middle of a message.
+        OSError: If the connection was cut in the middle of a message.
     """
     return pickle.loads(connection.recv_bytes())
 
@@ -69,8 +75,8 @@ def receive(connection: Connection) -> Any:
 def dump_shared(obj: Any) -> tuple[int, memoryview, list[tuple[int, int]]]:
     """Write the tensors of ``obj`` into one anonymous file that other processes map.
 
-    The tensors exist once, whatever the number of processes. The file has no name: it vanishes with
-    the last process that holds it, however that process ends.
+    The tensors exist once, whatever the number of processes. The file has no name, so that it
+    vanishes with the last process that holds it, however that process ends.
 
     Returns:
         The file descriptor, the serialized rest of the object, and the place of each tensor in the
@@ -79,24 +85,31 @@ def dump_shared(obj: Any) -> tuple[int, memoryview, list[tuple[int, int]]]:
     buffers: list[pickle.PickleBuffer] = []
     head = dumps(obj, buffers)
     descriptor = _anonymous_file()
+
     places, end = [], 0
     with os.fdopen(os.dup(descriptor), "wb") as file:
         for buffer in buffers:
             raw = buffer.raw()
+            # Aligned, because the tensors are used in place.
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             file.seek(start)
             file.write(raw)
             end = start + len(raw)
             places.append((start, end))
+
     return descriptor, head, places
 
 
 def load_shared(
     descriptor: int, head: bytes | memoryview, places: Sequence[tuple[int, int]]
 ) -> Any:
-    """Load what :func:`dump_shared` wrote; pages are shared until somebody writes to them."""
+    """Load what :func:`dump_shared` wrote.
+
+    Pages are shared until a process writes to them.
+    """
     if not places:
         return pickle.loads(head)
+    # Copy on write: a worker that changes a tensor changes no other worker's.
     view = memoryview(mmap.mmap(descriptor, places[-1][1], access=mmap.ACCESS_COPY))
     return pickle.loads(head, buffers=[view[start:end] for start, end in places])
 
@@ -104,5 +117,6 @@ def load_shared(
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("flsuite")
+    # macOS has no memfd: a file without a name does the same.
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

@@ -46,12 +46,13 @@ def serve(
 
     Args:
         connection: Brings a :class:`Broadcast` or ``(number, assignment, memory)``. The first
-            answer is :class:`Ready`; the answer to every request is its outcome, or :class:`Fatal`.
+            answer is :class:`Ready`. The answer to every request is its outcome, or :class:`Fatal`.
         descriptor, head, places: The setup, as :func:`~flsuite.engines.wire.dump_shared` wrote it.
         threads: Threads of torch.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     torch.set_num_threads(threads)
+
     try:
         data, model_and_rest = load_shared(descriptor, head, places)
         os.close(descriptor)
@@ -61,6 +62,7 @@ def serve(
         send(connection, Ready())
         _answer_requests(connection, runner)
     except (EOFError, BrokenPipeError, ConnectionResetError):
+        # The other side has closed the connection, which is the way to stop a worker.
         return
     except FlsuiteError as error:
         send(connection, Fatal(str(error), is_user_error=True))
@@ -74,7 +76,9 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
         message = receive(connection)
         if isinstance(message, Broadcast):
             broadcast = message
+            # It holds for all requests that follow, until the next one.
             continue
+
         number, assignment, memory = message
         assert broadcast is not None, "a request came before its broadcast"
         outcome = runner.run(FitRequest(number, assignment, broadcast, memory))

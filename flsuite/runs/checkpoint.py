@@ -21,13 +21,13 @@ _FORMAT = 2
 
 
 def save_checkpoint(content: dict[str, Any], folder: Path, is_best: bool) -> None:
-    """Write ``last.ckpt`` whole or not at all; ``best.ckpt`` is the same file if ``is_best``.
+    """Write ``last.ckpt`` whole or not at all, and link it as ``best.ckpt`` if ``is_best``.
 
-    ``best.ckpt`` comes first: a run that is killed between the two does its round again, and makes
-    the same best round.
+    ``best.ckpt`` is written first. A run that is killed between the two does its round again, and
+    finds the same best round.
 
     Raises:
-        FlsuiteError: If the content could not be read again. The checkpoint before it stays.
+        FlsuiteError: If the content could not be read again. The previous checkpoint stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {"format": _FORMAT, **plain(content, "checkpoint")}
@@ -41,18 +41,22 @@ def save_checkpoint(content: dict[str, Any], folder: Path, is_best: bool) -> Non
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a run's checkpoint; it is plain data, and nothing in it is executed.
+    """Read a run's checkpoint.
+
+    It is plain data, and nothing in it is executed.
 
     Raises:
-        FlsuiteError: If there is none, or it is not one.
+        FlsuiteError: If there is no such file, or it is not a checkpoint of this format.
     """
     if not path.is_file():
         raise FlsuiteError(f"there is no checkpoint {path}")
     try:
+        # weights_only: a pickle from elsewhere could run code.
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         reason = one_line(error, longest=200)
         raise FlsuiteError(f"{path} cannot be read as a checkpoint: {reason}") from error
+
     number = content.get("format") if isinstance(content, dict) else None
     if number is None:
         raise FlsuiteError(
@@ -71,7 +75,7 @@ def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Pa
     """Refuse to continue a checkpoint with other settings.
 
     Raises:
-        FlsuiteError: If settings differ; the message names them.
+        FlsuiteError: If settings differ. The message names them.
     """
     named = [
         f"{name} is {now!r} here and {then!r} there"
@@ -91,11 +95,13 @@ def export_model(model: ClientModel, path: Path) -> None:
     Settings that only code can express, such as an optimizer given as a lambda, keep their
     defaults.
     """
+    # The source of a lambda describes a run, but nothing can be made from it.
     settings = {
         name: value
         for name, value in init_args(model).items()
         if not (isinstance(value, str) and ("lambda" in value or "\n" in value))
     }
+
     content: dict[str, Any] = {
         "epoch": 0,
         "global_step": 0,
@@ -107,6 +113,7 @@ def export_model(model: ClientModel, path: Path) -> None:
             **describe(settings),
         },
     }
+
     model.on_save_checkpoint(content)
     readable = plain(content, "model")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +122,7 @@ def export_model(model: ClientModel, path: Path) -> None:
 
 def _link(source: Path, target: Path) -> None:
     try:
+        # A hard link takes no time and no space, whatever the size of the model.
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copyfile(source, target)

@@ -46,7 +46,7 @@ class RunFolder:
     """Config, settings, partition, versions, metrics and checkpoints of one run.
 
     Args:
-        path: The folder; ``None`` writes nothing.
+        path: The folder. ``None`` writes nothing.
 
     Attributes:
         table: The metrics.
@@ -72,9 +72,9 @@ class RunFolder:
         """Begin a new run.
 
         Args:
-            config: What the user asked for.
+            config: The request of the user, as text or plain data.
             settings: All that decides the result.
-            data: Its partition is written.
+            data: The data, whose partition is written.
             overwrite: Start over a run that was killed before its first checkpoint.
 
         Raises:
@@ -89,6 +89,7 @@ class RunFolder:
             )
         assert self.checkpoints is not None
         parents = (self.checkpoints, *self.checkpoints.parents)
+        # Noted before they are made, so that discard removes these folders only.
         self._made = [folder for folder in parents if not folder.exists()]
         make_folder(self.checkpoints)
 
@@ -100,7 +101,10 @@ class RunFolder:
         self.table.create(overwrite)
 
     def write_request(self, config: dict[str, Any] | str, settings: dict[str, Any]) -> None:
-        """Write ``config.yaml`` and ``settings.yaml``; a resumed run may have more rounds."""
+        """Write ``config.yaml`` and ``settings.yaml``.
+
+        A resumed run writes them again, because it may have more rounds.
+        """
         if self.path is None:
             return
         for name, content in (("config.yaml", config), ("settings.yaml", settings)):
@@ -112,14 +116,18 @@ class RunFolder:
         """Remove what :meth:`create` made, and what loggers have put into a new folder."""
         if self.path is None or not self._made:
             return
+
         if self.path in self._made:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
+            # The folder was there before: other files in it are the user's.
             names = ("config", "settings", "versions", "partition", "tasks", "metrics")
             for path in self.path.iterdir():
                 if path.stem in names and path.suffix in (".yaml", ".csv", ".txt"):
                     path.unlink()
+
         for folder in self._made:
+            # A folder that still has files stays.
             with contextlib.suppress(OSError):
                 folder.rmdir()
 

@@ -1,4 +1,4 @@
-"""How a dataset is split among clients, as rows of tables."""
+"""The split of a dataset among clients, as rows of tables."""
 
 from collections.abc import Iterator
 
@@ -22,13 +22,17 @@ TASK_COLUMNS = ("client", "task", "first_round", "class", "samples")
 
 
 def partition_rows(data: FederatedData) -> Iterator[tuple[int, str, str, int]]:
-    """Yield client, split, class name and number of samples (of positives per label)."""
+    """Yield client, split, class name and number of samples.
+
+    For multi-label data, the number is that of positive samples per label.
+    """
     names = data.spec.class_names or tuple(str(c) for c in range(data.spec.num_classes))
     parts = (
         ("train", data.train.y, data.train_index),
         ("val", data.train.y, data.val_index),
         ("test", data.test.y, data.test_index),
     )
+
     for client in range(data.clients):
         for split, y, rows in parts:
             own = y[rows[client]]
@@ -41,7 +45,7 @@ def partition_rows(data: FederatedData) -> Iterator[tuple[int, str, str, int]]:
 
 
 def task_rows(data: TaskData) -> Iterator[tuple[int, int, int, str, int]]:
-    """Yield client, number of the task, its first round, class name, number of training samples."""
+    """Yield client, task, first round of the task, class name and number of training samples."""
     names = data.spec.class_names or tuple(str(c) for c in range(data.spec.num_classes))
     for client, groups in enumerate(data.sequences):
         counts = data.class_counts(client).tolist()

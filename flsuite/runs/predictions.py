@@ -27,8 +27,8 @@ def predict(
 
     Args:
         federation: As it is now.
-        evaluator: Runs its models.
-        folder: Where to write the table and the model's pictures; ``None`` writes nothing.
+        evaluator: Runs the models of the federation.
+        folder: Folder of the table and of the model's pictures. ``None`` writes nothing.
     """
     clients = range(federation.data.clients) if federation.personal else [None]
     total = torch.zeros(())
@@ -44,7 +44,10 @@ def predict(
 
 
 def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, Tensor]:
-    """Return the model's pictures of the first test samples; the first client's, if it has one."""
+    """Return the model's pictures of the first test samples.
+
+    If each client has a model of its own, they are those of client 0.
+    """
     seed_process(0, "pictures", federation.round)  # the same draws in every run, for comparison
     evaluator.load(federation.client_state(0 if federation.personal else None))
     first = torch.arange(min(_PICTURED, len(federation.data.test)))
@@ -61,6 +64,7 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
         writer = csv.writer(file, lineterminator="\n")
         columns = [f"p_{c}" for c in range(data.spec.num_classes)]
         writer.writerow(["sample", "target", "prediction", *columns])
+
         for sample, (row, target) in enumerate(zip(probabilities, data.test.y, strict=True)):
             if target.ndim:
                 cells = [_set_labels(target), _set_labels(row >= 0.5)]
@@ -88,5 +92,6 @@ def _set_labels(labels: Tensor) -> str:
 
 def _enlarge(images: Tensor, least: int = 56) -> Tensor:
     """Repeat the pixels of small images, so that people can see them."""
+    # Rounded up, so that the side is at least ``least`` pixels.
     factor = max(1, -(-least // images.shape[-1]))
     return images.repeat_interleave(factor, -1).repeat_interleave(factor, -2)

@@ -53,7 +53,7 @@ Status = Literal["running", "success", "failed"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run is asked to do beside training; see :class:`~flsuite.FederatedTrainer`."""
+    """The options of a run beside training, see :class:`~flsuite.FederatedTrainer`."""
 
     rounds: int
     seed: int
@@ -69,18 +69,18 @@ class Run:
 
     Args:
         federation: As it is before the first round.
-        evaluator: Scores its models.
+        evaluator: Scores the models of the federation.
         folder: Where the run is recorded.
-        options: What the run is asked to do.
-        settings: All that decides its result, as plain data.
-        config: What the user asked for, as text or plain data.
+        options: The options of the run.
+        settings: All settings that decide the result, as plain data.
+        config: The request of the user, as text or plain data.
         callbacks: Callbacks with the federation's hooks (see
             :class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
         loggers: Lightning loggers.
 
     Attributes:
-        rounds: Rounds asked for.
-        summary: The scores of the last and of the picked round.
+        rounds: Number of rounds that the run is to have.
+        summary: The scores of the last round and of the picked round.
         status: ``running``, then ``success`` or ``failed``.
     """
 
@@ -104,6 +104,7 @@ class Run:
         self.config = config
         self.callbacks = list(callbacks)
         self.loggers = list(loggers)
+
         self.summary = RunSummary(options.monitor)
         self.status: Status = "running"
         self._is_stopping = False
@@ -163,7 +164,8 @@ class Run:
     def lightning_callbacks(self) -> tuple[Callback, ...]:
         """Return copies of the callbacks that have a hook of Lightning, as they are now.
 
-        Copies, so that no client of a round sees what the run changes in them during the round.
+        They are copies, so that no client of a round sees what the run changes in them during the
+        round.
         """
         own = [callback for callback in self.callbacks if has_lightning_hooks(callback)]
         return tuple(_copied(callback) for callback in own)
@@ -209,17 +211,20 @@ class Run:
         Raises:
             FederationError: If it is faulty.
         """
-        # Updates that the aggregator has not looked at count all the same.
+        # An aggregator may leave updates untaken. Their clients have trained all the same.
         for _ in self._accepting:
             pass
         self.federation.advance(state)
 
     def evaluate(self) -> None:
-        """Score the new version if it is due, and call ``on_round_end``; see :func:`score_round`."""
+        """Score the new version if it is due, and call ``on_round_end``.
+
+        See :func:`score_round`.
+        """
         self._improved = score_round(self)
 
     def record(self) -> None:
-        """Write the numbers of the round into the table, and send them to the loggers."""
+        """Write the numbers of the round into the table and send them to the loggers."""
         federation, table = self.federation, self.folder.table
         for scope, numbers in federation.log.metrics():
             table.note(scope, "train", numbers)
@@ -235,17 +240,20 @@ class Run:
         self.notify("on_round_recorded", self.round, named)
 
     def save(self) -> None:
-        """Write the checkpoint, and what clients keep.
+        """Write the checkpoint and the memories of the clients.
 
         Raises:
-            FlsuiteError: If something in it could not be read again.
+            FlsuiteError: If the checkpoint could not be read again.
         """
         clients = self.federation.clients
+        # The files come before the checkpoint that refers to them: a kill in between leaves the old
+        # one valid.
         clients.commit(self.round)
         table_size = self.folder.table.flush()
         if self.folder.checkpoints is None:
             return
 
+        # The picked round keeps its clients' memories, for ``--ckpt_path best``.
         if self._improved:
             self._best_clients = dict(clients.versions)
         content = {
@@ -258,6 +266,7 @@ class Run:
             "table": table_size,
         }
         save_checkpoint(content, self.folder.checkpoints, self._improved)
+        # Only now: until here, the old checkpoint may have needed them.
         clients.remove_unused(clients.versions, self._best_clients)
 
     # Opening, resuming and closing
@@ -267,13 +276,14 @@ class Run:
         """Open the run's folder or resume from a checkpoint, and close the run at the end.
 
         Args:
-            ckpt_path: A checkpoint of this run; ``last`` is the one in its folder, if there is one.
+            ckpt_path: A checkpoint of this run. ``last`` is the one in its folder, if there is one.
 
         Raises:
             FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
         """
         checkpoint = self.find_checkpoint(ckpt_path)
         if checkpoint is None:
+            # ``last`` without a checkpoint: the run was killed in its first round and starts again.
             overwrite = ckpt_path is not None
             self.folder.create(self.config, self.settings, self.federation.data, overwrite)
             if self.settings.get("initial_weights"):
@@ -292,6 +302,8 @@ class Run:
         except BaseException as error:
             self.status = "failed"
             self.federation.clients.rollback()
+            # Only a wrong setting, and only before the first round: a later error leaves a run to
+            # resume.
             self._is_useless = isinstance(error, FlsuiteError) and not self.round
             raise
         finally:
@@ -300,7 +312,10 @@ class Run:
             self.summary.print(self.wall_seconds, self.folder.path)
 
     def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
-        """Return the file that a request means; ``None`` if there is nothing to go on from."""
+        """Return the file that a request means.
+
+        It is ``None`` if there is nothing to go on from.
+        """
         if ckpt_path not in ("last", "best"):
             return None if ckpt_path is None else Path(ckpt_path)
         folder = self.folder.checkpoints
@@ -309,6 +324,7 @@ class Run:
                 f"ckpt_path {ckpt_path} means a file in the run's folder, but "
                 "trainer.enable_checkpointing is false"
             )
+
         path = folder / f"{ckpt_path}.ckpt"
         if path.exists() or ckpt_path == "best":
             return path
@@ -316,10 +332,10 @@ class Run:
         return None
 
     def existing_checkpoint(self, ckpt_path: str) -> Path:
-        """Return the file that a request means.
+        """Return the file that a request means, which must exist.
 
         Raises:
-            FlsuiteError: If there is none.
+            FlsuiteError: If there is no checkpoint.
         """
         path = self.find_checkpoint(ckpt_path)
         if path is None:
@@ -337,9 +353,10 @@ class Run:
             to_train: Whether training goes on from it. Scores alone depend on fewer settings.
 
         Raises:
-            FlsuiteError: If it cannot be read, or was written with other settings.
+            FlsuiteError: If the checkpoint cannot be read, or was written with other settings.
         """
         content = load_checkpoint(checkpoint)
+        # Settings of either side: one that is missing here or there differs.
         names = [
             name
             for name in {**self.settings, **content["settings"]}
@@ -347,6 +364,7 @@ class Run:
         ]
         ours, theirs = ({k: s.get(k) for k in names} for s in (self.settings, content["settings"]))
         refuse_mismatch(ours, theirs, checkpoint)
+
         self.federation.load_state_dict(content["federation"])
         self.summary.load_state_dict(content["summary"])
         self._wall_before, self._began = content["wall_seconds"], time.monotonic()
@@ -354,6 +372,7 @@ class Run:
         for callback in self._run_callbacks():
             if callback.state_key in content["callbacks"]:
                 callback.load_state_dict(content["callbacks"][callback.state_key])
+
         return content
 
     def export(self, path: Path) -> None:
@@ -373,6 +392,8 @@ class Run:
             self.notify("on_client_end", checked)
             if isinstance(checked, ClientResult):
                 yield checked.update
+
+        # At the end: until the last outcome, a usable update may still come.
         if not self.federation.log.updates:
             raise self.federation.failure()
 
@@ -418,7 +439,7 @@ def _copied(callback: Callback) -> Callback:
         return copy.deepcopy(callback)
     except Exception as error:
         raise FlsuiteError(
-            f"trainer.callbacks: {type(callback).__name__} cannot be copied ({one_line(error)}), and "
-            "every client's fit works on a copy; open files and connections in its hooks, or give it "
-            "__deepcopy__"
+            f"trainer.callbacks: {type(callback).__name__} cannot be copied ({one_line(error)}), "
+            "and every client's fit works on a copy; open files and connections in its hooks, or "
+            "give it __deepcopy__"
         ) from error

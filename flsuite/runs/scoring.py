@@ -13,7 +13,7 @@ _SPLITS: tuple[Split, ...] = ("val", "test")
 
 
 class ScoredRun(Protocol):
-    """The part of a :class:`~flsuite.runs.run.Run` that is needed here."""
+    """The part of a :class:`~flsuite.runs.run.Run` that scoring needs."""
 
     federation: Federation
     folder: RunFolder
@@ -36,7 +36,7 @@ def score_round(run: ScoredRun) -> bool:
 
     Every evaluation scores the same clients, the first ``score_clients``, so that rounds can be
     compared. The last round also scores all clients, under ``all_clients/...``. In between,
-    ``on_round_end`` is called: at that point ``run.finished`` is known, and numbers still go into
+    ``on_round_end`` is called. At that point ``run.finished`` is known, and numbers still go into
     the round.
 
     Returns:
@@ -61,13 +61,18 @@ def score_round(run: ScoredRun) -> bool:
 
 
 def _score(run: ScoredRun, split: Split, improved: bool = False, details: bool = False) -> bool:
-    """Score the constant set of clients; return whether the round is the best so far."""
+    """Score the constant set of clients.
+
+    The return value says whether the round is the best so far.
+    """
     scores = run.scores(split, _compared_clients(run), details)
     if not scores:
         return improved
     for scope, numbers in scores.items():
         run.folder.table.note(scope, split, numbers)
+
     if split == "val":
+        # Scores after different tasks are of different classes and cannot be compared.
         stage = run.federation.current.stage
         improved = run.summary.is_best(scores[GLOBAL], stage.task if stage else None)
     else:
@@ -77,7 +82,7 @@ def _score(run: ScoredRun, split: Split, improved: bool = False, details: bool =
 
 
 def _note_classes(run: ScoredRun) -> None:
-    """Add the accuracy per class, which belongs to the last round."""
+    """Add the accuracy per class, which only the last round has."""
     scores = run.scores("test", _compared_clients(run), details=True).get(GLOBAL, {})
     by_class = {name: value for name, value in scores.items() if name.startswith("accuracy/")}
     run.folder.table.note(GLOBAL, "test", by_class)

@@ -48,9 +48,9 @@ def run_settings(
         options: The :class:`~flsuite.runs.run.RunOptions`.
         model: The client model.
         data: The data module.
-        callbacks: Those that can change the result are described.
-        own_weights: Whether the model brought its weights along. Their digest is a setting then;
-            weights that the seed decides are not.
+        callbacks: The callbacks. Those that can change the result are described.
+        own_weights: Whether the model had its weights before the run. Their digest is then a
+            setting. Weights that the seed decides are not.
         others: Further settings by name.
     """
     plain_options = {name: value for name, value in vars(options).items() if name != "show"}
@@ -65,7 +65,10 @@ def run_settings(
 
 
 def class_name(cls: type) -> str:
-    """Return the public path of a class: ``flsuite.models.Classifier``, not the file it lies in."""
+    """Return the public path of a class.
+
+    For example, it is ``flsuite.models.Classifier`` and not the module that defines the class.
+    """
     parts = cls.__module__.split(".")
     if parts[0] == "flsuite" and len(parts) > 2:
         parts = parts[:2]
@@ -84,7 +87,7 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def init_args(obj: Any) -> dict[str, Any]:
     """Return the parameters that an object was made with, described.
 
-    Those of a base class are added where ``**kwargs`` passes them on.
+    The parameters of a base class are added where ``**kwargs`` passes them on.
     """
     arguments: dict[str, Any] = {}
     for cls in type(obj).__mro__:
@@ -105,7 +108,10 @@ def init_args(obj: Any) -> dict[str, Any]:
 
 
 def describe(obj: Any) -> Any:
-    """Return plain data; an object becomes ``{class_path, init_args}``."""
+    """Return plain data.
+
+    An object becomes ``{class_path, init_args}``.
+    """
     if isinstance(obj, np.generic):
         return obj.item()
     if isinstance(obj, enum.Enum):
@@ -120,6 +126,7 @@ def describe(obj: Any) -> Any:
         return {str(key): describe(value) for key, value in obj.items()}
     if isinstance(obj, (list, tuple)):
         return [describe(value) for value in obj]
+    # Sorted, because a set has no order that two runs agree on.
     if isinstance(obj, (set, frozenset)):
         return sorted((describe(value) for value in obj), key=repr)
     if isinstance(obj, functools.partial):
@@ -132,7 +139,7 @@ def describe(obj: Any) -> Any:
 
 
 def describe_data(datamodule: Any) -> Any:
-    """Describe a data module, and one that it wraps, without the place where the files lie."""
+    """Describe a data module, and one that it wraps, without the folder of the files."""
 
     def without_place(description: Any) -> Any:
         if not isinstance(description, dict):
@@ -145,6 +152,7 @@ def describe_data(datamodule: Any) -> Any:
 
 def describe_chosen(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
     """Describe the arguments that are set and differ from the function's defaults."""
+    # A default that is written out is the same setting as one that is left out.
     usual = defaults(function)
     return {
         name: describe(value)
@@ -156,7 +164,8 @@ def describe_chosen(arguments: Mapping[str, Any], function: Callable[..., Any]) 
 def describe_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
     """Describe the callbacks that can change a result.
 
-    A class says so as ``affects``: ``weights`` (the default), ``rounds`` or ``nothing``.
+    A class declares its effect as ``affects``, which is ``weights`` (the default), ``rounds`` or
+    ``nothing``.
     """
     names = {"callbacks": "weights", "stopping": "rounds"}
     return {
@@ -170,14 +179,16 @@ def weights_digest(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, value in module.state_dict().items():
         digest.update(name.encode())
+        # As raw bytes, because NumPy has no bfloat16.
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:12]
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield where two descriptions differ: path, our value, their value."""
+    """Yield path, our value and their value where two descriptions differ."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for key in sorted({*ours, *theirs}):
+            # init_args is a level of the description and not a name that the user has written.
             name = path if key == "init_args" else f"{path}.{key}" if path else str(key)
             yield from differences(ours.get(key), theirs.get(key), name)
     elif ours != theirs:

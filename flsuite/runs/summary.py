@@ -40,16 +40,17 @@ _LABELS = {
 
 
 class RunSummary:
-    """Keeps the scores of the last round, and of the round picked on validation data.
+    """The scores of the last round, and of the round picked on validation data.
 
     Args:
-        monitor: The score on validation data that picks the best round; of equals, the earlier one.
+        monitor: The score on validation data that picks the best round. The earlier one of two
+            equal rounds is picked.
 
     Attributes:
         last: Test scores of the last evaluated round, with its number under ``round``.
-        best: Test scores of the picked round; empty without validation data. In a sequence of tasks
-            only rounds of the last task can be picked, because scores after different tasks are of
-            different classes.
+        best: Test scores of the picked round. It is empty without validation data. In a sequence of
+            tasks only rounds of the last task can be picked, because scores after different tasks
+            are of different classes.
         bytes_up: Bytes that clients have sent.
         bytes_down: Bytes that clients have received.
     """
@@ -64,7 +65,12 @@ class RunSummary:
         self.bytes_down = 0
 
     def is_best(self, validation: dict[str, float], task: int | None = None) -> bool:
-        """Note the validation scores of a round; return whether they are the best of their task."""
+        """Note the validation scores of a round.
+
+        The return value says whether they are the best of their task.
+        """
+        # A loss is best when it is low: its sign is changed, so that the larger value is always
+        # better.
         sign = 1 if HIGHER_IS_BETTER[self.monitor] else -1
         value = validation.get(self.monitor, math.nan) * sign
         if math.isnan(value):
@@ -74,6 +80,7 @@ class RunSummary:
                 self.monitor,
             )
             return False
+
         improved = self.best_value is None or task != self.best_task or value > self.best_value
         if improved:
             self.best_value, self.best_task = value, task
@@ -92,7 +99,7 @@ class RunSummary:
                 scores.update({name: value for name, value in test.items() if name in _LABELS})
 
     def count_bytes(self, updates: Iterable[ClientUpdate]) -> None:
-        """Add what these updates have cost to send and receive."""
+        """Add the bytes that these updates have cost to send and receive."""
         for update in updates:
             self.bytes_up += update.bytes_up
             self.bytes_down += update.bytes_down
@@ -102,11 +109,11 @@ class RunSummary:
         return {name: value for name, value in vars(self).items() if name != "monitor"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         vars(self).update(state)
 
     def print(self, seconds: float, folder: Path | None) -> None:
-        """Print the final table, and where the run lies."""
+        """Print the final table and the folder of the run."""
         columns = [("last round", self.last)]
         if self.best:
             columns.append(("picked on validation", self.best))

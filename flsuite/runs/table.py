@@ -17,7 +17,7 @@ class MetricsTable:
     """All numbers of a run, one per row, appended round by round.
 
     Attributes:
-        rows: The rows of all rounds that are closed.
+        rows: The rows of all closed rounds.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -30,14 +30,17 @@ class MetricsTable:
         """Write the header.
 
         Raises:
-            FileExistsError: If the file is there, unless ``overwrite`` allows to replace it.
+            FileExistsError: If the file exists, unless ``overwrite`` allows replacing it.
         """
         if self.path is not None:
             with self.path.open("w" if overwrite else "x") as file:
                 file.write(",".join(COLUMNS) + "\n")
 
     def resume(self, size: int) -> None:
-        """Go on after byte ``size``; a killed run may have written more."""
+        """Go on after byte ``size``.
+
+        A killed run may have written more, which is cut off.
+        """
         assert self.path is not None
         with self.path.open("r+") as file:
             file.truncate(size)

@@ -22,14 +22,16 @@ class Schedule(ABC):
 
     @abstractmethod
     def configure(self, sizes: Sequence[int], seed: int) -> None:
-        """Prepare for a run; called once before the first round.
+        """Prepare for a run.
+
+        It is called once before the first round.
 
         Args:
             sizes: Training samples of each client.
             seed: The run's seed.
 
         Raises:
-            FlsuiteError: If the request gives no client.
+            FlsuiteError: If the settings select no client.
         """
 
     @abstractmethod
@@ -40,7 +42,7 @@ class Schedule(ABC):
     def arrivals(self, engine: Engine, clock: Clock) -> Iterator[Outcome]:
         """Yield the outcomes that the next aggregation waits for, in their order.
 
-        At the end the clock stands at the virtual time of the last arrival.
+        At the end, the clock is at the virtual time of the last arrival.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,5 +50,5 @@ class Schedule(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         return

@@ -42,6 +42,7 @@ class Synchronous(Schedule):
         self._sizes = np.asarray(sizes, dtype=np.float64)
         self._seed = seed
         clients = len(sizes)
+        # Rounded half up. round() would round 0.5 and 2.5 to an even number.
         share_as_number = int(self.participation * clients + 0.5)
         is_share = isinstance(self.participation, float)
         self._number = share_as_number if is_share else int(self.participation)
@@ -58,16 +59,23 @@ class Synchronous(Schedule):
         clients = len(self._sizes)
         if self._number == clients:
             return list(range(clients))
+
+        # A generator of its own per round, so that a resumed run draws the same cohorts.
         rng = numpy_generator(self._seed, "cohort", clock.round + 1)
         weights = self._sizes / self._sizes.sum() if self.sampling == "size" else None
         return sorted(rng.choice(clients, self._number, replace=False, p=weights).tolist())
 
     def arrivals(self, engine: Engine, clock: Clock) -> Iterator[Outcome]:
-        """Yield all outcomes as submitted; the round takes as long as its slowest client."""
+        """Yield all outcomes in the order of submission.
+
+        A round takes as long as its slowest client.
+        """
         slowest = 0.0
+        # Not in the order in which fits finish: results must not depend on the engine.
         for number in engine.pending:
             outcome = engine.collect(number)
             if isinstance(outcome, ClientResult):
                 slowest = max(slowest, outcome.update.seconds)
             yield outcome
+        # All clients train at the same time, each on a machine of its own.
         clock.seconds += slowest

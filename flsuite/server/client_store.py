@@ -23,11 +23,12 @@ class ClientStore:
     from these files.
 
     Args:
-        folder: Folder of the files; ``None`` keeps everything in memory.
-        budget: Bytes in memory.
+        folder: Folder of the files. ``None`` keeps everything in memory.
+        budget: Bytes in memory, above which the least recently used memories are read from the
+            files. Default: 2 GiB.
 
     Attributes:
-        versions: The round in which each client's memory was written last.
+        versions: The round in which each client's memory was last written.
         is_local: Whether the memories can be read here; ``False`` where the clients hold them.
     """
 
@@ -59,7 +60,9 @@ class ClientStore:
         return self[client]
 
     def __setitem__(self, client: int, memory: Memory) -> None:
-        """Set a client's memory; it counts from the next :meth:`commit` on.
+        """Set a client's memory.
+
+        It counts from the next :meth:`commit` on.
 
         Raises:
             FlsuiteError: If it holds anything that a checkpoint cannot hold.
@@ -79,6 +82,7 @@ class ClientStore:
         for client, memory in self._fresh.items():
             self.versions[client] = round
             self._make_resident(client, memory)
+        # Only now: an exception above leaves the memories uncommitted.
         self._fresh = {}
 
     def rollback(self) -> None:
@@ -114,6 +118,7 @@ class ClientStore:
             self._bytes -= nbytes(oldest)
 
     def _read(self, round: int) -> dict[int, Memory]:
+        # Mapped: one client's part of the file is read, not that of the whole cohort.
         return torch.load(self._path(round), weights_only=True, mmap=True, map_location="cpu")
 
     def _path(self, round: int) -> Path:

@@ -32,7 +32,7 @@ class OwnScores(NamedTuple):
 
     Attributes:
         whole: Scores on the whole split.
-        part: Scores on the client's part of the split; empty where it has none.
+        part: Scores on the client's part of the split. It is empty where the client has none.
         classes: Accuracy per class, if asked for.
     """
 
@@ -46,9 +46,9 @@ class Evaluator:
 
     Args:
         model: The resident model that states are copied into.
-        data: The samples; they may change from task to task.
+        data: The samples. They may change from task to task.
         device: Where the model is scored.
-        precision: Makes the context that the forward pass runs in, for example autocast.
+        precision: Returns the context that the forward pass runs in, for example autocast.
         batch_size: Samples per forward pass.
     """
 
@@ -69,17 +69,20 @@ class Evaluator:
     def scores(
         self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
     ) -> Scores:
-        """Score a federation as it is, and these clients; empty where there is no such split.
+        """Score a federation as it is, and these clients.
+
+        There are no scores where there is no such split.
 
         Args:
             federation: Its models are scored.
             split: ``val`` or ``test``.
-            clients: Clients that are scored one by one.
+            clients: Clients to score one by one.
             details: Add the accuracy per class.
         """
         self.data = federation.current
         if not federation.personal:
             return self.shared(federation.client_state(None), split, clients, details)
+        # Functions and not states: only one client's model is in memory at a time.
         states = {client: partial(federation.client_state, client) for client in clients}
         return self.personal(states, split, details)
 
@@ -88,8 +91,8 @@ class Evaluator:
     ) -> Scores:
         """Score one model that all clients share.
 
-        A client's own score is the model's on the client's part of the split, which has its class
-        mix. The forward pass is done once.
+        A client's own score is that of the model on the client's part of the split, which has the
+        class mix of the client. The forward pass is done once for all clients.
         """
         samples = self.split(split)
         if samples is None:
@@ -123,7 +126,10 @@ class Evaluator:
     def own(
         self, client: int, state: State, split: Split, details: bool = False
     ) -> OwnScores | None:
-        """Score one client's own model; ``None`` where there is no such split."""
+        """Score one client's own model.
+
+        The result is ``None`` where there is no such split.
+        """
         samples = self.split(split)
         if samples is None:
             return None
@@ -161,6 +167,7 @@ class Evaluator:
                 f"{type(self.model).__name__} has no latent space: it has no method latent(x); use "
                 "a model that has one, such as ACVAE"
             )
+
         self.model.to(self.device)
         with evaluating(self.model), torch.inference_mode(), self.precision():
             parts = [
@@ -181,11 +188,15 @@ class Evaluator:
         chunks = zip(
             samples.x.split(self.batch_size), samples.y.split(self.batch_size), strict=True
         )
+
         for x, y in chunks:
             batch = self.data.scaling(x).to(self.device), y.to(self.device)
             with self.precision():
                 columns = self.model.evaluation_step(batch)
+            # On the CPU batch by batch, so that the outputs of a large split need no room on the
+            # device.
             parts.append({name: column.float().cpu() for name, column in columns.items()})
+
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _rows(self, split: Split) -> RaggedIndex | None:
@@ -206,6 +217,7 @@ class Evaluator:
             own = rows[client]
             if len(own):
                 part = {name: column[own] for name, column in outputs.items()}
+                # No AUROC: it is the costly score, and a client's part often lacks a class.
                 values = scores(part, y[own], self.data.spec, auroc=False)
                 by_client[str(client)] = values | {"samples": float(len(own))}
         return by_client
@@ -225,13 +237,16 @@ def combine(clients: Mapping[int, OwnScores]) -> Scores:
     """
     if not clients:
         return {}
+
     by_scope = {
         str(client): row.part | {f"{name}_all": value for name, value in row.whole.items()}
         for client, row in clients.items()
     }
+
     whole = {str(client): row.whole for client, row in clients.items()}
     parts = {str(client): row.part for client, row in clients.items() if row.part}
     classes = [row.classes for row in clients.values() if row.classes]
+
     by_scope[GLOBAL] = (
         _means(list(whole.values()))
         | _means(classes)
@@ -257,6 +272,7 @@ def _spread(clients: Scores, prefix: str) -> dict[str, float]:
 
 
 def _first_five(clients: Scores) -> dict[str, float]:
+    # Only if all five are scored: a mean over fewer would be another number.
     first = [clients[str(c)]["accuracy"] for c in range(5) if "accuracy" in clients.get(str(c), {})]
     return {"accuracy_first_five": sum(first) / 5} if len(first) == 5 else {}
 
@@ -264,5 +280,6 @@ def _first_five(clients: Scores) -> dict[str, float]:
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:
     if not rows:
         return {}
+    # A score that is undefined for some client has no mean over clients.
     names = [name for name in rows[0] if all(name in row for row in rows)]
     return {name: sum(row[name] for row in rows) / len(rows) for name in names}

@@ -30,16 +30,16 @@ class Federation:
         data: The samples of all clients, of the whole run.
         aggregator: The algorithm.
         schedule: Who trains when.
-        buffers: What happens to buffers; see :class:`~flsuite.client.setup.WorkerSetup`.
+        buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         clients: What clients keep between their rounds.
         seed: The run's seed.
 
     Attributes:
         clock: Rounds done, and virtual seconds.
         state: The shared part of the global model.
-        initial: What a fit starts from where nothing else is known; see
+        initial: Entries for which a fit has no other value, see
             :class:`~flsuite.client.setup.WorkerSetup`.
-        log: What came back in the round in progress.
+        log: The updates and failures of the round in progress.
         personal: Whether every client has a model of its own to be scored.
     """
 
@@ -65,10 +65,12 @@ class Federation:
         _refuse_unused_patterns(model)
         whole = clone(model.state_dict())
         self.state, private = split(whole, private_patterns(model, aggregator, buffers))
+        # Entries that predictions do not read leave the model the same for all clients.
         self.personal = any(not matches(name, model.training_only) for name in private)
         self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
         schedule.configure(data.train_index.lengths().tolist(), seed)
         aggregator.configure(_layout(model, self.state, data.clients))
+        # After configure, which tells the aggregator what travels.
         self._expected_extras = aggregator.expected_extras(self.state)
 
     @property
@@ -78,7 +80,10 @@ class Federation:
 
     @property
     def current(self) -> FederatedData:
-        """Return the data as it is in the last round done; it may change from task to task."""
+        """Return the data as it is in the last round done.
+
+        It may change from task to task.
+        """
         return self.data.at(max(self.round, 1))
 
     def client_state(self, client: int | None) -> State:
@@ -87,6 +92,7 @@ class Federation:
         ``None`` is a client that never trained.
         """
         private = self.clients[client].get("model", {}) if client is not None else {}
+        # The shared part last: it overrides the initial values of entries that travel.
         return {**self.initial, **private, **self.state}
 
     def requests(
@@ -100,10 +106,14 @@ class Federation:
         """
         round = self.round + 1
         self.log = RoundLog()
+        # The same dict: what the aggregator notes during the round is in the log of the round.
         self.aggregator.metrics = self.log.server
+
         broadcast = Broadcast(round, self.state, self.aggregator.broadcast(), callbacks)
         data = self.data.at(round)
         plan = self.aggregator.plan(starting, [data.batches(client) for client in starting])
+        # Numbers go on through the run, so that a late outcome is never taken for another
+        # request's.
         first, self._requests = self._requests, self._requests + len(plan)
         return [
             FitRequest(
@@ -113,7 +123,7 @@ class Federation:
         ]
 
     def accept(self, outcome: Outcome) -> Outcome:
-        """Check an outcome, and record it.
+        """Check an outcome and record it.
 
         A faulty update becomes a failure, which names the client and the reason in the log.
         """
@@ -125,6 +135,8 @@ class Federation:
             )
             log.debug("%s", outcome.details)
             return outcome
+
+        # 0 in a synchronous round, which is still in progress when its updates arrive.
         outcome.update.staleness = self.round + 1 - outcome.update.round
         self.clients[outcome.update.client] = outcome.memory
         self.log.updates.append(outcome.update.without_tensors())
@@ -134,6 +146,8 @@ class Federation:
         """Return the outcome, or a failure if its update must not reach the aggregator."""
         if isinstance(outcome, ClientFailure):
             return outcome
+
+        # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
         update = outcome.update
         fault = update.fault(self.state, self._expected_extras) or _private_fault(outcome)
         if fault is None:
@@ -145,12 +159,13 @@ class Federation:
     def failure(self) -> Exception:
         """Return the error of a round in which no client came back.
 
-        It is the user's error if every client of the first round failed before its first step. Later
-        the settings have proved that clients can train.
+        The user's settings are to blame if every client of the first round failed before its first
+        step. After that round, it is known that clients can train.
         """
         failures = self.log.failures
         if not failures:
             return FederationError(f"round {self.round + 1}: no client took part")
+
         first = failures[0]
         if not self.round and all(failure.before_first_step for failure in failures):
             return FlsuiteError(
@@ -177,11 +192,12 @@ class Federation:
                 f"round {self.round + 1}: {name} returned a faulty state: {fault}; the state of "
                 f"round {self.round} is kept"
             )
+
         self.state = state
         self.clock.round += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that must be known to go on from here, but for what clients keep."""
+        """Return all that is needed to go on from here, except what clients keep."""
         return {
             "round": self.clock.round,
             "virtual_seconds": self.clock.seconds,
@@ -194,7 +210,7 @@ class Federation:
         }
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self.clock = Clock(content["round"], content["virtual_seconds"])
         self._requests = content["requests"]
         self.state = content["state"]
@@ -210,7 +226,10 @@ def _private_fault(result: ClientResult) -> str | None:
 
 
 def _refuse_unused_patterns(model: ClientModel) -> None:
-    """Refuse a pattern that keeps nothing private: the method would silently be a plain one."""
+    """Refuse a pattern that keeps nothing private.
+
+    With a mistyped pattern, the method would silently be one without private entries.
+    """
     names = list(model.state_dict())
     for pattern in model.private:
         if not any(matches(name, (pattern,)) for name in names):
@@ -222,6 +241,7 @@ def _refuse_unused_patterns(model: ClientModel) -> None:
 
 
 def _layout(model: ClientModel, state: State, clients: int) -> StateLayout:
+    # Tied weights travel under each of their names, as the state dict has them.
     named = model.named_parameters(remove_duplicate=False)
     parameters = tuple(name for name, _ in named if name in state)
     groups = {

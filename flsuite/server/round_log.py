@@ -1,4 +1,4 @@
-"""What came back in one round."""
+"""The record of one round."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class RoundLog:
     Attributes:
         updates: The accepted updates, without state and extras.
         failures: Clients that failed or were refused.
-        server: Numbers of the aggregator.
+        server: Numbers that the aggregator has noted.
     """
 
     updates: list[ClientUpdate] = field(default_factory=list)
@@ -23,9 +23,9 @@ class RoundLog:
     server: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield scope and numbers: each client, then ``global``.
+        """Yield scope and numbers, for each client and then for ``global``.
 
-        A global number is the clients' mean by training samples, over those that have it; bytes and
+        A global number is the mean by training samples over the clients that have it. Bytes and
         steps are totals.
         """
         for update in self.updates:
