@@ -165,6 +165,7 @@ def test_commands_shown_are_understood(page: Path, monkeypatch: pytest.MonkeyPat
 def test_everything_inside_is_listed(package: str) -> None:
     abstract = {
         "Aggregator",
+        "Clock",
         "DataSplit",
         "Augment",
         "Backbone",
