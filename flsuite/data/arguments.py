@@ -1,4 +1,4 @@
-"""The arguments that an object was made with: kept as plain numbers, compared over time.
+"""The arguments that an object was made with, as plain numbers that can be compared over time.
 
 All of it rests on one convention: an object keeps each parameter of its ``__init__`` under the same
 name.
@@ -30,7 +30,7 @@ class PlainArguments:
 
 
 def plain(value: Any) -> Any:
-    """Return a NumPy scalar, or a list or tuple with some in it, with Python numbers instead."""
+    """Return a NumPy scalar as a Python number, also inside a list or a tuple."""
     # np.float64 and np.str_ are subclasses of float and str, but YAML goes by the exact type.
     if isinstance(value, np.generic):
         return value.item()
@@ -80,7 +80,10 @@ def snapshot(value: Any) -> Any:
 
 
 class _Identity:
-    """A value that equals itself only; holding it keeps its identity from being reused."""
+    """A value that equals itself only.
+
+    Holding the value keeps its identity from being reused.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -50,7 +50,7 @@ class FederatedData:
         scaling: The map from stored samples to model inputs.
         batch_size: Samples per training batch.
         augment: The random change of training batches.
-        stage: The task that the clients are in; ``None`` where there are no tasks.
+        stage: The task that the clients are in. It is ``None`` where there are no tasks.
     """
 
     spec: DataSpec
@@ -103,20 +103,27 @@ class FederatedData:
         return (x if self.augment is None else self.augment(x, generator)), self.train.y[rows]
 
     def loader(self, client: int, seed: int, round: int, batches: int | None = None) -> TrainLoader:
-        """Return the training batches of a client in a round; ``batches`` per epoch if given."""
+        """Return the training batches of a client in a round.
+
+        ``batches`` is their number per epoch. Default: one pass over the samples.
+        """
         return TrainLoader(self, client, seed, round, batches)
 
     def validation(self) -> DataSplit | None:
         """Return the global validation split.
 
-        It is the published one, else the clients' validation samples together, else ``None``.
+        It is the published split, else the validation samples of all clients together, else
+        ``None``.
         """
         if self.val is not None:
             return self.val
         return self.train.take(self.val_index.values) if len(self.val_index.values) else None
 
     def to(self, device: torch.device) -> "FederatedData":
-        """Return the data with the training tensors on ``device``: batches need no transfer."""
+        """Return the data with the training tensors on ``device``.
+
+        Batches then need no transfer.
+        """
         if device.type == "cpu":
             return self
 

@@ -1,4 +1,4 @@
-"""Stored image bytes and what a model sees of them: size, scale, channels."""
+"""The size, scale and channels of stored images as a model receives them."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Scaling:
 
     Attributes:
         scale, shift: float32 ``(stored channels,)``.
-        channels: Channels that the model sees; a grey image is repeated to that many.
+        channels: Channels of the model's input. A grey image is repeated to that many.
     """
 
     scale: Tensor
@@ -47,8 +47,9 @@ def fit_scaling(x: Tensor, standardize: bool, rgb: bool) -> Scaling:
 
     Args:
         x: The training samples.
-        standardize: Scale each channel to mean 0 and deviation 1. Otherwise pixels are in [0, 1].
-        rgb: Repeat grey images to three channels.
+        standardize: Whether to scale each channel to mean 0 and deviation 1. Otherwise pixels are
+            in [0, 1].
+        rgb: Whether to repeat grey images to three channels.
     """
     if x.dtype != torch.uint8:
         return Scaling(torch.ones(1), torch.zeros(1), 1)
@@ -73,7 +74,7 @@ def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         moments.append((mean, ((weights * (values - mean) ** 2).sum() / weights.sum()).sqrt()))
 
     mean, std = (torch.stack(m).float() for m in zip(*moments, strict=True))
-    # A constant channel has deviation 0, which nothing can be divided by.
+    # A constant channel has deviation 0, by which nothing can be divided.
     return mean, std.clamp_min(1 / 255)
 
 

@@ -80,7 +80,7 @@ class TrainLoader:
         left = self._length
         while left > 0:
             order = self._rows[torch.randperm(len(self._rows), generator=generator)]
-            # Fewer batches than a pass: the last pass is cut short.
+            # The last pass ends early if fewer batches are left than it has.
             for start, stop in self._bounds[:left]:
                 yield self.data.train_batch(order[start:stop], generator)
             left -= len(self._bounds)

@@ -40,21 +40,22 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
     the same name.
 
     Args:
-        clients: Clients that share the training split.
-        partition: The way it is split; default :class:`~flsuite.data.partitions.IID`.
+        clients: Number of clients that share the training split.
+        partition: The rule that splits it. Default: :class:`~flsuite.data.partitions.IID`.
         batch_size: Samples per training batch.
         val_fraction: The part of each client's samples that is held out for validation. Default:
-            none where the publisher ships a validation split, which is then used for all clients;
-            else a tenth. With 0, clients train on all their samples.
+            nothing where the publisher ships a validation split, which is then used for all
+            clients, else a tenth. With 0, clients train on all their samples.
         root: The folder of the files. Default: ``$FLSUITE_DATA_ROOT``, else the default of the
             library that reads them.
-        download: Download missing files, where the library can.
+        download: Whether to download missing files, where the library can.
         resize: Side in pixels that images are resized to, bilinearly, once. Default: their own.
-        rgb: Repeat grey images to three channels.
-        standardize: Scale each channel to mean 0 and deviation 1 over the training split. Otherwise
-            pixels are in [0, 1].
+        rgb: Whether to repeat grey images to three channels.
+        standardize: Whether to scale each channel to mean 0 and deviation 1 over the training
+            split. Otherwise pixels are in [0, 1].
         augment: A random change of training batches.
-        train_samples: Training samples to keep, the same ones whatever the seed; default all.
+        train_samples: Number of training samples to keep, the same ones whatever the seed. Default:
+            all.
         seed: The seed of the partition and the splits. Default: the run's seed.
 
     Attributes:

@@ -16,7 +16,7 @@ class RaggedIndex:
 
     Attributes:
         values: int64 ``(total,)``, all rows one after another.
-        offsets: int64 ``(rows + 1,)``, the start of each row; the last entry is the total.
+        offsets: int64 ``(rows + 1,)``, the start of each row. The last entry is the total.
     """
 
     values: Tensor

@@ -20,8 +20,8 @@ class DataSpec:
         shape: One sample as the model sees it: ``(channels, height, width)`` of an image,
             ``(features,)`` of a table row.
         num_classes: Classes, or labels of a multi-label task.
-        task: The kind of classification; ``multilabel`` has one target of 0 or 1 per label.
-        class_names: One name per class, for tables and figures; empty where there are none.
+        task: The kind of classification. ``multilabel`` has one target of 0 or 1 per label.
+        class_names: One name per class, for tables and figures. It is empty where there are none.
     """
 
     shape: tuple[int, ...]
@@ -30,8 +30,7 @@ class DataSpec:
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # NumPy's numbers and names, which readers of files return, cannot be read from a
-        # checkpoint.
+        # Readers of files return NumPy's numbers and names, which cannot be read from a checkpoint.
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         object.__setattr__(self, "num_classes", int(self.num_classes))
         object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
@@ -53,10 +52,10 @@ class DataSplit:
     """One split of a dataset in memory.
 
     Attributes:
-        x: Images as uint8 ``(n, height, width, channels)``; tables as float32 ``(n, features)``.
+        x: Images as uint8 ``(n, height, width, channels)``, or tables as float32 ``(n, features)``.
         y: Targets: int64 ``(n,)``, or uint8 ``(n, labels)`` for a multi-label task.
-        ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device); ``None`` where
-            the data has none.
+        ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device). It is ``None``
+            where the data has none.
     """
 
     x: Tensor
@@ -74,7 +73,10 @@ class DataSplit:
 
     @staticmethod
     def concat(parts: "list[DataSplit]") -> "DataSplit":
-        """Join splits; the result has ids if all of them have."""
+        """Join splits.
+
+        The result has ids if all of them have.
+        """
         ids = [p.ids for p in parts if p.ids is not None]
         return DataSplit(
             torch.cat([p.x for p in parts]),
@@ -85,7 +87,10 @@ class DataSplit:
 
 @dataclass
 class PublishedSplits:
-    """A dataset in the splits of its publisher; ``val`` is ``None`` where there is none."""
+    """A dataset in the splits of its publisher.
+
+    ``val`` is ``None`` where there is none.
+    """
 
     spec: DataSpec
     train: DataSplit

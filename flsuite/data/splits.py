@@ -20,7 +20,10 @@ _SUBSET_SEED = 0
 
 
 def fixed_subset(train: DataSplit, samples: int | None) -> DataSplit:
-    """Return a random part of the training split in its original order; all of it by default."""
+    """Return a random part of the training split in its original order.
+
+    ``None`` is for all of it.
+    """
     if samples is None or samples >= len(train):
         return train
     order = numpy_generator(_SUBSET_SEED, "subset").permutation(len(train))
@@ -85,7 +88,7 @@ def split_test_like_train(
 
 
 def owners_are_whole(ids: np.ndarray, rows: list[np.ndarray]) -> bool:
-    """Tell whether no natural owner's rows are spread over several clients.
+    """Return whether no natural owner's rows are spread over several clients.
 
     Args:
         ids: int64 ``(train samples,)``, the owner of each sample.
@@ -101,7 +104,7 @@ def assign_test_rows_by_owner(
 ) -> list[np.ndarray]:
     """Assign each natural owner's test rows to the client that has the owner's rows.
 
-    Test rows of an owner that no client has go to nobody.
+    Test rows of an owner that no client has are left out.
 
     Args:
         ids: int64 ``(train samples,)``, the owner of each sample.
@@ -122,16 +125,18 @@ def assign_test_rows_by_owner(
 def evenly_held_out(samples: int, fraction: float) -> np.ndarray:
     """Return which of ``samples`` places are held out for testing, bool ``(samples,)``.
 
-    Every ``1 / fraction``-th place is, ``floor(samples * fraction)`` in all. The answer for a place
-    does not depend on the number of samples: a place that is held out of a small sample is held out
-    of a larger one too.
+    Every ``1 / fraction``-th place is held out, ``floor(samples * fraction)`` in all. Whether a
+    place is held out does not depend on the number of samples.
     """
     share = np.floor(np.arange(samples + 1) * fraction + 1e-9)  # 0.29 * 100 is just below 29
     return np.diff(share) > 0
 
 
 def _client_of(rows: list[np.ndarray], samples: int) -> np.ndarray:
-    """Return the client of each row, int64 ``(samples,)``; -1 where no client has it."""
+    """Return the client of each row, int64 ``(samples,)``.
+
+    It is -1 where no client has the row.
+    """
     client_of = np.full(samples, -1)
     for client, own in enumerate(rows):
         client_of[own] = client

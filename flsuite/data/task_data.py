@@ -22,8 +22,7 @@ Groups = tuple[tuple[int, ...], ...]
 class TaskData(FederatedData):
     """A dataset whose clients move from one group of classes to the next.
 
-    As a whole it holds what clients meet from the first task to the last. :meth:`at` is its view in
-    one round.
+    The object itself holds the data of all tasks. :meth:`at` is its view in one round.
 
     Attributes:
         sequences: The groups of classes of each client.
@@ -50,7 +49,7 @@ class TaskData(FederatedData):
         return cls(**parts, sequences=tuple(sequences), starts=starts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the views out of a pickle: a worker makes its own."""
+        """Leave the views out of a pickle, because a worker makes its own."""
         return {**self.__dict__, "_views": {}}
 
     @property
@@ -82,7 +81,7 @@ class TaskData(FederatedData):
         past = {c for groups in self.sequences for c in _joined(groups[:task])}
         seen = met.any(0)
 
-        # The training tensors may be on a GPU; the index arrays never are.
+        # The training tensors may be on a GPU, but the index arrays never are.
         train_labels = self.train.y.cpu()
         # Shrunk instead of only indexed: the global score is on the whole test split of the view.
         test, test_index = _shrunk(self.test, _among(self.test_index, self.test.y, met), seen)

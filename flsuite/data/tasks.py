@@ -23,16 +23,17 @@ class TaskSequence(FederatedDataModule):
 
     The wrapped data module splits its samples over clients as always. In each task, a client trains
     on those of its samples whose class is in the task's group. Scores are on the classes met so
-    far: the federation's on those that any client has met, a client's on its own. The model is
-    never given the number of the task as an input: it has to tell all classes apart.
+    far. Those of the federation are on the classes that any client has met, and those of a client
+    are on its own. The model does not receive the number of the task as an input, so that it has to
+    tell all classes apart.
 
     With one task of all classes, this is the wrapped data module.
 
     Args:
         data: The wrapped data module. Its partition should give every client samples of every class
-            that the client is to meet; the default, IID, does.
-        tasks: Groups that each client meets.
-        classes_per_task: Classes per group.
+            that the client is to meet. The default, IID, does.
+        tasks: Number of groups that each client meets.
+        classes_per_task: Number of classes per group.
         rounds_per_task: Rounds per task, one number for all or one per task. The last task lasts
             until the run ends.
         arrangement: With ``disjoint``, the classes are cut into groups once, and all clients meet
@@ -101,7 +102,8 @@ class TaskSequence(FederatedDataModule):
         self.data.use_seed(seed)
 
     def _settings(self) -> dict[str, Any]:
-        # The seed of the wrapped module is no argument, and need not be that of the tasks.
+        # The seed of the wrapped module is not an argument here, and may differ from that of the
+        # tasks.
         return {**super()._settings(), "data": self.data._settings()}
 
     def _make(self) -> FederatedData:

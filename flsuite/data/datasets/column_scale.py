@@ -18,7 +18,7 @@ class ColumnScale:
     Attributes:
         offset, divisor, base: float64 ``(columns,)``. An infinite divisor maps a column to its
             base.
-        bounds: The smallest and the largest result; ``None`` for no clipping.
+        bounds: The smallest and the largest result. ``None`` is for no clipping.
     """
 
     offset: np.ndarray

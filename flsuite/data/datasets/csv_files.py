@@ -46,7 +46,9 @@ def csv_header(file: Path) -> list[str]:
 
 
 def csv_frames(file: Path, rows: int | None = None) -> "Iterator[pd.DataFrame]":
-    """Yield the file in frames of ``rows`` rows, the last one shorter; in one frame by default.
+    """Yield the file in frames of ``rows`` rows, of which the last may be shorter.
+
+    The default is one frame.
 
     Raises:
         FlsuiteError: While reading, if :func:`csv_header` raises it, or the file has no rows or a

@@ -20,8 +20,8 @@ def read_digits() -> PublishedSplits:
     1437 training and 360 test images, so that all runs have the same test set.
 
     Returns:
-        ``train`` and ``test`` with images uint8 ``(n, 8, 8, 1)`` and labels int64 ``(n,)``; no
-        ``val``.
+        ``train`` and ``test`` with images uint8 ``(n, 8, 8, 1)`` and labels int64 ``(n,)``. There
+        is no ``val``.
 
     Source:
         Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
@@ -54,7 +54,10 @@ def read_digits() -> PublishedSplits:
 
 
 class Digits(FederatedDataModule):
-    """Scikit-learn's digits: 1437 training and 360 test images of 8x8 pixels; needs no files."""
+    """Scikit-learn's digits, 1437 training and 360 test images of 8x8 pixels.
+
+    They need no files.
+    """
 
     def load(self) -> PublishedSplits:
         return read_digits()

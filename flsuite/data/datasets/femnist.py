@@ -32,8 +32,8 @@ SPLIT_SEED = 0
 def read_femnist(folder: Path) -> PublishedSplits:
     """Read the first of these that is in ``folder``.
 
-    1. ``femnist.npz``: ``X``, uint8 or floats in [0, 1], ``(n, 784)`` or ``(n, 28, 28[, 1])``;
-       ``y`` and ``writers`` ``(n,)``.
+    1. ``femnist.npz``: ``X``, uint8 or floats in [0, 1], ``(n, 784)`` or ``(n, 28, 28[, 1])``, and
+       ``y`` and ``writers``, ``(n,)``.
     2. LEAF's ``train/*.json`` and ``test/*.json``, also under ``data/``. Without ``test``, as in 3.
     3. LEAF's ``all_data_*.json``, also under ``all_data/`` or ``data/all_data/``.
 
@@ -43,7 +43,7 @@ def read_femnist(folder: Path) -> PublishedSplits:
     Returns:
         ``train`` and ``test`` with images uint8 ``(n, 28, 28, 1)``, labels int64 ``(n,)`` in the
         order of the class names (digits, capitals, small letters), and the writers as ids, numbered
-        in the order of their names; no ``val``. The background is 255, white, as in LEAF.
+        in the order of their names. There is no ``val``. The background is 255, white, as in LEAF.
 
     Raises:
         FlsuiteError: If there is none of these, or a file is damaged.
@@ -55,7 +55,7 @@ def read_femnist(folder: Path) -> PublishedSplits:
 
     parts = [read_samples(files) for files in (train, test) if files]
     whole = _joined(parts)
-    # With files for testing, these are the second part.
+    # The samples of the test files, if there are any, come second.
     held = torch.arange(len(parts[0][1]), len(whole)) if test else _held_out(whole)
     if not len(held):
         raise FlsuiteError(
@@ -94,8 +94,8 @@ class FEMNIST(FederatedDataModule):
 
     With the ``Natural`` partition, clients are writers or groups of whole writers. LEAF publishes a
     script instead of files, so nothing is downloaded. :func:`read_femnist` lists the files that are
-    read. They are in ``root/femnist`` or, where there is no such folder, in ``root`` itself; by
-    default ``~/.cache/flsuite``.
+    read. They are in ``root/femnist`` or, where there is no such folder, in ``root`` itself. The
+    default of ``root`` is ``~/.cache/flsuite``.
 
     Args:
         **kwargs: Arguments of ``FederatedDataModule``.

@@ -75,7 +75,7 @@ def _read_arrays(file: Path) -> Samples:
 def _read_leaf(file: Path) -> Iterator[Samples]:
     """Read a file of LEAF, one writer at a time.
 
-    Each writer's floats are dropped once they are converted: as Python objects they take ten times
+    Each writer's floats are dropped once they are converted, because Python objects take ten times
     the memory.
     """
     with file.open() as stream:

@@ -42,11 +42,11 @@ def read_medmnist(name: str, size: int, root: Path, download: bool) -> Published
         name: One of the twelve 2D sets, e.g. ``"retinamnist"``.
         size: Side of the images in pixels. Each size is a file of its own, not a resized 28.
         root: The folder of the ``.npz`` files.
-        download: Download a missing file. An existing file is never replaced.
+        download: Whether to download a missing file. An existing file is never replaced.
 
     Returns:
-        Images uint8 ``(n, size, size, 1 or 3)``; labels int64 ``(n,)``, or uint8 ``(n, 14)`` for
-        ChestMNIST.
+        Images uint8 ``(n, size, size, 1 or 3)``, and labels int64 ``(n,)``, or uint8 ``(n, 14)``
+        for ChestMNIST.
 
     Raises:
         FlsuiteError: If the name or the size does not exist, or the file is missing, cannot be
@@ -64,7 +64,7 @@ def read_medmnist(name: str, size: int, root: Path, download: bool) -> Published
                 f"{file.name} is not in {file.parent}; set data.download or put {url} there"
             )
         _download(file, url, md5)
-    # Also for a file that was there before: nothing else would detect damaged pixels.
+    # Also for an existing file, because nothing else would detect damaged pixels.
     _check_md5(file, md5)
 
     spec = _spec(info, size)
@@ -73,7 +73,7 @@ def read_medmnist(name: str, size: int, root: Path, download: bool) -> Published
 
 
 def _info(name: str, size: int) -> dict[str, Any]:
-    """Return what the package knows of a set."""
+    """Return the entry of a set in the package."""
     from medmnist import INFO
 
     require_one_of("MedMNIST", (key for key in INFO if not key.endswith("3d")), name=name)
@@ -118,6 +118,7 @@ def _check_md5(file: Path, expected: str) -> None:
         raise FlsuiteError(
             f"{file} cannot be read ({one_line(error)}); check the file and its permissions"
         ) from error
+
     if digest.hexdigest() != expected:
         raise _damaged(file, f"its MD5 is {digest.hexdigest()}, the published one {expected}")
 

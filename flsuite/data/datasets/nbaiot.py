@@ -53,28 +53,28 @@ def read_nbaiot(
 
     1. UCI's: ``Danmini_Doorbell/benign_traffic.csv``, ``Danmini_Doorbell/gafgyt_attacks/combo.csv``
        and so on.
-    2. Flat: ``1.benign.csv``, ``1.gafgyt.combo.csv`` to ``9.mirai.udpplain.csv``; devices are
+    2. Flat: ``1.benign.csv``, ``1.gafgyt.combo.csv`` to ``9.mirai.udpplain.csv``, with devices
        numbered as in ``DEVICES``.
 
-    A whole device may be missing; a single file of a device may not. Every row is read and checked,
-    whatever the cap. The rows of a file are put into a random order with a fixed seed. The first
+    A whole device may be missing, but not a single file of a device. Every row is read and checked,
+    for any cap. The rows of a file are put into a random order with a fixed seed. The first
     ``rows_per_file`` are kept, and every fifth of them is for testing. A smaller cap is thus a part
     of a larger one, and a test row under one cap is a test row under all.
 
     Args:
         folder: The folder of the files.
         classes: As in :class:`NBaIoT`.
-        device: The only device to read, 1 to 9; ``None`` for all.
-        rows_per_file: The largest number of rows per file; ``None`` for all.
+        device: The only device to read, 1 to 9. ``None`` is for all.
+        rows_per_file: The largest number of rows per file. ``None`` is for all.
         chunk_rows: Rows in memory as float64 at a time. The result does not depend on it.
 
     Returns:
         ``train`` and ``test`` as float32 ``(n, 115)``, labels int64 ``(n,)``, and the devices'
-        numbers as ids (no ids with one ``device``); no ``val``. Each feature is scaled to
+        numbers as ids (no ids with one ``device``). There is no ``val``. Each feature is scaled to
         [0.1, 0.9] over the training rows, and clipped to [0, 1] in the test rows.
 
     Raises:
-        FlsuiteError: If there is none of it, a file is missing or empty, has another header than
+        FlsuiteError: If there are no files, or a file is missing or empty, has another header than
             the first, or has a value that is missing, infinite or not a number.
     """
     folder = folder.expanduser()
@@ -128,6 +128,7 @@ def _sample(chunks: Iterable[np.ndarray], cap: int | None, rng: np.random.Genera
             # The rows with the smallest draws so far; later chunks may replace some.
             first = np.argsort(draws)[:cap]
             kept, draws = kept[first], draws[first]
+
     assert kept is not None  # csv_frames refuses a file without rows
     return kept[np.argsort(draws)]
 
@@ -135,12 +136,13 @@ def _sample(chunks: Iterable[np.ndarray], cap: int | None, rng: np.random.Genera
 def _joined(parts: list[Part], with_ids: bool) -> DataSplit:
     """Return all parts as one split.
 
-    ``parts`` is emptied on the way: the set barely fits into memory twice.
+    ``parts`` is emptied on the way, because the set hardly fits into memory twice.
     """
     sizes = [len(rows) for rows, _, _ in parts]
     y, ids = (
         torch.from_numpy(np.repeat([part[column] for part in parts], sizes)) for column in (1, 2)
     )
+
     # Filled from the end, because parts are popped from the end.
     x = np.empty((sum(sizes), FEATURES), np.float32)
     stop = len(x)
@@ -148,6 +150,7 @@ def _joined(parts: list[Part], with_ids: bool) -> DataSplit:
         rows, _, _ = parts.pop()
         x[stop - len(rows) : stop] = rows
         stop -= len(rows)
+
     return DataSplit(torch.from_numpy(x), y, ids if with_ids else None)
 
 
@@ -155,19 +158,20 @@ class NBaIoT(FederatedDataModule):
     """Traffic of nine devices, 115 statistics per packet: some seven million rows, 3.3 GB.
 
     With the ``Natural`` partition and nine clients, clients are devices. With one ``device``, any
-    other partition splits its rows over clients. UCI's archive is not downloaded;
+    other partition splits its rows over clients. UCI's archive is not downloaded.
     :func:`read_nbaiot` lists the files that are read. They are in ``root/nbaiot`` or, where there
-    is no such folder, in ``root`` itself; by default ``~/.cache/flsuite``. A fifth of each file is
-    held out for testing, the same rows in every run.
+    is no such folder, in ``root`` itself. The default of ``root`` is ``~/.cache/flsuite``. A fifth
+    of each file is held out for testing, the same rows in every run.
 
     Args:
         classes: ``binary`` (benign or attack), ``family`` (benign, gafgyt, mirai) or ``attack``
             (benign and the ten attacks). Every device has all classes, although there are no rows
             of Mirai for the devices 3 and 7.
-        device: The only device to read, 1 to 9; it then has no natural owners. ``None`` for all.
-        rows_per_file: The largest number of rows per file, the same rows in every run; at least 5.
-            ``None`` for all.
-        **kwargs: Arguments of ``FederatedDataModule``; those of images have no effect.
+        device: The only device to read, 1 to 9, in which case the data has no natural owners.
+            ``None`` is for all.
+        rows_per_file: The largest number of rows per file, at least 5, and the same rows in every
+            run. ``None`` is for all.
+        **kwargs: Arguments of ``FederatedDataModule``. Those about images have no effect.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
             traffic: next((place for place in both if place.is_file()), None)
             for traffic, both in places.items()
         }
-        # A device without any file is absent; one with some files is damaged.
+        # A device without any file is absent. A device with only some files is damaged.
         if not any(present.values()):
             continue
         for traffic, file in present.items():
@@ -96,10 +96,12 @@ def checked_header(file: Path, first: list[str] | None) -> list[str]:
         raise FlsuiteError(
             f"{file} has {len(header)} columns, and N-BaIoT has {FEATURES}; delete it and {REMEDY}"
         )
+
     if all(_is_number(name) for name in header):
         raise FlsuiteError(
             f"{file} has no header: its first row is numbers; add the header of the other files"
         )
+
     for column, (name, expected) in enumerate(zip(header, first or header, strict=True), start=1):
         if name != expected:
             raise FlsuiteError(

@@ -22,8 +22,8 @@ LARGEST = float(np.finfo(np.float32).max)
 def numeric_chunks(frames: "Iterable[pd.DataFrame]", file: Path) -> Iterator[np.ndarray]:
     """Yield each frame as float64 ``(rows, columns)``.
 
-    Missing values are counted to the end, so that the message can say how many there are. Earlier
-    chunks are therefore valid only once the last one has been yielded.
+    Missing values are counted to the end, so that the message can say how many there are. The
+    earlier chunks are therefore known to be valid only after the last one.
 
     Raises:
         FlsuiteError: If a cell is missing, not a number, infinite or too large for float32.
@@ -69,14 +69,17 @@ def missing_values(file: Path, column: str, rows: int, first: int, others: int =
 
 
 def is_number(column: "pd.Series") -> bool:
-    """Tell whether the column was read as numbers throughout; truth values count as 0 and 1."""
+    """Return whether a column was read as numbers throughout.
+
+    Truth values count as 0 and 1.
+    """
     from pandas.api.types import is_numeric_dtype
 
     return is_numeric_dtype(column.dtype)
 
 
 def has_numbers(column: "pd.Series") -> bool:
-    """Tell whether the column has at least one number."""
+    """Return whether a column has at least one number."""
     return bool(is_number(column) or _parsed(column).notna().any())
 
 
@@ -99,7 +102,10 @@ def _numbers(frame: "pd.DataFrame", file: Path, row: int) -> np.ndarray:
 
 
 def _all_parsed(column: "pd.Series", file: Path, row: int) -> "pd.Series":
-    """Return a column of text as float64; refuse a value that is not a number."""
+    """Return a column of text as float64.
+
+    A value that is not a number is refused.
+    """
     values = _parsed(column)
     wrong = (values.isna() & column.notna()).to_numpy()
     if wrong.any():

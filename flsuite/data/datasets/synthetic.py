@@ -25,10 +25,12 @@ def make_mixture(
     owner_shift: float = 1.0,
     seed: int = 0,
 ) -> PublishedSplits:
-    """Draw the mixture; the arguments are those of :class:`Synthetic`.
+    """Draw the mixture.
+
+    The arguments are those of :class:`Synthetic`.
 
     Returns:
-        Tables float32 ``(n, features)`` with labels int64 ``(n,)``, the last fifth for testing;
+        Tables float32 ``(n, features)`` with labels int64 ``(n,)``, the last fifth for testing, and
         ``ids`` where there are owners.
 
     Raises:
@@ -82,6 +84,7 @@ def bayes_accuracy(classes: int, separation: float) -> float:
     noise along every other axis. That is the integral over ``t`` of
     ``pdf(t) cdf(t + a) ** (classes - 1)``. For two classes it is ``cdf(separation / 2)``.
     """
+    # The density beyond ten standard deviations is below float64's precision.
     t = torch.linspace(-10, 10, 4001, dtype=torch.float64)
     density = torch.exp(-0.5 * t**2) / math.sqrt(2 * math.pi)
     right = torch.special.ndtr(t + separation / math.sqrt(2)) ** (classes - 1)
@@ -107,11 +110,13 @@ def _check(
         raise FlsuiteError(
             f"{own}: samples must be at least twice the classes, {2 * classes}, got {samples}"
         )
+
     if features < classes - 1:
         raise FlsuiteError(
             f"{own}: {classes} equidistant means need {classes - 1} dimensions; "
             f"raise features, which is {features}"
         )
+
     if owners > (train_samples := samples - _test_samples(samples)):
         raise FlsuiteError(
             f"{own}: owners must be at most the {train_samples} training samples, got {owners}"
@@ -122,7 +127,7 @@ class Synthetic(FederatedDataModule):
     """A mixture of balanced classes: one spherical Gaussian of variance 1 each, equidistant means.
 
     Args:
-        features: Columns of the table; at least ``classes - 1``.
+        features: Columns of the table, at least ``classes - 1``.
         classes: Classes, at least two.
         samples: Rows, at least two per class. The last fifth, as random as any other, is the test
             set.
@@ -130,8 +135,8 @@ class Synthetic(FederatedDataModule):
         owners: Natural owners of the samples, for partitions by owner. With ``n`` owners, sample
             ``i`` belongs to owner ``i % n``. 0 for none.
         owner_shift: Standard deviation, per feature, of the vector that is added to all samples of
-            an owner. Classes of different owners then overlap; those of one owner do not change
-            their distance.
+            an owner. Classes of different owners then overlap, while those of one owner keep their
+            distance.
         data_seed: The seed of the draw, means and owners' shifts included. It is not the run's
             seed, so that all runs have the same data.
         **kwargs: Arguments of ``FederatedDataModule``.

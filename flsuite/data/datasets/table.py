@@ -29,7 +29,9 @@ def read_table(
     test_fraction: float = 0.2,
     scale: ScaleName = "minmax",
 ) -> PublishedSplits:
-    """Read a table; the arguments are those of :class:`Table`, with whole paths.
+    """Read a table.
+
+    The arguments are those of :class:`Table`, with whole paths.
 
     Returns:
         ``train`` and ``test`` with features float32 ``(n, features)``, scaled by the training rows,
@@ -68,7 +70,7 @@ def read_table(
         _check_classes(y, held, names, test_path)
 
     spec = DataSpec((len(columns),), len(names), class_names=tuple(map(str, names)))
-    # In float64, because float32 cannot tell large numbers apart that are close together.
+    # In float64, because float32 cannot distinguish large numbers that are close together.
     fitted = fit_scale(scale, rows.x[~held])
     train, test = (
         DataSplit(
@@ -118,9 +120,9 @@ class Table(FederatedDataModule):
             (``pip install flsuite[parquet]``), or a folder whose files are read as one table. A
             relative path is relative to ``root``. Without ``root``, it is looked for in the working
             folder, then in ``$FLSUITE_DATA_ROOT``.
-        label: The column of labels: words or whole numbers.
+        label: The column of labels, which are words or whole numbers.
         features: The columns to learn from. Default: all that have numbers, except ``label`` and
-            ``client``; columns of text are left out.
+            ``client``. Columns of text are left out.
         client: The column of owners, for the ``Natural`` partition.
         test_path: A file or folder of test rows with the same columns. Default: test rows are held
             out of ``path``.
@@ -130,7 +132,7 @@ class Table(FederatedDataModule):
             rows to [0, 1]. ``standard`` scales it to mean 0 and deviation 1. ``none`` changes
             nothing. The scale is fitted on all training rows, those that clients hold out for
             validation included, and never on test rows.
-        **kwargs: Arguments of ``FederatedDataModule``; those of images have no effect.
+        **kwargs: Arguments of ``FederatedDataModule``. Those about images have no effect.
     """
 
     def __init__(

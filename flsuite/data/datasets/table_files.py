@@ -1,4 +1,4 @@
-"""The files of a table: reading them, checking their columns, taking the columns in use."""
+"""The files of a table, the checks of their columns, and the columns in use."""
 
 import difflib
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Rows:
     Attributes:
         x: Features float64 ``(n, features)``.
         label: Labels ``(n,)``, int64 or text.
-        owner: Owners ``(n,)``, int64 or text; ``None`` where no column names them.
+        owner: Owners ``(n,)``, int64 or text. ``None`` where no column names them.
     """
 
     x: np.ndarray
@@ -49,18 +49,21 @@ def read_frames(path: Path) -> Frames:
         raise FlsuiteError(
             f"there is no file or folder {path}; set data.path, which is relative to data.root"
         )
+
     candidates = path.iterdir() if path.is_dir() else [path]
     files = sorted(
         file
         for file in candidates
         if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
     )
+
     if not files:
         what = "has no file" if path.is_dir() else "is not a file"
         raise FlsuiteError(
             f"{path} {what} whose name ends in {' or '.join(SUFFIXES)}; "
             "set data.path to one, or convert it"
         )
+
     return [(file, _read_frame(file)) for file in files]
 
 
@@ -98,7 +101,7 @@ def feature_columns(
     Args:
         frames: Files and their content.
         label: The column of labels.
-        features: The chosen columns; ``None`` for all that have numbers.
+        features: The chosen columns. ``None`` is for all that have numbers.
         client: The column of owners, if there is one.
 
     Raises:
@@ -134,7 +137,7 @@ def feature_columns(
 
 
 def _check_column(name: str, role: str, file: Path, columns: list[str]) -> None:
-    """Refuse a column that is not in the file, and name those that it could be."""
+    """Refuse a column that is not in the file, and name those that could be meant."""
     if name not in columns:
         near = difflib.get_close_matches(name, columns, MOST_NAMED, cutoff=0.5)
         hint = f"the nearest are {_listed(near)}" if near else f"it has {_listed(columns)}"
@@ -160,6 +163,7 @@ def take_rows(frames: Frames, columns: list[str], label: str, client: str | None
         labels.append(_names(file, frame[label]))
         if client is not None:
             owners.append(_names(file, frame[client]))
+
     return Rows(
         x[0] if len(x) == 1 else np.concatenate(x),
         _joined(labels),
@@ -188,7 +192,10 @@ def _names(file: Path, column: "pd.Series") -> np.ndarray:
 
 
 def _joined(columns: list[np.ndarray]) -> np.ndarray:
-    """Join columns; they are whole numbers only if they are so in all files."""
+    """Join columns.
+
+    The result is whole numbers only if all columns are.
+    """
     if any(column.dtype.kind == "U" for column in columns):
         columns = [column.astype(str) for column in columns]
     return np.concatenate(columns)

@@ -49,7 +49,7 @@ def read_torchvision(name: str, root: Path, download: bool, **options: Any) -> P
 
     Returns:
         ``train`` and ``test`` with images uint8 ``(n, height, width, channels)`` and labels int64
-        ``(n,)``; no ``val``.
+        ``(n,)``. There is no ``val``.
 
     Raises:
         FlsuiteError: If files are missing and cannot be downloaded, or are damaged.
@@ -60,7 +60,7 @@ def read_torchvision(name: str, root: Path, download: bool, **options: Any) -> P
     files = reader.files(cls, **options)
     make = partial(cls, root, **options)
 
-    # Checked here, so that files that exist are read without a network, whatever download is.
+    # Checked here, so that existing files are read without a network for any value of download.
     missing = [file for file in files if not (root / file).is_file()]
     if missing:
         what = f"{name} is not in {root} ({missing[0]} is missing)"
@@ -88,7 +88,10 @@ def read_torchvision(name: str, root: Path, download: bool, **options: Any) -> P
 
 
 def _download(make: Callable[..., Any], reader: Reader, what: str) -> None:
-    """Download both splits; ``what`` is missing."""
+    """Download both splits.
+
+    ``what`` says what is missing.
+    """
     try:
         for split in (reader.train, reader.test):
             make(download=True, **split)
@@ -135,7 +138,7 @@ def _mnist(reader: Any) -> Unpacked:
 
 
 def _emnist(reader: Any) -> Unpacked:
-    """Unpack EMNIST: its images are stored transposed.
+    """Unpack EMNIST, whose images are stored transposed.
 
     ``letters`` counts its labels from 1, and has a name for the missing 0.
     """
@@ -148,7 +151,7 @@ def _cifar(reader: Any) -> Unpacked:
 
 
 def _svhn(reader: Any) -> Unpacked:
-    """Unpack SVHN: torchvision's images are ``(n, 3, height, width)``.
+    """Unpack SVHN, whose images are ``(n, 3, height, width)``.
 
     Torchvision has already mapped the publisher's label 10 to the digit 0.
     """

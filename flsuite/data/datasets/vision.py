@@ -20,7 +20,7 @@ EMNIST_SPLITS = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
 
 
 class _Torchvision(FederatedDataModule):
-    """A set that torchvision reads, in ``root``; by default ``~/.cache/flsuite``."""
+    """A set that torchvision reads, in ``root`` or by default in ``~/.cache/flsuite``."""
 
     reader: ClassVar[str]
 

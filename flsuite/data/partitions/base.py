@@ -29,7 +29,7 @@ class Partition(PlainArguments, ABC):
 
         Args:
             labels: int64 ``(n,)``, one class per sample.
-            clients: Clients to make.
+            clients: Number of clients.
             rng: The only source of randomness.
             ids: int64 ``(n,)``, the natural owner of each sample, where the data has owners.
 

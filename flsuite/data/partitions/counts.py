@@ -10,7 +10,7 @@ __all__ = ["apportion", "assign_by_counts", "check_min_samples"]
 def assign_by_counts(
     classes: np.ndarray, counts: np.ndarray, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Draw, without replacement, as many samples of each class for each client as counted.
+    """Draw the counted number of samples of each class for each client, without replacement.
 
     Every class-based partition computes such a table first and assigns samples only here, so that
     none can assign a sample twice.
@@ -38,11 +38,13 @@ def assign_by_counts(
 
 
 def apportion(shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Turn shares into whole counts, int64 ``(classes, clients)``; row k sums to ``sizes[k]``.
+    """Turn shares into whole counts, int64 ``(classes, clients)``.
+
+    Row k sums to ``sizes[k]``.
 
     Each row is cut at its rounded cumulative shares. The rounding depends on the position, which
-    would favour the same clients in every class. Each row's counts are therefore shuffled; shares
-    that are drawn exchangeably keep their distribution.
+    would favour the same clients in every class. Each row's counts are therefore shuffled, which
+    keeps the distribution of shares that are drawn exchangeably.
 
     Args:
         shares: float64 ``(classes, clients)``, each row sums to 1.

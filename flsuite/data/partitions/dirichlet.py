@@ -1,4 +1,4 @@
-"""Label skew: how each class is spread over the clients is drawn from a Dirichlet distribution."""
+"""Label skew: each class is spread over clients in proportions from a Dirichlet distribution."""
 
 import numpy as np
 
@@ -22,9 +22,10 @@ class Dirichlet(Partition):
     class to the smallest, until every client has enough. All samples are used.
 
     Args:
-        alpha: Concentration, above 0. A small one is strong skew; a large one approaches IID.
+        alpha: Concentration, above 0. A small one gives strong skew, and a large one approaches
+            IID.
         min_samples: The fewest samples per client, at least 1.
-        max_redraws: Redraws before the last table is levelled; 0 levels the first one.
+        max_redraws: Redraws before the last table is levelled. 0 levels the first one.
 
     Raises:
         FlsuiteError: If a parameter is out of range, or the data cannot give ``min_samples`` to
@@ -51,7 +52,7 @@ class Dirichlet(Partition):
 
         classes = np.unique(labels, return_inverse=True)[1]
         sizes = np.bincount(classes)
-        # Bounded: a request that is nearly impossible would redraw for ever.
+        # Bounded, because a request that is nearly impossible would be redrawn without end.
         for _ in range(1 + self.max_redraws):
             shares = rng.dirichlet(np.full(clients, self.alpha), size=len(sizes))
             counts = apportion(shares, sizes, rng)

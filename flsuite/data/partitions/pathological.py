@@ -72,6 +72,7 @@ def _assign_classes(
             remaining = permutation[~np.isin(permutation, added)]
             own = np.concatenate([own, added])
         holds[own, client] = True
+
     return holds
 
 
@@ -92,4 +93,5 @@ def _split_classes(sizes: np.ndarray, holds: np.ndarray, rng: np.random.Generato
             # The stable sort keeps the random order of the holders on a tie.
             poorest = holders[np.argsort(counts[:, holders].sum(axis=0), kind="stable")]
             counts[k, poorest[:extra]] += 1
+
     return counts
