@@ -19,8 +19,8 @@ class FederationCallback(Callback):
 
     It is an ordinary Lightning callback too. The Lightning hooks that a subclass implements are
     called by every client's Trainer, wherever that runs, on a fresh copy for each fit. The copy has
-    the state that the callback had when the round started, on every engine; what a fit changes in
-    it is dropped. ``trainer.train_dataloader`` has the ``client`` and the ``round``.
+    the state that the callback had when the round started, on every engine. Changes that a fit
+    makes to it are dropped. ``trainer.train_dataloader`` has the ``client`` and the ``round``.
 
     ``state_dict`` and ``load_state_dict`` go into the run's checkpoint, as plain data.
 
@@ -34,28 +34,43 @@ class FederationCallback(Callback):
     affects: ClassVar[Affects] = "weights"
 
     def on_federation_start(self, run: Run) -> None:
-        """Handle the start; after a resume, ``run.round`` rounds are done already."""
+        """Handle the start of a run.
+
+        After a resume, ``run.round`` rounds are done already.
+        """
 
     def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
         """Handle the start of a round, in which these clients are about to train."""
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
-        """Handle a client that is back, in a fixed order; a refused update is a failure."""
+        """Handle the outcome of a client.
+
+        Clients come in a fixed order. A refused update is a failure.
+        """
 
     def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
-        """Handle the scores of a split; ``run.stop()`` here ends the run with this round."""
+        """Handle the scores of a split.
+
+        ``run.stop()`` here ends the run with this round.
+        """
 
     def on_round_end(self, run: Run, round: int) -> None:
-        """Handle the end of a round, which is aggregated and scored, and not yet recorded.
+        """Handle the end of a round, which is aggregated and scored but not yet recorded.
 
         ``run.finished`` says whether it is the last one. ``run.log_metric`` adds numbers to it.
         """
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
-        """Handle all numbers of a round: ``<split>/<metric>``, ``client/<n>/<split>/<metric>``."""
+        """Handle all numbers of a round.
+
+        The names are ``<split>/<metric>`` and ``client/<n>/<split>/<metric>``.
+        """
 
     def on_federation_end(self, run: Run) -> None:
-        """Handle the end, also after an error or an interrupt; see ``run.status``."""
+        """Handle the end of a run, also after an error or an interrupt.
+
+        ``run.status`` says which.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         return {}

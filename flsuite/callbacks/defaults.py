@@ -14,7 +14,7 @@ def with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -
     """Return the user's callbacks, and the usual ones where the user has none of their kind.
 
     Args:
-        callbacks: The user's.
+        callbacks: The callbacks of the user.
         progress: Whether to show the progress of the federation.
 
     Raises:

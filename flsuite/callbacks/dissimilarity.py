@@ -1,4 +1,4 @@
-"""How far the clients' gradients lie apart, round by round."""
+"""The dissimilarity of the clients' gradients, round by round."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ BatchNorm = Literal["train", "eval"]
 
 
 class GradientDissimilarity(FederationCallback):
-    """Logs ``gamma = mean_i ||g_i - m||^2`` over clients; for a fused model, its decomposition too.
+    """Logs ``gamma = mean_i ||g_i - m||^2`` over clients, and its decomposition for fused models.
 
     g_i is the gradient of client i's classification loss with respect to the parameters that all
     clients share, at the new global model, with the client's own private part. In a
@@ -36,17 +36,20 @@ class GradientDissimilarity(FederationCallback):
     taken in float32, without augmentation, on training samples. Weights, statistics and random
     numbers of the run are the same with and without this callback.
 
-    Logged as ``train/<name>``: ``gamma``; ``gamma_relative``, which is ``gamma / ||m||^2``;
-    ``gamma_seconds``, the time it took; for a fused model ``gamma_orig``, ``R``, ``Phi`` and
-    ``calibrated`` (1 or 0).
+    Logged as ``train/<name>``:
+
+    - ``gamma``;
+    - ``gamma_relative``: ``gamma / ||m||^2``;
+    - ``gamma_seconds``: the time of the measurement;
+    - for a fused model, ``gamma_orig``, ``R``, ``Phi`` and ``calibrated`` (1 or 0).
 
     Args:
-        every: Rounds between two measurements; the last round is always measured.
-        batches: Batches per client, of the size that it trains with, drawn again in every round;
-            ``None`` takes all its samples. The reference runs take one.
-        batch_norm: ``train`` normalizes with the statistics of each batch, as training does (the
-            reference); ``eval`` with the running ones.
-        clients: Clients to measure, drawn once for the whole run; default all.
+        every: Rounds between two measurements. The last round is always measured.
+        batches: Batches per client, of the size that it trains with, drawn again in every round.
+            The default is that of the reference runs. ``None`` takes all samples.
+        batch_norm: ``train`` normalizes with the statistics of each batch, as training and the
+            reference do. ``eval`` normalizes with the running ones.
+        clients: Clients to measure, drawn once for the whole run. Default: all.
     """
 
     affects: ClassVar[Affects] = "nothing"
@@ -90,14 +93,17 @@ class GradientDissimilarity(FederationCallback):
         model = evaluator.model.to(evaluator.device)
         parameters = head_parameters(model, federation.state)
         dissimilarity = RunningDissimilarity()
+
         with isolate_rng(), _untouched(model), torch.enable_grad():
             model.train(self.batch_norm == "train")
             for client in self._measured(data.clients, run.seed):
                 evaluator.load(federation.client_state(client))
+                # Dropout and sampling must not depend on what was measured before.
                 torch.manual_seed(seed_for(run.seed, "dissimilarity", round, client))
                 batches = gradient_batches(data, client, run.seed, round, self.batches)
                 gradients = head_gradients(model, parameters, batches, evaluator.device)
                 dissimilarity.add(*gradients)
+
         return dissimilarity.summary()
 
     def _measured(self, clients: int, seed: int) -> Sequence[int]:
@@ -108,12 +114,12 @@ class GradientDissimilarity(FederationCallback):
 
 
 def head_parameters(model: ClientModel, shared: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the parameters that gradients are compared on.
+    """Return the parameters at which gradients are compared.
 
-    They are the classifier's, as far as all clients have the same.
+    They are the parameters of the classifier that all clients share.
 
     Raises:
-        FlsuiteError: If there are none.
+        FlsuiteError: If there are no such parameters.
     """
     head = model.head if isinstance(model, FusedModel) else ""
     parameters: list[Tensor] = [
@@ -121,6 +127,7 @@ def head_parameters(model: ClientModel, shared: Mapping[str, Tensor]) -> list[Te
         for name, parameter in model.named_parameters()
         if name.startswith(head) and name in shared and parameter.requires_grad
     ]
+
     if not parameters:
         raise FlsuiteError(
             f"GradientDissimilarity: {type(model).__name__} shares no trainable parameters of its "
@@ -132,7 +139,10 @@ def head_parameters(model: ClientModel, shared: Mapping[str, Tensor]) -> list[Te
 def gradient_batches(
     data: FederatedData, client: int, seed: int, round: int, batches: int | None
 ) -> Iterator[Batch]:
-    """Yield a client's training samples, shuffled and not augmented, cut as an epoch is."""
+    """Yield a client's training samples, shuffled and without augmentation.
+
+    They are cut into batches as an epoch is.
+    """
     rows = data.train_rows(client)
     order = torch.randperm(
         len(rows), generator=torch_generator(seed, "dissimilarity", round, client)
@@ -162,8 +172,11 @@ def head_gradients(
         samples += len(y)
         for k, loss in enumerate(_losses(model, (x.to(device), y.to(device)))):
             parts = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+            # Times the samples: the last batch is smaller, and its loss is a mean too.
             gradient = torch.cat([part.reshape(-1) for part in parts]).to("cpu").double() * len(y)
+            # The first batch appends to the list, the others add.
             sums[k : k + 1] = [sums[k] + gradient if k < len(sums) else gradient]
+
     return tuple(total / samples for total in sums)
 
 
@@ -171,6 +184,7 @@ def _losses(model: ClientModel, batch: Batch) -> tuple[Tensor, ...]:
     if isinstance(model, FusedModel):
         plain, fused = model.head_losses(batch)
         return fused, plain
+
     loss = model.training_step(batch, 0)
     loss = loss.get("loss") if isinstance(loss, Mapping) else loss
     if not isinstance(loss, Tensor):
@@ -183,7 +197,10 @@ def _losses(model: ClientModel, batch: Batch) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _untouched(model: ClientModel) -> Iterator[None]:
-    """Restore weights, buffers and modes; inside, the model has no Trainer that it could log to."""
+    """Restore weights, buffers and modes at the end.
+
+    Inside, the model has no Trainer, so that it cannot log.
+    """
     state = clone(model.state_dict())
     with detached(model), kept_modes(model):
         try:

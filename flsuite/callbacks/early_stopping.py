@@ -1,4 +1,4 @@
-"""Stopping a federation that has stopped learning."""
+"""Early stopping of a federation."""
 
 import logging
 import math
@@ -44,12 +44,14 @@ class RoundEarlyStopping(FederationCallback):
     def on_federation_start(self, run: Run) -> None:
         if run.round == 0:
             self.best, self.waited = None, 0
+        # A resumed run that had stopped stops again, unless its patience is now larger.
         elif self.waited >= self.patience:
             run.stop()
 
     def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
         if split != "val":
             return
+        # The sign makes the larger value the better one, for a loss too.
         sign = 1 if HIGHER_IS_BETTER[self.monitor] else -1
         value = scores[GLOBAL].get(self.monitor, math.nan) * sign
         if not math.isnan(value) and (self.best is None or value > self.best + self.min_delta):

@@ -1,4 +1,4 @@
-"""How good the shared flow of the clients' features is, and what aggregation does to it."""
+"""Scores of the shared flow of the clients' features, before and after aggregation."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -21,11 +21,11 @@ __all__ = ["FlowMonitor"]
 
 
 class FlowMonitor(FederationCallback):
-    """Scores the flow on held-out samples: aggregated, averaged, and as the clients sent theirs.
+    """Scores the flows on held-out samples: the aggregated one, the mean, and the clients' own.
 
-    Held out are test samples of the classes that any client has met. ``nll`` is ``-log p(z | y)``
-    in nats per dimension. All flows see the features of the new global model, so that they differ
-    in nothing else. Logged as ``test/<name>``:
+    The held-out samples are test samples of the classes that any client has met. ``nll`` is the
+    negative log-density of z given y, in nats per dimension. All flows see the features of the new
+    global model, so that they differ in nothing else. Logged as ``test/<name>``:
 
     - ``flow_nll``, ``flow_nll_of_mean``: of the aggregated flow, and of the mean by samples of the
       same clients' flows, which is FedAvg's;
@@ -39,9 +39,9 @@ class FlowMonitor(FederationCallback):
       classifier puts into the class that they were drawn for.
 
     Args:
-        every: Rounds between two measurements; the last round is always measured.
-        samples: Held-out samples, the same ones as long as the classes are.
-        clients: Measure the flows of the first clients of a cohort.
+        every: Rounds between two measurements. The last round is always measured.
+        samples: Number of held-out samples. They stay the same as long as the classes do.
+        clients: Number of clients whose flows are measured, the first of a cohort.
     """
 
     affects: ClassVar[Affects] = "nothing"
@@ -66,15 +66,17 @@ class FlowMonitor(FederationCallback):
         self._flows, self._mean = {}, RunningMean()
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
-        # In every round: whether a round is the last one may show only after its evaluation.
+        # In every round, because an evaluation may turn the round into the last one.
         if isinstance(outcome, ClientFailure):
             return
+
         patterns = run.model.parameter_groups["flow"]
         flow = {
             name: value
             for name, value in outcome.update.state.items()
             if matches(name, patterns) and value.is_floating_point()
         }
+
         self._mean.add(flow, outcome.update.samples)
         if len(self._flows) < self.clients:
             self._flows[outcome.update.client] = flow
@@ -108,6 +110,7 @@ class FlowMonitor(FederationCallback):
             flow_nll_before=[column[trained[client]] for client, column in own.items()],
             flow_nll_after=[nll[trained[client]] for client in own],
         )
+        # Another flow is loaded now, and the samples must be those of the aggregated one.
         evaluator.load(aggregated)
         return numbers | {"sample_agreement": self._agreement(run, round, held_out.y.unique())}
 
@@ -118,6 +121,7 @@ class FlowMonitor(FederationCallback):
     def _agreement(self, run: Run, round: int, classes: Tensor) -> float:
         model = run.model
         assert isinstance(model, FlowModel)
+        # Rounded up, so that every class has at least one sample.
         per_class = -(-self.samples // len(classes))
         y = classes.repeat_interleave(per_class).to(run.evaluator.device)
         with evaluating(run.model), torch.inference_mode():
@@ -129,6 +133,7 @@ def _means(**columns: list[Tensor]) -> dict[str, float]:
     """Return the mean over clients of the mean over samples, over clients that have samples."""
     means = {}
     for name, parts in columns.items():
+        # A client that trains on no held-out class has no mean.
         values = [float(part.mean()) for part in parts if len(part)]
         if values:
             means[name] = sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""The latent space of the clients and their class priors, to look at and in numbers."""
+"""The latent space of the clients and their class priors, as pictures and as numbers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,15 +22,15 @@ __all__ = ["LatentSpace", "latent_figure"]
 
 
 class LatentSpace(FederationCallback):
-    """Draws latent means of test samples with the class priors; logs how far the priors lie apart.
+    """Draws latent means with the class priors, and logs the distances between the priors.
 
     Logged in every round as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean``
-    over pairs of classes, ``prior_sigma_min``. The picture is ``latent/round-NNNN.png`` in the
-    run's folder, and goes to W&B. It has one panel per client. Its two axes are the principal
-    components of the class centres: what they leave out does not tell the classes apart.
+    over pairs of classes, ``prior_sigma_min``. The picture is written to ``latent/round-NNNN.png``
+    in the run's folder, and sent to W&B. It has one panel per client. Its two axes are the first
+    principal components of the class centres, along which the centres differ most.
 
     Args:
-        every: Rounds between two pictures; the last round is always drawn. 0 draws none.
+        every: Rounds between two pictures. The last round is always drawn. 0 draws none.
         clients: Number of panels, for the first clients.
         samples: Test samples per panel.
     """
@@ -88,13 +88,16 @@ class LatentSpace(FederationCallback):
 
 
 def prior_moments(model: PriorModel) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each class, ``(classes, latent)``."""
+    """Return the means and the standard deviations of the classes, ``(classes, latent)`` each."""
     means, log_variances = model.priors()
     return means, (0.5 * log_variances).exp()
 
 
 def prior_distances(means: Tensor, sigmas: Tensor) -> dict[str, float]:
-    """Return smallest and mean distance of two class centres, and the smallest deviation."""
+    """Return the smallest and the mean distance of two class centres.
+
+    The smallest standard deviation is added.
+    """
     distances = torch.pdist(means)
     return {
         "prior_distance_min": float(distances.min()),
@@ -110,24 +113,29 @@ def latent_figure(
     sigmas: np.ndarray,
     class_names: Sequence[str],
 ) -> Figure:
-    """Draw one panel per client: samples as dots, priors as crosses with an ellipse of one sigma.
+    """Draw one panel per client.
+
+    Samples are dots. Priors are crosses with an ellipse of one standard deviation.
 
     Args:
         latents: Title to ``(n, latent)``.
         y: int ``(n,)``.
         means: Class centres ``(classes, latent)``.
         sigmas: Their standard deviations.
-        class_names: For the legend.
+        class_names: Names for the legend.
     """
+    # Two centres span only a line, so the samples give the second axis.
     plane = PCA(2).fit(
         means if min(means.shape) > 2 else np.concatenate([means, *latents.values()])
     )
+
     figure = Figure(figsize=(3.3 * len(latents) + 1.6, 3.6), layout="constrained")
     panels = figure.subplots(1, len(latents), sharex=True, sharey=True, squeeze=False)[0]
     centres = plane.transform(means)
     angles = np.linspace(0, 2 * np.pi, 60)
     colors = colormaps["tab10" if len(class_names) <= 10 else "tab20"]
     circle = np.stack([np.cos(angles), np.sin(angles)])
+
     for panel, (title, points) in zip(panels, latents.items(), strict=True):
         projected = plane.transform(points)
         for c, name in enumerate(class_names):
@@ -136,9 +144,12 @@ def latent_figure(
             panel.scatter(
                 own[:, 0], own[:, 1], s=7, color=color, alpha=0.55, linewidths=0, label=name
             )
+
             covariance = plane.components_ @ np.diag(sigmas[c] ** 2) @ plane.components_.T
+            # The prior projected to the plane. Rounding may leave a negative eigenvalue.
             values, vectors = np.linalg.eigh(covariance)
             ellipse = centres[c][:, None] + vectors @ (np.sqrt(values.clip(0))[:, None] * circle)
+
             panel.plot(*ellipse, color=color, linewidth=1)
             panel.scatter(
                 *centres[c],
@@ -149,9 +160,11 @@ def latent_figure(
                 linewidths=0.7,
                 zorder=3,
             )
+
         panel.set_title(title, fontsize=10)
         panel.set_aspect("equal")
         panel.spines[["top", "right"]].set_visible(False)
+
     figure.supxlabel("first principal component of the class centres", fontsize=8)
     figure.supylabel("second", fontsize=8)
     handles = panels[0].get_legend_handles_labels()[0]

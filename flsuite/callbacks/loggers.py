@@ -20,8 +20,8 @@ class RoundLogger(FederationCallback):
     run was killed is logged again.
 
     Args:
-        log_model: Upload the final model as an artifact.
-        per_client: Log clients one by one up to this many clients; mean, worst and spread are
+        log_model: Whether to upload the final model as an artifact.
+        per_client: Largest number of clients that are logged one by one. Mean, worst and spread are
             always logged.
     """
 
@@ -63,6 +63,7 @@ class RoundLogger(FederationCallback):
         self._wandb_id = state_dict["wandb_id"]
 
     def _start_wandb(self, logger: WandbLogger, run: Run) -> None:
+        # A resumed federation goes on in its W&B run, unless the logger has opened one already.
         if self._wandb_id is not None and logger._experiment is None:
             logger._wandb_init["id"] = logger._id = self._wandb_id
         experiment = logger.experiment

@@ -1,4 +1,4 @@
-"""How well a latent space tells the classes apart, whatever the model's own classifier does."""
+"""A probe of a latent space, independent of the model's own classifier."""
 
 from typing import ClassVar
 
@@ -22,10 +22,11 @@ class ForestProbe(FederationCallback):
     clients probed.
 
     Args:
-        every: Rounds between two probes; default only the last round, which is always probed.
-        clients: Probe the first clients; default all.
+        every: Rounds between two probes. The last round is always probed. Default: only the last
+            round.
+        clients: Number of clients to probe, the first ones. Default: all.
         trees: Trees per forest.
-        samples: Training samples per client at most, drawn at random.
+        samples: Largest number of training samples per client, drawn at random.
     """
 
     affects: ClassVar[Affects] = "nothing"
@@ -55,22 +56,25 @@ class ForestProbe(FederationCallback):
         run.log_metric("probe_f1_macro", sum(f1_scores) / len(clients), split="test")
 
     def probe(self, run: Run, client: int) -> tuple[float, float]:
-        """Return accuracy and macro F1 on the test split of a forest on this client's latents."""
+        """Return accuracy and macro F1 on the test split, for a forest on this client's latents."""
         data, evaluator = run.data, run.evaluator
         if data.train.y.ndim > 1:
             raise FlsuiteError(
                 "ForestProbe tells classes apart, and this data has several labels per sample; "
                 "remove the callback"
             )
+
         evaluator.load(run.federation.client_state(client))
         rows = data.train_rows(client)
         # Files are sorted by class, so that the first rows would be of one class.
         order = numpy_generator(run.seed, "probe/rows", client=client).permutation(len(rows))
         rows = rows[torch.from_numpy(order[: self.samples])]
 
+        # scikit-learn takes seeds of 32 bits.
         seed = seed_for(run.seed, "probe", client=client) % 2**32
         forest = RandomForestClassifier(self.trees, random_state=seed)
         forest.fit(evaluator.latents(data.train.x[rows]).numpy(), data.train.y[rows].numpy())
+
         predicted = forest.predict(evaluator.latents(data.test.x).numpy())
         truth = data.test.y.numpy()
         f1 = f1_score(truth, predicted, average="macro", zero_division=0)

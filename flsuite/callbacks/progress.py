@@ -19,10 +19,12 @@ _SHOWN = ("train/loss", "val/accuracy", "test/accuracy", "test/f1_macro")
 
 
 class RoundProgress(FederationCallback):
-    """Shows rounds, clients of the round, scores and the time left; plain lines without a terminal.
+    """Shows rounds, clients of the round, scores and the time left.
+
+    Without a terminal, it prints plain lines.
 
     Args:
-        interval: At least this many seconds between two plain lines; the first and the last round
+        interval: Smallest number of seconds between two plain lines. The first and the last round
             are always shown.
     """
 
@@ -33,6 +35,7 @@ class RoundProgress(FederationCallback):
         self._bar: Progress | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RoundProgress":
+        # A display holds a thread and a lock, which cannot be copied.
         return RoundProgress(self.interval)
 
     def on_federation_start(self, run: Run) -> None:
@@ -40,6 +43,7 @@ class RoundProgress(FederationCallback):
         console = Console(stderr=True)
         if not console.is_terminal:
             return
+
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -47,6 +51,7 @@ class RoundProgress(FederationCallback):
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
         )
+
         self._bar = Progress(*columns, console=console)
         self._rounds = self._bar.add_task("rounds ", total=run.rounds, completed=run.round, note="")
         self._clients = self._bar.add_task("clients", total=None, note="")

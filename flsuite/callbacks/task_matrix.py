@@ -1,4 +1,4 @@
-"""How well each task is known after each of the others."""
+"""The accuracy on each task after each task."""
 
 import logging
 from typing import Any, ClassVar
@@ -24,18 +24,23 @@ class TaskMatrix(FederationCallback):
     Without tasks it does nothing. After the last round of a task the model is scored on the test
     samples of every client's groups of classes, including groups still to come, against all
     classes. That gives one matrix per client (of its own model, where it has one), and their mean.
-    Logged in that round as ``test/task_accuracy/<j>``, the row of the matrix, for the federation
-    and each client; and as means over clients ``test/task_accuracy`` (over the tasks done),
-    ``test/forgetting``, ``test/backward_transfer`` and ``test/forward_transfer``, see
-    :mod:`flsuite.metrics.continual`. The picture is ``tasks.png`` in the run's folder.
 
-    Every run has it. Name it in ``trainer.callbacks`` to choose the clients.
+    Logged in that round as ``test/<name>``:
+
+    - ``task_accuracy/<j>``: the row of the matrix, for the federation and each client;
+    - ``task_accuracy``: the mean over clients and over the tasks done;
+    - ``forgetting``, ``backward_transfer`` and ``forward_transfer``: means over clients, see
+      :mod:`flsuite.metrics.continual`.
+
+    The picture is ``tasks.png`` in the run's folder.
+
+    Every run has this callback. Name it in ``trainer.callbacks`` to choose the clients.
 
     Args:
-        clients: Number of clients that have a matrix; default all.
+        clients: Number of clients that have a matrix. Default: all.
 
     Attributes:
-        matrix: float64 ``(clients, 1 + tasks done, tasks)``; the first row is before any training.
+        matrix: float64 ``(clients, 1 + tasks done, tasks)``. The first row is before any training.
     """
 
     affects: ClassVar[Affects] = "nothing"
@@ -49,8 +54,10 @@ class TaskMatrix(FederationCallback):
         data = run.federation.data
         if not isinstance(data, TaskData):
             return
+
         if run.round == 0:
             self.matrix = self.row(run, data)[:, None]
+
         if run.rounds < data.starts[-1]:
             log.warning(
                 "trainer.rounds is %d, and the last task begins with round %d: it is never learned",
@@ -92,13 +99,16 @@ class TaskMatrix(FederationCallback):
         by_class: tuple[Tensor, Tensor] | None = None
         rows = []
         for client in range(min(self.clients or data.clients, data.clients)):
+            # A shared model is scored once for all clients.
             if by_class is None or federation.personal:
                 evaluator.load(federation.client_state(client if federation.personal else None))
                 predicted = evaluator.outputs(data.test)["scores"].argmax(1)
                 by_class = _by_class(predicted == data.test.y, data.test.y, data.spec.num_classes)
             hits, samples = by_class
+            # A task is a group of classes, and clients meet different groups.
             groups = [list(group) for group in data.sequences[client]]
             rows.append(torch.stack([hits[group].sum() / samples[group].sum() for group in groups]))
+
         return torch.stack(rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,10 +132,14 @@ def summarize(matrix: Tensor) -> dict[str, float]:
 
 
 def task_figure(matrix: Tensor) -> Figure:
-    """Draw the matrix ``(tasks done, tasks)``: rows are tasks trained on, columns tasks scored."""
+    """Draw the matrix ``(tasks done, tasks)``.
+
+    Rows are the tasks trained on, and columns are the tasks scored.
+    """
     done, tasks = matrix.shape
     figure = Figure(figsize=(1.6 + 0.62 * tasks, 1.3 + 0.5 * done), layout="constrained")
     panel = figure.subplots()
+
     image = panel.imshow(matrix.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
     for i, row in enumerate(matrix.tolist()):
         for j, value in enumerate(row):
@@ -139,6 +153,7 @@ def task_figure(matrix: Tensor) -> Figure:
                 color="white" if value > 0.6 else "black",
                 weight=weight,
             )
+
     panel.set_xticks(range(tasks), [str(task) for task in range(tasks)])
     panel.set_yticks(range(done), [str(task) for task in range(done)])
     panel.set_xlabel("accuracy on a client's task")

@@ -12,7 +12,7 @@ import flsuite.callbacks
 import flsuite.client.lr_decay
 import flsuite.engines.in_process
 import flsuite.engines.processes
-import flsuite.schedules  # noqa: F401  (what is imported has a short name in configs)
+import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
 from flsuite.analysis import curves_figure, partition_figure, read_partition
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
@@ -96,14 +96,20 @@ class _FederatedCLI(LightningCLI):
         super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: a run's checkpoint does not say how to build the model; the config does."""
+        """Do nothing, because the config says how to build the model.
+
+        A run's checkpoint does not.
+        """
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         dump = self._parser(self.subcommand).dump(config, skip_unset=True)
         self._resolved = _without(dump, ("config", "run_dir", "ckpt_path"))
+
         run_dir = config.run_dir or config.trainer.run_dir or str(self._default_run_dir(config))
         config.run_dir = config.trainer.run_dir = run_dir
+
+        # Files of a logger without a folder of its own go into the run's folder.
         for logger in _loggers(config.trainer.logger):
             if logger.get("init_args") is not None and logger.init_args.get("save_dir", "") in (
                 None,
@@ -129,11 +135,14 @@ class _FederatedCLI(LightningCLI):
     def _default_run_dir(self, config: Any) -> Path:
         """Return a new folder for a new run, else the run that the request means.
 
-        That is the run whose folder the config lies in, else the newest run of the config's name.
+        The request means the run in whose folder the config is, else the newest run of the config's
+        name.
         """
         ckpt_path = config.get("ckpt_path")
+        # A checkpoint that is named by its path says which run is meant.
         if self.subcommand != "fit" and ckpt_path not in (None, "last", "best"):
             return Path(ckpt_path).resolve().parent.parent
+
         paths = [Path(str(path)) for path in config.get("config") or []]
         going_on = self.subcommand != "fit" or config.get("ckpt_path") in ("last", "best")
         inside = [
@@ -143,6 +152,7 @@ class _FederatedCLI(LightningCLI):
         ]
         if going_on and inside:
             return inside[-1]
+
         name = config_name(paths, "flsuite")
         earlier = sorted(path.parent for path in Path("runs", name).glob("*/config.yaml"))
         if going_on and earlier:

@@ -94,7 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _guarded(command: str, args: list[str]) -> int:
-    """Run one subcommand and return the exit status; errors become one line."""
+    """Run one subcommand and return the exit status.
+
+    Errors become one line.
+    """
     try:
         if command == "report":
             from flsuite.commands.report import report
@@ -129,7 +132,7 @@ def _complain(message: str, status: int) -> int:
 def _prepare(args: list[str]) -> None:
     """Import plugins, and start the process that workers are forked from.
 
-    Both come before the parser is built. A plugin's classes must be known to it, and the fork
+    Both come before the parser is built. The parser must know a plugin's classes, and the fork
     server imports torch while this process does.
     """
     configs = [_read(path) for path in _values(args, "--config", "-c")]
@@ -140,16 +143,19 @@ def _prepare(args: list[str]) -> None:
         from flsuite.engines.forkserver import prepare_workers
 
         prepare_workers()
+
     if "" not in sys.path:
         sys.path.insert(0, "")  # finds a user's package in the working folder, as python -m does
     import_plugins(args)
 
 
 def import_plugins(args: list[str]) -> None:
-    """Import what ``--plugins`` and the configs name, so that its classes get short names.
+    """Import the modules that ``--plugins`` and the configs name.
+
+    Their classes then have short names.
 
     Raises:
-        FlsuiteError: If that fails, or a config cannot be read.
+        FlsuiteError: If an import fails, or a config cannot be read.
     """
     import yaml
 

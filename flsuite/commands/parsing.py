@@ -24,7 +24,7 @@ _KEY = re.compile(r'Parser key "([^"]+)":?')
 
 
 class OneLineParser(LightningArgumentParser):
-    """LightningCLI's parser; an error is a :class:`FlsuiteError` of one line."""
+    """LightningCLI's parser, with each error as a :class:`FlsuiteError` of one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if found := re.search(r"unrecognized arguments: (\S+)", message):
@@ -44,10 +44,11 @@ class OneLineParser(LightningArgumentParser):
 def essence(message: str) -> str:
     """Return the useful part of an error message of jsonargparse.
 
-    jsonargparse explains every reading that it tried, over many lines.
+    jsonargparse explains each of its attempts to read a value, over many lines.
     """
     if found := re.search(r"Expected a dot import path string: (\S+)", message):
         return _unknown_class(found[1], message)
+
     path, reasons = [], []
     for line in (line.strip(" -") for line in message.splitlines()):
         if key := _KEY.match(line):
@@ -55,7 +56,9 @@ def essence(message: str) -> str:
             line = line[key.end() :].strip()
         if line and not _NOISE.match(line):
             reasons.append(line)
+
     expected = [reason for reason in reasons if reason.startswith("Expected a")]
+    # Several readings were possible: all are named. Otherwise the last reason is the most specific.
     text = _readable(
         "; ".join(expected)
         if len(expected) > 1
@@ -63,6 +66,7 @@ def essence(message: str) -> str:
         if reasons
         else " ".join(message.split())
     )
+
     if not path:
         return text
     return f"{'.'.join(path)}{'.' if _NESTED.match(text) else ': '}{text}"
@@ -84,6 +88,7 @@ def _unknown_class(name: str, message: str) -> str:
             for cls in _concrete(module, base)
         }
     )
+
     keys = _KEY.findall(message)
     there_are = f"there are: {', '.join(known)}, or a full path" if known else "give its full path"
     return f"{'.'.join(keys)}: there is no class {name}{_suggest(name, known)}; {there_are}"
@@ -103,10 +108,10 @@ def _concrete(module: str, base: str) -> Iterator[type]:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise the error of a class that is being instantiated, without what the parser adds to it.
+    """Raise the error of a class that is being instantiated, without the parser's additions.
 
     Raises:
-        FlsuiteError: For any error; what a class refuses at this point is a setting.
+        FlsuiteError: For any error, because a class that refuses its arguments refuses a setting.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""``flsuite partition``: how a config splits the data."""
+"""``flsuite partition``: the split of the data by a config."""
 
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,26 @@ def partition(args: list[str]) -> None:
     parser.add_argument("--output", type=str, default=".")
     parser.add_argument("--seed_everything", type=int, default=1)
     parser.add_argument("--plugins", type=Any)
+    # Keys of a config for flsuite fit, which play no part here.
     for ignored in ("model", "trainer", "run_dir", "ckpt_path"):
         parser.add_argument(f"--{ignored}", type=Any)
     parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
+
     config = parser.parse_args(args)
     name = config_name(config.config, "data")
     with plain_errors():
         data: FederatedDataModule = parser.instantiate_classes(Namespace(data=config.data)).data
+
     data.use_seed(config.seed_everything)
     data.setup()
+
     table = partition_table(data.federated)
     folder = make_folder(Path(config.output))
     table.to_csv(folder / f"{name}-partition.csv", index=False)
     partition_figure(table).savefig(folder / f"{name}-partition.png", dpi=150)
     _print(table)
     print(f"{folder / name}-partition.png\n{folder / name}-partition.csv")
+
     if isinstance(data.federated, TaskData):
         plan = task_table(data.federated)
         plan.to_csv(folder / f"{name}-tasks.csv", index=False)
@@ -51,11 +56,13 @@ def partition(args: list[str]) -> None:
 def _print(table: Any) -> None:
     train = table[table["split"] == "train"]
     counts = train.pivot(index="client", columns="class", values="samples")[train["class"].unique()]
+
     shown = Table(title="training samples", title_justify="left")
     for column in ("client", *(str(name)[:12] for name in counts.columns), "all"):
         shown.add_column(column, justify="right")
     for client, row in counts.head(_MOST_SHOWN).iterrows():
         shown.add_row(str(client), *(str(n) if n else "·" for n in row), str(row.sum()))
+
     if len(counts) > _MOST_SHOWN:
         shown.add_row("…", *("…" for _ in counts.columns), "…")
     shown.add_row("all", *(str(n) for n in counts.sum()), str(counts.to_numpy().sum()))

@@ -21,7 +21,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def report(args: list[str]) -> None:
-    """Print the table of the runs; with ``--output``, write it and a picture."""
+    """Print the table of the runs.
+
+    With ``--output``, the table and a picture are written too.
+    """
     parser = _Parser(prog="flsuite report", add_help=False)
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--metric", nargs="+", default=["accuracy"])
@@ -30,13 +33,16 @@ def report(args: list[str]) -> None:
     request = parser.parse_args(args)
     if request.last < 1:
         raise FlsuiteError(f"report: --last must be at least 1, got {request.last}")
+
     groups = group_runs(find_runs(request.folders))
     table = report_table(groups, request.metric, request.last)
+
     console = Console()
     for metric in request.metric:
         console.print(_shown(table[table["metric"] == metric], metric, request.last))
     for warning in (*uneven(groups), *repeated(groups)):
         console.print(warning)
+
     if request.output:
         folder = make_folder(Path(request.output))
         table.to_csv(folder / "report.csv", index=False)
@@ -51,17 +57,25 @@ def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
     shown.add_column("what differs", overflow="fold", min_width=14)
     for heading in ("runs", "last", "picked", f"last {last}", "best on test"):
         shown.add_column(heading, justify="right", overflow="fold")
+
     for line in report_markdown(table, last).splitlines()[2:]:
         label, _, *numbers = (
             cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")
         )
         shown.add_row(label, *(number.replace(" ", "") for number in numbers))
-    shown.caption = f"picked: in the round best on validation; last {last}: mean; best on test: no honest choice"
+
+    shown.caption = (
+        f"picked: in the round best on validation; last {last}: mean; "
+        "best on test: no honest choice"
+    )
     return shown
 
 
 def uneven(groups: list[Group]) -> list[str]:
-    """Return a line for each run that ended before the others, so that their rows do not match."""
+    """Return a line for each run that ended before the others.
+
+    The rows of such runs do not match those of the others.
+    """
     ends = {
         folder: int(table["round"].max())
         for group in groups
