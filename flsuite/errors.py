@@ -17,24 +17,27 @@ __all__ = [
 
 
 class FlsuiteError(Exception):
-    """A request that cannot be met; the message says what to change.
+    """A request that cannot be met.
 
-    The command prints it as one line and exits with status 2. A message is a single sentence that
-    names the argument and, where there is one, the client and the round. It is not a ValueError,
-    because parsers catch those to try another reading.
+    The message says what to change. The command prints it as one line and exits with status 2. A
+    message is a single sentence that names the argument and, where there is one, the client and the
+    round. It is not a ValueError, because parsers catch those to try another reading.
     """
 
 
 class FederationError(RuntimeError):
-    """A run that cannot go on; its folder keeps the state that it had reached."""
+    """A run that cannot go on.
+
+    Its folder keeps the state that it had reached.
+    """
 
 
 def one_line(error: BaseException, longest: int | None = None) -> str:
     """Return an error's message on one line, or its class's name if it has no message.
 
     Args:
-        error: Any exception; those of libraries may explain themselves over many lines.
-        longest: Characters after which the message is cut; default never.
+        error: Any exception. The message of a library may have many lines.
+        longest: Characters after which the message is cut. Default: it is not cut.
     """
     message = " ".join(str(error).split()) or type(error).__name__
     is_long = longest is not None and len(message) > longest
@@ -42,14 +45,20 @@ def one_line(error: BaseException, longest: int | None = None) -> str:
 
 
 def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
-    """Refuse an argument below ``least``, infinite or NaN; ``None`` is an argument left out."""
+    """Refuse an argument below ``least``, infinite or NaN.
+
+    ``None`` is an argument left out.
+    """
     for name, value in numbers.items():
         if value is not None and not least <= value < math.inf:
             raise FlsuiteError(f"{owner}: {name} must be at least {least}, got {value}")
 
 
 def require_positive(owner: str, **numbers: float | None) -> None:
-    """Refuse an argument that is not above zero and finite; ``None`` is an argument left out."""
+    """Refuse an argument that is not above zero and finite.
+
+    ``None`` is an argument left out.
+    """
     for name, value in numbers.items():
         if value is not None and not 0 < value < math.inf:
             raise FlsuiteError(f"{owner}: {name} must be positive, got {value}")
@@ -63,7 +72,10 @@ def require_fraction(owner: str, **numbers: float) -> None:
 
 
 def require_below_one(owner: str, **numbers: float | None) -> None:
-    """Refuse an argument outside [0, 1); ``None`` is an argument left out."""
+    """Refuse an argument outside [0, 1).
+
+    ``None`` is an argument left out.
+    """
     for name, value in numbers.items():
         if value is not None and not 0 <= value < 1:
             raise FlsuiteError(f"{owner}: {name} must be in [0, 1), got {value}")

@@ -1,7 +1,7 @@
 """Private attributes of Lightning that flsuite touches, all in one place.
 
 Lightning promises nothing about them, so ``pyproject.toml`` bounds its version. A test resolves
-every name of :data:`INTERNALS` and says which of them is gone.
+every name in :data:`INTERNALS` and reports those that are gone.
 """
 
 from collections.abc import Iterator
@@ -58,14 +58,16 @@ are used in :mod:`flsuite.callbacks.loggers`, and ``Trainer._run_stage`` is over
 
 
 def make_slim(trainer: Trainer) -> None:
-    """Remove what Lightning does once per fit, because a federation would pay for it per client.
+    """Remove the work that Lightning does once per fit, which means once per client.
 
-    That is the module's way back to the CPU, signal handlers, and the search for checkpoints.
+    It is the move of the module back to the CPU, the signal handlers, and the search for
+    checkpoints.
     """
     trainer.strategy.teardown = _nothing  # type: ignore[method-assign]
     trainer.strategy.model_to_device = lambda: _move_to_device(trainer)  # type: ignore[method-assign]
     trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
     trainer._signal_connector.teardown = _nothing  # type: ignore[method-assign]
+
     connector = trainer._checkpoint_connector
     for name in (
         "_restore_modules_and_callbacks",
@@ -77,7 +79,10 @@ def make_slim(trainer: Trainer) -> None:
 
 
 def rewind(trainer: Trainer, max_epochs: int) -> None:
-    """Make a Trainer as if it had fitted nothing: a second ``fit`` would silently do nothing."""
+    """Reset a Trainer as if it had fitted nothing.
+
+    Otherwise, a second ``fit`` would silently do nothing.
+    """
     trainer.should_stop = False
     loop = trainer.fit_loop
     loop.max_epochs = max_epochs
@@ -127,7 +132,10 @@ def leave_hooks(module: LightningModule) -> None:
 
 @contextmanager
 def detached(module: LightningModule) -> Iterator[None]:
-    """Take the module away from its Trainer, so that it cannot log; give it back at the end."""
+    """Take the module away from its Trainer, so that it cannot log.
+
+    The Trainer is given back at the end.
+    """
     trainer = module._trainer
     module.trainer = None
     try:
@@ -137,7 +145,10 @@ def detached(module: LightningModule) -> Iterator[None]:
 
 
 def _move_to_device(trainer: Trainer) -> None:
-    """Move the module, unless it is there: a move walks through it, longer than a small step."""
+    """Move the module, unless it is there already.
+
+    A move walks through the whole module, which takes longer than a small step.
+    """
     device, module = trainer.strategy.root_device, trainer.lightning_module
     if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
         module.to(device)

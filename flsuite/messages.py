@@ -32,10 +32,10 @@ class Broadcast:
     """One version of the global model, as it is sent to the clients that start from it.
 
     Attributes:
-        round: The round that the clients train in, counted from 1. Its version of the global model
-            is ``round - 1``: the number of aggregations that it has behind it.
+        round: The round that the clients train in, counted from 1. The version of the global model
+            is ``round - 1``, the number of aggregations done.
         state: The shared part of the global model.
-        extras: What the aggregator sends beside it.
+        extras: What the aggregator sends beside the model.
         callbacks: The user's Lightning callbacks as they are when the round starts. Every fit works
             on a copy, so that all clients of a round see the same state on every engine.
     """
@@ -52,7 +52,7 @@ class FitAssignment:
 
     Attributes:
         client: The client's number.
-        batches: Batches per local epoch; default one pass over the client's samples.
+        batches: Batches per local epoch. Default: one pass over the client's samples.
     """
 
     client: int
@@ -64,8 +64,8 @@ class FitRequest:
     """One fit with all that a worker needs to carry it out.
 
     Attributes:
-        number: Counts the fits of a run from 0. It identifies the request.
-        assignment: Who trains, and how much.
+        number: Number of the fit in the run, from 0. It identifies the request.
+        assignment: The client that trains, and how much.
         broadcast: The version of the global model to start from.
         memory: What the client has kept from its earlier rounds.
     """
@@ -85,7 +85,7 @@ class FitRequest:
 
 @dataclass
 class ClientContext:
-    """What the client half of an algorithm can see and change during one fit.
+    """The part of a fit that the client half of an algorithm can see and change.
 
     Attributes:
         id: The client's number.
@@ -114,11 +114,11 @@ class ClientContext:
 
 @dataclass
 class ClientUpdate:
-    """What a client sends back, and all that an aggregator sees of it.
+    """The message that a client sends back, which is all that an aggregator sees of it.
 
     Attributes:
         client: The client's number.
-        round: The round that it trained in, counted from 1; it started from version ``round - 1``.
+        round: The round that it trained in, counted from 1. It started from version ``round - 1``.
         samples: Number of training samples.
         steps: Optimizer steps taken.
         class_counts: Training samples per class, int64 ``(classes,)``.
@@ -128,8 +128,8 @@ class ClientUpdate:
         bytes_up: Bytes sent, tensors in their own dtype.
         bytes_down: Bytes received.
         seconds: Wall time of the fit.
-        staleness: Aggregations between the version it started from and its arrival; set by the
-            server, 0 in a synchronous round.
+        staleness: Aggregations between the version it started from and its arrival. The server sets
+            it, to 0 in a synchronous round.
     """
 
     client: int
@@ -150,7 +150,7 @@ class ClientUpdate:
 
         Args:
             state: The global state, as a template of keys, shapes and dtypes.
-            extras: A template of the extras; see :meth:`Aggregator.expected_extras`.
+            extras: A template of the extras, see :meth:`Aggregator.expected_extras`.
         """
         if self.samples < 1:
             return f"it claims {self.samples} training samples"
@@ -158,6 +158,8 @@ class ClientUpdate:
             self.extras, extras or {}, "extras"
         ):
             return difference
+
+        # Checked last, because it reads every number of the update.
         if name := non_finite(self.state) or non_finite(self.extras, "extras"):
             return (
                 f"{name} is not finite; lower the learning rate, or clip gradients with "
@@ -191,10 +193,10 @@ class ClientFailure:
     Attributes:
         client: The client's number.
         round: The round that it should have trained in.
-        reason: One line.
+        reason: The reason on one line.
         details: The traceback, where there is one.
         before_first_step: Whether the client's code raised before its first step. If all clients
-            fail so, the reason is a setting.
+            fail in this way, a setting is the reason.
     """
 
     client: int

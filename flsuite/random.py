@@ -1,7 +1,7 @@
 """Seeds as a function of (seed, stream, round, client).
 
-Nothing in flsuite draws from a generator whose state depends on what ran before it. Whoever needs
-randomness names its stream, so that a run comes out the same on every engine, with any number of
+Nothing in flsuite draws from a generator whose state depends on what ran before it. Each use of
+randomness names its stream. A run thus has the same result on every engine, with any number of
 workers, and after a resume from any round.
 """
 
@@ -19,11 +19,13 @@ def seed_for(seed: int, stream: str, round: int = 0, client: int = 0) -> int:
 
     Args:
         seed: The run's seed.
-        stream: What the randomness is for, e.g. ``"cohort"``; streams are independent.
-        round: The round, counted from 1; 0 for what happens once.
-        client: The client's number; -1 is the pooled client.
+        stream: The purpose of the randomness, e.g. ``"cohort"``. Streams are independent.
+        round: The round, counted from 1. 0 is for what happens once.
+        client: The client's number. -1 is the pooled client.
     """
+    # crc32 and not hash(), which differs from process to process. Entropy must not be negative.
     entropy = [seed & (2**63 - 1), zlib.crc32(stream.encode()), round, client + 1]
+    # SeedSequence mixes the entropy, so that neighbouring seeds and rounds are unrelated.
     words = np.random.SeedSequence(entropy).generate_state(2, np.uint32)
     return (int(words[0]) << 31) ^ int(words[1])
 

@@ -57,7 +57,10 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def split(state: Mapping[str, Tensor], private: Sequence[str]) -> tuple[State, State]:
-    """Return the entries that travel and those that stay; both alias the tensors of ``state``."""
+    """Return the entries that travel and those that stay.
+
+    Both alias the tensors of ``state``.
+    """
     stays = {name for name in state if matches(name, private)}
     shared = {name: value for name, value in state.items() if name not in stays}
     return shared, {name: value for name, value in state.items() if name in stays}
@@ -65,6 +68,7 @@ def split(state: Mapping[str, Tensor], private: Sequence[str]) -> tuple[State, S
 
 def clone(state: Mapping[str, Tensor]) -> State:
     """Return a snapshot on the CPU, because ``state_dict()`` aliases tensors that keep changing."""
+    # copy=True, because .to() returns the tensor itself if it is on the CPU already.
     return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
 
@@ -76,6 +80,7 @@ def load_(resident: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
     """
     with torch.no_grad():
         for name, value in source.items():
+            # In place: the optimizer and the model keep referring to these tensors.
             resident[name].copy_(value)
 
 
@@ -87,7 +92,10 @@ def difference(
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
-    """Return ``a + scale * b`` over the entries of ``b``; other entries of ``a`` are copied."""
+    """Return ``a + scale * b`` over the entries of ``b``.
+
+    Other entries of ``a`` are copied.
+    """
     return {
         name: torch.add(value, b[name], alpha=scale) if name in b else value.clone()
         for name, value in a.items()
@@ -95,7 +103,10 @@ def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) ->
 
 
 def nbytes(tree: Any) -> int:
-    """Return the bytes of all tensors in nested dicts, lists and tuples; a number counts eight."""
+    """Return the bytes of all tensors in nested dicts, lists and tuples.
+
+    A number counts eight.
+    """
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
     if isinstance(tree, Mapping):
@@ -113,6 +124,7 @@ def non_finite(tree: Any, name: str = "") -> str | None:
     if isinstance(tree, (Mapping, list, tuple)):
         names = (non_finite(value, _join(name, key)) for key, value in _items(tree))
         return next((bad for bad in names if bad is not None), None)
+    # inf - inf and NaN - NaN are NaN, which is not equal to 0.
     return (name or "value") if isinstance(tree, float) and tree - tree != 0.0 else None
 
 
@@ -126,6 +138,7 @@ def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
     """
     if isinstance(expected, Mapping):
         return _mismatch_of_entries(got, expected, name)
+
     what = name or "value"
     if not isinstance(expected, Tensor):
         is_number = isinstance(got, (int, float)) and not isinstance(got, bool)
@@ -158,17 +171,20 @@ def plain(tree: Any, name: str) -> Any:
     containers of Python, and nothing else.
 
     Raises:
-        FlsuiteError: If there is anything else in it; the message names the place.
+        FlsuiteError: If there is anything else in it. The message names the place.
     """
     if isinstance(tree, np.generic):
         return plain(tree.item(), name)
+    # The exact type: a subclass, such as an enum's, would need its class to be loaded.
     if tree is None or type(tree) in (bool, int, float, str, bytes) or isinstance(tree, Tensor):
         return tree
+
     if isinstance(tree, Mapping):
         keys = {key: plain(key, f"a key of {name}") for key in tree}
         return {keys[key]: plain(value, _join(name, key)) for key, value in tree.items()}
     if type(tree) in (list, tuple, set):
         return type(tree)(plain(value, _join(name, i)) for i, value in enumerate(tree))
+
     raise FlsuiteError(
         f"{name} is a {type(tree).__module__}.{type(tree).__qualname__}, which a checkpoint cannot "
         "hold; keep tensors, numbers, text, lists and dicts"
@@ -217,6 +233,7 @@ class RunningMean:
         """
         if self.weight <= 0:
             raise ZeroDivisionError("no weight to average over")
+        # Sums are float64 only for entries that are floats: counters are as they are.
         return {
             name: (total / self.weight if total.dtype == torch.float64 else total.clone()).to(
                 self._dtypes[name]

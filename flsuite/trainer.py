@@ -40,29 +40,28 @@ class FederatedTrainer(Trainer):
     """Runs a federation.
 
     Every further argument is one of :class:`lightning.pytorch.Trainer` and holds for each client's
-    fit, with its usual meaning; ``max_epochs`` counts local epochs. Loggers belong to the federation.
-    A callback may have the federation's hooks (:class:`~flsuite.callbacks.FederationCallback`),
-    Lightning's own, or both.
+    fit, with its usual meaning. ``max_epochs`` counts local epochs. Loggers belong to the
+    federation. A callback may have the federation's hooks
+    (:class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
 
     Args:
         rounds: Rounds of the federation.
-        aggregator: The algorithm; default FedAvg weighted by samples.
-        schedule: Who trains when; default all clients in every round.
-        engine: Where clients train; default in this process.
+        aggregator: The algorithm. Default: FedAvg weighted by samples.
+        schedule: Who trains when. Default: all clients in every round.
+        engine: Where clients train. Default: in this process.
         max_epochs: Local epochs per fit.
-        evaluate_every: Rounds between two evaluations; the last round is always evaluated.
+        evaluate_every: Rounds between two evaluations. The last round is always evaluated.
         monitor: The score on validation data that picks the best round.
         score_clients: Clients that are scored one by one, always the first ones, so that rounds can
             be compared. The last round scores all clients too, as ``all_clients/...``.
         buffers: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
-        keep_optimizers: Let the state of a client's optimizers live on from one of its rounds to
-            the next.
-        lr_decay: How the clients' learning rates fall from round to round; default not at all.
-        channels_last: Use this memory format for images and convolutions, which is faster.
-        run_dir: The run's folder; default ``runs/<data>-<aggregator>/<time>-<seed>``.
-        seed: The run's seed; default what ``seed_everything`` was last called with, else 0.
-        enable_checkpointing: Write the run's folder; ``False`` leaves nothing on disk.
-        enable_progress_bar: Show the federation's progress and the final table.
+        keep_optimizers: Whether a client keeps the state of its optimizers between its rounds.
+        lr_decay: How the clients' learning rates fall from round to round. Default: not at all.
+        channels_last: Whether images and convolutions use this memory format, which is faster.
+        run_dir: The run's folder. Default: ``runs/<data>-<aggregator>/<time>-<seed>``.
+        seed: The run's seed. Default: that of the last ``seed_everything``, else 0.
+        enable_checkpointing: Whether to write the run's folder. ``False`` leaves nothing on disk.
+        enable_progress_bar: Whether to show the federation's progress and the final table.
     """
 
     def __init__(
@@ -91,6 +90,7 @@ class FederatedTrainer(Trainer):
         require_at_least("trainer", 1, evaluate_every=evaluate_every, score_clients=score_clients)
         require_one_of("trainer", HIGHER_IS_BETTER, monitor=monitor)
         require_one_of("trainer", get_args(Buffers), buffers=buffers)
+
         self.client_kwargs = {**client_arguments(kwargs), "max_epochs": max_epochs}
         quiet_lightning()
         super().__init__(
@@ -106,6 +106,7 @@ class FederatedTrainer(Trainer):
             raise FlsuiteError(
                 "trainer: devices must be 1; spread clients with Processes(workers=4)"
             )
+
         self.aggregator = aggregator or FedAvg()
         self.schedule = schedule or Synchronous()
         self.engine = engine or InProcess()
@@ -124,17 +125,16 @@ class FederatedTrainer(Trainer):
     def fit(  # type: ignore[override]
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
     ) -> None:
-        """Train a federation; the model ends with the global weights.
+        """Train a federation, after which the model has the global weights.
 
         Args:
-            model: What every client trains. Its weights are the first global model.
+            model: The model that every client trains. Its weights are the first global model.
             datamodule: The data of all clients.
-            ckpt_path: A checkpoint to go on from; ``last`` is the one in the run's folder, if there
-                is one.
+            ckpt_path: A checkpoint to go on from. ``last`` is that of the run's folder, if any.
 
         Raises:
             FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
-            FederationError: If a round fails; the run's folder keeps the state before it.
+            FederationError: If a round fails. The run's folder keeps the state before it.
         """
         run = self.prepare(model, datamodule)
         with run.opened(ckpt_path), self.engine.running(self.worker_setup(run)):
@@ -158,7 +158,7 @@ class FederatedTrainer(Trainer):
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | None = None,
     ) -> list[dict[str, float]]:
-        """Score on validation data; see :meth:`test`."""
+        """Score on validation data, with the arguments of :meth:`test`."""
         return self._scored("val", model, datamodule, ckpt_path)
 
     def test(  # type: ignore[override]
@@ -172,9 +172,8 @@ class FederatedTrainer(Trainer):
         Args:
             model: Not needed after a fit.
             datamodule: Not needed after a fit.
-            ckpt_path: ``last``, ``best`` (the round picked on validation data) or a path, which
-                becomes the state in memory. Default that state, which after a fit is the last
-                round's, else ``last``.
+            ckpt_path: ``last``, ``best`` (the round picked on validation data) or a path. It
+                replaces the state in memory. Default: that state after a fit, else ``last``.
 
         Returns:
             The global scores, then one dict per client.
@@ -190,7 +189,7 @@ class FederatedTrainer(Trainer):
         """Return class probabilities on the test split, ``(n, classes)``, and write them to a file.
 
         They are the global model's, or the mean over clients where each has a model of its own. A
-        model with pictures leaves them beside ``predictions.csv``. For arguments see :meth:`test`.
+        model's pictures are written beside ``predictions.csv``. For arguments see :meth:`test`.
         """
         run = self._restored(model, datamodule, ckpt_path)
         probabilities, paths = predict(run.federation, run.evaluator, run.folder.path)
@@ -209,7 +208,7 @@ class FederatedTrainer(Trainer):
         return self.run.round if self.run else 0
 
     def prepare(self, model: LightningModule, datamodule: LightningDataModule) -> Run:
-        """Build all that a round needs; nothing is written yet.
+        """Build all that a round needs, without writing anything.
 
         Raises:
             FlsuiteError: If the request cannot be met.
@@ -221,6 +220,7 @@ class FederatedTrainer(Trainer):
         datamodule.use_seed(seed)
         datamodule.setup("fit")
         data = datamodule.federated
+        # Before the model is built: a model without a spec has no weights yet.
         own_weights = model.spec is not None
         seed_process(seed, "model")
         model.ensure_built(data.spec)

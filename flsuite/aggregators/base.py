@@ -73,6 +73,7 @@ class Aggregator(ABC):
         It is nested dicts of tensors and numbers. The server refuses an update whose extras differ
         from it in keys, shapes or dtypes.
         """
+        # Nothing: an algorithm without a client half sends the model alone.
         return {}
 
     def client_callbacks(self, client: ClientContext) -> list[Callback]:

@@ -170,7 +170,7 @@ def class_momentum(
     Args:
         momentum: ``m``, ``(classes, latent)``.
         seen: Classes held in an earlier round, bool ``(classes,)``.
-        observed: Mean centres over the holders, ``(classes, latent)``; rows of other classes are
+        observed: Mean centres over the holders, ``(classes, latent)``. Rows of other classes are
             ignored.
         held: Classes held by a client of this round, bool ``(classes,)``.
         beta: In [0, 1).

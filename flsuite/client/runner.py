@@ -50,7 +50,7 @@ class ClientRunner:
     def run(self, request: FitRequest) -> Outcome:
         """Train one client.
 
-        Whatever goes wrong inside becomes a :class:`ClientFailure`.
+        An error of one client becomes a :class:`ClientFailure`.
 
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
@@ -122,7 +122,7 @@ class ClientRunner:
     def _failure(
         self, request: FitRequest, error: Exception, before_first_step: bool
     ) -> ClientFailure:
-        self._trainer = None  # what an exception leaves of a Trainer cannot be trusted
+        self._trainer = None  # an exception may leave the Trainer in any state
         reason = f"{type(error).__name__}: {one_line(error, longest=300)}"
         return request.failure(reason, traceback.format_exc(), before_first_step)
 

@@ -111,6 +111,7 @@ def client_half(aggregator: Aggregator) -> Aggregator:
     It has the same settings, but not the server's memory: a worker would see it as it was at the
     start of the run.
     """
+    # Shallow: parameters and layout are shared, and only the memory is replaced.
     half = copy.copy(aggregator)
     half.memory = _ServerMemory(type(aggregator).__name__)
     return half

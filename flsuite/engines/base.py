@@ -14,12 +14,12 @@ class Engine(ABC):
     """Says where clients train.
 
     The engine has no influence on results. The same requests give the same outcomes on every
-    engine, in whatever order they are collected.
+    engine, in any order of collection.
     """
 
     @contextmanager
     def running(self, setup: WorkerSetup) -> Iterator[None]:
-        """Start the engine, and stop it at the end, whatever happens."""
+        """Start the engine, and stop it at the end, also after an error."""
         self.start(setup)
         try:
             yield

@@ -143,7 +143,7 @@ class Processes(Engine):
         worker.request = request
         if worker.is_ready:
             self._arm(worker)
-        with suppress(OSError):  # it died just now, which its connection will tell
+        with suppress(OSError):  # it died just now, and its connection will show it
             # Once per round and worker: the global model is most of what is sent.
             if worker.broadcast is not request.broadcast:
                 send(worker.connection, request.broadcast)

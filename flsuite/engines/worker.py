@@ -56,7 +56,7 @@ def serve(
     try:
         data, model_and_rest = load_shared(descriptor, head, places)
         os.close(descriptor)
-        # The model lies inside a message of its own, so that its tensors are this worker's alone.
+        # The model is a message of its own, so that this worker does not share its tensors.
         model, rest = pickle.loads(model_and_rest)
         runner = ClientRunner(WorkerSetup(model=model, data=data, **rest))
         send(connection, Ready())

@@ -137,8 +137,7 @@ def _is_one_product(
 ) -> bool:
     """Return whether the call, on one row per sample, is the only use of the parameters.
 
-    Tensors that were changed in place after the call are no longer the layer's input and
-    output.
+    A tensor that was changed in place after the call is no longer the input or output of the layer.
     """
     return (
         call.input.shape[:-1] == (rows,)

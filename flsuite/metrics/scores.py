@@ -64,6 +64,7 @@ def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str
         values = tm.multiclass_recall(
             probabilities, y, num_classes=spec.num_classes, average="none"
         )
+        # A class without samples has no recall.
         present = y.unique().tolist()
 
     return {names[c]: float(values[c]) for c in present}

@@ -58,7 +58,7 @@ class ACVAE(ClientModel):
     restricted softmax). With ``all``, each client pushes its samples away from the priors of
     classes it lacks.
 
-    Inputs must lie in [0, 1]: set ``data.standardize: false`` for images. Multi-label data is
+    Inputs must be in [0, 1]: set ``data.standardize: false`` for images. Multi-label data is
     refused.
 
     Args:

@@ -112,6 +112,7 @@ class ClientModel(LightningModule):
             self.ensure_built(spec)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        # The federation scores with evaluation_step. This step is for a plain Lightning Trainer.
         self._log_evaluation("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -140,5 +141,6 @@ class ClientModel(LightningModule):
 
     def to_channels_last(self) -> None:
         """Convert convolution weights to the memory format that is fastest for images."""
+        # Tables have no convolutions to convert.
         if self.spec is not None and len(self.spec.shape) == 3:
             self.to(memory_format=torch.channels_last)

@@ -53,7 +53,7 @@ class FusedSpaceFed(ClientModel):
     Here one forward pass serves both. The autoencoder takes the same step, and C receives the
     reconstruction that was computed before it.
 
-    Images must lie in [0, 1]: set ``data.standardize: false``.
+    Images must be in [0, 1]: set ``data.standardize: false``.
 
     Args:
         autoencoder: ``bottleneck`` (the paper) or ``unet`` (the reference code).
@@ -171,7 +171,7 @@ class FusedSpaceFed(ClientModel):
     def joint_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of the joint epochs, a scalar."""
         reconstruction = self.reconstruct(x)
-        # Detached for C only: the reconstruction error below trains E and D in any case.
+        # Detached for C only: the reconstruction error below trains E and D with either setting.
         seen = reconstruction if self.task_aware else reconstruction.detach()
         loss = classification_loss(self.classifier(self.fuse(x, seen)), y).mean()
         loss = loss + self.lambda_rec * reconstruction_error(reconstruction, x).mean()

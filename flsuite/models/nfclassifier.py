@@ -335,7 +335,7 @@ class NFClassifier(ClientModel):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient after callbacks have added to it.
 
-        A gradient that is not finite stays so, and the update is refused on arrival.
+        A gradient that is not finite is not repaired, so that the update is refused on arrival.
         """
         parameters = optimizer.param_groups[0]["params"]
         # An infinite bound leaves the gradient as it is, and the norm is still logged.

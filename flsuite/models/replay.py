@@ -1,4 +1,4 @@
-"""What a client keeps of earlier tasks for :class:`~flsuite.models.NFClassifier`."""
+"""The state of earlier tasks that a client keeps for :class:`~flsuite.models.NFClassifier`."""
 
 from collections.abc import Sequence
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""A run on disk, from which it goes on as if it had never stopped."""
+"""Checkpoints, from which a run goes on as if it had never stopped."""
 
 import os
 import shutil

@@ -211,7 +211,7 @@ class Run:
         Raises:
             FederationError: If it is faulty.
         """
-        # An aggregator may leave updates untaken. Their clients have trained all the same.
+        # An aggregator may leave updates untaken. They still belong to the record of the round.
         for _ in self._accepting:
             pass
         self.federation.advance(state)

@@ -94,6 +94,7 @@ class RunSummary:
 
     def note(self, round: int, test: dict[str, float]) -> None:
         """Add what callbacks have measured on test data in a round."""
+        # Both, because the last round may be the picked one.
         for scores in (self.last, self.best):
             if scores.get("round") == round:
                 scores.update({name: value for name, value in test.items() if name in _LABELS})

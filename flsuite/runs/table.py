@@ -42,6 +42,7 @@ class MetricsTable:
         A killed run may have written more, which is cut off.
         """
         assert self.path is not None
+        # Rows after the checkpoint belong to a round that is done again.
         with self.path.open("r+") as file:
             file.truncate(size)
         with self.path.open(newline="") as file:

@@ -1,4 +1,4 @@
-"""What clients keep from one of their rounds to the next, held on their behalf."""
+"""The memories that clients keep from one of their rounds to the next."""
 
 import contextlib
 from collections import OrderedDict
@@ -18,9 +18,9 @@ Memory = dict[str, Any]
 class ClientStore:
     """The memories of all clients that have ever trained.
 
-    They lie in memory up to a budget. Each round writes one file with the memories of its cohort,
-    so that a checkpoint costs what the cohort costs. What does not fit into the budget is read back
-    from these files.
+    They are kept in memory up to a budget. Each round writes one file with the memories of its
+    cohort, so that a checkpoint costs what the cohort costs. What does not fit into the budget is
+    read back from these files.
 
     Args:
         folder: Folder of the files. ``None`` keeps everything in memory.
@@ -29,7 +29,8 @@ class ClientStore:
 
     Attributes:
         versions: The round in which each client's memory was last written.
-        is_local: Whether the memories can be read here; ``False`` where the clients hold them.
+        is_local: Whether the memories can be read here. It is ``False`` where the clients hold
+            them.
     """
 
     is_local = True
@@ -75,6 +76,7 @@ class ClientStore:
 
     def commit(self, round: int) -> None:
         """Write what has changed in this round, and make room."""
+        # One file per round and not per client, so that a round costs one write.
         if self._fresh and self.folder is not None:
             self.folder.mkdir(exist_ok=True)
             fresh = self._fresh

@@ -152,7 +152,7 @@ class Evaluator:
 
     def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
         """Return the model's evaluation columns for every sample, on the CPU."""
-        self.model.to(self.device)  # inference mode would mark moved parameters for ever
+        self.model.to(self.device)  # parameters moved in inference mode cannot be trained
         with evaluating(self.model), torch.inference_mode():
             return self._outputs(samples)
 
@@ -203,7 +203,7 @@ class Evaluator:
         """Return each client's rows of a split, or ``None`` where clients have no part of it."""
         if split == "test":
             return self.data.test_index
-        if self.data.val is not None:  # the publisher's validation split belongs to nobody
+        if self.data.val is not None:  # the publisher's validation split has no owners
             return None
         return RaggedIndex(
             torch.arange(len(self.data.val_index.values)), self.data.val_index.offsets

@@ -35,6 +35,7 @@ class RoundLog:
 
         means = {}
         for name in sorted({name for update in self.updates for name in update.metrics}):
+            # Not every client logs every metric, for example a loss of a warm-up.
             have = [update for update in self.updates if name in update.metrics]
             weighted = sum(update.samples * update.metrics[name] for update in have)
             means[name] = weighted / sum(update.samples for update in have)

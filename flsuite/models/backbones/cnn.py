@@ -12,7 +12,7 @@ def image_shape(backbone: Backbone, shape: tuple[int, ...], smallest: int) -> tu
     """Return ``shape`` as ``(channels, height, width)``.
 
     Raises:
-        FlsuiteError: If it is no image of at least ``smallest`` pixels per side.
+        FlsuiteError: If it is not the shape of an image of at least ``smallest`` pixels per side.
     """
     if len(shape) != 3 or min(shape[1:]) < smallest or shape[0] < 1:
         raise FlsuiteError(

@@ -52,6 +52,7 @@ class PreActResNet(nn.Module):
             _stage(width, 2 * width, 2, norm),
             _stage(2 * width, 4 * width, 2, norm),
         )
+        # The last block ends with a sum, which nothing has normalised or activated yet.
         self.norm = make_norm(norm, 4 * width, _GROUPS)
         self.relu = nn.ReLU(inplace=True)
         self.head = nn.Linear(4 * width, outputs)
@@ -106,6 +107,7 @@ def _initialise(network: nn.Module, norm: Norm) -> None:
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
     if norm == "none":
         # Every block starts as its shortcut.
         for module in network.modules():
