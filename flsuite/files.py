@@ -2,12 +2,13 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["atomic_save", "flush_to_disk", "make_folder"]
+__all__ = ["BackgroundTask", "atomic_save", "flush_to_disk", "make_folder", "replace_file"]
 
 
 def make_folder(path: Path) -> Path:
@@ -34,24 +35,72 @@ def atomic_save(write: Callable[[Path], object], path: Path) -> None:
         write: Writes the content to the path that it is given.
         path: The file to replace.
     """
+    replace_file(write, path, flush=True)
+
+
+def replace_file(write: Callable[[Path], object], path: Path, flush: bool = False) -> None:
+    """Write a file under a temporary name and rename it into place.
+
+    Args:
+        write: Writes the content to the path that it is given.
+        path: The file to replace.
+        flush: Flush the file before the rename, and its folder after it. Without it, a power loss
+            can leave an empty file, until :func:`flush_to_disk` is called.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write(temporary)
-        flush_to_disk(temporary)
+        if flush:
+            flush_to_disk([temporary])
         os.replace(temporary, path)
-        flush_to_disk(path.parent)  # the rename itself is an entry of the folder
+        if flush:
+            flush_to_disk([path.parent])  # the rename itself is an entry of the folder
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
 
 
-def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, have reached the disk."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:  # some systems do not open folders
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def flush_to_disk(paths: Iterable[Path]) -> None:
+    """Wait until files, or the entries of folders, have reached the disk."""
+    for path in paths:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except PermissionError:  # some systems do not open folders
+            continue
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class BackgroundTask:
+    """Runs one piece of work at a time in a thread, so that waiting for a disk costs no time."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start work.
+
+        Work that was started before is finished first, and its error is raised.
+        """
+        self.wait()
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1)
+        self._pending = self._executor.submit(work)
+
+    def wait(self) -> None:
+        """Wait for the work in progress, and raise its error if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the work in progress, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None

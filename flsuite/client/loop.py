@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flsuite.lightning_internals import enter_hook, set_train_loader, train_loader
 
-__all__ = ["LocalLoop", "NeedsLightningLoop", "implements", "supports_local_loop"]
+__all__ = ["LocalLoop", "NeedsLightningLoopError", "implements", "supports_local_loop"]
 
 _STEP_METHODS = (  # a model that overrides one of these takes Lightning's loop
     "backward",
@@ -32,7 +32,7 @@ _STEP_METHODS = (  # a model that overrides one of these takes Lightning's loop
 )
 
 
-class NeedsLightningLoop(Exception):
+class NeedsLightningLoopError(Exception):
     """A fit that turns out not to be the plain case, and must start again in Lightning's loop."""
 
 
@@ -77,7 +77,7 @@ class LocalLoop:
         """Run all epochs of the fit.
 
         Raises:
-            NeedsLightningLoop: If the model logs, or a hook changes what makes the plain case.
+            NeedsLightningLoopError: If the model logs, or a hook changes what makes the plain case.
         """
         trainer, fit_loop = self.trainer, self.trainer.fit_loop
         loader = train_loader(trainer)
@@ -94,15 +94,20 @@ class LocalLoop:
             ):
                 progress.increment_ready()
                 self._call(self._epoch_start)
-                # A hook may have changed the Trainer in a way that this loop does not honour.
-                if not self.is_plain():
-                    raise NeedsLightningLoop("a hook has changed the Trainer")
+                self._refuse_changes()
                 progress.increment_started()
                 self._run_epoch(loader)
                 progress.increment_processed()
                 self._call(self._epoch_end)
                 progress.increment_completed()
             self._call(self._train_end)
+
+    def _refuse_changes(self) -> None:
+        """Leave this loop if a hook has changed the Trainer in a way that it does not honour."""
+        trainer = self.trainer
+        is_changed = trainer.accumulate_grad_batches != 1 or trainer.lr_scheduler_configs
+        if is_changed or len(trainer.optimizers) != 1:
+            raise NeedsLightningLoopError("a hook has changed the Trainer")
 
     def _run_epoch(self, loader: Any) -> None:
         trainer, last = self.trainer, len(loader) - 1
@@ -222,10 +227,10 @@ def _bind(
 
 @contextmanager
 def _logging_refused(module: LightningModule) -> Iterator[None]:
-    """Raise :class:`NeedsLightningLoop` if the model logs, because this loop collects no logs."""
+    """Raise :class:`NeedsLightningLoopError` if the model logs, because this loop collects no logs."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise NeedsLightningLoop("the model logs")
+        raise NeedsLightningLoopError("the model logs")
 
     # On the instance, so that it hides the method of the class until it is deleted.
     module.log = refuse  # type: ignore[method-assign]

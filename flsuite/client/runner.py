@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from flsuite.client.callbacks import KeepOptimizers, MeanLoss, RoundLearningRate
-from flsuite.client.loop import NeedsLightningLoop, supports_local_loop
+from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.setup import WorkerSetup, buffer_names, private_patterns
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
@@ -58,7 +58,7 @@ class ClientRunner:
         loss = MeanLoss()
         try:
             return self._fit(request, loss)
-        except NeedsLightningLoop:
+        except NeedsLightningLoopError:
             # The whole fit starts again in Lightning's loop, from the same state and the same seed.
             self._use_local_loop, self._trainer = False, None
             return self.run(request)

@@ -47,7 +47,7 @@ def serve(
                 return None
             run.evaluate()
             run.record()
-            run.folder.table.flush()
+            run.folder.table.append()
             last = run.summary.last
             is_scored = last.get("round") == run.round
             return MetricRecord({k: float(v) for k, v in last.items()}) if is_scored else None

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +10,49 @@ import lightning
 import torch
 
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import atomic_save
+from flsuite.files import atomic_save, flush_to_disk, replace_file
 from flsuite.models.base import ClientModel
 from flsuite.runs.settings import describe, differences, init_args
 from flsuite.state import plain
 
-__all__ = ["export_model", "load_checkpoint", "refuse_mismatch", "save_checkpoint"]
+__all__ = [
+    "export_model",
+    "load_checkpoint",
+    "publish_checkpoint",
+    "refuse_mismatch",
+    "write_checkpoint",
+]
 
 _FORMAT = 2
 
 
-def save_checkpoint(content: dict[str, Any], folder: Path, is_best: bool) -> None:
-    """Write ``last.ckpt`` whole or not at all, and link it as ``best.ckpt`` if ``is_best``.
-
-    ``best.ckpt`` is written first. A run that is killed between the two does its round again, and
-    finds the same best round.
+def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
+    """Write a checkpoint under a temporary name, and return its path.
 
     Raises:
         FlsuiteError: If the content could not be read again. The previous checkpoint stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"format": _FORMAT, **plain(content, "checkpoint")}
+    path = folder / ".last.ckpt.tmp"
+    torch.save({"format": _FORMAT, **plain(content, "checkpoint")}, path)
+    return path
 
-    def write(path: Path) -> None:
-        torch.save(content, path)
-        if is_best:
-            atomic_save(lambda twin: _link(path, twin), folder / "best.ckpt")
 
-    atomic_save(write, folder / "last.ckpt")
+def publish_checkpoint(path: Path, is_best: bool, needed: Iterable[Path]) -> None:
+    """Flush a written checkpoint to disk and rename it to ``last.ckpt``.
+
+    Args:
+        path: What :func:`write_checkpoint` returned.
+        is_best: Link it as ``best.ckpt`` too. That comes first: a run that is killed between the two
+            does its round again, and finds the same best round.
+        needed: Files and folders that the checkpoint refers to. They are flushed before it.
+    """
+    folder = path.parent
+    flush_to_disk([*needed, path])
+    if is_best:
+        replace_file(lambda twin: _link(path, twin), folder / "best.ckpt")
+    os.replace(path, folder / "last.ckpt")
+    flush_to_disk([folder])
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -16,13 +16,15 @@ from flsuite.client.lr_decay import LRDecay
 from flsuite.client.setup import has_lightning_hooks
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import BackgroundTask
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.models.base import ClientModel
 from flsuite.runs.checkpoint import (
     export_model,
     load_checkpoint,
+    publish_checkpoint,
     refuse_mismatch,
-    save_checkpoint,
+    write_checkpoint,
 )
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.scoring import score_round
@@ -112,6 +114,7 @@ class Run:
         self._improved = False
         self._accepting: Iterator[ClientUpdate] = iter(())
         self._best_clients: dict[int, int] = {}
+        self._publishing = BackgroundTask()
         self._wall_before, self._began = 0.0, time.monotonic()
 
     # State of the run, for the round and for callbacks
@@ -242,14 +245,15 @@ class Run:
     def save(self) -> None:
         """Write the checkpoint and the memories of the clients.
 
+        They are flushed to disk and put into place while the next round goes on.
+
         Raises:
             FlsuiteError: If the checkpoint could not be read again.
         """
         clients = self.federation.clients
-        # The files come before the checkpoint that refers to them: a kill in between leaves the old
-        # one valid.
-        clients.commit(self.round)
-        table_size = self.folder.table.flush()
+        self._publishing.wait()  # the files of the round before are about to be replaced
+        written = clients.commit(self.round)
+        table_size = self.folder.table.append()
         if self.folder.checkpoints is None:
             return
 
@@ -265,9 +269,16 @@ class Run:
             "wall_seconds": self.wall_seconds,
             "table": table_size,
         }
-        save_checkpoint(content, self.folder.checkpoints, self._improved)
-        # Only now: until here, the old checkpoint may have needed them.
-        clients.remove_unused(clients.versions, self._best_clients)
+        path = write_checkpoint(content, self.folder.checkpoints)
+        # A kill before the rename leaves the old checkpoint, whose files must still be there.
+        needed = [*written, *([self.folder.table.path] if self.folder.table.path else [])]
+        used, is_best = (dict(clients.versions), dict(self._best_clients)), self._improved
+
+        def publish() -> None:
+            publish_checkpoint(path, is_best, needed)
+            clients.remove_unused(*used)
+
+        self._publishing.start(publish)
 
     # Opening, resuming and closing
 
@@ -298,6 +309,7 @@ class Run:
             self.notify("on_federation_start")
             self._say_if_finished()
             yield self
+            self._publishing.close()
             self.status = "success"
         except BaseException as error:
             self.status = "failed"
@@ -421,6 +433,10 @@ class Run:
 
     def _close(self) -> None:
         """Leave the global model in the resident model and on disk, and notify callbacks."""
+        try:
+            self._publishing.close()
+        except Exception as error:  # the run has failed already; that error is the one to raise
+            log.warning("the last checkpoint was not written: %s", one_line(error))
         if self.round:
             self.evaluator.load(self.federation.client_state(None))
             if self.folder.checkpoints:

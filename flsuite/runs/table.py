@@ -4,8 +4,6 @@ import csv
 from collections.abc import Mapping
 from pathlib import Path
 
-from flsuite.files import flush_to_disk
-
 __all__ = ["COLUMNS", "MetricsTable"]
 
 COLUMNS = ("round", "virtual_s", "wall_s", "scope", "split", "metric", "value")
@@ -67,14 +65,13 @@ class MetricsTable:
         self._open = []
         return named
 
-    def flush(self) -> int:
-        """Write new rows to disk and return the size of the file in bytes."""
+    def append(self) -> int:
+        """Write the new rows and return the size of the file in bytes."""
         if self.path is None:
             return 0
         with self.path.open("a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerows(_cells(row) for row in self.rows[self._written :])
-        flush_to_disk(self.path)  # the checkpoint will say that these bytes are there
         self._written = len(self.rows)
         return self.path.stat().st_size
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flsuite.files import atomic_save
+from flsuite.files import replace_file
 from flsuite.state import nbytes, plain
 
 __all__ = ["ClientStore", "Memory"]
@@ -74,18 +74,25 @@ class ClientStore:
     def __contains__(self, client: int) -> bool:
         return client in self._fresh or client in self.versions
 
-    def commit(self, round: int) -> None:
-        """Write what has changed in this round, and make room."""
+    def commit(self, round: int) -> list[Path]:
+        """Write what has changed in this round, and make room.
+
+        Returns:
+            The file and the folder that were written, which have yet to be flushed to disk.
+        """
+        written: list[Path] = []
         # One file per round and not per client, so that a round costs one write.
         if self._fresh and self.folder is not None:
             self.folder.mkdir(exist_ok=True)
             fresh = self._fresh
-            atomic_save(lambda path: torch.save(fresh, path), self._path(round))
+            replace_file(lambda path: torch.save(fresh, path), self._path(round))
+            written = [self._path(round), self.folder]
         for client, memory in self._fresh.items():
             self.versions[client] = round
             self._make_resident(client, memory)
         # Only now: an exception above leaves the memories uncommitted.
         self._fresh = {}
+        return written
 
     def rollback(self) -> None:
         """Drop what was set since the last commit."""
