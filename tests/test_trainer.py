@@ -62,7 +62,7 @@ def test_a_loggers_files_in_a_new_folder_go_with_it(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
     logger = CSVLogger(folder, name="", version="log")
     made = trainer(rounds=1, run_dir=folder, callbacks=[Fails()], logger=logger)
-    with pytest.raises(FlsuiteError, match="no client can train: client 0 .* no scanner"):
+    with pytest.raises(FlsuiteError, match=r"no client can train: client 0 .* no scanner"):
         made.fit(classifier(), digits())
     assert list(tmp_path.iterdir()) == []
 
@@ -170,8 +170,8 @@ def test_a_schedule_inside_the_model_starts_again_in_every_round() -> None:
         affects = "nothing"
 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            round, rate = trainer.train_dataloader.round, trainer.optimizers[0].param_groups[0]["lr"]
-            Rates.seen.append((round, trainer.current_epoch, rate))
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+            Rates.seen.append((trainer.train_dataloader.round, trainer.current_epoch, rate))
 
     Rates.seen = []
     made = trainer(rounds=3, max_epochs=2, keep_optimizers=True, callbacks=[Rates()])

@@ -227,7 +227,7 @@ def _bind(
 
 @contextmanager
 def _logging_refused(module: LightningModule) -> Iterator[None]:
-    """Raise :class:`NeedsLightningLoopError` if the model logs, because this loop collects no logs."""
+    """Raise :class:`NeedsLightningLoopError` if the model logs: this loop collects no logs."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NeedsLightningLoopError("the model logs")

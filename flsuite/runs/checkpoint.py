@@ -43,8 +43,8 @@ def publish_checkpoint(path: Path, is_best: bool, needed: Iterable[Path]) -> Non
 
     Args:
         path: What :func:`write_checkpoint` returned.
-        is_best: Link it as ``best.ckpt`` too. That comes first: a run that is killed between the two
-            does its round again, and finds the same best round.
+        is_best: Link it as ``best.ckpt`` too. That comes first: a run that is killed between the
+            two does its round again, and finds the same best round.
         needed: Files and folders that the checkpoint refers to. They are flushed before it.
     """
     folder = path.parent

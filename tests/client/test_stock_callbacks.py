@@ -123,7 +123,8 @@ def test_early_stopping_on_a_metric_that_the_model_logs_stops_each_client() -> N
         return [update.steps for update in made.federation.log.updates]
 
     assert steps(InProcess()) == steps(Processes(workers=2))
-    batches = len(trainer().prepare(classifier(), digits(clients=3)).federation.data.loader(0, 3, 1))
+    run = trainer().prepare(classifier(), digits(clients=3))
+    batches = len(run.data.loader(0, 3, 1))
     assert all(count < 5 * batches for count in steps(InProcess()))
 
 
