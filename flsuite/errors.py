@@ -10,6 +10,7 @@ __all__ = [
     "require_at_least",
     "require_below_one",
     "require_fraction",
+    "require_given",
     "require_instance",
     "require_one_of",
     "require_positive",
@@ -79,6 +80,13 @@ def require_below_one(owner: str, **numbers: float | None) -> None:
     for name, value in numbers.items():
         if value is not None and not 0 <= value < 1:
             raise FlsuiteError(f"{owner}: {name} must be in [0, 1), got {value}")
+
+
+def require_given(owner: str, **values: object) -> None:
+    """Refuse an argument that is ``None``, such as a key of a config that was left empty."""
+    for name, value in values.items():
+        if value is None:
+            raise FlsuiteError(f"{owner}: {name} must be given, got null")
 
 
 def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:

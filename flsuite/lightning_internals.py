@@ -19,10 +19,12 @@ __all__ = [
     "enter_hook",
     "leave_hooks",
     "make_slim",
+    "restore_settings",
     "rewind",
     "set_train_loader",
     "steps_taken",
     "train_loader",
+    "trainer_settings",
 ]
 
 INTERNALS = (
@@ -57,6 +59,14 @@ are used in :mod:`flsuite.callbacks.loggers`, and ``Trainer._run_stage`` is over
 """
 
 
+_SETTINGS = (
+    "accumulate_grad_batches",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+)
+
+
 def make_slim(trainer: Trainer) -> None:
     """Remove the work that Lightning does once per fit, which means once per client.
 
@@ -78,7 +88,7 @@ def make_slim(trainer: Trainer) -> None:
         setattr(connector, name, _nothing)
 
 
-def rewind(trainer: Trainer, max_epochs: int) -> None:
+def rewind(trainer: Trainer, max_epochs: int, settings: dict[str, Any]) -> None:
     """Reset a Trainer as if it had fitted nothing.
 
     Otherwise, a second ``fit`` would silently do nothing.
@@ -86,12 +96,30 @@ def rewind(trainer: Trainer, max_epochs: int) -> None:
     trainer.should_stop = False
     loop = trainer.fit_loop
     loop.max_epochs = max_epochs
+    restore_settings(trainer, settings)
     loop.epoch_progress.reset()
     loop.epoch_loop.batch_progress.reset()
     loop.epoch_loop.scheduler_progress.reset()
     loop.epoch_loop._batches_that_stepped = 0
     loop.epoch_loop.automatic_optimization.optim_progress.reset()
     loop.epoch_loop.manual_optimization.optim_step_progress.reset()
+
+
+def trainer_settings(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings of a Trainer that hooks may change during a fit."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    steps = {"max_steps": epoch_loop.max_steps, "min_steps": epoch_loop.min_steps}
+    own = {name: getattr(trainer, name) for name in _SETTINGS}
+    return {**own, **steps, "min_epochs": trainer.fit_loop.min_epochs}
+
+
+def restore_settings(trainer: Trainer, settings: dict[str, Any]) -> None:
+    """Give a Trainer the settings that :func:`trainer_settings` returned."""
+    for name in _SETTINGS:
+        setattr(trainer, name, settings[name])
+    trainer.fit_loop.epoch_loop.max_steps = settings["max_steps"]
+    trainer.fit_loop.epoch_loop.min_steps = settings["min_steps"]
+    trainer.fit_loop.min_epochs = settings["min_epochs"]
 
 
 def steps_taken(trainer: Trainer) -> int:

@@ -176,7 +176,9 @@ def plain(tree: Any, name: str) -> Any:
     if isinstance(tree, np.generic):
         return plain(tree.item(), name)
     # The exact type: a subclass, such as an enum's, would need its class to be loaded.
-    if tree is None or type(tree) in (bool, int, float, str, bytes) or isinstance(tree, Tensor):
+    if isinstance(tree, Tensor):
+        return tree.detach()  # a tensor with a graph could not be copied
+    if tree is None or type(tree) in (bool, int, float, str, bytes):
         return tree
 
     if isinstance(tree, Mapping):

@@ -99,8 +99,7 @@ class FederatedTrainer(Trainer):
             callbacks=with_defaults(callbacks, enable_progress_bar),
             enable_checkpointing=False,
             enable_progress_bar=False,
-            enable_model_summary=False,
-            **kwargs,
+            **{**kwargs, "enable_model_summary": False},
         )
         if self.world_size > 1:
             raise FlsuiteError(
@@ -284,7 +283,7 @@ class FederatedTrainer(Trainer):
             run = self.prepare(model, datamodule)
         elif model not in (None, self._model) or datamodule not in (None, self._datamodule):
             raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer")
-        elif ckpt_path is None:
+        elif ckpt_path is None and run.round:
             return run
         run.restore(run.existing_checkpoint(ckpt_path or "last"), to_train=False)
         return run

@@ -9,7 +9,7 @@ import pandas as pd
 import yaml
 
 from flsuite.analysis.runs import curve, is_metrics, read_metrics
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
 __all__ = ["Group", "find_runs", "group_runs", "seed_of"]
 
@@ -99,7 +99,13 @@ def _settings(folder: Path) -> dict[str, Any]:
             f"{folder} has no settings.yaml: it is not the folder of a run, or an earlier version "
             "of flsuite made it; name other folders, or run it again"
         )
-    return yaml.safe_load(path.read_text()) or {}
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FlsuiteError(f"{path} is not valid YAML ({one_line(error)})") from error
+    if not isinstance(content, dict):
+        raise FlsuiteError(f"{path} does not hold the settings of a run; leave the folder out")
+    return content
 
 
 def _without_open(node: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from flsuite.analysis.groups import Group
 from flsuite.analysis.runs import curve
@@ -31,6 +32,7 @@ def lower_is_better(metric: str) -> bool | None:
 
     Without it no round can be called the best.
     """
+    metric = metric.removeprefix("all_clients/")
     if metric.endswith("_std") or metric.startswith(_DOWN):
         return True
     return False if metric.startswith(_UP) else None
@@ -167,6 +169,7 @@ def report_figure(
                 curves.mean(axis=1),
                 label=f"{group.label} ({curves.shape[1]})",
                 linewidth=1.6,
+                marker="o" if len(curves.index) == 1 else None,  # a line of one point is invisible
             )[0]
             panel.fill_between(
                 curves.index,
@@ -177,6 +180,7 @@ def report_figure(
                 lw=0,
             )
         panel.set(xlabel="round", ylabel=f"{split} {metric.replace('_', ' ')}")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     figure.legend(

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
 __all__ = ["curve", "curves_figure", "is_metrics", "read_metrics", "read_partition"]
 
@@ -81,4 +81,7 @@ def curves_figure(
 def _read(path: Path) -> pd.DataFrame:
     if not path.is_file():
         raise FlsuiteError(f"{path.parent} is not the folder of a run: it has no {path.name}")
-    return pd.read_csv(path)
+    try:
+        return pd.read_csv(path)
+    except (ValueError, pd.errors.ParserError) as error:  # also bytes that are no text
+        raise FlsuiteError(f"{path} cannot be read as a table ({one_line(error)})") from error

@@ -1,7 +1,7 @@
 """The hooks of a federation."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lightning.pytorch import Callback
 
@@ -71,9 +71,3 @@ class FederationCallback(Callback):
 
         ``run.status`` says which.
         """
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        return None

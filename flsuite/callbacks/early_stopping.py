@@ -5,7 +5,7 @@ import math
 from typing import Any, ClassVar
 
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import require_at_least, require_one_of
+from flsuite.errors import FlsuiteError, require_at_least, require_one_of
 from flsuite.metrics import HIGHER_IS_BETTER
 from flsuite.runs.run import Run
 from flsuite.server.evaluation import GLOBAL, Scores
@@ -41,7 +41,17 @@ class RoundEarlyStopping(FederationCallback):
         require_at_least("RoundEarlyStopping", 1, patience=patience)
         require_at_least("RoundEarlyStopping", 0, min_delta=min_delta)
 
+    @property
+    def state_key(self) -> str:
+        """Return a key that tells two of these callbacks apart, and stays with more patience."""
+        return self._generate_state_key(monitor=self.monitor)
+
     def on_federation_start(self, run: Run) -> None:
+        if run.data.validation() is None:
+            raise FlsuiteError(
+                "RoundEarlyStopping stops on validation data, and there is none: set "
+                "data.val_fraction above 0, or remove the callback"
+            )
         if run.round == 0:
             self.best, self.waited = None, 0
         # A resumed run that had stopped stops again, unless its patience is now larger.

@@ -8,6 +8,7 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.models.protocols import LatentModel
 from flsuite.random import numpy_generator, seed_for
 from flsuite.runs.run import Run
 
@@ -46,6 +47,18 @@ class ForestProbe(FederationCallback):
             "ForestProbe", 1, every=every, clients=clients, trees=trees, samples=samples
         )
 
+    def on_federation_start(self, run: Run) -> None:
+        if not isinstance(run.model, LatentModel):
+            raise FlsuiteError(
+                f"ForestProbe probes a latent space, and {type(run.model).__name__} has none "
+                "(latent(x)); use a model such as ACVAE, or remove the callback"
+            )
+        if run.data.train.y.ndim > 1:
+            raise FlsuiteError(
+                "ForestProbe tells classes apart, and this data has several labels per sample; "
+                "remove the callback"
+            )
+
     def on_round_end(self, run: Run, round: int) -> None:
         is_due = self.every is not None and round % self.every == 0
         if not is_due and not run.finished:
@@ -58,12 +71,6 @@ class ForestProbe(FederationCallback):
     def probe(self, run: Run, client: int) -> tuple[float, float]:
         """Return accuracy and macro F1 on the test split, for a forest on this client's latents."""
         data, evaluator = run.data, run.evaluator
-        if data.train.y.ndim > 1:
-            raise FlsuiteError(
-                "ForestProbe tells classes apart, and this data has several labels per sample; "
-                "remove the callback"
-            )
-
         evaluator.load(run.federation.client_state(client))
         rows = data.train_rows(client)
         # Files are sorted by class, so that the first rows would be of one class.

@@ -30,15 +30,16 @@ class MeanLoss(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is None:
             return
+        loss = torch.as_tensor(loss).detach()  # manual optimization may return a number
 
         is_warmup = trainer.current_epoch < getattr(pl_module, "extra_epochs", 0)
         name = "warmup_loss" if is_warmup else "loss"
 
         # In place and on the device: reading the loss as a number would wait for the step.
         if name in self._totals:
-            self._totals[name].add_(loss.detach())
+            self._totals[name].add_(loss)
         else:
-            self._totals[name] = loss.detach().clone()
+            self._totals[name] = loss.clone()
         self._steps[name] = self._steps.get(name, 0) + 1
 
     @property

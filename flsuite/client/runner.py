@@ -7,9 +7,11 @@ state dict and an index array.
 import copy
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.client.callbacks import KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
@@ -26,6 +28,7 @@ from flsuite.messages import (
     FitRequest,
     Outcome,
 )
+from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
 from flsuite.state import State, clone, load_, nbytes, split
 
@@ -43,6 +46,7 @@ class ClientRunner:
         self.private = private_patterns(setup.model, setup.aggregator, setup.buffers)
         self.buffers = buffer_names(self.model)
         self._trainable = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        self._attributes = _python_attributes(self.model)
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
@@ -56,6 +60,7 @@ class ClientRunner:
             FlsuiteError: If no client can train with the settings of the run.
         """
         loss = MeanLoss()
+        self._restore_attributes()
         try:
             return self._fit(request, loss)
         except NeedsLightningLoopError:
@@ -66,17 +71,18 @@ class ClientRunner:
             raise
         except Exception as error:
             return self._failure(request, error, before_first_step=not loss.steps)
+        finally:
+            self._restore_trainable()
 
     def _fit(self, request: FitRequest, loss: MeanLoss) -> ClientResult:
         started = time.perf_counter()
         setup, broadcast, assignment = self.setup, request.broadcast, request.assignment
-        trainer, data = self._rewound_trainer(broadcast.callbacks)
-        data = data.at(broadcast.round)
+        view = setup.data.at(broadcast.round)
         client = ClientContext(
             id=assignment.client,
             round=broadcast.round,
-            samples=data.samples(assignment.client),
-            class_counts=setup.data.at(broadcast.round).class_counts(assignment.client),
+            samples=view.samples(assignment.client),
+            class_counts=view.class_counts(assignment.client),
             global_state=broadcast.state,
             received=broadcast.extras,
             memory=copy.deepcopy(request.memory.get("algorithm", {})),
@@ -85,12 +91,12 @@ class ClientRunner:
         # Before anything draws: the fit depends on the seed, the round and the client alone.
         seed_process(setup.seed, "fit", client.round, client.id)
         self._swap_in(broadcast.state, request.memory.get("model", {}))
-        if data.stage is not None:
-            self.model.begin_task(data.stage.task, data.stage.seen, data.stage.past)
+        if view.stage is not None:
+            self.model.begin_task(view.stage.task, view.stage.seen, view.stage.past)
         keeper = KeepOptimizers(request.memory.get("optimizers"))
         # The order matters: the rate is set before the user's callbacks see it, and the algorithm
         # comes after them, so that its term joins the final gradient.
-        trainer.callbacks = [  # type: ignore[attr-defined]
+        callbacks = [
             *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
             *copy.deepcopy(broadcast.callbacks),
             *([keeper] if setup.keep_optimizers else []),
@@ -98,7 +104,10 @@ class ClientRunner:
             loss,
         ]
 
-        loader = data.loader(client.id, setup.seed, client.round, assignment.batches)
+        trainer, data = self._rewound_trainer(callbacks)
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+        view = data.at(broadcast.round)
+        loader = view.loader(client.id, setup.seed, client.round, assignment.batches)
         trainer.fit(self.model, loader)
 
         shared, private = split(self.model.state_dict(), self.private)
@@ -111,7 +120,7 @@ class ClientRunner:
             class_counts=client.class_counts,
             state=clone(shared),
             extras=client.extras,
-            metrics={**loss.means(), **logged, **client.metrics},
+            metrics={**loss.means(), **logged, **_numbers(client.metrics)},
             bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
         )
         # The size of what is sent, as if the client were on another machine.
@@ -140,26 +149,48 @@ class ClientRunner:
         if self.setup.buffers == "reset":
             load_(resident, {name: initial[name] for name in self.buffers})
 
-    def _rewound_trainer(
-        self, callbacks: tuple[Callback, ...]
-    ) -> tuple[ClientTrainer, FederatedData]:
+    def _rewound_trainer(self, callbacks: list[Callback]) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer that has fitted nothing, and the data on its device.
 
-        The Trainer is reused, unless callbacks of the user may have changed it. Then every fit has
-        a new one, so that no fit depends on those that its worker has done before.
+        The Trainer is reused, unless callbacks may have changed it in ways that cannot be known.
+        Then every fit has a new one, so that no fit depends on those that its worker has done.
         """
-        if self._trainer is None or not all(map(supports_local_loop, callbacks)):
-            self._trainer = ClientTrainer(self._use_local_loop, **self.setup.trainer_kwargs)
-            self._restore_trainable()
+        is_known = all(map(supports_local_loop, callbacks)) and self._has_no_callbacks_of_its_own()
+        if self._trainer is None or not is_known:
+            with isolate_rng():  # the fit has been seeded already
+                self._trainer = ClientTrainer(self._use_local_loop, **self.setup.trainer_kwargs)
         if self._data is None:
             self._data = self.setup.data.to(self._trainer.strategy.root_device)
         self._trainer.rewind(self.model.extra_epochs)
         return self._trainer, self._data
 
+    def _has_no_callbacks_of_its_own(self) -> bool:
+        method = type(self.model).configure_callbacks
+        return method.__module__.startswith(("flsuite.", "lightning."))
+
     def _restore_trainable(self) -> None:
-        """Unfreeze what a callback of an earlier fit may have frozen, and the other way round."""
+        """Unfreeze what a fit has frozen, and the other way round."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self._trainable.get(name, parameter.requires_grad))
+
+    def _restore_attributes(self) -> None:
+        """Give the model the numbers, lists and dicts that it had before its first fit.
+
+        A model may collect numbers in a list over the steps of a fit. They must not reach the next
+        client, nor a fit that starts again in Lightning's loop.
+        """
+        for name, value in self._attributes.items():
+            setattr(self.model, name, copy.deepcopy(value))
+
+
+def _python_attributes(model: ClientModel) -> dict[str, Any]:
+    """Return copies of the model's attributes that are plain Python data."""
+    kinds = (bool, int, float, str, list, dict, set)
+    return {
+        name: copy.deepcopy(value)
+        for name, value in vars(model).items()
+        if type(value) in kinds and not name.startswith("_") and name != "training"
+    }
 
 
 def _memory(
@@ -168,3 +199,17 @@ def _memory(
     """Return what the client keeps for its next round, without empty parts."""
     memory = {"model": private, "algorithm": client.memory, "optimizers": optimizers}
     return {name: value for name, value in memory.items() if value}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return a client's metrics as numbers.
+
+    Raises:
+        TypeError: If one is not a number.
+    """
+    for name, value in metrics.items():
+        try:
+            float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"client.metrics[{name!r}] must be a number, got {value!r}") from error
+    return {name: float(value) for name, value in metrics.items()}

@@ -139,6 +139,14 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     require_positive("trainer", limit_train_batches=kwargs.get("limit_train_batches"))
     require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
     # -1 is Lightning's way to write no limit.
+    require_at_least("trainer", 1, accumulate_grad_batches=kwargs.get("accumulate_grad_batches"))
+    if kwargs.get("profiler") is not None:
+        raise FlsuiteError(
+            "trainer: profiler would report every client's fit; leave it out, or profile one fit "
+            "with a plain Lightning Trainer"
+        )
+    if kwargs.get("num_nodes") not in (None, 1):
+        raise FlsuiteError("trainer: num_nodes must be 1; spread clients with Processes(workers=4)")
     if kwargs.get("max_steps") not in (None, -1):
         require_at_least("trainer", 1, max_steps=kwargs["max_steps"])
     return {name: value for name, value in kwargs.items() if name not in _NOT_OF_A_FIT}

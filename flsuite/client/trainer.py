@@ -9,7 +9,14 @@ import torch
 from lightning.pytorch import Trainer
 
 from flsuite.client.loop import LocalLoop
-from flsuite.lightning_internals import detects_anomalies, leave_hooks, make_slim, rewind
+from flsuite.client.setup import refuse_callbacks
+from flsuite.lightning_internals import (
+    detects_anomalies,
+    leave_hooks,
+    make_slim,
+    rewind,
+    trainer_settings,
+)
 
 __all__ = ["ClientTrainer", "quiet_lightning"]
 
@@ -43,13 +50,14 @@ class ClientTrainer(Trainer):
         self.use_local_loop = use_local_loop
 
         make_slim(self)
+        self._settings = trainer_settings(self)
 
     def rewind(self, extra_epochs: int = 0) -> None:
         """Get ready for the next fit.
 
         It has ``extra_epochs`` more epochs than were configured.
         """
-        rewind(self, self.local_epochs + extra_epochs)
+        rewind(self, self.local_epochs + extra_epochs, self._settings)
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Fit one client.
@@ -67,6 +75,7 @@ class ClientTrainer(Trainer):
 
     def _run_stage(self) -> None:
         # The resident model still has the gradients of the client before.
+        refuse_callbacks(self.callbacks)  # type: ignore[attr-defined]  # also the model's own
         self.lightning_module.zero_grad()
         local_loop = LocalLoop(self)
         with torch.autograd.set_detect_anomaly(detects_anomalies(self)):

@@ -16,12 +16,14 @@ import flsuite.schedules  # noqa: F401  (an imported class has a short name in c
 from flsuite.analysis import curves_figure, partition_figure, read_partition
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.models import ClientModel
 from flsuite.runs.folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
 
 __all__ = ["build", "run"]
+
+log = logging.getLogger("flsuite")
 
 _SKIP = {"model", "datamodule"}
 
@@ -128,9 +130,13 @@ class _FederatedCLI(LightningCLI):
     def after_fit(self) -> None:
         """Draw the curves and the partition into the run's folder."""
         folder = self.trainer.run.folder.path if self.trainer.run else None
-        if folder is not None:
+        if folder is None:
+            return
+        try:
             curves_figure({"run": folder}).savefig(folder / "curves.png", dpi=130)
             partition_figure(read_partition(folder)).savefig(folder / "partition.png", dpi=130)
+        except OSError as error:  # the run itself is complete
+            log.warning("a picture was not written: %s", one_line(error))
 
     def _default_run_dir(self, config: Any) -> Path:
         """Return a new folder for a new run, else the run that the request means.
@@ -140,7 +146,7 @@ class _FederatedCLI(LightningCLI):
         """
         ckpt_path = config.get("ckpt_path")
         # A checkpoint that is named by its path says which run is meant.
-        if self.subcommand != "fit" and ckpt_path not in (None, "last", "best"):
+        if ckpt_path not in (None, "last", "best"):
             return Path(ckpt_path).resolve().parent.parent
 
         paths = [Path(str(path)) for path in config.get("config") or []]

@@ -117,6 +117,8 @@ def _guarded(command: str, args: list[str]) -> int:
         return _complain(one_line(error), 2)
     except FederationError as error:
         return _complain(one_line(error), 1)
+    except OSError as error:  # a full or read-only disk, a folder that is gone
+        return _complain(one_line(error), 1)
     except KeyboardInterrupt:
         return _complain(
             "interrupted; fit goes on from the last finished round with --ckpt_path last", 130
@@ -160,14 +162,17 @@ def import_plugins(args: list[str]) -> None:
     import yaml
 
     configs = [_read(path) for path in _values(args, "--config", "-c")]
-    named = [yaml.safe_load(value) for value in _values(args, "--plugins")] + [
-        c.get("plugins") for c in configs
-    ]
-    for plugins in named:
+    try:
+        given = [yaml.safe_load(value) for value in _values(args, "--plugins")]
+    except yaml.YAMLError as error:
+        raise FlsuiteError(f"plugins: not a list of modules ({one_line(error)})") from error
+    for plugins in [*given, *(config.get("plugins") for config in configs)]:
         for plugin in [plugins] if isinstance(plugins, str) else plugins or []:
+            if not isinstance(plugin, str):
+                raise FlsuiteError(f"plugins: {plugin!r} is not the name of a module")
             try:
                 importlib.import_module(plugin)
-            except (ImportError, SyntaxError) as error:
+            except Exception as error:  # a module may raise anything while it is imported
                 raise FlsuiteError(
                     f"plugins: cannot import {plugin!r} ({one_line(error)}); fix or install it, or "
                     "run the command in the folder that holds it"
@@ -188,7 +193,7 @@ def _read(path: str) -> dict[str, Any]:
         raise FlsuiteError(f"there is no config file {path}")
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlsuiteError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise FlsuiteError(

@@ -23,7 +23,7 @@ from flsuite.data.splits import (
     owners_are_whole,
     split_test_like_train,
 )
-from flsuite.errors import FlsuiteError, require_at_least, require_below_one
+from flsuite.errors import FlsuiteError, require_at_least, require_below_one, require_given
 from flsuite.messages import POOLED
 from flsuite.random import numpy_generator
 
@@ -97,6 +97,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         self._default_seed = 0
 
         own = type(self).__name__
+        require_given(own, clients=clients, batch_size=batch_size)
         require_at_least(own, 1, clients=clients, batch_size=batch_size)
         require_at_least(own, 1, resize=resize, train_samples=train_samples)
         require_below_one(own, val_fraction=val_fraction)

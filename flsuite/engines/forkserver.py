@@ -4,7 +4,9 @@ This module imports nothing heavy, so that the process can be started before any
 """
 
 import multiprocessing
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -19,7 +21,7 @@ def prepare_workers() -> None:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flsuite.engines.worker"])
-    with without_main():
+    with without_main(), _interrupts_ignored():
         forkserver.ensure_running()
 
 
@@ -42,3 +44,16 @@ def without_main() -> Iterator[None]:
     finally:
         for name, value in hidden.items():
             setattr(main, name, value)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Let a new process inherit that Ctrl-C is ignored, because the parent handles it."""
+    if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import pickle
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from flsuite.engines.base import Engine
 from flsuite.engines.forkserver import prepare_workers, without_main
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
-from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.errors import FlsuiteError, one_line, require_at_least, require_positive
 from flsuite.messages import Broadcast, FitRequest, Outcome
 
 __all__ = ["Processes"]
@@ -81,8 +82,11 @@ class Processes(Engine):
         rest = {name: getattr(setup, name) for name in names}
         # Serialized on its own: every worker gets a model that it may change, and all share the
         # data.
-        model_and_rest = bytes(dumps((setup.model, rest)))
-        descriptor, head, places = dump_shared((setup.data, model_and_rest))
+        try:
+            model_and_rest = bytes(dumps((setup.model, rest)))
+            descriptor, head, places = dump_shared((setup.data, model_and_rest))
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise _unsendable("the model, the aggregator or the data", error) from error
         self._payload = (descriptor, bytes(head), places)
         self._pool = [self._spawn() for _ in range(self.workers or _cores())]
 
@@ -143,6 +147,13 @@ class Processes(Engine):
         worker.request = request
         if worker.is_ready:
             self._arm(worker)
+        try:
+            self._send_request(worker, request)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise _unsendable("a callback or what a client keeps", error) from error
+
+    @staticmethod
+    def _send_request(worker: _Worker, request: FitRequest) -> None:
         with suppress(OSError):  # it died just now, and its connection will show it
             # Once per round and worker: the global model is most of what is sent.
             if worker.broadcast is not request.broadcast:
@@ -261,6 +272,13 @@ def _disarm(worker: _Worker) -> None:
     if worker.alarm is not None:
         worker.alarm.cancel()
         worker.alarm = None
+
+
+def _unsendable(what: str, error: Exception) -> FlsuiteError:
+    return FlsuiteError(
+        f"Processes: {what} cannot be sent to a worker process ({one_line(error, 300)}); create "
+        "locks, files and connections in a hook, or use InProcess"
+    )
 
 
 def _cores() -> int:

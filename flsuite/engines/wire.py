@@ -22,8 +22,11 @@ __all__ = ["dump_shared", "dumps", "load_shared", "receive", "send"]
 _ALIGNMENT = 64
 
 
-def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+def _rebuild(
+    buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None
+) -> Tensor:
+    flat = torch.frombuffer(buffer, dtype=dtype)
+    return flat.reshape(shape) if strides is None else flat.as_strided(shape, strides)
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -37,11 +40,14 @@ class _Pickler(cloudpickle.Pickler):
         )
 
         if plain and not obj.requires_grad:
-            flat = obj.contiguous().reshape(-1)
+            # channels_last stays channels_last: another order of memory is another order of sums.
+            is_dense = obj.ndim == 4 and obj.is_contiguous(memory_format=torch.channels_last)
+            flat = obj.permute(0, 2, 3, 1).reshape(-1) if is_dense else obj.reshape(-1)
             return _rebuild, (
-                pickle.PickleBuffer(flat.view(torch.uint8).numpy()),
+                pickle.PickleBuffer(flat.contiguous().view(torch.uint8).numpy()),
                 obj.dtype,
                 tuple(obj.shape),
+                tuple(obj.stride()) if is_dense else None,
             )
 
         return super().reducer_override(obj)

@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -12,7 +13,7 @@ import torch
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.wire import load_shared, receive, send
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast, FitRequest
 
 __all__ = ["Fatal", "Ready", "serve"]
@@ -65,9 +66,14 @@ def serve(
         # The other side has closed the connection, which is the way to stop a worker.
         return
     except FlsuiteError as error:
-        send(connection, Fatal(str(error), is_user_error=True))
+        _send_fatal(connection, Fatal(str(error), is_user_error=True))
     except Exception:
-        send(connection, Fatal(traceback.format_exc(), is_user_error=False))
+        _send_fatal(connection, Fatal(traceback.format_exc(), is_user_error=False))
+
+
+def _send_fatal(connection: Connection, answer: Fatal) -> None:
+    with suppress(OSError):  # another worker has said the same, and the run has ended
+        send(connection, answer)
 
 
 def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
@@ -81,5 +87,9 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
 
         number, assignment, memory = message
         assert broadcast is not None, "a request came before its broadcast"
-        outcome = runner.run(FitRequest(number, assignment, broadcast, memory))
-        send(connection, outcome)
+        request = FitRequest(number, assignment, broadcast, memory)
+        outcome = runner.run(request)
+        try:
+            send(connection, outcome)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            send(connection, request.failure(f"its update cannot be sent: {one_line(error, 300)}"))

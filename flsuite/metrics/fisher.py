@@ -55,7 +55,10 @@ def fisher_diagonal(
             parameters, or, with ``exact``, cannot be vectorised.
     """
     likelihood = _LogLikelihood(model)
-    own = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
+    named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
+    # Tied weights have several names. Their Fisher is computed under the first of them.
+    first = {id(p): name for name, p in reversed(named.items())}
+    own = {name: p for name, p in named.items() if first[id(p)] == name}
     trained = {name: p for name, p in own.items() if p.requires_grad}
     totals = {name: _Total(p) for name, p in own.items()}
     layers = LinearLayers(model, trained)
@@ -70,7 +73,8 @@ def fisher_diagonal(
             totals[name].add(square)
         weight += 1 if estimator == "batch" else len(batch[0])
 
-    return {name: (total.value() / max(weight, 1)).float() for name, total in totals.items()}
+    fisher = {name: (total.value() / max(weight, 1)).float() for name, total in totals.items()}
+    return {name: fisher[first[id(p)]] for name, p in named.items()}
 
 
 class _Total:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import torch
 
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.files import atomic_save, flush_to_disk, replace_file
 from flsuite.models.base import ClientModel
 from flsuite.runs.settings import describe, differences, init_args
@@ -34,7 +34,15 @@ def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".last.ckpt.tmp"
-    torch.save({"format": _FORMAT, **plain(content, "checkpoint")}, path)
+    readable = {"format": _FORMAT, **plain(content, "checkpoint")}
+    try:
+        torch.save(readable, path)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
+        path.unlink(missing_ok=True)
+        raise FederationError(
+            f"cannot write {folder / 'last.ckpt'} ({one_line(error, 200)}); the checkpoint of the "
+            "round before is kept: free some space, and resume with --ckpt_path last"
+        ) from error
     return path
 
 

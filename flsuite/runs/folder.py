@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import os
 import platform
 import shutil
 import time
@@ -19,8 +20,24 @@ from flsuite.files import atomic_save, make_folder
 from flsuite.runs.partition import PARTITION_COLUMNS, TASK_COLUMNS, partition_rows, task_rows
 from flsuite.runs.table import MetricsTable
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 __all__ = ["RunFolder", "new_run_dir"]
 
+_FILES = (
+    "config.yaml",
+    "settings.yaml",
+    "versions.txt",
+    "partition.csv",
+    "tasks.csv",
+    "metrics.csv",
+)
+_HOLDS_A_RUN = (
+    "{} already holds a run: resume it with --ckpt_path last, or name another folder with --run_dir"
+)
 _PACKAGES = (
     "flsuite",
     "torch",
@@ -34,12 +51,10 @@ _PACKAGES = (
 
 
 def new_run_dir(name: str, seed: int, parent: str | Path = "runs") -> Path:
-    """Return ``runs/<name>/<time>-<seed>``, with a number if two runs start in the same second."""
-    stem = Path(parent) / name / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
-    candidates: Iterator[Path] = (
-        stem.with_name(f"{stem.name}-{n}") if n else stem for n in range(1000)
-    )
-    return next(path for path in candidates if not path.exists())
+    """Return ``runs/<name>/<time>-<seed>``; the time has milliseconds, so that runs do not meet."""
+    now = time.time()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now % 1 * 1000):03d}"
+    return Path(parent) / name / f"{stamp}-{seed}"
 
 
 class RunFolder:
@@ -56,11 +71,35 @@ class RunFolder:
         self.path = path
         self.table = MetricsTable(path / "metrics.csv" if path else None)
         self._made: list[Path] = []
+        self._written: list[Path] = []
 
     @property
     def checkpoints(self) -> Path | None:
         """Return the folder of the checkpoints, or ``None`` if nothing is written."""
         return self.path / "checkpoints" if self.path else None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing to this run; the lock goes with the process.
+
+        Raises:
+            FlsuiteError: If another process writes to it.
+        """
+        if self.path is None or fcntl is None:
+            yield
+            return
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise FlsuiteError(
+                    f"another process is writing to {self.path}; wait for it, or name another "
+                    "folder with --run_dir"
+                ) from error
+            yield
+        finally:
+            os.close(descriptor)
 
     def create(
         self,
@@ -82,23 +121,24 @@ class RunFolder:
         """
         if self.path is None:
             return
-        if not overwrite and (self.path / "metrics.csv").exists():
-            raise FlsuiteError(
-                f"{self.path} already holds a run: resume it with --ckpt_path last, or name "
-                "another folder with --run_dir"
-            )
         assert self.checkpoints is not None
+        if not overwrite:
+            self._refuse_foreign_files()
         parents = (self.checkpoints, *self.checkpoints.parents)
-        # Noted before they are made, so that discard removes these folders only.
         self._made = [folder for folder in parents if not folder.exists()]
         make_folder(self.checkpoints)
 
+        # The table comes first: of two runs that start in one folder, only one can make it.
+        try:
+            self.table.create(overwrite)
+        except FileExistsError as error:
+            raise FlsuiteError(_HOLDS_A_RUN.format(self.path)) from error
+        self._written = [self.path / name for name in _FILES]
         self.write_request(config, settings)
         (self.path / "versions.txt").write_text(_versions())
         _write_csv(self.path / "partition.csv", PARTITION_COLUMNS, partition_rows(data))
         if isinstance(data, TaskData):
             _write_csv(self.path / "tasks.csv", TASK_COLUMNS, task_rows(data))
-        self.table.create(overwrite)
 
     def write_request(self, config: dict[str, Any] | str, settings: dict[str, Any]) -> None:
         """Write ``config.yaml`` and ``settings.yaml``.
@@ -114,22 +154,28 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove what :meth:`create` made, and what loggers have put into a new folder."""
-        if self.path is None or not self._made:
+        if self.path is None or not self._written:
             return
-
         if self.path in self._made:
             shutil.rmtree(self.path, ignore_errors=True)
-        else:
-            # The folder was there before: other files in it are the user's.
-            names = ("config", "settings", "versions", "partition", "tasks", "metrics")
-            for path in self.path.iterdir():
-                if path.stem in names and path.suffix in (".yaml", ".csv", ".txt"):
-                    path.unlink()
-
+        for path in self._written:
+            path.unlink(missing_ok=True)
         for folder in self._made:
-            # A folder that still has files stays.
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+    def _refuse_foreign_files(self) -> None:
+        """Refuse a folder with another run, or with files of the user that would be replaced."""
+        assert self.path is not None
+        assert self.checkpoints is not None
+        if (self.path / "metrics.csv").exists() or (self.checkpoints / "last.ckpt").exists():
+            raise FlsuiteError(_HOLDS_A_RUN.format(self.path))
+        for name in _FILES:
+            if (self.path / name).exists():
+                raise FlsuiteError(
+                    f"{self.path} has a file {name} that is not a run's, and a run would replace "
+                    "it; name another folder with --run_dir"
+                )
 
 
 def _write_text(path: Path, text: str) -> None:

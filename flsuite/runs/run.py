@@ -4,7 +4,7 @@ import copy
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -115,6 +115,7 @@ class Run:
         self._accepting: Iterator[ClientUpdate] = iter(())
         self._best_clients: dict[int, int] = {}
         self._publishing = BackgroundTask()
+        self._saved = (0, 0.0), federation.state
         self._wall_before, self._began = 0.0, time.monotonic()
 
     # State of the run, for the round and for callbacks
@@ -254,6 +255,7 @@ class Run:
         self._publishing.wait()  # the files of the round before are about to be replaced
         written = clients.commit(self.round)
         table_size = self.folder.table.append()
+        self._saved = (self.clock.round, self.clock.seconds), self.state
         if self.folder.checkpoints is None:
             return
 
@@ -293,27 +295,38 @@ class Run:
             FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
         """
         checkpoint = self.find_checkpoint(ckpt_path)
-        if checkpoint is None:
-            # ``last`` without a checkpoint: the run was killed in its first round and starts again.
-            overwrite = ckpt_path is not None
-            self.folder.create(self.config, self.settings, self.federation.data, overwrite)
-            if self.settings.get("initial_weights"):
-                log.warning(
-                    "the model was built before, perhaps by another fit: the federation starts "
-                    "from its weights; pass a new model to start from weights that the seed decides"
-                )
-        else:
-            self._resume(checkpoint)
+        with ExitStack() as stack:
+            if checkpoint is None:
+                self._create(is_restart=ckpt_path is not None)
+            stack.enter_context(self.folder.locked())
+            if checkpoint is not None:
+                self._resume(checkpoint)
+            yield from self._running(is_resumed=checkpoint is not None)
 
+    def _create(self, is_restart: bool) -> None:
+        """Begin in a new folder, or again in that of a run that was killed in its first round."""
+        if is_restart:
+            log.info("no checkpoint in %s yet: starting with round 1", self.folder.checkpoints)
+        self.folder.create(self.config, self.settings, self.federation.data, is_restart)
+        if self.settings.get("initial_weights"):
+            log.warning(
+                "the model was built before, perhaps by another fit: the federation starts from its "
+                "weights; pass a new model to start from weights that the seed decides"
+            )
+
+    def _running(self, is_resumed: bool) -> Iterator["Run"]:
         try:
             self.notify("on_federation_start")
             self._say_if_finished()
+            # A resumed run may have more rounds. A finished one keeps the record of what it did.
+            if is_resumed and not self.finished:
+                self.folder.write_request(self.config, self.settings)
             yield self
             self._publishing.close()
             self.status = "success"
         except BaseException as error:
             self.status = "failed"
-            self.federation.clients.rollback()
+            self._roll_back()
             # Only a wrong setting, and only before the first round: a later error leaves a run to
             # resume.
             self._is_useless = isinstance(error, FlsuiteError) and not self.round
@@ -322,6 +335,13 @@ class Run:
             self._close()
         if self.options.show:
             self.summary.print(self.wall_seconds, self.folder.path)
+
+    def _roll_back(self) -> None:
+        """Go back to the last round that was saved: a half-done round has parts of two states."""
+        federation = self.federation
+        federation.clients.rollback()
+        (round, seconds), federation.state = self._saved
+        federation.clock = Clock(round, seconds)
 
     def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
         """Return the file that a request means.
@@ -340,7 +360,6 @@ class Run:
         path = folder / f"{ckpt_path}.ckpt"
         if path.exists() or ckpt_path == "best":
             return path
-        log.info("no checkpoint in %s yet: starting with the first round", folder)
         return None
 
     def existing_checkpoint(self, ckpt_path: str) -> Path:
@@ -379,6 +398,7 @@ class Run:
 
         self.federation.load_state_dict(content["federation"])
         self.summary.load_state_dict(content["summary"])
+        self._saved = (self.clock.round, self.clock.seconds), self.state
         self._wall_before, self._began = content["wall_seconds"], time.monotonic()
         self._best_clients = content["best_clients"]
         for callback in self._run_callbacks():
@@ -418,7 +438,6 @@ class Run:
             )
         content = self.restore(checkpoint, to_train=True)
         self.folder.table.resume(content["table"])
-        self.folder.write_request(self.config, self.settings)
         log.info("resumed after round %d from %s", self.round, checkpoint)
 
     def _say_if_finished(self) -> None:
@@ -438,12 +457,21 @@ class Run:
         except Exception as error:  # the run has failed already; that error is the one to raise
             log.warning("the last checkpoint was not written: %s", one_line(error))
         if self.round:
-            self.evaluator.load(self.federation.client_state(None))
-            if self.folder.checkpoints:
-                export_model(self.model, self.folder.checkpoints / "model.ckpt")
+            self._export_model()
         self.notify("on_federation_end")
         if self._is_useless:
             self.folder.discard()
+
+    def _export_model(self) -> None:
+        self.evaluator.load(self.federation.client_state(None))
+        if self.folder.checkpoints is None:
+            return
+        try:
+            export_model(self.model, self.folder.checkpoints / "model.ckpt")
+        except Exception as error:
+            if self.status == "success":
+                raise
+            log.warning("model.ckpt was not written: %s", one_line(error))
 
     def _run_callbacks(self) -> list[Callback]:
         """Return the callbacks that have a hook of the federation."""

@@ -1,8 +1,11 @@
 """The tidy table of a run."""
 
 import csv
+import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from flsuite.errors import FlsuiteError
 
 __all__ = ["COLUMNS", "MetricsTable"]
 
@@ -23,6 +26,7 @@ class MetricsTable:
         self.rows: list[Row] = []
         self._open: list[tuple[str, str, str, float]] = []
         self._written = 0
+        self._cut_at: int | None = None
 
     def create(self, overwrite: bool = False) -> None:
         """Write the header.
@@ -37,15 +41,22 @@ class MetricsTable:
     def resume(self, size: int) -> None:
         """Go on after byte ``size``.
 
-        A killed run may have written more, which is cut off.
+        A killed run may have written more. It is cut off when the first round is appended.
+
+        Raises:
+            FlsuiteError: If the file is shorter.
         """
         assert self.path is not None
-        # Rows after the checkpoint belong to a round that is done again.
-        with self.path.open("r+") as file:
-            file.truncate(size)
-        with self.path.open(newline="") as file:
-            self.rows = [_row(cells) for cells in list(csv.reader(file))[1:]]
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        if len(content) < size:
+            raise FlsuiteError(
+                f"{self.path} has {len(content)} bytes, and had {size} when the checkpoint was "
+                "written; restore the file, or start a new run"
+            )
+        lines = content[:size].decode().splitlines()
+        self.rows = [_row(cells) for cells in list(csv.reader(lines))[1:]]
         self._written = len(self.rows)
+        self._cut_at = size
 
     def note(self, scope: str, split: str, numbers: Mapping[str, float]) -> None:
         """Add numbers to the round in progress."""
@@ -69,6 +80,9 @@ class MetricsTable:
         """Write the new rows and return the size of the file in bytes."""
         if self.path is None:
             return 0
+        if self._cut_at is not None:  # rows after the checkpoint are of rounds that are done again
+            os.truncate(self.path, self._cut_at)
+            self._cut_at = None
         with self.path.open("a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerows(_cells(row) for row in self.rows[self._written :])

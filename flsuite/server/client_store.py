@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flsuite.errors import FlsuiteError
 from flsuite.files import replace_file
 from flsuite.state import nbytes, plain
 
@@ -68,7 +69,7 @@ class ClientStore:
         Raises:
             FlsuiteError: If it holds anything that a checkpoint cannot hold.
         """
-        if memory:
+        if memory or client in self:  # a memory that becomes empty must not come back
             self._fresh[client] = plain(memory, f"the memory of client {client}")
 
     def __contains__(self, client: int) -> bool:
@@ -100,6 +101,12 @@ class ClientStore:
 
     def restore(self, versions: dict[int, int]) -> None:
         """Go back to these versions, which are read from the files when they are needed."""
+        needed = {self._path(round) for round in versions.values()} if self.folder else set()
+        if missing := sorted(path for path in needed if not path.is_file()):
+            raise FlsuiteError(
+                f"{missing[0]} is missing, which holds what clients keep; restore the folder "
+                "clients of the run, or start a new run"
+            )
         self.versions = dict(versions)
         self._resident.clear()
         self._fresh = {}

@@ -1,0 +1,185 @@
+"""No fit depends on the fits that its worker has done before, and engines give the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+
+from flsuite.aggregators import Aggregator, FedAvg
+from flsuite.data import IID
+from flsuite.engines import InProcess, Processes
+from flsuite.errors import FlsuiteError
+from flsuite.models import CNN, MLP, Classifier
+from tests.conftest import classifier, digits, equal_states, trainer
+
+
+class _Freezes(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        next(pl_module.parameters()).requires_grad_(False)
+
+
+class _Clips(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.gradient_clip_val = 0.01
+
+
+class _OfClientZero(FedAvg):
+    """An algorithm whose client half changes the first client's Trainer or model."""
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        self.callback = callback
+
+    def client_callbacks(self, client: Any) -> list[Callback]:
+        return [self.callback()] if client.id == 0 else []
+
+
+class FewSteps(Classifier):
+    """Lets the first client take two steps."""
+
+    def on_train_start(self) -> None:
+        if self.trainer.train_dataloader.client == 0:
+            self.trainer.fit_loop.epoch_loop.max_steps = 2
+
+
+class Accumulates(Classifier):
+    def configure_callbacks(self) -> list[Callback]:
+        return [GradientAccumulationScheduler({0: 1, 1: 2})]
+
+
+class Collects(Classifier):
+    """Keeps the losses of an epoch in a list, as many LightningModules do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("total", torch.stack(self.losses).sum())
+        self.losses.clear()
+
+
+def fit(engine: Any, model: Any = Classifier, aggregator: Aggregator | None = None) -> Any:
+    made = trainer(rounds=2, max_epochs=2, engine=engine, aggregator=aggregator)
+    net = model(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    made.fit(net, digits(clients=4, partition=IID(), val_fraction=0.0))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("model", "aggregator"),
+    [
+        (Classifier, lambda: _OfClientZero(_Freezes)),
+        (Classifier, lambda: _OfClientZero(_Clips)),
+        (FewSteps, FedAvg),
+        (Accumulates, FedAvg),
+    ],
+    ids=["freezes", "clips", "max_steps", "accumulates"],
+)
+def test_what_one_client_changes_does_not_reach_the_next(model: Any, aggregator: Any) -> None:
+    """With four workers no client follows another in the first round."""
+    states = []
+    for engine in (InProcess(), Processes(workers=2), Processes(workers=4)):
+        made = fit(engine, model, aggregator())
+        assert not made.federation.log.failures
+        states.append(made.run.state)
+    assert equal_states(states[0], states[1]) and equal_states(states[0], states[2])
+
+
+def test_a_list_of_the_model_starts_empty_in_every_fit() -> None:
+    for engine in (InProcess(), Processes(workers=2)):
+        made = fit(engine, Collects)
+        for update in made.federation.log.updates:
+            per_epoch = update.steps / 2
+            assert update.metrics["total"] < 2.5 * per_epoch, "of one epoch, not of an aborted fit"
+
+
+def test_the_users_model_is_not_left_frozen() -> None:
+    model, made = classifier(), trainer(rounds=1, callbacks=[_Freezes()])
+    made.fit(model, digits())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+class _NormOfStart(Callback):
+    """Scales gradients by the norm of the global weights, a sum in the order of memory."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        norm = sum(value.norm() for value in self.client.global_state.values())
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(1 + 0.1 * norm)
+
+
+class NormOfStart(FedAvg):
+    def client_callbacks(self, client: Any) -> list[Callback]:
+        return [_NormOfStart(client)]
+
+
+def test_the_memory_format_of_weights_survives_the_way_to_a_worker() -> None:
+    states = []
+    for engine in (InProcess(), Processes(workers=2)):
+        made = trainer(rounds=2, engine=engine, aggregator=NormOfStart())
+        made.fit(Classifier(CNN(), lambda p: torch.optim.SGD(p, lr=0.01)), digits(clients=3))
+        states.append(made.run.state)
+    assert equal_states(*states)
+
+
+def test_a_checkpoint_callback_of_the_model_is_refused() -> None:
+    class Own(Classifier):
+        def configure_callbacks(self) -> list[Callback]:
+            return [ModelCheckpoint()]
+
+    with pytest.raises(FlsuiteError, match="ModelCheckpoint belongs to a single fit"):
+        fit(InProcess(), Own)
+
+
+class _Notes(Callback):
+    seen: list[tuple[int, int, bool]] = []
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        _Notes.seen.append((self.client.id, self.client.round, "x" in self.client.memory))
+        if self.client.round == 1:
+            self.client.memory["x"] = torch.ones(1, requires_grad=True) * 2
+        else:
+            self.client.memory.clear()
+
+
+class Forgets(FedAvg):
+    def client_callbacks(self, client: Any) -> list[Callback]:
+        return [_Notes(client)]
+
+
+def test_a_memory_that_a_client_clears_does_not_come_back() -> None:
+    _Notes.seen = []
+    trainer(rounds=3, aggregator=Forgets()).fit(classifier(), digits(clients=1, partition=IID()))
+    assert _Notes.seen == [(0, 1, False), (0, 2, True), (0, 3, False)]
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Processes(workers=2)], ids=["in_process", "two"])
+def test_a_metric_that_is_no_number_costs_the_round_this_client(engine: Any) -> None:
+    class Says(Callback):
+        def __init__(self, client: Any) -> None:
+            self.client = client
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.client.metrics["n"] = "a" if self.client.id == 1 else 1
+
+    class Talks(FedAvg):
+        def client_callbacks(self, client: Any) -> list[Callback]:
+            return [Says(client)]
+
+    made = fit(engine, aggregator=Talks())
+    (failure,) = made.federation.log.failures
+    assert failure.client == 1 and "client.metrics['n'] must be a number" in failure.reason

@@ -1,0 +1,198 @@
+"""The folder of a run is claimed by one process, and nobody's files are lost."""
+
+import multiprocessing
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flsuite.callbacks import FederationCallback, ForestProbe, RoundEarlyStopping
+from flsuite.commands.main import main
+from flsuite.errors import FederationError, FlsuiteError
+from flsuite.runs.folder import new_run_dir
+from tests.conftest import classifier, digits, trainer
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def fit(folder: Path, rounds: int = 1, ckpt_path: str | None = None, **kwargs: Any) -> Any:
+    made = trainer(rounds=rounds, run_dir=folder, **kwargs)
+    made.fit(classifier(), digits(), ckpt_path=ckpt_path)
+    return made
+
+
+def test_files_of_the_user_are_neither_replaced_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = CONFIG.read_text()
+    (tmp_path / "config.yaml").write_text(own)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as done:
+        main(["fit", "--config", "config.yaml", "--run_dir", ".", "--model.optimizer.lr", "-1"])
+    assert done.value.code == 2
+    assert "has a file config.yaml that is not a run's" in capsys.readouterr().err
+    assert (tmp_path / "config.yaml").read_text() == own
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_that_was_there_keeps_what_was_in_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FlsuiteError):
+        fit(tmp_path, callbacks=[ForestProbe()])
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_folders_of_runs_that_start_together_differ() -> None:
+    assert len({new_run_dir("name", 1).name.count("-") for _ in range(3)}) == 1
+    assert len(new_run_dir("name", 1).name.split("-")[2]) == 3, "milliseconds"
+
+
+def test_of_runs_that_start_in_one_folder_one_goes_on(tmp_path: Path) -> None:
+    ends: list[Any] = []
+
+    def run(rounds: int) -> None:
+        try:
+            ends.append(fit(tmp_path / "run", rounds).round)
+        except FlsuiteError as error:
+            ends.append(str(error))
+
+    fit(tmp_path / "warm")
+    threads = [threading.Thread(target=run, args=(n,)) for n in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(isinstance(end, str) and "already holds a run" in end for end in ends) == 1
+    rounds = yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())["rounds"]
+    assert rounds in ends, "the record is of the run that went on"
+
+
+class _Waits(FederationCallback):
+    affects = "nothing"
+
+    def __init__(self, started: Any, go_on: Any) -> None:
+        self.started, self.go_on = started, go_on
+
+    def on_round_start(self, run: Any, round: int, clients: Any) -> None:
+        if round == 2:
+            self.started.set()
+            self.go_on.wait(60)
+
+
+def test_a_run_that_is_going_on_cannot_be_resumed_beside_it(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    started, go_on = context.Event(), context.Event()
+    child = threading.Thread(
+        target=fit, args=(tmp_path, 3), kwargs={"callbacks": [_Waits(started, go_on)]}
+    )
+    child.start()
+    assert started.wait(60)
+    with pytest.raises(FlsuiteError, match="another process is writing to"):
+        fit(tmp_path, 4, "last")
+    go_on.set()
+    child.join()
+    assert fit(tmp_path, 4, "last").round == 4
+
+
+def test_fewer_rounds_leave_the_record_of_a_finished_run(tmp_path: Path) -> None:
+    fit(tmp_path, rounds=3)
+    fit(tmp_path, rounds=2, ckpt_path="last")
+    assert yaml.safe_load((tmp_path / "settings.yaml").read_text())["rounds"] == 3
+
+
+def test_a_shorter_table_is_refused_and_left_alone(tmp_path: Path) -> None:
+    fit(tmp_path, rounds=2)
+    table = tmp_path / "metrics.csv"
+    table.write_bytes(table.read_bytes()[:-13])
+    before = table.read_bytes()
+    with pytest.raises(FlsuiteError, match=r"metrics\.csv has \d+ bytes, and had \d+"):
+        fit(tmp_path, rounds=3, ckpt_path="last")
+    assert table.read_bytes() == before
+    table.unlink()
+    with pytest.raises(FlsuiteError, match=r"metrics\.csv has 0 bytes"):
+        fit(tmp_path, rounds=3, ckpt_path="last")
+    with pytest.raises(FlsuiteError, match="already holds a run"):
+        fit(tmp_path, rounds=3)
+
+
+class _Stops(FederationCallback):
+    affects = "nothing"
+
+    def __init__(self, hook: str, round: int) -> None:
+        self.hook, self.round = hook, round
+
+    def on_round_start(self, run: Any, round: int, clients: Any) -> None:
+        if (self.hook, self.round) == ("start", round):
+            raise KeyboardInterrupt
+
+    def on_round_end(self, run: Any, round: int) -> None:
+        if (self.hook, self.round) == ("end", round):
+            raise RuntimeError("boom")
+
+
+def test_going_on_from_the_best_round_keeps_the_last_one_until_a_round_is_done(
+    tmp_path: Path,
+) -> None:
+    made = trainer(rounds=6, run_dir=tmp_path, monitor="loss")
+    made.fit(classifier(lr=3.0), digits())
+    assert made.run.summary.best["round"] < 5
+    first = int(made.run.summary.best["round"]) + 1
+    stopped = trainer(
+        rounds=7, run_dir=tmp_path, monitor="loss", callbacks=[_Stops("start", first)]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        stopped.fit(classifier(lr=3.0), digits(), ckpt_path="best")
+    again = trainer(rounds=7, run_dir=tmp_path, monitor="loss")
+    again.fit(classifier(lr=3.0), digits(), ckpt_path="last")
+    assert again.round == 7
+    assert [row[0] for row in again.run.folder.table.rows if row[5] == "clients"] == [*range(1, 8)]
+
+
+def test_a_round_that_fails_after_its_aggregation_leaves_the_state_before_it(
+    tmp_path: Path,
+) -> None:
+    made = trainer(rounds=4, run_dir=tmp_path, callbacks=[_Stops("end", 3)])
+    with pytest.raises(RuntimeError, match="boom"):
+        made.fit(classifier(), digits())
+    assert made.round == 2
+    scores = made.test()[0]["accuracy"]
+    assert made.test(ckpt_path="last")[0]["accuracy"] == scores
+
+
+def test_scores_without_a_fit_are_refused_every_time(tmp_path: Path) -> None:
+    made = trainer(run_dir=tmp_path / "nowhere")
+    for model, data in ((classifier(), digits()), (None, None)):
+        with pytest.raises(FlsuiteError, match=r"no checkpoint|nothing has been fitted"):
+            made.test(model, data)
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    save = torch.save
+
+    def fail(content: Any, path: Any) -> None:
+        if content.get("federation", {}).get("round") == 2:
+            raise RuntimeError("unexpected pos 64 vs 0")
+        save(content, path)
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(FederationError, match=r"cannot write .*last\.ckpt.*free some space"):
+        fit(tmp_path, rounds=3)
+    monkeypatch.undo()
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+    assert fit(tmp_path, rounds=3, ckpt_path="last").round == 3
+
+
+def test_early_stopping_without_validation_data_is_refused() -> None:
+    made = trainer(rounds=2, callbacks=[RoundEarlyStopping()])
+    with pytest.raises(FlsuiteError, match=r"there is none: set data\.val_fraction above 0"):
+        made.fit(classifier(), digits(val_fraction=0.0))
+
+
+def test_two_early_stoppings_on_two_scores_work_together(tmp_path: Path) -> None:
+    callbacks = [RoundEarlyStopping(patience=9), RoundEarlyStopping("loss", patience=9)]
+    assert fit(tmp_path, 1, callbacks=callbacks).round == 1
+    assert fit(tmp_path, 2, "last", callbacks=callbacks).round == 2
