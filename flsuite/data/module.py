@@ -96,11 +96,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         self._split_with: dict[str, Any] = {}
         self._default_seed = 0
 
-        own = type(self).__name__
-        require_given(own, clients=clients, batch_size=batch_size)
-        require_at_least(own, 1, clients=clients, batch_size=batch_size)
-        require_at_least(own, 1, resize=resize, train_samples=train_samples)
-        require_below_one(own, val_fraction=val_fraction)
+        FederatedDataModule._check_arguments(self)
 
     @abstractmethod
     def load(self) -> PublishedSplits:
@@ -143,6 +139,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         settings = self._settings()
         before = self._split_with
         changed = {name for name in settings if settings[name] != before.get(name)}
+        if changed:
+            self._check_arguments()
 
         if self._federated is None or not changed <= _BATCH_ARGUMENTS:
             self._federated = None  # released first, so that two datasets need not fit into memory
@@ -153,6 +151,14 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
                 self._federated, batch_size=self.batch_size, augment=self.augment
             )
         self._split_with = settings
+
+    def _check_arguments(self) -> None:
+        """Refuse impossible arguments, at the start and when one has changed."""
+        own = type(self).__name__
+        require_given(own, clients=self.clients, batch_size=self.batch_size)
+        require_at_least(own, 1, clients=self.clients, batch_size=self.batch_size)
+        require_at_least(own, 1, resize=self.resize, train_samples=self.train_samples)
+        require_below_one(own, val_fraction=self.val_fraction)
 
     def train_dataloader(self) -> TrainLoader:
         """Return the training samples of all clients together, for a plain Lightning Trainer."""

@@ -64,17 +64,7 @@ class TaskSequence(FederatedDataModule):
         self.rounds_per_task = rounds_per_task
         self.arrangement: Arrangement = arrangement
 
-        own = "TaskSequence"
-        require_at_least(own, 1, tasks=tasks, classes_per_task=classes_per_task)
-        require_one_of(own, get_args(Arrangement), arrangement=arrangement)
-        lengths = self._lengths()
-        if len(lengths) != tasks:
-            raise FlsuiteError(
-                f"{own}: rounds_per_task has {len(lengths)} numbers for {tasks} tasks; "
-                "give one number per task, or one number for all"
-            )
-        for length in lengths:
-            require_at_least(own, 1, rounds_per_task=length)
+        self._check_arguments()
 
     @property
     def clients(self) -> int:
@@ -93,6 +83,20 @@ class TaskSequence(FederatedDataModule):
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
         self.data.batch_size = batch_size
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        own = "TaskSequence"
+        require_at_least(own, 1, tasks=self.tasks, classes_per_task=self.classes_per_task)
+        require_one_of(own, get_args(Arrangement), arrangement=self.arrangement)
+        lengths = self._lengths()
+        if len(lengths) != self.tasks:
+            raise FlsuiteError(
+                f"{own}: rounds_per_task has {len(lengths)} numbers for {self.tasks} tasks; "
+                "give one number per task, or one number for all"
+            )
+        for length in lengths:
+            require_at_least(own, 1, rounds_per_task=length)
 
     def load(self) -> PublishedSplits:
         return self.data.load()

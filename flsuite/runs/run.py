@@ -310,8 +310,8 @@ class Run:
         self.folder.create(self.config, self.settings, self.federation.data, is_restart)
         if self.settings.get("initial_weights"):
             log.warning(
-                "the model was built before, perhaps by another fit: the federation starts from its "
-                "weights; pass a new model to start from weights that the seed decides"
+                "the model was built before, perhaps by another fit: the federation starts from "
+                "its weights; pass a new model to start from weights that the seed decides"
             )
 
     def _running(self, is_resumed: bool) -> Iterator["Run"]:

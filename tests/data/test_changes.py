@@ -17,7 +17,8 @@ from flsuite.data import (
     Synthetic,
     TaskSequence,
 )
-from tests.conftest import classifier, trainer
+from flsuite.errors import FlsuiteError
+from tests.conftest import classifier, digits, trainer
 from tests.data.test_module import Images
 
 
@@ -203,3 +204,22 @@ def test_the_sequence_is_split_again_if_only_the_wrapped_seed_changes() -> None:
     before = made(module)
     module.use_seed(2)
     assert not equal(made(module), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("val_fraction", 1.5), ("batch_size", 0), ("clients", 0), ("batch_size", None)],
+)
+def test_a_changed_argument_is_checked_again(name: str, value: Any) -> None:
+    module = digits()
+    module.setup()
+    setattr(module, name, value)
+    with pytest.raises(FlsuiteError, match=rf"Digits: {name} must be"):
+        module.setup()
+
+
+def test_a_changed_arrangement_is_checked_again() -> None:
+    module = TaskSequence(digits(partition=IID()), tasks=2, classes_per_task=2, rounds_per_task=1)
+    module.arrangement = "disjiont"  # type: ignore[assignment]
+    with pytest.raises(FlsuiteError, match="TaskSequence: arrangement must be one of"):
+        module.setup()
