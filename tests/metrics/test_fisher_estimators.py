@@ -326,3 +326,26 @@ def test_the_flow_never_needs_the_gradient_of_a_single_sample(
         names = [name for name, _ in model.named_parameters() if name.startswith("flow.")]
         batches = [(torch.randn(n, 5), torch.arange(n) % 3) for n in (8, 8, 1)]
         assert fisher_diagonal(model, names, batches, "exact").keys() == set(names)
+
+
+def test_tied_weights_have_one_fisher_under_each_of_their_names() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+        def log_likelihood(self, batch: tuple[Tensor, ...]) -> Tensor:
+            return self.b(self.a(batch[0]).tanh()).square().sum(1)
+
+    torch.manual_seed(0)
+    model, batches = Tied(), [(torch.randn(6, 4),) for _ in range(2)]
+    names = ["a.weight", "a.bias", "b.weight", "b.bias"]
+    by_hand = torch.zeros(4, 4)
+    for x in torch.cat([batch[0] for batch in batches]):
+        model.zero_grad()
+        model.log_likelihood((x[None],)).sum().backward()
+        by_hand += model.a.weight.grad.square() / 12
+    fisher = fisher_diagonal(model, names, batches, "exact")
+    assert torch.equal(fisher["a.weight"], fisher["b.weight"])
+    torch.testing.assert_close(fisher["a.weight"], by_hand)
