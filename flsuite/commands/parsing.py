@@ -19,6 +19,8 @@ _NOISE = re.compile(
     r"(Does not validate|Subtypes:|Errors:|Given value|Got value|usage:"
     r"|Expected a <class 'NoneType'>|Expected a path but)"
 )
+_ABSTRACT = re.compile(r"Expected an instantiatable class, but (flsuite[\w.]*)\.(\w+) is abstract")
+_REQUIRED = re.compile(r"the following arguments are required: (.+)")
 _NESTED = re.compile(r"[a-z_.]+: there is no ")  # a nested parser has said where already
 _KEY = re.compile(r'Parser key "([^"]+)":?')
 
@@ -57,6 +59,11 @@ def essence(message: str) -> str:
         if line and not _NOISE.match(line):
             reasons.append(line)
 
+    # A class was found, and lacks an argument: the other readings are of no interest.
+    lacking = [found[1] for reason in reasons if (found := _REQUIRED.match(reason))]
+    if lacking and path:
+        return f"{'.'.join(path)}: set {lacking[0]} too; it has no default"
+
     expected = [reason for reason in reasons if reason.startswith("Expected a")]
     # Several readings were possible: all are named. Otherwise the last reason is the most specific.
     text = _readable(
@@ -75,6 +82,9 @@ def essence(message: str) -> str:
 def _readable(reason: str) -> str:
     if found := re.match(r"Option '([^']+)' is not accepted", reason):
         return f"there is no key {found[1]!r} here"
+    if found := _ABSTRACT.match(reason):
+        known = sorted(cls.__name__ for cls in _concrete(found[1], found[2]))
+        return f"name the class before its keys; there are: {', '.join(known)}"
     return reason if len(reason) <= 400 else reason[:397] + "..."
 
 

@@ -85,7 +85,7 @@ class RunFolder:
         Raises:
             FlsuiteError: If another process writes to it.
         """
-        if self.path is None or fcntl is None:
+        if self.path is None or fcntl is None or not self.path.is_dir():
             yield
             return
         descriptor = os.open(self.path, os.O_RDONLY)

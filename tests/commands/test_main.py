@@ -103,7 +103,7 @@ def score(folder: Path, split: str, metric: str, round: int) -> float:
 
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     date, _, seed = finished.name.rpartition("-")
-    assert time.strptime(date, "%Y%m%d-%H%M%S") and seed == "1"
+    assert time.strptime(date, "%Y%m%d-%H%M%S-%f") and seed == "1"
     assert {str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file()} == {
         "config.yaml",
         "settings.yaml",
@@ -492,3 +492,19 @@ def test_the_command_itself_prints_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "flsuite: error: trainer: rounds must be at least 1, got 0\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--trainer.logger", "CSVLogger"], "trainer.logger: set save_dir too"),
+        (["--trainer.lr_decay.rounds", "3"], "trainer.lr_decay: name the class before its keys"),
+    ],
+)
+def test_a_class_that_is_half_given_is_named(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["fit", "--config", QUICKSTART, *arguments])
+    assert done.value.code == 2
+    assert words in capsys.readouterr().err
