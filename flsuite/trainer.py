@@ -99,7 +99,8 @@ class FederatedTrainer(Trainer):
             callbacks=with_defaults(callbacks, enable_progress_bar),
             enable_checkpointing=False,
             enable_progress_bar=False,
-            **{**kwargs, "enable_model_summary": False},
+            enable_model_summary=False,
+            **kwargs,
         )
         if self.world_size > 1:
             raise FlsuiteError(

@@ -140,6 +140,8 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
     # -1 is Lightning's way to write no limit.
     require_at_least("trainer", 1, accumulate_grad_batches=kwargs.get("accumulate_grad_batches"))
+    if "enable_model_summary" in kwargs:
+        raise FlsuiteError("trainer: enable_model_summary has no effect in a federation; remove it")
     if kwargs.get("profiler") is not None:
         raise FlsuiteError(
             "trainer: profiler would report every client's fit; leave it out, or profile one fit "
