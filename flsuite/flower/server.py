@@ -48,6 +48,7 @@ def serve(
             run.evaluate()
             run.record()
             run.folder.table.append()
+            run.settle()
             last = run.summary.last
             is_scored = last.get("round") == run.round
             return MetricRecord({k: float(v) for k, v in last.items()}) if is_scored else None

@@ -255,7 +255,7 @@ class Run:
         self._publishing.wait()  # the files of the round before are about to be replaced
         written = clients.commit(self.round)
         table_size = self.folder.table.append()
-        self._saved = (self.clock.round, self.clock.seconds), self.state
+        self.settle()
         if self.folder.checkpoints is None:
             return
 
@@ -281,6 +281,10 @@ class Run:
             clients.remove_unused(*used)
 
         self._publishing.start(publish)
+
+    def settle(self) -> None:
+        """Make this round the one that the run goes back to if a later one fails."""
+        self._saved = (self.clock.round, self.clock.seconds), self.state
 
     # Opening, resuming and closing
 
@@ -398,7 +402,7 @@ class Run:
 
         self.federation.load_state_dict(content["federation"])
         self.summary.load_state_dict(content["summary"])
-        self._saved = (self.clock.round, self.clock.seconds), self.state
+        self.settle()
         self._wall_before, self._began = content["wall_seconds"], time.monotonic()
         self._best_clients = content["best_clients"]
         for callback in self._run_callbacks():
