@@ -125,7 +125,7 @@ def _without_open(node: Any) -> Any:
 
 
 def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield path and value of each setting; a class comes before its parameters."""
+    """Yield path and value of each setting, with a class before its parameters."""
     if isinstance(node, Mapping) and "class_path" in node:
         yield path, _Class(node["class_path"])
         for key, value in (node.get("init_args") or {}).items():
@@ -142,7 +142,7 @@ def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _names(items: Sequence[Any]) -> list[str]:
-    """Return a name per item, its class where it has one; later ones of a class are numbered."""
+    """Return a name per item: its class where it has one, numbered from the second on."""
     names: list[str] = []
     for item in items:
         path = item.get("class_path", "") if isinstance(item, Mapping) else ""

@@ -9,7 +9,7 @@ _MOST_CLIENTS = 200
 
 
 def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
-    """Draw classes against clients; the area of a dot is the number of samples.
+    """Draw classes against clients, with dots whose area is the number of samples.
 
     The bars above are the samples per client.
 

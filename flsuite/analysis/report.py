@@ -28,7 +28,7 @@ _DOWN = ("loss", "nll", "kl", "reconstruction", "forgetting", "flow_nll")
 
 
 def lower_is_better(metric: str) -> bool | None:
-    """Return whether low values of a score are good; ``None`` if that is not known.
+    """Return whether low values of a score are good, or ``None`` if that is not known.
 
     Without it no round can be called the best.
     """
@@ -39,7 +39,7 @@ def lower_is_better(metric: str) -> bool | None:
 
 
 def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dict[str, float]:
-    """Return the test scores of one run; empty if it has no such score.
+    """Return the test scores of one run, or nothing if it has no such score.
 
     Args:
         table: The metrics of the run.

@@ -47,7 +47,7 @@ class Site:
         self.engine.start(trainer.worker_setup(self.run))
 
     def train(self, message: Message, context: Context) -> Message:
-        """Fit one client; the answer is its update, or an error with the reason.
+        """Fit one client, and answer with its update or with the reason why there is none.
 
         Raises:
             FlsuiteError: If the request is for another client or another model.
@@ -108,7 +108,7 @@ class Site:
 
 
 def _recall(context: Context) -> dict[str, Any]:
-    """Return what the client kept in this run; Flower may hand on the state of another run."""
+    """Return what the client kept in this run, and nothing that it kept in another one."""
     if _MEMORY not in context.state:
         return {}
     kept = unpack(_MEMORY, context.state)

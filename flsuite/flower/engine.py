@@ -131,7 +131,7 @@ class NodeEvaluator(Evaluator):
     def scores(
         self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
     ) -> Scores:
-        """Combine the scores of these clients; empty unless all of them were asked."""
+        """Combine the scores of these clients, or return nothing unless all of them were asked."""
         if not self.asked.issuperset(clients):
             log.warning(
                 "round %d: not scored on %s data: nodes are asked for scores before callbacks can "

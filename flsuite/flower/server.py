@@ -42,7 +42,7 @@ def serve(
         strategy = FlowerStrategy(run)
 
         def close_round(round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            """Score and record a round; Flower calls this after every round, and once before."""
+            """Score and record a round, except before the first one, when Flower calls this too."""
             if round == 0 or strategy.idle:
                 return None
             run.evaluate()

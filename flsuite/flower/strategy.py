@@ -65,7 +65,7 @@ class FlowerStrategy(Strategy):
         *args: Any,
         **kwargs: Any,
     ) -> Result:
-        """Run Flower's own loop of rounds; a second start goes on where the first ended."""
+        """Run Flower's own loop of rounds, from where an earlier start ended."""
         self.run.rounds = self.run.round + num_rounds
         return super().start(grid, initial_arrays, num_rounds, *args, **kwargs)
 

@@ -51,7 +51,7 @@ _PACKAGES = (
 
 
 def new_run_dir(name: str, seed: int, parent: str | Path = "runs") -> Path:
-    """Return ``runs/<name>/<time>-<seed>``; the time has milliseconds, so that runs do not meet."""
+    """Return ``runs/<name>/<time>-<seed>``, with milliseconds, so that two runs do not meet."""
     now = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now % 1 * 1000):03d}"
     return Path(parent) / name / f"{stamp}-{seed}"
@@ -80,7 +80,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from writing to this run; the lock goes with the process.
+        """Keep other processes from writing to this run, until this one ends.
 
         Raises:
             FlsuiteError: If another process writes to it.

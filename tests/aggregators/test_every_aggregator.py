@@ -23,6 +23,7 @@ from federations import (
     table_model,
     update,
 )
+from lightning.pytorch import Callback
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import (
@@ -167,7 +168,8 @@ def test_the_client_half_needs_no_memory(make: Callable[[], Aggregator]) -> None
     aggregator = configured(make(), "w")
     del aggregator.memory
     client = ClientContext(0, 1, 1, torch.ones(1), {"w": torch.zeros(1)}, {}, {})
-    aggregator.client_callbacks(client)
+    callbacks = aggregator.client_callbacks(client)
+    assert all(isinstance(callback, Callback) for callback in callbacks)
 
 
 @pytest.mark.parametrize("make", EVERY)
