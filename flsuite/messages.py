@@ -68,12 +68,15 @@ class FitRequest:
         assignment: The client that trains, and how much.
         broadcast: The version of the global model to start from.
         memory: What the client has kept from its earlier rounds.
+        repeat: Fits that the client has started from the same version before. Each has randomness
+            of its own.
     """
 
     number: int
     assignment: FitAssignment
     broadcast: Broadcast
     memory: dict[str, Any]
+    repeat: int = 0
 
     def failure(
         self, reason: str, details: str = "", before_first_step: bool = False
@@ -128,8 +131,11 @@ class ClientUpdate:
         bytes_up: Bytes sent, tensors in their own dtype.
         bytes_down: Bytes received.
         seconds: Wall time of the fit.
+        number: Number of the fit in the run. The server sets it.
         staleness: Aggregations between the version it started from and its arrival. The server sets
             it, to 0 in a synchronous round.
+        base: The shared state that the client started from. The server sets it. Without staleness
+            it is the global state. It must not be changed.
     """
 
     client: int
@@ -143,7 +149,9 @@ class ClientUpdate:
     bytes_up: int = 0
     bytes_down: int = 0
     seconds: float = 0.0
+    number: int = 0
     staleness: int = 0
+    base: State = field(default_factory=dict)
 
     def fault(self, state: State, extras: dict[str, Any] | None = None) -> str | None:
         """Return why this update must not reach the aggregator, or ``None`` if it may.
@@ -168,8 +176,11 @@ class ClientUpdate:
         return None
 
     def without_tensors(self) -> "ClientUpdate":
-        """Return a copy without state and extras, for the record."""
-        return replace(self, state={}, extras={})
+        """Return a copy without tensors, for the record.
+
+        It shares ``metrics``, so that an aggregator can still add the weight that it gives.
+        """
+        return replace(self, state={}, extras={}, base={})
 
 
 @dataclass
@@ -197,6 +208,7 @@ class ClientFailure:
         details: The traceback, where there is one.
         before_first_step: Whether the client's code raised before its first step. If all clients
             fail in this way, a setting is the reason.
+        number: Number of the fit in the run. The server sets it.
     """
 
     client: int
@@ -204,6 +216,7 @@ class ClientFailure:
     reason: str
     details: str = ""
     before_first_step: bool = False
+    number: int = 0
 
 
 Outcome = ClientResult | ClientFailure

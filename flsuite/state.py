@@ -44,11 +44,13 @@ class StateLayout:
             entries of the shared state are buffers.
         clients: Number of clients, whether they take part or not.
         groups: Parameter names of each group that the model declares.
+        samples: Training samples of all clients.
     """
 
     parameters: tuple[str, ...]
     clients: int
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    samples: int = 0
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -28,6 +28,10 @@ class Aggregator(ABC):
             declares.
         pooled: Whether one fit on the data of all clients replaces the clients' fits. Then nothing
             stays with a client.
+        accepts_stale: Whether updates may come from clients that started from an older version of
+            the global model. The server half must then read ``update.base`` or mix with the global
+            state: a mean of stale models would replace it. The federation refuses an asynchronous
+            schedule for an aggregator that does not accept stale updates.
         memory: State of the server half from one round to the next: nested dicts of tensors and
             numbers. The checkpoint stores it, and no other attribute.
         metrics: Numbers about the current round, for the log. It is empty at the start of each
@@ -37,6 +41,7 @@ class Aggregator(ABC):
 
     private: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
+    accepts_stale: ClassVar[bool] = False
     layout: StateLayout
     memory: dict[str, Any]
     metrics: dict[str, float]

@@ -68,8 +68,9 @@ class Federation:
         # Entries that predictions do not read leave the model the same for all clients.
         self.personal = any(not matches(name, model.training_only) for name in private)
         self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
-        schedule.configure(data.train_index.lengths().tolist(), seed)
-        aggregator.configure(_layout(model, self.state, data.clients))
+        sizes = data.train_index.lengths().tolist()
+        schedule.configure(sizes, seed)
+        aggregator.configure(_layout(model, self.state, sizes))
         # After configure, which tells the aggregator what travels.
         self._expected_extras = aggregator.expected_extras(self.state)
 
@@ -240,7 +241,7 @@ def _refuse_unused_patterns(model: ClientModel) -> None:
             )
 
 
-def _layout(model: ClientModel, state: State, clients: int) -> StateLayout:
+def _layout(model: ClientModel, state: State, sizes: list[int]) -> StateLayout:
     # Tied weights travel under each of their names, as the state dict has them.
     named = model.named_parameters(remove_duplicate=False)
     parameters = tuple(name for name, _ in named if name in state)
@@ -248,4 +249,4 @@ def _layout(model: ClientModel, state: State, clients: int) -> StateLayout:
         group: tuple(name for name in parameters if matches(name, patterns))
         for group, patterns in model.parameter_groups.items()
     }
-    return StateLayout(parameters, clients, groups)
+    return StateLayout(parameters, len(sizes), groups, samples=sum(sizes))
