@@ -12,17 +12,22 @@ from lightning.pytorch.loggers import Logger
 from flsuite.aggregators import Aggregator, FedAvg
 from flsuite.callbacks.defaults import with_defaults
 from flsuite.client.lr_decay import LRDecay
-from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, client_half
+from flsuite.client.setup import (
+    Buffers,
+    WorkerSetup,
+    client_arguments,
+    client_half,
+    fit_samples,
+)
 from flsuite.client.trainer import quiet_lightning
-from flsuite.data.module import FederatedDataModule
 from flsuite.engines.base import Engine
 from flsuite.engines.in_process import InProcess
-from flsuite.errors import FlsuiteError, require_at_least, require_instance, require_one_of
+from flsuite.errors import FlsuiteError, require_at_least, require_one_of
 from flsuite.metrics import HIGHER_IS_BETTER
-from flsuite.models.base import ClientModel
-from flsuite.random import seed_process
+from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.predictions import predict
+from flsuite.runs.preparation import make_ready
 from flsuite.runs.run import Run, RunOptions
 from flsuite.runs.settings import describe_chosen, run_settings
 from flsuite.runs.summary import print_scores
@@ -30,6 +35,7 @@ from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.client_store import ClientStore
 from flsuite.server.evaluation import GLOBAL, Evaluator, Split
 from flsuite.server.federation import Federation
+from flsuite.server.version_store import VersionStore
 
 __all__ = ["FederatedTrainer"]
 
@@ -45,13 +51,15 @@ class FederatedTrainer(Trainer):
     (:class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
 
     Args:
-        rounds: Rounds of the federation.
+        rounds: Rounds of the federation. Default: 10, or no limit where another one is given.
         aggregator: The algorithm. Default: FedAvg weighted by samples.
         schedule: Who trains when. Default: all clients in every round.
         engine: Where clients train. Default: in this process.
         max_epochs: Local epochs per fit.
         evaluate_every: Rounds between two evaluations. The last round is always evaluated.
         monitor: The score on validation data that picks the best round.
+        max_virtual_seconds: Limit of virtual time. The run ends with the round that reaches it.
+        max_client_updates: Limit of aggregated client updates, for comparisons at equal work.
         score_clients: Clients that are scored one by one, always the first ones, so that rounds can
             be compared. The last round scores all clients too, as ``all_clients/...``.
         buffers: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
@@ -66,13 +74,15 @@ class FederatedTrainer(Trainer):
 
     def __init__(
         self,
-        rounds: int = 10,
+        rounds: int | None = None,
         aggregator: Aggregator | None = None,
         schedule: Schedule | None = None,
         engine: Engine | None = None,
         max_epochs: int = 1,
         evaluate_every: int = 1,
         monitor: str = "accuracy",
+        max_virtual_seconds: float | None = None,
+        max_client_updates: int | None = None,
         score_clients: int = 100,
         buffers: Buffers = "average",
         keep_optimizers: bool = False,
@@ -86,7 +96,8 @@ class FederatedTrainer(Trainer):
         enable_progress_bar: bool = True,
         **kwargs: Any,
     ) -> None:
-        require_at_least("trainer", 1, rounds=rounds, max_epochs=max_epochs)
+        budget = Budget.of(rounds, max_virtual_seconds, max_client_updates)
+        require_at_least("trainer", 1, max_epochs=max_epochs)
         require_at_least("trainer", 1, evaluate_every=evaluate_every, score_clients=score_clients)
         require_one_of("trainer", HIGHER_IS_BETTER, monitor=monitor)
         require_one_of("trainer", get_args(Buffers), buffers=buffers)
@@ -117,7 +128,7 @@ class FederatedTrainer(Trainer):
         self.writes = enable_checkpointing
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
-            rounds, seed, evaluate_every, monitor, score_clients, lr_decay, enable_progress_bar
+            budget, seed, evaluate_every, monitor, score_clients, lr_decay, enable_progress_bar
         )
         self.config: str | None = None
         self.run: Run | None = None
@@ -144,7 +155,7 @@ class FederatedTrainer(Trainer):
                 # 2. They train, wherever the engine runs.
                 self.engine.submit(run.requests(starting))
                 # 3. Whose updates arrive next, by the virtual clock. Faulty ones are left out.
-                updates = run.accept(self.schedule.arrivals(self.engine, run.clock))
+                updates = run.accept(self.schedule.arrivals(self.engine, run.clock, run.requests))
                 # 4. The updates become the next version of the global model.
                 run.advance(self.aggregator.aggregate(run.state, updates))
                 # 5. The new version is scored, logged and written to disk.
@@ -213,27 +224,18 @@ class FederatedTrainer(Trainer):
         Raises:
             FlsuiteError: If the request cannot be met.
         """
-        require_instance("fit", ClientModel, model=model)
-        require_instance("fit", FederatedDataModule, datamodule=datamodule)
-        assert isinstance(model, ClientModel) and isinstance(datamodule, FederatedDataModule)
         options, seed = self.options, self.options.seed
-        datamodule.use_seed(seed)
-        datamodule.setup("fit")
+        model, datamodule, own_weights = make_ready(model, datamodule, seed, self.channels_last)
         data = datamodule.federated
-        # Before the model is built: a model without a spec has no weights yet.
-        own_weights = model.spec is not None
-        seed_process(seed, "model")
-        model.ensure_built(data.spec)
-        if self.channels_last:
-            model.to_channels_last()
 
         name = f"{type(datamodule).__name__}-{type(self.aggregator).__name__}".lower()
         path = (self.run_dir or new_run_dir(name, seed)) if self.writes else None
         folder = RunFolder(path)
         clients = ClientStore(folder.path / "clients" if folder.path else None)
-        federation = Federation(
-            model, data, self.aggregator, self.schedule, self.buffers, clients, seed
-        )
+        versions = VersionStore(folder.path / "in_flight" if folder.path else None)
+        samples = fit_samples(self.client_kwargs, data.batch_size, model.extra_epochs)
+        chosen = self.aggregator, self.schedule, self.buffers
+        federation = Federation(model, data, *chosen, clients, seed, versions, samples)
         device, precision = self.strategy.root_device, self.precision_plugin.forward_context
         evaluator = Evaluator(model, data, device, precision)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]

@@ -58,10 +58,11 @@ class TaskMatrix(FederationCallback):
         if run.round == 0:
             self.matrix = self.row(run, data)[:, None]
 
-        if run.rounds < data.starts[-1]:
+        rounds = run.budget.rounds
+        if rounds is not None and rounds < data.starts[-1]:
             log.warning(
                 "trainer.rounds is %d, and the last task begins with round %d: it is never learned",
-                run.rounds,
+                rounds,
                 data.starts[-1],
             )
 

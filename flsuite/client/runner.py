@@ -88,8 +88,9 @@ class ClientRunner:
             memory=copy.deepcopy(request.memory.get("algorithm", {})),
         )
 
-        # Before anything draws: the fit depends on the seed, the round and the client alone.
-        seed_process(setup.seed, "fit", client.round, client.id)
+        # Before anything draws: the fit depends on the seed, the round, the client and the repeat.
+        stream = f"fit/{request.repeat}" if request.repeat else "fit"
+        seed_process(setup.seed, stream, client.round, client.id)
         self._swap_in(broadcast.state, request.memory.get("model", {}))
         if view.stage is not None:
             self.model.begin_task(view.stage.task, view.stage.seen, view.stage.past)
@@ -107,7 +108,9 @@ class ClientRunner:
         trainer, data = self._rewound_trainer(callbacks)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         view = data.at(broadcast.round)
-        loader = view.loader(client.id, setup.seed, client.round, assignment.batches)
+        loader = view.loader(
+            client.id, setup.seed, client.round, assignment.batches, request.repeat
+        )
         trainer.fit(self.model, loader)
 
         shared, private = split(self.model.state_dict(), self.private)

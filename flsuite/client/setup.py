@@ -1,7 +1,7 @@
 """The setup that a worker receives once, before its first fit."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from flsuite.aggregators import Aggregator
 from flsuite.client.loop import implements
 from flsuite.client.lr_decay import LRDecay
 from flsuite.data.federated import FederatedData
+from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.models.base import ClientModel
 from flsuite.state import State
@@ -22,6 +23,7 @@ __all__ = [
     "buffer_names",
     "client_arguments",
     "client_half",
+    "fit_samples",
     "has_lightning_hooks",
     "private_patterns",
     "refuse_callbacks",
@@ -152,6 +154,36 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if kwargs.get("max_steps") not in (None, -1):
         require_at_least("trainer", 1, max_steps=kwargs["max_steps"])
     return {name: value for name, value in kwargs.items() if name not in _NOT_OF_A_FIT}
+
+
+def fit_samples(
+    trainer_kwargs: Mapping[str, Any], batch_size: int, extra_epochs: int = 0
+) -> Callable[[int], int]:
+    """Return a function from a client's training samples to those that one fit processes.
+
+    Args:
+        trainer_kwargs: Arguments of each client's Lightning Trainer.
+        batch_size: Samples per batch.
+        extra_epochs: Warm-up epochs of the model.
+    """
+    epochs = (trainer_kwargs.get("max_epochs") or 1) + extra_epochs
+    limit = trainer_kwargs.get("limit_train_batches")
+    steps = trainer_kwargs.get("max_steps")
+
+    def processed(samples: int) -> int:
+        per_epoch = samples
+        if limit is not None:
+            batches = len(batch_bounds(samples, batch_size))
+            # As Lightning reads it: a share of the batches, or their number.
+            most = int(batches * limit) if isinstance(limit, float) else limit
+            per_epoch = min(samples, most * batch_size)
+        total = epochs * per_epoch
+        if steps in (None, -1):
+            return total
+        per_step = batch_size * (trainer_kwargs.get("accumulate_grad_batches") or 1)
+        return min(total, steps * per_step)
+
+    return processed
 
 
 def buffer_names(model: LightningModule) -> Sequence[str]:

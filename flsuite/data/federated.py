@@ -102,12 +102,15 @@ class FederatedData:
         x = self.scaling(self.train.x[rows])
         return (x if self.augment is None else self.augment(x, generator)), self.train.y[rows]
 
-    def loader(self, client: int, seed: int, round: int, batches: int | None = None) -> TrainLoader:
+    def loader(
+        self, client: int, seed: int, round: int, batches: int | None = None, repeat: int = 0
+    ) -> TrainLoader:
         """Return the training batches of a client in a round.
 
-        ``batches`` is their number per epoch. Default: one pass over the samples.
+        ``batches`` is their number per epoch. Default: one pass over the samples. ``repeat`` counts
+        the fits that the client has started from the same version before.
         """
-        return TrainLoader(self, client, seed, round, batches)
+        return TrainLoader(self, client, seed, round, batches, repeat)
 
     def validation(self) -> DataSplit | None:
         """Return the global validation split.

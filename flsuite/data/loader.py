@@ -51,6 +51,8 @@ class TrainLoader:
         round: The round, counted from 1.
         batches: Batches per epoch. Default: one pass over the samples. A number above that
             continues with a new order after each pass.
+        repeat: Fits that the client has started from the same version before, whose batches have
+            other orders.
         epoch: The number of the next epoch, from 0.
     """
 
@@ -59,6 +61,7 @@ class TrainLoader:
     seed: int
     round: int
     batches: int | None = None
+    repeat: int = 0
     epoch: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +78,8 @@ class TrainLoader:
     def __iter__(self) -> Iterator[Batch]:
         # The seed contains the epoch, so a resumed run has the same batches as one never stopped.
         epoch, self.epoch = self.epoch, self.epoch + 1
-        generator = torch_generator(self.seed, f"batches/{epoch}", self.round, self.client)
+        stream = f"batches/{epoch}/{self.repeat}" if self.repeat else f"batches/{epoch}"
+        generator = torch_generator(self.seed, stream, self.round, self.client)
 
         left = self._length
         while left > 0:

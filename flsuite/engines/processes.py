@@ -159,7 +159,8 @@ class Processes(Engine):
             if worker.broadcast is not request.broadcast:
                 send(worker.connection, request.broadcast)
                 worker.broadcast = request.broadcast
-            send(worker.connection, (request.number, request.assignment, request.memory))
+            order = (request.number, request.assignment, request.memory, request.repeat)
+            send(worker.connection, order)
 
     def _arm(self, worker: _Worker) -> None:
         """Kill the worker if it does not answer in time, even if it hangs while it sends."""

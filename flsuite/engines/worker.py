@@ -46,8 +46,9 @@ def serve(
     """Answer requests until the other side closes the connection.
 
     Args:
-        connection: Brings a :class:`Broadcast` or ``(number, assignment, memory)``. The first
-            answer is :class:`Ready`. The answer to every request is its outcome, or :class:`Fatal`.
+        connection: Brings a :class:`Broadcast` or ``(number, assignment, memory, repeat)``. The
+            first answer is :class:`Ready`. The answer to every request is its outcome, or
+            :class:`Fatal`.
         descriptor, head, places: The setup, as :func:`~flsuite.engines.wire.dump_shared` wrote it.
         threads: Threads of torch.
     """
@@ -85,9 +86,9 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
             # It holds for all requests that follow, until the next one.
             continue
 
-        number, assignment, memory = message
+        number, assignment, memory, repeat = message
         assert broadcast is not None, "a request came before its broadcast"
-        request = FitRequest(number, assignment, broadcast, memory)
+        request = FitRequest(number, assignment, broadcast, memory, repeat)
         outcome = runner.run(request)
         try:
             send(connection, outcome)

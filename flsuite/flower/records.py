@@ -104,7 +104,7 @@ def read_update(records: RecordDict) -> ClientUpdate:
     """
     rest = unpack("update", records)
     names = ("client", "round", "samples", "steps", "bytes_up", "bytes_down")
-    numbers = {name: int(rest[name]) for name in names}
+    numbers: dict[str, Any] = {name: int(rest[name]) for name in names}
     metrics = numbers_in(records.metric_records[METRICS])
     metrics.pop(SAMPLES, None)
     if not isinstance(rest["class_counts"], Tensor) or not isinstance(rest["extras"], dict):

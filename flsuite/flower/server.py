@@ -5,6 +5,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flsuite.data.module import FederatedDataModule
+from flsuite.errors import FlsuiteError
 from flsuite.flower.strategy import FlowerStrategy
 from flsuite.models.base import ClientModel
 from flsuite.trainer import FederatedTrainer
@@ -38,6 +39,8 @@ def serve(
         FederationError: If a round fails.
     """
     run = trainer.prepare(model, datamodule)
+    if run.budget.rounds is None:
+        raise FlsuiteError("under Flower the number of rounds must be given: set trainer.rounds")
     with run.opened():
         strategy = FlowerStrategy(run)
 
@@ -56,7 +59,7 @@ def serve(
         return strategy.start(
             grid,
             strategy.initial_arrays(),
-            num_rounds=run.rounds,
+            num_rounds=run.budget.rounds,
             timeout=timeout,
             evaluate_fn=close_round,
         )

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -32,7 +33,8 @@ class FlowerStrategy(Strategy):
         run: The run, before its first round; its private parts then lie on the nodes.
 
     Raises:
-        FlsuiteError: If the algorithm pools the clients' data, which no node holds.
+        FlsuiteError: If the algorithm pools the clients' data, which no node holds, or the
+            schedule is not that of plain rounds.
     """
 
     def __init__(self, run: Run) -> None:
@@ -41,6 +43,11 @@ class FlowerStrategy(Strategy):
             raise FlsuiteError(
                 f"{type(federation.aggregator).__name__} trains on everybody's data, which no node "
                 "of Flower holds"
+            )
+        if federation.schedule.is_asynchronous or federation.schedule.may_lose:
+            raise FlsuiteError(
+                "under Flower rounds are synchronous, and nodes come and go by themselves: set "
+                "trainer.schedule to Synchronous without availability, over_selection and deadline"
             )
         federation.clients = NodeStore(federation.personal)
         self.node_evaluator = NodeEvaluator(run.evaluator)
@@ -66,7 +73,7 @@ class FlowerStrategy(Strategy):
         **kwargs: Any,
     ) -> Result:
         """Run Flower's own loop of rounds, from where an earlier start ended."""
-        self.run.rounds = self.run.round + num_rounds
+        self.run.budget = replace(self.run.budget, rounds=self.run.round + num_rounds)
         return super().start(grid, initial_arrays, num_rounds, *args, **kwargs)
 
     def summary(self) -> None:
@@ -112,7 +119,8 @@ class FlowerStrategy(Strategy):
             return None, None
         run, aggregator = self.run, self.federation.aggregator
         self.engine.deliver(replies)
-        updates = run.accept(self.federation.schedule.arrivals(self.engine, run.clock))
+        schedule = self.federation.schedule
+        updates = run.accept(schedule.arrivals(self.engine, run.clock, run.requests))
         run.advance(aggregator.aggregate(run.state, updates))
 
         totals = dict(self.federation.log.metrics())[GLOBAL]

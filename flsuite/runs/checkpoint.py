@@ -23,7 +23,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:

@@ -18,7 +18,7 @@ from flsuite.data.task_data import TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.files import atomic_save, make_folder
 from flsuite.runs.partition import PARTITION_COLUMNS, TASK_COLUMNS, partition_rows, task_rows
-from flsuite.runs.table import MetricsTable
+from flsuite.runs.table import MetricsTable, TimelineTable
 
 try:
     import fcntl
@@ -34,6 +34,7 @@ _FILES = (
     "partition.csv",
     "tasks.csv",
     "metrics.csv",
+    "timeline.csv",
 )
 _HOLDS_A_RUN = (
     "{} already holds a run: resume it with --ckpt_path last, or name another folder with --run_dir"
@@ -65,11 +66,13 @@ class RunFolder:
 
     Attributes:
         table: The metrics.
+        timeline: Who trained when.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.table = MetricsTable(path / "metrics.csv" if path else None)
+        self.timeline = TimelineTable(path / "timeline.csv" if path else None)
         self._made: list[Path] = []
         self._written: list[Path] = []
 
@@ -77,6 +80,11 @@ class RunFolder:
     def checkpoints(self) -> Path | None:
         """Return the folder of the checkpoints, or ``None`` if nothing is written."""
         return self.path / "checkpoints" if self.path else None
+
+    @property
+    def tables(self) -> list[Path]:
+        """Return the files that grow from round to round."""
+        return [path for path in (self.table.path, self.timeline.path) if path]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -133,6 +141,7 @@ class RunFolder:
             self.table.create(overwrite)
         except FileExistsError as error:
             raise FlsuiteError(_HOLDS_A_RUN.format(self.path)) from error
+        self.timeline.create(overwrite=True)
         self._written = [self.path / name for name in _FILES]
         self.write_request(config, settings)
         (self.path / "versions.txt").write_text(_versions())

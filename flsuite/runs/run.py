@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import BackgroundTask
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.models.base import ClientModel
+from flsuite.runs.budget import Budget
 from flsuite.runs.checkpoint import (
     export_model,
     load_checkpoint,
@@ -29,7 +30,8 @@ from flsuite.runs.checkpoint import (
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.scoring import score_round
 from flsuite.runs.summary import RunSummary
-from flsuite.schedules import Clock
+from flsuite.runs.timeline import timeline_rows
+from flsuite.schedules import Clock, Fit
 from flsuite.server.evaluation import GLOBAL, Evaluator, Scores, Split
 from flsuite.server.federation import Federation
 from flsuite.state import State
@@ -47,7 +49,8 @@ _HOOKS = (
     "on_round_recorded",
     "on_federation_end",
 )
-_MAY_DIFFER = ("rounds", "stopping", "initial_weights")  # settings that a resumed run may change
+# Settings that a resumed run may change.
+_MAY_DIFFER = (*vars(Budget()), "stopping", "initial_weights")
 _DECIDE_SCORES = ("seed", "model", "data", "buffers", "aggregator")  # of a given state
 
 Status = Literal["running", "success", "failed"]
@@ -57,7 +60,7 @@ Status = Literal["running", "success", "failed"]
 class RunOptions:
     """The options of a run beside training, see :class:`~flsuite.FederatedTrainer`."""
 
-    rounds: int
+    budget: Budget
     seed: int
     evaluate_every: int = 1
     monitor: str = "accuracy"
@@ -81,7 +84,7 @@ class Run:
         loggers: Lightning loggers.
 
     Attributes:
-        rounds: Number of rounds that the run is to have.
+        budget: How long the run lasts.
         summary: The scores of the last round and of the picked round.
         status: ``running``, then ``success`` or ``failed``.
     """
@@ -101,7 +104,7 @@ class Run:
         self.evaluator = evaluator
         self.folder = folder
         self.options = options
-        self.rounds = options.rounds
+        self.budget = options.budget
         self.settings = settings
         self.config = config
         self.callbacks = list(callbacks)
@@ -115,7 +118,8 @@ class Run:
         self._accepting: Iterator[ClientUpdate] = iter(())
         self._best_clients: dict[int, int] = {}
         self._publishing = BackgroundTask()
-        self._saved = (0, 0.0), federation.state
+        self._announced = 0  # the last round whose start callbacks know of
+        self._saved = replace(federation.clock), federation.state
         self._wall_before, self._began = 0.0, time.monotonic()
 
     # State of the run, for the round and for callbacks
@@ -128,11 +132,11 @@ class Run:
     @property
     def finished(self) -> bool:
         """Return whether the run ends with the round in progress."""
-        return self.round >= self.rounds or self._is_stopping
+        return self._is_stopping or self.budget.is_spent(self.clock)
 
     @property
     def clock(self) -> Clock:
-        """Return rounds done and virtual seconds."""
+        """Return rounds done, virtual seconds, client updates and bytes."""
         return self.federation.clock
 
     @property
@@ -192,10 +196,16 @@ class Run:
 
     # One round: the steps of FederatedTrainer.fit
 
-    def requests(self, starting: Sequence[int]) -> list[FitRequest]:
-        """Return the fits of the clients that start now."""
-        self.notify("on_round_start", self.round + 1, starting)
-        return self.federation.requests(starting, self.lightning_callbacks())
+    def requests(self, starting: Sequence[Fit]) -> list[FitRequest]:
+        """Return the requests of fits that start now.
+
+        Callbacks are notified of the first ones of a round.
+        """
+        if self._announced <= self.round:
+            self._announced = self.round + 1
+            clients = [fit.client for fit in starting if fit.version == self.round]
+            self.notify("on_round_start", self.round + 1, clients)
+        return self.federation.requests(starting, self.lightning_callbacks)
 
     def accept(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
         """Return the updates that may reach the aggregator, in the order of the outcomes.
@@ -232,13 +242,15 @@ class Run:
         federation, table = self.federation, self.folder.table
         for scope, numbers in federation.log.metrics():
             table.note(scope, "train", numbers)
+        table.note(GLOBAL, "train", federation.schedule.numbers())
+        self.folder.timeline.add(timeline_rows(federation))
         if self.options.lr_decay:
             self.log_metric("lr_factor", self.options.lr_decay.factor(self.round))
         if stage := self.data.stage:
             self.log_metric("task", stage.task)
 
         self.summary.count_bytes(federation.log.updates)
-        named = table.close_round(self.round, self.clock.seconds, self.wall_seconds)
+        named = table.close_round(self.clock, self.wall_seconds)
         of_test = {k.removeprefix("test/"): v for k, v in named.items() if k.startswith("test/")}
         self.summary.note(self.round, of_test)
         self.notify("on_round_recorded", self.round, named)
@@ -251,10 +263,11 @@ class Run:
         Raises:
             FlsuiteError: If the checkpoint could not be read again.
         """
-        clients = self.federation.clients
+        clients, versions = self.federation.clients, self.federation.versions
+        in_flight = self.federation.versions_in_flight
         self._publishing.wait()  # the files of the round before are about to be replaced
-        written = clients.commit(self.round)
-        table_size = self.folder.table.append()
+        written = [*clients.commit(self.round), *versions.commit(in_flight)]
+        sizes = {"table": self.folder.table.append(), "timeline": self.folder.timeline.append()}
         self.settle()
         if self.folder.checkpoints is None:
             return
@@ -269,22 +282,23 @@ class Run:
             "summary": self.summary.state_dict(),
             "best_clients": self._best_clients,
             "wall_seconds": self.wall_seconds,
-            "table": table_size,
+            **sizes,
         }
         path = write_checkpoint(content, self.folder.checkpoints)
         # A kill before the rename leaves the old checkpoint, whose files must still be there.
-        needed = [*written, *([self.folder.table.path] if self.folder.table.path else [])]
+        needed = [*written, *self.folder.tables]
         used, is_best = (dict(clients.versions), dict(self._best_clients)), self._improved
 
         def publish() -> None:
             publish_checkpoint(path, is_best, needed)
             clients.remove_unused(*used)
+            versions.remove_unused(in_flight)
 
         self._publishing.start(publish)
 
     def settle(self) -> None:
         """Make this round the one that the run goes back to if a later one fails."""
-        self._saved = (self.clock.round, self.clock.seconds), self.state
+        self._saved = replace(self.clock), self.state
 
     # Opening, resuming and closing
 
@@ -344,8 +358,8 @@ class Run:
         """Go back to the last round that was saved: a half-done round has parts of two states."""
         federation = self.federation
         federation.clients.rollback()
-        (round, seconds), federation.state = self._saved
-        federation.clock = Clock(round, seconds)
+        clock, federation.state = self._saved
+        federation.clock = replace(clock)
 
     def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
         """Return the file that a request means.
@@ -441,18 +455,20 @@ class Run:
                 f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}"
             )
         content = self.restore(checkpoint, to_train=True)
+        self.federation.versions.restore(self.federation.versions_in_flight)
         self.folder.table.resume(content["table"])
+        self.folder.timeline.resume(content["timeline"])
         log.info("resumed after round %d from %s", self.round, checkpoint)
 
     def _say_if_finished(self) -> None:
-        if self.finished:
-            log.warning(
-                "nothing to train: the run is finished after round %d; raise trainer.rounds (now "
-                "%d)%s to extend it",
-                self.round,
-                self.rounds,
-                ", or the patience of the callback that stops it," if self._is_stopping else "",
-            )
+        if not self.finished:
+            return
+        log.warning(
+            "nothing to train: the run is finished after round %d; raise %s%s to extend it",
+            self.round,
+            self.budget,
+            ", or the patience of the callback that stops it," if self._is_stopping else "",
+        )
 
     def _close(self) -> None:
         """Leave the global model in the resident model and on disk, and notify callbacks."""

@@ -53,9 +53,9 @@ def run_settings(
             setting. Weights that the seed decides are not.
         others: Further settings by name.
     """
-    plain_options = {name: value for name, value in vars(options).items() if name != "show"}
+    named = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
     return {
-        **describe(plain_options),
+        **describe({**vars(options.budget), **named}),
         "model": describe(model),
         "data": describe_data(data),
         **describe(others),

@@ -1,14 +1,22 @@
 """The interface of a schedule."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 from flsuite.engines.base import Engine
-from flsuite.messages import Outcome
+from flsuite.messages import FitRequest, Outcome
 from flsuite.schedules.clock import Clock
+from flsuite.schedules.fit import Fit
+from flsuite.schedules.speeds import Work
 
-__all__ = ["Schedule"]
+__all__ = ["MakeRequests", "MakeWork", "Schedule"]
+
+MakeRequests = Callable[[Sequence[Fit]], list[FitRequest]]
+"""Turns fits into requests, see :meth:`flsuite.runs.run.Run.requests`."""
+
+MakeWork = Callable[[int, int, float], Work]
+"""Returns the work of a fit, given the client, the number of the fit and its start."""
 
 
 class Schedule(ABC):
@@ -18,10 +26,19 @@ class Schedule(ABC):
     synchronous round starts a cohort and waits for all of it. An asynchronous schedule starts a
     client where another one has come back, and waits for the next outcome, or the next few, by the
     virtual clock. Neither depends on the engine or on the order in which fits finish.
+
+    Attributes:
+        is_asynchronous: Whether clients may come back to a newer version than they started from.
+        is_virtual: Whether the times are known without training.
+        may_lose: Whether a client that starts may never come back.
+        ended: Fits that have ended since the round began, in their order.
+        in_flight: Fits that have started and not ended.
     """
 
+    is_asynchronous: ClassVar[bool] = False
+
     @abstractmethod
-    def configure(self, sizes: Sequence[int], seed: int) -> None:
+    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         """Prepare for a run.
 
         It is called once before the first round.
@@ -29,21 +46,51 @@ class Schedule(ABC):
         Args:
             sizes: Training samples of each client.
             seed: The run's seed.
+            work: Returns the work of a fit. Default: one pass over the samples, and no bytes.
 
         Raises:
-            FlsuiteError: If the settings select no client.
+            FlsuiteError: If the settings cannot be met with these clients.
+        """
+
+    @property
+    def is_virtual(self) -> bool:
+        return False
+
+    @property
+    def may_lose(self) -> bool:
+        return False
+
+    @property
+    def ended(self) -> Sequence[Fit]:
+        return ()
+
+    @property
+    def in_flight(self) -> Sequence[Fit]:
+        return ()
+
+    @abstractmethod
+    def start(self, clock: Clock) -> list[Fit]:
+        """Return the fits to be trained that start now, from the current version.
+
+        They are ascending by client. A client that is known to drop out is not among them: it does
+        not have to train. After a resume, the first call returns the fits in flight too.
         """
 
     @abstractmethod
-    def start(self, clock: Clock) -> list[int]:
-        """Return the clients that start training now, from the current version, ascending."""
-
-    @abstractmethod
-    def arrivals(self, engine: Engine, clock: Clock) -> Iterator[Outcome]:
+    def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
         """Yield the outcomes that the next aggregation waits for, in their order.
 
-        At the end, the clock is at the virtual time of the last arrival.
+        At the end, the clock is at the virtual time of the aggregation.
+
+        Args:
+            engine: Trains the clients.
+            clock: It is moved on from event to event.
+            requests: Returns the requests of clients that start in between.
         """
+
+    def numbers(self) -> dict[str, float]:
+        """Return numbers about the round in progress, for the log."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must be known to resume, as plain data."""

@@ -1,46 +1,93 @@
 """Rounds in lockstep: a cohort is drawn, all of it trains, and the server waits for the last."""
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from flsuite.engines.base import Engine
-from flsuite.errors import FlsuiteError, require_one_of, require_positive
+from flsuite.errors import (
+    FederationError,
+    FlsuiteError,
+    require_at_least,
+    require_one_of,
+    require_positive,
+)
 from flsuite.messages import ClientResult, Outcome
-from flsuite.random import numpy_generator
-from flsuite.schedules.base import Schedule
+from flsuite.schedules.availability import Availability
+from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
 from flsuite.schedules.clock import Clock
+from flsuite.schedules.fit import Fit
+from flsuite.schedules.launcher import Launcher
+from flsuite.schedules.speeds import Measured, Speeds
 
 __all__ = ["Synchronous"]
 
 Sampling = Literal["uniform", "size"]
 
+_MOST_EMPTY_COHORTS = 1000  # in a row, after which no client can be expected to come back
+
 
 class Synchronous(Schedule):
     """McMahan et al. 2017, algorithm 1: a random cohort per round, drawn without replacement.
+
+    A round takes as long as its slowest client. Over-selection and a deadline are those of Bonawitz
+    et al. 2019, Towards Federated Learning at Scale, arXiv:1902.01046, section 2: the round starts
+    more clients than it needs, takes the first ones, and leaves out the others.
 
     Args:
         participation: Share of the clients in (0, 1] as a float, or their number as an integer. A
             share is rounded to the nearest number.
         sampling: ``uniform``, or ``size`` with probabilities in proportion to the clients' training
             samples.
+        over_selection: Clients that start, as a multiple of those that the round waits for. The
+            paper starts 1.3 times as many.
+        deadline: Virtual seconds after which a round ends with the updates that it has. Default: it
+            waits for all.
+        speeds: How long fits take on the virtual clock. Default: as long as on this machine.
+        availability: Which clients can train, and which drop out. Default: all clients, always.
     """
 
-    def __init__(self, participation: int | float = 1.0, sampling: Sampling = "uniform") -> None:
+    def __init__(
+        self,
+        participation: int | float = 1.0,
+        sampling: Sampling = "uniform",
+        over_selection: float = 1.0,
+        deadline: float | None = None,
+        speeds: Speeds | None = None,
+        availability: Availability | None = None,
+    ) -> None:
         self.participation = participation
         self.sampling = sampling
-        require_positive("Synchronous", participation=participation)
+        self.over_selection = over_selection
+        self.deadline = deadline
+        self.speeds = speeds
+        self.availability = availability
+        require_positive("Synchronous", participation=participation, deadline=deadline)
+        require_at_least("Synchronous", 1, over_selection=over_selection)
         require_one_of("Synchronous", get_args(Sampling), sampling=sampling)
         if isinstance(participation, float) and participation > 1:
             raise FlsuiteError(
                 f"Synchronous: participation as a share must be at most 1.0, got {participation}; "
                 "write a number of clients as an integer"
             )
+        if not self.is_virtual and (over_selection > 1 or deadline is not None):
+            raise FlsuiteError(
+                "Synchronous: over_selection and deadline need times that do not depend on the "
+                "machine; set schedule.speeds, for example to Stragglers"
+            )
 
-    def configure(self, sizes: Sequence[int], seed: int) -> None:
-        self._sizes = np.asarray(sizes, dtype=np.float64)
-        self._seed = seed
+    @property
+    def is_virtual(self) -> bool:
+        return not isinstance(self.speeds, Measured | None)
+
+    @property
+    def may_lose(self) -> bool:
+        is_limited = self.over_selection > 1 or self.deadline is not None
+        return is_limited or self.availability is not None
+
+    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         clients = len(sizes)
         # Rounded half up. round() would round 0.5 and 2.5 to an even number.
         share_as_number = int(self.participation * clients + 0.5)
@@ -53,29 +100,137 @@ class Synchronous(Schedule):
                 f"Synchronous: participation {self.participation} of {clients} clients comes to "
                 f"{self._number} clients; {remedy}"
             )
+        started = self._started_number()
+        if started > clients:
+            raise FlsuiteError(
+                f"Synchronous: over_selection {self.over_selection} starts {started} clients, and "
+                f"there are {clients}; lower it, or lower participation"
+            )
 
-    def start(self, clock: Clock) -> list[int]:
-        """Draw the cohort of the next round, as a function of the seed and the round alone."""
-        clients = len(self._sizes)
-        if self._number == clients:
-            return list(range(clients))
+        self._weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
+        self._launcher = Launcher(self.speeds or Measured(), self.availability)
+        self._launcher.configure(sizes, seed, work)
+        self._cohort: list[Fit] = []
+        self._ended: list[Fit] = []
+        self._round = -1
 
-        # A generator of its own per round, so that a resumed run draws the same cohorts.
-        rng = numpy_generator(self._seed, "cohort", clock.round + 1)
-        weights = self._sizes / self._sizes.sum() if self.sampling == "size" else None
-        return sorted(rng.choice(clients, self._number, replace=False, p=weights).tolist())
+    @property
+    def ended(self) -> Sequence[Fit]:
+        return self._ended
 
-    def arrivals(self, engine: Engine, clock: Clock) -> Iterator[Outcome]:
-        """Yield all outcomes in the order of submission.
+    @property
+    def in_flight(self) -> Sequence[Fit]:
+        return self._cohort
 
-        A round takes as long as its slowest client.
+    def start(self, clock: Clock) -> list[Fit]:
+        """Draw the next cohort, and return those whose updates the round will take.
+
+        The cohort is a function of the seed and the round alone, unless a cohort of this round has
+        been lost as a whole.
         """
-        slowest = 0.0
+        if clock.round != self._round:
+            self._round, self._ended = clock.round, []
+        clients = self._launcher.draw(self._started_number(), clock, weights=self._weights)
+        self._cohort = [self._launcher.launch(client, clock) for client in clients]
+        return self._taken(clock.seconds)
+
+    def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
+        """Yield the outcomes in the order of the clients, whoever finishes first.
+
+        A cohort without any update, because all of it has dropped out or was late, is followed by
+        another one.
+        """
+        lost = 0
+        while not engine.pending:
+            self._end_lost_cohort(clock)
+            lost += 1
+            if lost > _MOST_EMPTY_COHORTS:
+                raise FederationError(
+                    f"round {clock.round + 1}: no client of {lost} cohorts came back; raise "
+                    "schedule.deadline, or lower the dropout of schedule.availability"
+                )
+            engine.submit(requests(self.start(clock)))
+
+        measured = 0.0
         # Not in the order in which fits finish: results must not depend on the engine.
         for number in engine.pending:
             outcome = engine.collect(number)
             if isinstance(outcome, ClientResult):
-                slowest = max(slowest, outcome.update.seconds)
+                measured = max(measured, outcome.update.seconds)
+                self._note_measured(number, outcome.update.seconds)
             yield outcome
+        self._end_round(clock, measured)
+
+    def numbers(self) -> dict[str, float]:
+        if not self.may_lose:
+            return {}
+        outcomes = [fit.outcome for fit in self._ended]
+        return {name: float(outcomes.count(name)) for name in ("dropped", "late")}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._launcher.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._launcher.load_state_dict(state)
+        self._cohort, self._ended, self._round = [], [], -1
+
+    def _started_number(self) -> int:
+        """Return how many clients a round starts."""
+        return int(self._number * self.over_selection + 0.5)
+
+    def _taken(self, now: float) -> list[Fit]:
+        """Decide which updates the round takes, and when it ends."""
+        arriving = [fit for fit in self._cohort if fit.outcome == "arrived"]
+        self._ends: float | None = None
+        if not self.is_virtual:
+            return arriving
+
+        # The first ones by the clock. Ties go to the lower number of the client.
+        deadline = math.inf if self.deadline is None else now + self.deadline
+        in_time = [fit for fit in arriving if _end(fit) <= deadline]
+        first = sorted(in_time, key=lambda fit: (_end(fit), fit.client))[: self._number]
+
+        # With enough updates the round is over. Otherwise it waits until nobody is left.
+        last = max((_end(fit) for fit in self._cohort), default=now)
+        is_enough = len(first) == self._number
+        self._ends = _end(first[-1]) if is_enough else min(last, deadline)
+        taken = {fit.number for fit in first}
+        for fit in arriving:
+            fit.outcome = "arrived" if fit.number in taken else "late"
+        return [fit for fit in arriving if fit.number in taken]
+
+    def _note_measured(self, number: int, seconds: float) -> None:
+        """Set the end of a fit whose seconds were not known before."""
+        for fit in self._cohort:
+            if fit.number == number and fit.ended is None:
+                fit.ended = fit.started + seconds
+
+    def _end_round(self, clock: Clock, measured: float) -> None:
         # All clients train at the same time, each on a machine of its own.
-        clock.seconds += slowest
+        clock.seconds = clock.seconds + measured if self._ends is None else self._ends
+        for fit in self._cohort:
+            if fit.ended is None:  # the seconds of a fit that failed are not known
+                fit.ended = clock.seconds
+            # Nobody waits for what has not ended by now.
+            if fit.outcome == "late" or fit.ended > clock.seconds:
+                fit.ended, fit.outcome = clock.seconds, "late"
+        self._ended += sorted(self._cohort, key=lambda fit: (_end(fit), fit.client))
+        self._cohort = []
+
+    def _end_lost_cohort(self, clock: Clock) -> None:
+        """End a cohort without any update, or wait until a client is available."""
+        if self._cohort:
+            self._end_round(clock, measured=0.0)
+            return
+        appears = self._launcher.availability.next_start(clock.seconds)
+        if appears is None:
+            raise FederationError(
+                f"round {clock.round + 1}: no client is available from virtual second "
+                f"{clock.seconds:g} on; give schedule.availability a longer trace or a period, or "
+                "limit the run with trainer.max_virtual_seconds"
+            )
+        clock.seconds = appears
+
+
+def _end(fit: Fit) -> float:
+    return math.inf if fit.ended is None else fit.ended

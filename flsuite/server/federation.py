@@ -1,10 +1,9 @@
 """The federation: its state, and the step from one version of the global model to the next."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
-
-from lightning.pytorch import Callback
 
 from flsuite.aggregators import Aggregator
 from flsuite.client.setup import Buffers, buffer_names, private_patterns
@@ -12,10 +11,11 @@ from flsuite.data.federated import FederatedData
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Outcome
 from flsuite.models.base import ClientModel
-from flsuite.schedules import Clock, Schedule
+from flsuite.schedules import Clock, Fit, Schedule, Work
 from flsuite.server.client_store import ClientStore
 from flsuite.server.round_log import RoundLog
-from flsuite.state import State, StateLayout, clone, matches, mismatch, non_finite, split
+from flsuite.server.version_store import CopyCallbacks, VersionStore
+from flsuite.state import State, StateLayout, clone, matches, mismatch, nbytes, non_finite, split
 
 __all__ = ["Federation"]
 
@@ -33,9 +33,12 @@ class Federation:
         buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         clients: What clients keep between their rounds.
         seed: The run's seed.
+        versions: The older versions that clients in flight started from. Default: in memory.
+        fit_samples: Returns the samples that a fit processes, given those of the client. Default:
+            one pass.
 
     Attributes:
-        clock: Rounds done, and virtual seconds.
+        clock: Rounds done, virtual seconds, client updates and bytes.
         state: The shared part of the global model.
         initial: Entries for which a fit has no other value, see
             :class:`~flsuite.client.setup.WorkerSetup`.
@@ -52,15 +55,19 @@ class Federation:
         buffers: Buffers,
         clients: ClientStore,
         seed: int,
+        versions: VersionStore | None = None,
+        fit_samples: Callable[[int], int] = int,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
         self.schedule = schedule
         self.clients = clients
         self.seed = seed
+        self.versions = versions or VersionStore(None)
         self.clock = Clock()
         self.log = RoundLog()
-        self._requests = 0
+        self._fit_samples = fit_samples
+        self._started: dict[int, tuple[int, Broadcast]] = {}
 
         _refuse_unused_patterns(model)
         whole = clone(model.state_dict())
@@ -69,7 +76,8 @@ class Federation:
         self.personal = any(not matches(name, model.training_only) for name in private)
         self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
         sizes = data.train_index.lengths().tolist()
-        schedule.configure(sizes, seed)
+        _refuse_stale(aggregator, schedule)
+        schedule.configure(sizes, seed, self.work)
         aggregator.configure(_layout(model, self.state, sizes))
         # After configure, which tells the aggregator what travels.
         self._expected_extras = aggregator.expected_extras(self.state)
@@ -96,40 +104,49 @@ class Federation:
         # The shared part last: it overrides the initial values of entries that travel.
         return {**self.initial, **private, **self.state}
 
-    def requests(
-        self, starting: Sequence[int], callbacks: tuple[Callback, ...] = ()
-    ) -> list[FitRequest]:
-        """Return the fits of the clients that start now, from the current version.
+    def work(self, client: int, number: int, started: float) -> Work:
+        """Return the work of a fit that starts from the current version."""
+        self.begin_round()
+        samples = self._fit_samples(self.data.at(self.round + 1).samples(client))
+        return Work(client, number, started, samples, *self._traffic)
 
-        Args:
-            starting: The clients, ascending.
-            callbacks: The user's Lightning callbacks, as every fit is to see them.
-        """
-        round = self.round + 1
-        self.log = RoundLog()
+    def begin_round(self) -> None:
+        """Begin the record of the next round, unless it has begun."""
+        if self.log.round == self.round + 1:
+            return
+        self.log = RoundLog(self.round + 1, self.schedule.is_asynchronous)
         # The same dict: what the aggregator notes during the round is in the log of the round.
         self.aggregator.metrics = self.log.server
+        self._extras = self.aggregator.broadcast()
+        size = nbytes(self.state)
+        self._traffic = size + nbytes(self._extras), size + nbytes(self._expected_extras)
 
-        broadcast = Broadcast(round, self.state, self.aggregator.broadcast(), callbacks)
-        data = self.data.at(round)
-        plan = self.aggregator.plan(starting, [data.batches(client) for client in starting])
-        # Numbers go on through the run, so that a late outcome is never taken for another
-        # request's.
-        first, self._requests = self._requests, self._requests + len(plan)
-        return [
-            FitRequest(
-                number, assignment, broadcast, self.clients.request_memory(assignment.client)
-            )
-            for number, assignment in enumerate(plan, start=first)
-        ]
+    def requests(
+        self, starting: Sequence[Fit], callbacks: CopyCallbacks = tuple
+    ) -> list[FitRequest]:
+        """Return the requests of fits that start now.
+
+        Args:
+            starting: The fits. Those that were in flight before a resume start from an older
+                version.
+            callbacks: Returns the user's Lightning callbacks, as every fit is to see them.
+        """
+        self.begin_round()
+        requests: list[FitRequest] = []
+        for version, fits in groupby(starting, key=lambda fit: fit.version):
+            requests += self._requests(list(fits), self._broadcast(version, callbacks))
+        return requests
 
     def accept(self, outcome: Outcome) -> Outcome:
         """Check an outcome and record it.
 
         A faulty update becomes a failure, which names the client and the reason in the log.
         """
+        sender = outcome.update if isinstance(outcome, ClientResult) else outcome
+        number, broadcast = self._started.pop(sender.client)
         outcome = self.check(outcome)
         if isinstance(outcome, ClientFailure):
+            outcome.number = number
             self.log.failures.append(outcome)
             log.warning(
                 "round %d: client %d failed: %s", outcome.round, outcome.client, outcome.reason
@@ -137,10 +154,14 @@ class Federation:
             log.debug("%s", outcome.details)
             return outcome
 
+        update = outcome.update
         # 0 in a synchronous round, which is still in progress when its updates arrive.
-        outcome.update.staleness = self.round + 1 - outcome.update.round
-        self.clients[outcome.update.client] = outcome.memory
-        self.log.updates.append(outcome.update.without_tensors())
+        update.staleness = self.round - (broadcast.round - 1)
+        update.number, update.base = number, broadcast.state
+        self.clients[update.client] = outcome.memory
+        self.clock.client_updates += 1
+        self.clock.bytes += update.bytes_up + update.bytes_down
+        self.log.updates.append(update.without_tensors())
         return outcome
 
     def check(self, outcome: Outcome) -> Outcome:
@@ -200,9 +221,7 @@ class Federation:
     def state_dict(self) -> dict[str, Any]:
         """Return all that is needed to go on from here, except what clients keep."""
         return {
-            "round": self.clock.round,
-            "virtual_seconds": self.clock.seconds,
-            "requests": self._requests,
+            "clock": dict(vars(self.clock)),
             "state": self.state,
             "initial": self.initial,
             "aggregator": self.aggregator.state_dict(),
@@ -212,18 +231,60 @@ class Federation:
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self.clock = Clock(content["round"], content["virtual_seconds"])
-        self._requests = content["requests"]
+        self.clock = Clock(**content["clock"])
+        self.log, self._started = RoundLog(), {}
         self.state = content["state"]
         self.initial = content["initial"]
         self.aggregator.load_state_dict(content["aggregator"])
         self.schedule.load_state_dict(content["schedule"])
         self.clients.restore(content["clients"])
 
+    @property
+    def versions_in_flight(self) -> set[int]:
+        """Return the versions that clients in flight have started from."""
+        return {fit.version for fit in self.schedule.in_flight if fit.outcome == "arrived"}
+
+    def _requests(self, fits: list[Fit], broadcast: Broadcast) -> list[FitRequest]:
+        """Return the requests of fits that start from one version."""
+        data = self.data.at(broadcast.round)
+        clients = [fit.client for fit in fits]
+        plan = self.aggregator.plan(clients, [data.batches(client) for client in clients])
+        if not self.aggregator.pooled and [planned.client for planned in plan] != clients:
+            raise FlsuiteError(
+                f"{type(self.aggregator).__name__}.plan must return one fit per client, in their "
+                "order; only an aggregator with pooled = True may replace them"
+            )
+
+        requests = []
+        for fit, assignment in zip(fits, plan, strict=False):  # one fit stands for a pooled cohort
+            self._started[assignment.client] = fit.number, broadcast
+            memory = self.clients.request_memory(assignment.client)
+            requests.append(FitRequest(fit.number, assignment, broadcast, memory, fit.repeat))
+        return requests
+
+    def _broadcast(self, version: int, callbacks: CopyCallbacks) -> Broadcast:
+        """Return what clients that start from a version receive, the same object for all."""
+        broadcast = self.versions.get(version, callbacks)
+        if broadcast is None:
+            assert version == self.round, f"version {version} is not kept"
+            broadcast = Broadcast(version + 1, self.state, self._extras, callbacks())
+            self.versions.add(broadcast)
+        return broadcast
+
 
 def _private_fault(result: ClientResult) -> str | None:
     name = non_finite(result.memory.get("model", {}))
     return None if name is None else f"its private entry {name} is not finite"
+
+
+def _refuse_stale(aggregator: Aggregator, schedule: Schedule) -> None:
+    """Refuse an algorithm that would take a stale update for a fresh one."""
+    if schedule.is_asynchronous and not aggregator.accepts_stale:
+        raise FlsuiteError(
+            f"{type(aggregator).__name__} needs updates of the current version of the global "
+            f"model, and {type(schedule).__name__} brings stale ones; set trainer.aggregator to "
+            "FedBuff or FedAsync, or trainer.schedule to Synchronous"
+        )
 
 
 def _refuse_unused_patterns(model: ClientModel) -> None:

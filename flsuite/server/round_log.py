@@ -13,11 +13,15 @@ class RoundLog:
     """The record of one round, without tensors.
 
     Attributes:
+        round: The round, counted from 1. 0 is before the first one.
+        is_asynchronous: Whether the staleness of updates belongs to the record.
         updates: The accepted updates, without state and extras.
         failures: Clients that failed or were refused.
         server: Numbers that the aggregator has noted.
     """
 
+    round: int = 0
+    is_asynchronous: bool = False
     updates: list[ClientUpdate] = field(default_factory=list)
     failures: list[ClientFailure] = field(default_factory=list)
     server: dict[str, float] = field(default_factory=dict)
@@ -31,7 +35,8 @@ class RoundLog:
         for update in self.updates:
             sizes = {"samples": update.samples, "steps": update.steps, "seconds": update.seconds}
             traffic = {"bytes_up": update.bytes_up, "bytes_down": update.bytes_down}
-            yield str(update.client), {**update.metrics, **sizes, **traffic}
+            staleness = {"staleness": update.staleness} if self.is_asynchronous else {}
+            yield str(update.client), {**update.metrics, **sizes, **traffic, **staleness}
 
         means = {}
         for name in sorted({name for update in self.updates for name in update.metrics}):
@@ -44,4 +49,11 @@ class RoundLog:
             for name in ("bytes_up", "bytes_down", "steps")
         }
         counts = {"clients": len(self.updates), "failed": len(self.failures)}
-        yield "global", {**means, **self.server, **totals, **counts}
+        yield "global", {**means, **self.server, **totals, **counts, **self._staleness()}
+
+    def _staleness(self) -> dict[str, float]:
+        """Return mean and largest staleness, where clients come back to newer versions."""
+        ages = [update.staleness for update in self.updates]
+        if not self.is_asynchronous or not ages:
+            return {}
+        return {"staleness": sum(ages) / len(ages), "staleness_max": float(max(ages))}

@@ -1,0 +1,55 @@
+"""How long a run lasts."""
+
+from dataclasses import dataclass
+
+from flsuite.errors import require_at_least, require_positive
+from flsuite.schedules import Clock
+
+__all__ = ["Budget"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limits of a run, which ends with the first round that reaches one of them.
+
+    Attributes:
+        rounds: Rounds.
+        max_virtual_seconds: Virtual seconds.
+        max_client_updates: Aggregated client updates.
+    """
+
+    rounds: int | None = None
+    max_virtual_seconds: float | None = None
+    max_client_updates: int | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            "trainer", 1, rounds=self.rounds, max_client_updates=self.max_client_updates
+        )
+        require_positive("trainer", max_virtual_seconds=self.max_virtual_seconds)
+
+    @classmethod
+    def of(cls, rounds: int | None, seconds: float | None, updates: int | None) -> "Budget":
+        """Return these limits, and 10 rounds where none is given."""
+        is_open = rounds is None and seconds is None and updates is None
+        return cls(10 if is_open else rounds, seconds, updates)
+
+    def is_spent(self, clock: Clock) -> bool:
+        """Return whether a limit is reached."""
+        return any(limit is not None and spent >= limit for spent, limit in self._pairs(clock))
+
+    def share(self, clock: Clock) -> float:
+        """Return the share that is spent of the limit that comes first, in [0, 1]."""
+        shares = [spent / limit for spent, limit in self._pairs(clock) if limit is not None]
+        return min(max(shares, default=0.0), 1.0)
+
+    def __str__(self) -> str:
+        given = {name: limit for name, limit in vars(self).items() if limit is not None}
+        return ", ".join(f"trainer.{name} (now {limit:g})" for name, limit in given.items())
+
+    def _pairs(self, clock: Clock) -> list[tuple[float, float | None]]:
+        return [
+            (clock.round, self.rounds),
+            (clock.seconds, self.max_virtual_seconds),
+            (clock.client_updates, self.max_client_updates),
+        ]

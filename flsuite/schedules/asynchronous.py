@@ -1,0 +1,222 @@
+"""Clients that train at their own pace: a new one starts where another one has come back."""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from flsuite.engines.base import Engine
+from flsuite.errors import FederationError, FlsuiteError, require_at_least, require_positive
+from flsuite.messages import ClientResult, Outcome
+from flsuite.schedules.availability import Availability
+from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
+from flsuite.schedules.clock import Clock
+from flsuite.schedules.fit import Fit
+from flsuite.schedules.launcher import Launcher
+from flsuite.schedules.speeds import Measured, Speeds, Stragglers
+
+__all__ = ["Asynchronous"]
+
+
+class Asynchronous(Schedule):
+    """FedBuff's schedule (Nguyen et al. 2022, arXiv:2106.06639, algorithm 1).
+
+    A number of clients trains at any moment. Where one comes back or drops out, another one starts
+    at once, drawn uniformly from those that are idle and available. With ``buffer_size`` 1 this is
+    the schedule of FedAsync (Xie et al. 2019, arXiv:1903.03934).
+
+    Events at the same virtual time have this order: arrivals before starts, arrivals by the start
+    of their fit, then by client. The order is part of the result.
+
+    Args:
+        concurrency: Clients that train at any moment.
+        buffer_size: Updates per aggregation. A round is one aggregation.
+        buffer_timeout: Virtual seconds after the first update of a buffer at which it is aggregated
+            even if it is smaller. Default: it waits until it is full.
+        speeds: How long fits take. Default: :class:`Stragglers` with its defaults.
+        availability: Which clients can train, and which drop out. Default: all clients, always.
+    """
+
+    is_asynchronous: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        concurrency: int = 10,
+        buffer_size: int = 1,
+        buffer_timeout: float | None = None,
+        speeds: Speeds | None = None,
+        availability: Availability | None = None,
+    ) -> None:
+        self.concurrency = concurrency
+        self.buffer_size = buffer_size
+        self.buffer_timeout = buffer_timeout
+        self.speeds = speeds
+        self.availability = availability
+        require_at_least("Asynchronous", 1, concurrency=concurrency, buffer_size=buffer_size)
+        require_positive("Asynchronous", buffer_timeout=buffer_timeout)
+        if buffer_size > concurrency and buffer_timeout is None:
+            raise FlsuiteError(
+                f"Asynchronous: buffer_size {buffer_size} is above concurrency {concurrency}, so "
+                "that a buffer would wait for clients that start after others have come back; "
+                "lower buffer_size, raise concurrency, or set buffer_timeout"
+            )
+
+    @property
+    def is_virtual(self) -> bool:
+        return not isinstance(self.speeds, Measured)
+
+    @property
+    def may_lose(self) -> bool:
+        return self.availability is not None
+
+    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
+        if self.concurrency > len(sizes):
+            raise FlsuiteError(
+                f"Asynchronous: concurrency {self.concurrency} is above the number of clients, "
+                f"{len(sizes)}; a client trains once at a time: lower concurrency"
+            )
+        self._launcher = Launcher(self.speeds or Stragglers(), self.availability)
+        self._launcher.configure(sizes, seed, work)
+        self._flights = _Flights()
+        self._resumed: list[Fit] = []
+        self._ended: list[Fit] = []
+        self._round = -1
+
+    @property
+    def ended(self) -> Sequence[Fit]:
+        return self._ended
+
+    @property
+    def in_flight(self) -> Sequence[Fit]:
+        return self._flights.all
+
+    def start(self, clock: Clock) -> list[Fit]:
+        """Start clients until ``concurrency`` of them are in flight.
+
+        Nobody starts while another arrival is due at the same time.
+        """
+        if clock.round != self._round:
+            self._round, self._ended = clock.round, []
+        # After a resume the engine has to train those again that were in flight.
+        resumed, self._resumed = self._resumed, []
+        if self._flights.next_end <= clock.seconds:
+            return resumed
+
+        busy = {fit.client for fit in self._flights.all}
+        clients = self._launcher.draw(self.concurrency - len(busy), clock, busy)
+        fits = [self._launcher.launch(client, clock) for client in clients]
+        for fit in fits:
+            self._flights.add(fit)
+        return [*resumed, *(fit for fit in fits if fit.outcome == "arrived")]
+
+    def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
+        """Yield outcomes until the buffer is full, and start clients in between.
+
+        A failed client is replaced like one that has come back, and does not count.
+
+        Raises:
+            FederationError: If no client is in flight, and none will ever be available.
+        """
+        before, closes, failed = clock.client_updates, math.inf, 0
+        # Many failures in a row end the buffer, so that a run in which nobody can train ends.
+        while clock.client_updates - before < self.buffer_size and failed < self.concurrency:
+            self._flights.measure(engine)
+            appears = self._next_start(clock)
+            moment = min(self._flights.next_end, closes, appears)
+            if moment == math.inf:
+                raise self._nobody_left(clock)
+
+            clock.seconds = moment
+            # Arrivals come first, then the end of the buffer's time, then starts.
+            if self._flights.next_end == moment:
+                fit = self._flights.pop()
+                self._ended.append(fit)
+                if fit.outcome == "arrived":
+                    so_far = clock.client_updates
+                    yield self._flights.outcome(fit, engine)
+                    failed = failed + 1 if clock.client_updates == so_far else 0
+                    if clock.client_updates == before + 1 and self.buffer_timeout is not None:
+                        closes = min(closes, clock.seconds + self.buffer_timeout)
+            elif closes == moment:
+                return
+            if clock.client_updates - before < self.buffer_size:
+                engine.submit(requests(self.start(clock)))
+
+    def numbers(self) -> dict[str, float]:
+        dropped = sum(fit.outcome == "dropped" for fit in self._ended)
+        return {"in_flight": float(len(self._flights.all)), "dropped": float(dropped)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **self._launcher.state_dict(),
+            "in_flight": [dict(vars(fit)) for fit in self._flights.all],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._launcher.load_state_dict(state)
+        self._flights = _Flights()
+        for values in state["in_flight"]:
+            self._flights.add(Fit(**values))
+        self._resumed = [fit for fit in self._flights.all if fit.outcome == "arrived"]
+        self._ended, self._round = [], -1
+
+    def _next_start(self, clock: Clock) -> float:
+        """Return when a client becomes available for a free place."""
+        if len(self._flights.all) == self.concurrency:
+            return math.inf
+        appears = self._launcher.availability.next_start(clock.seconds)
+        return math.inf if appears is None else appears
+
+    def _nobody_left(self, clock: Clock) -> FederationError:
+        return FederationError(
+            f"round {clock.round + 1}: no client is in flight, and none is available from virtual "
+            f"second {clock.seconds:g} on; give schedule.availability a longer trace or a period, "
+            "or limit the run with trainer.max_virtual_seconds"
+        )
+
+
+class _Flights:
+    """The fits in flight, by the time at which they end."""
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[float, float, int, Fit]] = []
+        self._unmeasured: list[Fit] = []
+        self._outcomes: dict[int, Outcome] = {}
+
+    @property
+    def all(self) -> list[Fit]:
+        """Return the fits in the order of their starts."""
+        fits = [fit for *_, fit in self._queue] + self._unmeasured
+        return sorted(fits, key=lambda fit: fit.number)
+
+    @property
+    def next_end(self) -> float:
+        """Return the virtual time of the next end, infinity if there is none that is known."""
+        return self._queue[0][0] if self._queue else math.inf
+
+    def add(self, fit: Fit) -> None:
+        if fit.ended is None:
+            self._unmeasured.append(fit)
+        else:
+            heapq.heappush(self._queue, (fit.ended, fit.started, fit.client, fit))
+
+    def pop(self) -> Fit:
+        """Remove and return the fit that ends next."""
+        return heapq.heappop(self._queue)[-1]
+
+    def measure(self, engine: Engine) -> None:
+        """Train the fits whose seconds must be measured: who comes back next is not known else."""
+        for fit in self._unmeasured:
+            outcome = engine.collect(fit.number)
+            seconds = outcome.update.seconds if isinstance(outcome, ClientResult) else 0.0
+            fit.ended = fit.started + seconds
+            self._outcomes[fit.number] = outcome
+        unmeasured, self._unmeasured = self._unmeasured, []
+        for fit in unmeasured:
+            self.add(fit)
+
+    def outcome(self, fit: Fit, engine: Engine) -> Outcome:
+        """Return the outcome of a fit that has ended."""
+        if fit.number in self._outcomes:
+            return self._outcomes.pop(fit.number)
+        return engine.collect(fit.number)

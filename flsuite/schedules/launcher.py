@@ -1,0 +1,130 @@
+"""The start of fits: who is drawn, how long the fit takes, and whether the client drops out."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from flsuite.random import numpy_generator
+from flsuite.schedules.availability import Always, Availability
+from flsuite.schedules.base import MakeWork
+from flsuite.schedules.clock import Clock
+from flsuite.schedules.fit import Fit
+from flsuite.schedules.speeds import Speeds, Work
+
+__all__ = ["Launcher"]
+
+
+class Launcher:
+    """Draws clients and starts their fits on the virtual clock.
+
+    Both are functions of the run's seed, the version of the global model and the starts from it so
+    far, so that a resumed run goes on as it would have.
+
+    Args:
+        speeds: How long fits take.
+        availability: Who can train. Default: everybody.
+
+    Attributes:
+        fits: Number of fits that have been started in the run.
+    """
+
+    def __init__(self, speeds: Speeds, availability: Availability | None) -> None:
+        self.speeds = speeds
+        self.availability = availability or Always()
+        self.fits = 0
+
+    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None) -> None:
+        """Prepare for a run, see :meth:`Schedule.configure`."""
+        self._clients = len(sizes)
+        self._seed = seed
+        self._work = work or (lambda client, n, t: Work(client, n, t, sizes[client], 0, 0))
+        self.fits = 0
+        self._version = -1
+        self.speeds.configure(self._clients, seed)
+        self.availability.configure(self._clients, seed)
+
+    def draw(
+        self,
+        number: int,
+        clock: Clock,
+        busy: Collection[int] = (),
+        weights: np.ndarray | None = None,
+    ) -> list[int]:
+        """Draw clients that are available and not busy, without replacement, ascending.
+
+        All of them are returned if there are not more than ``number``.
+
+        Args:
+            number: Number of clients.
+            clock: The time.
+            busy: Clients that cannot be drawn.
+            weights: Probabilities of all clients, up to a factor. Default: equal.
+        """
+        self._enter(clock.round)
+        # A generator of its own per draw, so that a resumed run draws the same clients.
+        rng = numpy_generator(self._seed, "cohort", clock.round + 1, self._draws)
+        self._draws += 1
+        mask = self.availability.available(clock.seconds)
+        if mask is None and weights is None:
+            return self._draw_from_all(number, rng, sorted(busy))
+
+        idle = np.ones(self._clients, dtype=bool) if mask is None else mask.copy()
+        idle[list(busy)] = False
+        candidates = np.flatnonzero(idle)
+        if len(candidates) > number:
+            p = None if weights is None else weights[candidates] / weights[candidates].sum()
+            candidates = candidates[rng.choice(len(candidates), number, replace=False, p=p)]
+        return sorted(candidates.tolist())
+
+    def launch(self, client: int, clock: Clock) -> Fit:
+        """Start a fit now.
+
+        Its end and outcome are known at once, unless its seconds are measured.
+        """
+        self._enter(clock.round)
+        fit = Fit(self.fits, client, clock.round, self._starts[client], clock.seconds)
+        self.fits += 1
+        self._starts[client] += 1
+
+        seconds = self.speeds.seconds(self._work(client, fit.number, fit.started))
+        leaves = self.availability.leaves(client, fit.number, fit.started, seconds or 0.0)
+        if leaves is not None:
+            fit.ended, fit.outcome = leaves, "dropped"
+        elif seconds is not None:
+            fit.ended = fit.started + seconds
+        return fit
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of fits.
+
+        The rest begins again with each version, and checkpoints are written between two of them.
+        """
+        return {"fits": self.fits}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.fits = state["fits"]
+        self._version = -1
+
+    def _enter(self, version: int) -> None:
+        """Begin to count draws and starts when there is a new version."""
+        if version != self._version:
+            self._version, self._draws = version, 0
+            self._starts: Counter[int] = Counter()
+
+    def _draw_from_all(self, number: int, rng: np.random.Generator, busy: list[int]) -> list[int]:
+        """Draw without an array of all clients: the cost follows the number drawn."""
+        idle = self._clients - len(busy)
+        ranks = range(idle)
+        if idle > number:
+            ranks = sorted(rng.choice(idle, number, replace=False).tolist())
+
+        # The client of a rank: the busy ones before it are passed over.
+        chosen, passed = [], 0
+        for rank in ranks:
+            while passed < len(busy) and busy[passed] <= rank + passed:
+                passed += 1
+            chosen.append(rank + passed)
+        return chosen
