@@ -80,7 +80,7 @@ class Asynchronous(Schedule):
         self._flights = _Flights()
         self._resumed: list[Fit] = []
         self._ended: list[Fit] = []
-        self._round = -1
+        self._round, self._draws = -1, 0
 
     @property
     def ended(self) -> Sequence[Fit]:
@@ -96,14 +96,15 @@ class Asynchronous(Schedule):
         Nobody starts while another arrival is due at the same time.
         """
         if clock.round != self._round:
-            self._round, self._ended = clock.round, []
+            self._round, self._ended, self._draws = clock.round, [], 0
         # After a resume the engine has to train those again that were in flight.
         resumed, self._resumed = self._resumed, []
         if self._flights.next_end <= clock.seconds:
             return resumed
 
         busy = {fit.client for fit in self._flights.all}
-        clients = self._launcher.draw(self.concurrency - len(busy), clock, busy)
+        clients = self._launcher.draw(self.concurrency - len(busy), clock, self._draws, busy)
+        self._draws += 1
         fits = [self._launcher.launch(client, clock) for client in clients]
         for fit in fits:
             self._flights.add(fit)

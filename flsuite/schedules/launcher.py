@@ -41,7 +41,7 @@ class Launcher:
         self._seed = seed
         self._work = work or (lambda client, n, t: Work(client, n, t, sizes[client], 0, 0))
         self.fits = 0
-        self._version = -1
+        self._version, self._starts = -1, Counter[int]()
         self.speeds.configure(self._clients, seed)
         self.availability.configure(self._clients, seed)
 
@@ -49,6 +49,7 @@ class Launcher:
         self,
         number: int,
         clock: Clock,
+        attempt: int,
         busy: Collection[int] = (),
         weights: np.ndarray | None = None,
     ) -> list[int]:
@@ -59,13 +60,12 @@ class Launcher:
         Args:
             number: Number of clients.
             clock: The time.
+            attempt: Draws from this version so far.
             busy: Clients that cannot be drawn.
             weights: Probabilities of all clients, up to a factor. Default: equal.
         """
-        self._enter(clock.round)
         # A generator of its own per draw, so that a resumed run draws the same clients.
-        rng = numpy_generator(self._seed, "cohort", clock.round + 1, self._draws)
-        self._draws += 1
+        rng = numpy_generator(self._seed, "cohort", clock.round + 1, attempt)
         mask = self.availability.available(clock.seconds)
         if mask is None and weights is None:
             return self._draw_from_all(number, rng, sorted(busy))
@@ -83,7 +83,8 @@ class Launcher:
 
         Its end and outcome are known at once, unless its seconds are measured.
         """
-        self._enter(clock.round)
+        if clock.round != self._version:
+            self._version, self._starts = clock.round, Counter()
         fit = Fit(self.fits, client, clock.round, self._starts[client], clock.seconds)
         self.fits += 1
         self._starts[client] += 1
@@ -107,12 +108,6 @@ class Launcher:
         """Restore what :meth:`state_dict` returned."""
         self.fits = state["fits"]
         self._version = -1
-
-    def _enter(self, version: int) -> None:
-        """Begin to count draws and starts when there is a new version."""
-        if version != self._version:
-            self._version, self._draws = version, 0
-            self._starts: Counter[int] = Counter()
 
     def _draw_from_all(self, number: int, rng: np.random.Generator, busy: list[int]) -> list[int]:
         """Draw without an array of all clients: the cost follows the number drawn."""

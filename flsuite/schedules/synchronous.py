@@ -111,8 +111,9 @@ class Synchronous(Schedule):
         self._launcher = Launcher(self.speeds or Measured(), self.availability)
         self._launcher.configure(sizes, seed, work)
         self._cohort: list[Fit] = []
+        self._ends: float | None = None
         self._ended: list[Fit] = []
-        self._round = -1
+        self._round, self._lost = -1, 0
 
     @property
     def ended(self) -> Sequence[Fit]:
@@ -129,8 +130,9 @@ class Synchronous(Schedule):
         been lost as a whole.
         """
         if clock.round != self._round:
-            self._round, self._ended = clock.round, []
-        clients = self._launcher.draw(self._started_number(), clock, weights=self._weights)
+            self._round, self._ended, self._lost = clock.round, [], 0
+        number = self._started_number()
+        clients = self._launcher.draw(number, clock, self._lost, weights=self._weights)
         self._cohort = [self._launcher.launch(client, clock) for client in clients]
         return self._taken(clock.seconds)
 
@@ -140,13 +142,12 @@ class Synchronous(Schedule):
         A cohort without any update, because all of it has dropped out or was late, is followed by
         another one.
         """
-        lost = 0
         while not engine.pending:
             self._end_lost_cohort(clock)
-            lost += 1
-            if lost > _MOST_EMPTY_COHORTS:
+            self._lost += 1
+            if self._lost > _MOST_EMPTY_COHORTS:
                 raise FederationError(
-                    f"round {clock.round + 1}: no client of {lost} cohorts came back; raise "
+                    f"round {clock.round + 1}: no client of {self._lost} cohorts came back; raise "
                     "schedule.deadline, or lower the dropout of schedule.availability"
                 )
             engine.submit(requests(self.start(clock)))
@@ -172,7 +173,7 @@ class Synchronous(Schedule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._launcher.load_state_dict(state)
-        self._cohort, self._ended, self._round = [], [], -1
+        self._cohort, self._ends, self._ended, self._round = [], None, [], -1
 
     def _started_number(self) -> int:
         """Return how many clients a round starts."""
@@ -181,7 +182,7 @@ class Synchronous(Schedule):
     def _taken(self, now: float) -> list[Fit]:
         """Decide which updates the round takes, and when it ends."""
         arriving = [fit for fit in self._cohort if fit.outcome == "arrived"]
-        self._ends: float | None = None
+        self._ends = None
         if not self.is_virtual:
             return arriving
 

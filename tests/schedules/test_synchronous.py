@@ -11,7 +11,7 @@ from flsuite import FlsuiteError
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines import Engine
 from flsuite.messages import ClientFailure, ClientResult, ClientUpdate, FitRequest, Outcome
-from flsuite.schedules import Clock, Synchronous
+from flsuite.schedules import Clock, Fit, Synchronous
 
 ROUNDS = range(1, 2001)
 
@@ -26,7 +26,7 @@ def configured(
 
 def cohort(schedule: Synchronous, round: int) -> list[int]:
     """Return the clients that start in a round."""
-    return schedule.start(Clock(round=round - 1))
+    return [fit.client for fit in schedule.start(Clock(round=round - 1))]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,10 @@ class Finished(Engine):
         return self.outcomes.pop(number)
 
 
+def no_requests(fits: Sequence[Fit]) -> list[FitRequest]:
+    raise AssertionError("nobody starts in the middle of a round")
+
+
 def result(client: int, seconds: float) -> ClientResult:
     return ClientResult(ClientUpdate(client, 1, 1, 1, torch.ones(1), {}, seconds=seconds), {})
 
@@ -130,7 +134,7 @@ def test_all_outcomes_arrive_as_submitted_and_the_clock_moves_by_the_slowest() -
     outcomes: dict[int, Outcome] = {7: result(0, 0.5), 8: result(3, 2.0), 9: result(5, 1.0)}
     engine, clock = Finished(dict(outcomes)), Clock(round=4, seconds=10.0)
 
-    assert list(configured().arrivals(engine, clock)) == list(outcomes.values())
+    assert list(configured().arrivals(engine, clock, no_requests)) == list(outcomes.values())
     assert engine.collected == [7, 8, 9] and not engine.pending
     assert clock == Clock(round=4, seconds=12.0)
 
@@ -138,7 +142,7 @@ def test_all_outcomes_arrive_as_submitted_and_the_clock_moves_by_the_slowest() -
 def test_outcomes_are_collected_one_by_one() -> None:
     """Check that a mean needs to hold no more than one update."""
     engine, clock = Finished({0: result(0, 0.5), 1: result(1, 2.0)}), Clock()
-    arrivals = configured().arrivals(engine, clock)
+    arrivals = configured().arrivals(engine, clock, no_requests)
 
     next(arrivals)
     assert engine.collected == [0] and engine.pending == [1]
@@ -148,11 +152,11 @@ def test_a_failure_arrives_too_and_takes_no_time() -> None:
     failure = ClientFailure(2, 1, "it was unplugged")
     engine, clock = Finished({0: failure, 1: result(3, 0.25)}), Clock()
 
-    first, second = configured().arrivals(engine, clock)
+    first, second = configured().arrivals(engine, clock, no_requests)
     assert first is failure and isinstance(second, ClientResult)
     assert clock.seconds == 0.25
 
-    assert list(configured().arrivals(Finished({0: failure}), clock)) == [failure]
+    assert list(configured().arrivals(Finished({0: failure}), clock, no_requests)) == [failure]
     assert clock.seconds == 0.25
 
 
