@@ -103,7 +103,8 @@ class OnOff(Availability):
         last_end = float(self._rows["end"].max())
         if period is not None and period < last_end:
             raise FlsuiteError(
-                f"OnOff: period must be at least {last_end:.15g}, the last end in {path}, got {period}"
+                f"OnOff: period must be at least {last_end:.15g}, the last end in {path}, "
+                f"got {period}"
             )
 
     def configure(self, clients: int, seed: int) -> None:
@@ -137,28 +138,28 @@ class OnOff(Availability):
         return available
 
     def next_start(self, seconds: float) -> float | None:
-        base, phase = self._cycle(seconds)
+        cycle, phase = self._cycle(seconds)
         following = int(np.searchsorted(self._starts, phase, side="right"))
         if following == len(self._starts):
             if self.period is None or not len(self._starts):
                 return None
-            base, following = base + self.period, 0
+            cycle, following = cycle + 1, 0
 
-        start = float(self._starts[following])
-        time = base + start
+        begin, start = self._begin(cycle), float(self._starts[following])
+        time = begin + start
         # The sum may be rounded down, to a time at which the interval has not started yet.
-        while time - base < start:
+        while time - begin < start:
             time = math.nextafter(time, math.inf)
         return time
 
     def leaves(self, client: int, number: int, started: float, seconds: float) -> float | None:
-        base, phase = self._cycle(started)
+        cycle, phase = self._cycle(started)
         starts, ends = self._intervals[client]
         at = int(np.searchsorted(starts, phase, side="right")) - 1
         if at < 0 or ends[at] <= phase:
             return started  # not available, not even at the start
 
-        end = base + float(ends[at])
+        end = self._begin(cycle) + float(ends[at])
         # An interval up to the end of the trace goes on where the trace starts again with one.
         if ends[at] == self.period and starts[0] == 0:
             if ends[0] == self.period:
@@ -166,16 +167,21 @@ class OnOff(Availability):
             end += float(ends[0])
         return max(started, end) if end < started + seconds else None
 
-    def _cycle(self, seconds: float) -> tuple[float, float]:
-        """Return when the trace last started, and the seconds since then."""
+    def _cycle(self, seconds: float) -> tuple[int, float]:
+        """Return how often the trace has started again, and the seconds since the last time."""
         if self.period is None:
-            return 0.0, seconds
-        cycles = math.floor(seconds / self.period)
-        # The quotient may be rounded up to the next whole number.
-        base = (
-            cycles * self.period if cycles * self.period <= seconds else (cycles - 1) * self.period
-        )
-        return base, seconds - base
+            return 0, seconds
+        cycle = math.floor(seconds / self.period)
+        # The quotient and the product are rounded, so that they may disagree by one.
+        if self._begin(cycle) > seconds:
+            cycle -= 1
+        elif self._begin(cycle + 1) <= seconds:
+            cycle += 1
+        return cycle, seconds - self._begin(cycle)
+
+    def _begin(self, cycle: int) -> float:
+        """Return the virtual time at which a cycle of the trace starts."""
+        return 0.0 if self.period is None else cycle * self.period
 
 
 def _joined(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -212,6 +212,20 @@ def test_at_the_next_start_a_client_is_available_however_sums_are_rounded(
         seconds = following
 
 
+@pytest.mark.parametrize("period", [0.1, 0.7, 1 / 3, 1.1, 86400.3])
+def test_a_trace_that_starts_with_an_interval_starts_again_on_time(
+    period: float, trace: Path
+) -> None:
+    availability = on_off(trace, f"client,start,end\n0,0,{period / 2}\n", 1, period)
+    seconds = 0.0
+    for number in range(1, 3000):
+        following = availability.next_start(seconds)
+        assert following == number * period and following > seconds
+        assert available(availability, following) == [0]
+        assert available(availability, np.nextafter(following, 0)) == []
+        seconds = following
+
+
 @pytest.mark.parametrize("period", [None, 30.0])
 def test_many_intervals_agree_with_a_search_one_by_one(period: float | None, trace: Path) -> None:
     rng = np.random.default_rng(0)
