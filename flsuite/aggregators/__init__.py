@@ -3,23 +3,33 @@
 from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.baselines import Centralized, LocalOnly
 from flsuite.aggregators.cmga import CMGA
+from flsuite.aggregators.fedasync import FedAsync
 from flsuite.aggregators.fedavg import FedAvg
+from flsuite.aggregators.fedbuff import FedBuff
 from flsuite.aggregators.fedprox import FedProx
 from flsuite.aggregators.fisher import FisherAveraging
 from flsuite.aggregators.scaffold import SCAFFOLD
 from flsuite.aggregators.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from flsuite.aggregators.staleness import Constant, Hinge, Hyperbolic, Polynomial, Staleness
 
 __all__ = [
     "CMGA",
     "SCAFFOLD",
     "Aggregator",
     "Centralized",
+    "Constant",
     "FedAdagrad",
     "FedAdam",
+    "FedAsync",
     "FedAvg",
     "FedAvgM",
+    "FedBuff",
     "FedProx",
     "FedYogi",
     "FisherAveraging",
+    "Hinge",
+    "Hyperbolic",
     "LocalOnly",
+    "Polynomial",
+    "Staleness",
 ]

@@ -15,6 +15,7 @@ class LocalOnly(Aggregator):
     """The lower baseline: every client trains alone, and nothing travels."""
 
     private: ClassVar[tuple[str, ...]] = ("*",)
+    accepts_stale: ClassVar[bool] = True  # no model of the server is there to become old
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
         for _ in updates:  # an update is checked and recorded when it is taken

@@ -7,11 +7,19 @@ Visual Classification, arXiv:1909.06335, section 4.3. FedAdagrad, FedYogi, FedAd
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from flsuite.aggregators.changes import MeanChange
 from flsuite.aggregators.fedavg import FedAvg, Weighting
+from flsuite.aggregators.staleness import (
+    Staleness,
+    StalenessName,
+    require_staleness,
+    staleness_weight,
+)
 from flsuite.errors import require_below_one, require_positive
 from flsuite.messages import ClientUpdate
 from flsuite.state import State
@@ -23,16 +31,46 @@ class ServerOptimizer(FedAvg):
     """FedAvg's mean as a direction.
 
     Parameters move by :meth:`step`, and buffers take the mean.
+
+    Updates may be stale. The pseudo-gradient is then that of FedBuff,
+    ``sum q_k s(tau_k) (w_k - base_k)``, and buffers move by this change. It holds what the clients
+    have learned. Their models less the global one would also hold, with the opposite sign, what the
+    server has learned meanwhile. Three things remain:
+
+    - A change is a direction at an older model. ``s`` makes it smaller, not less biased.
+    - Late changes act like momentum. With long delays, lower the momentum or ``beta1``.
+    - The adaptive methods divide by the size of recent changes, so that damping which all of them
+      share cancels from the step. It acts on an update that is older than most. With long delays,
+      lower ``lr``.
+
+    Args:
+        lr: The server's learning rate.
+        weighting: As for FedAvg.
+        staleness: The weight ``s(tau)`` of an update of staleness ``tau``. Default: FedBuff's. A
+            fresh update has the weight 1, so that rounds in lockstep are those of the papers.
     """
 
-    def __init__(self, lr: float, weighting: Weighting) -> None:
+    accepts_stale: ClassVar[bool] = True
+
+    def __init__(
+        self, lr: float, weighting: Weighting, staleness: Staleness | StalenessName = "polynomial"
+    ) -> None:
         super().__init__(weighting)
         self.lr = lr
+        self.staleness = staleness
         require_positive(type(self).__name__, lr=lr)
+        require_staleness(type(self).__name__, staleness)
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        # Buffers are statistics and counters, no direction to step along: they keep the mean.
-        new = super().aggregate(global_state, updates)
+        changes = MeanChange(global_state, self.layout.parameters)
+        for update in updates:
+            damping = staleness_weight(self.staleness, update.staleness)
+            changes.add(update.state, update.base, self.weight(update), damping)
+
+        # Buffers are statistics and counters, no direction to step along: they keep the mean. Where
+        # nothing is damped it is FedAvg's, counters included.
+        undamped = changes.damping == 1.0
+        new = changes.mean() if undamped else changes.applied(changes.damping)
         for name in self.layout.parameters:
             delta = new[name] - global_state[name]
             new[name] = global_state[name] + self.step(name, delta)
@@ -58,12 +96,17 @@ class FedAvgM(ServerOptimizer):
         lr: The server's learning rate. With 1 and momentum 0 this is FedAvg.
         momentum: In [0, 1).
         weighting: As for FedAvg.
+        staleness: The weight of an update that is late.
     """
 
     def __init__(
-        self, lr: float = 1.0, momentum: float = 0.9, weighting: Weighting = "samples"
+        self,
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        weighting: Weighting = "samples",
+        staleness: Staleness | StalenessName = "polynomial",
     ) -> None:
-        super().__init__(lr, weighting)
+        super().__init__(lr, weighting, staleness)
         self.momentum = momentum
         require_below_one("FedAvgM", momentum=momentum)
 
@@ -84,10 +127,18 @@ class Adaptive(ServerOptimizer):
         beta1: Decay of the first moment, in [0, 1).
         tau: Adaptivity, above 0. A larger one is closer to plain momentum.
         weighting: As for FedAvg.
+        staleness: The weight of an update that is late.
     """
 
-    def __init__(self, lr: float, beta1: float, tau: float, weighting: Weighting) -> None:
-        super().__init__(lr, weighting)
+    def __init__(
+        self,
+        lr: float,
+        beta1: float,
+        tau: float,
+        weighting: Weighting,
+        staleness: Staleness | StalenessName = "polynomial",
+    ) -> None:
+        super().__init__(lr, weighting, staleness)
         self.beta1 = beta1
         self.tau = tau
         require_below_one(type(self).__name__, beta1=beta1)
@@ -114,8 +165,9 @@ class FedAdagrad(Adaptive):
         beta1: float = 0.0,
         tau: float = 1e-3,
         weighting: Weighting = "samples",
+        staleness: Staleness | StalenessName = "polynomial",
     ) -> None:
-        super().__init__(lr, beta1, tau, weighting)
+        super().__init__(lr, beta1, tau, weighting, staleness)
 
     def update_second(self, v: Tensor, square: Tensor) -> None:
         v.add_(square)
@@ -131,8 +183,9 @@ class _SecondMoment(Adaptive):
         beta2: float = 0.99,
         tau: float = 1e-3,
         weighting: Weighting = "samples",
+        staleness: Staleness | StalenessName = "polynomial",
     ) -> None:
-        super().__init__(lr, beta1, tau, weighting)
+        super().__init__(lr, beta1, tau, weighting, staleness)
         self.beta2 = beta2
         require_below_one(type(self).__name__, beta2=beta2)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from flsuite.analysis.axes import on_common_grid, require_axis
 from flsuite.analysis.runs import curve, is_metrics, read_metrics
 from flsuite.errors import FlsuiteError, one_line
 
@@ -37,11 +38,23 @@ class Group:
     label: str = ""
     runs: dict[Path, pd.DataFrame] = field(default_factory=dict)
 
-    def curves(self, metric: str, split: str) -> pd.DataFrame:
-        """Return the global score, one row per round and one column per run."""
-        return pd.DataFrame(
-            {folder: curve(table, metric, split) for folder, table in self.runs.items()}
-        )
+    def curves(self, metric: str, split: str, x: str = "round") -> pd.DataFrame:
+        """Return the global score, one column per run.
+
+        Args:
+            metric: The score.
+            split: ``test`` or ``val``.
+            x: The axis, whose points are the rows. Runs have the same rounds, but not the same
+                points on another axis. There, the rows are the points of all runs in the range that
+                every run covers, and a run's value is its last one at or before a point.
+
+        Raises:
+            FlsuiteError: If the axis does not exist, or a run has not noted it.
+        """
+        for folder, table in self.runs.items():
+            require_axis(x, table, folder)
+        curves = {folder: curve(table, metric, split, x=x) for folder, table in self.runs.items()}
+        return pd.DataFrame(curves) if x == "round" else on_common_grid(curves)
 
 
 def find_runs(places: Iterable[str | Path]) -> list[Path]:

@@ -4,97 +4,54 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
+from flsuite.analysis.axes import AXES
 from flsuite.analysis.groups import Group
-from flsuite.analysis.runs import curve
+from flsuite.analysis.runs import label_axes
+from flsuite.analysis.scores import run_scores
+from flsuite.analysis.target import target_cell, target_columns, target_title
 from flsuite.errors import FlsuiteError
 
-__all__ = ["report_figure", "report_markdown", "report_table"]
-
-_UP = (
-    "accuracy",
-    "f1_macro",
-    "balanced_accuracy",
-    "auroc",
-    "probe_",
-    "task_",
-    "backward_",
-    "forward_",
-    "sample_agreement",
-)
-_DOWN = ("loss", "nll", "kl", "reconstruction", "forgetting", "flow_nll")
-
-
-def lower_is_better(metric: str) -> bool | None:
-    """Return whether low values of a score are good, or ``None`` if that is not known.
-
-    Without it no round can be called the best.
-    """
-    metric = metric.removeprefix("all_clients/")
-    if metric.endswith("_std") or metric.startswith(_DOWN):
-        return True
-    return False if metric.startswith(_UP) else None
-
-
-def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dict[str, float]:
-    """Return the test scores of one run, or nothing if it has no such score.
-
-    Args:
-        table: The metrics of the run.
-        metric: The score.
-        monitor: The score on validation data that picks a round.
-        last: Rounds that ``mean_last`` is the mean of.
-
-    Returns:
-        ``last`` is the score of the last round. ``picked`` is that of the round whose ``monitor``
-        is best on validation data, of equals the earlier one. ``mean_last`` is the mean over the
-        last rounds. ``best_on_test`` is for comparison with tables that were made so: no honest
-        choice could have picked it.
-    """
-    tasks = curve(table, "task", "train")
-    if len(tasks):  # scores after different tasks are not of the same classes
-        table = table[table["round"].isin(tasks.index[tasks == tasks.max()])]
-    test, validation = curve(table, metric, "test"), curve(table, monitor, "val")
-    if test.empty:
-        return {}
-    scores = {"last": float(test.iloc[-1]), "mean_last": float(test.iloc[-last:].mean())}
-
-    validation = validation[validation.index.isin(test.index)].dropna()
-    if len(validation) and lower_is_better(monitor) is not None:
-        losses = validation if lower_is_better(monitor) else -validation
-        picked = validation.index[int(losses.argmin())]  # argmin gives the earlier of equals
-        scores |= {"picked": float(test[picked]), "picked_round": float(picked)}
-
-    if (lower := lower_is_better(metric)) is not None:
-        scores["best_on_test"] = float(test.min() if lower else test.max())
-    return scores
+__all__ = ["report_figure", "report_markdown", "report_table", "require_score"]
 
 
 def report_table(
-    groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), last: int = 10
+    groups: Sequence[Group],
+    metrics: Sequence[str] = ("accuracy",),
+    last: int = 10,
+    target: float | None = None,
+    x: str = "round",
+    split: str = "test",
 ) -> pd.DataFrame:
     """Return one row per group and metric, with mean and spread over its runs.
 
     The columns are ``group, metric, runs``, then mean and spread of each score of
     :func:`run_scores`. The spread is the standard deviation with ddof 1, empty for a single run.
+    With a target, those of :func:`target_columns` follow.
 
     Args:
         groups: The experiments.
         metrics: Names of test scores.
         last: Rounds that ``mean_last`` is the mean of.
+        target: A score to reach.
+        x: The axis on which the way to the target is measured.
+        split: The data whose score must reach the target: ``test`` or ``val``.
 
     Raises:
-        FlsuiteError: If no run has one of the metrics.
+        FlsuiteError: If no run has one of the metrics, or the way to the target cannot be measured.
     """
     rows: list[dict[str, Any]] = []
     for metric in metrics:
-        with_score = [row for group in groups if (row := _group_row(group, metric, last))]
-        if not with_score:
-            known = ", ".join(_test_scores(groups))
-            raise FlsuiteError(f"no run has the test score {metric!r}; there are {known}")
-        rows += with_score
+        require_score(groups, metric, "test")
+        if target is not None:
+            require_score(groups, metric, split)
+        for group in groups:
+            row = _group_row(group, metric, last)
+            if row and target is not None:
+                row |= target_columns(group, metric, target, x, split)
+            rows += [row] if row else []
     return pd.DataFrame(rows)
 
 
@@ -109,14 +66,16 @@ def _group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
     return {**runs, **_mean_and_spread(scores)}
 
 
-def _test_scores(groups: Sequence[Group]) -> list[str]:
-    """Return the names of all global test scores."""
+def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
+    """Refuse a global score that no run has on this split."""
     names: set[str] = set()
     for group in groups:
         for table in group.runs.values():
-            is_global_test = (table["split"] == "test") & (table["scope"] == "global")
-            names.update(table[is_global_test]["metric"])
-    return sorted(names)
+            is_global = (table["split"] == split) & (table["scope"] == "global")
+            names.update(table[is_global]["metric"])
+    if metric not in names:
+        known = ", ".join(sorted(names)) or "none"
+        raise FlsuiteError(f"no run has the {split} score {metric!r}; there are {known}")
 
 
 def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
@@ -129,21 +88,35 @@ def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
     return statistics
 
 
-def report_markdown(table: pd.DataFrame, last: int = 10) -> str:
-    """Write the table as Markdown, with cells ``mean ± spread``."""
+def report_markdown(
+    table: pd.DataFrame, last: int = 10, target: float | None = None, x: str = "round"
+) -> str:
+    """Write the table as Markdown, with cells ``mean ± spread``.
+
+    Args:
+        table: As :func:`report_table` returns it.
+        last: As for the table.
+        target: As for the table. ``None`` leaves the way to it out.
+        x: As for the table.
+    """
     titles = {
         "last": "last round",
         "picked": "picked on validation",
         "mean_last": f"mean of the last {last}",
         "best_on_test": "best on test",
     }
-    lines = [
-        f"| what differs | metric | runs | {' | '.join(titles.values())} |",
-        "|---|---|---|" + "---|" * len(titles),
-    ]
+    headings = ["what differs", "metric", "runs", *titles.values()]
+    if target is not None:
+        metrics = table["metric"].unique()
+        headings.append(target_title(target, x, metrics[0] if len(metrics) == 1 else ""))
+
+    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for row in table.to_dict("records"):
-        cells = [_cell(row, name) for name in titles]
-        lines.append(f"| {row['group']} | {row['metric']} | {row['runs']} | {' | '.join(cells)} |")
+        cells = [row["group"], row["metric"], str(row["runs"])]
+        cells += [_cell(row, name) for name in titles]
+        if target is not None:
+            cells.append(target_cell(row, x))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -155,35 +128,45 @@ def _cell(row: Mapping[Any, Any], name: str) -> str:
 
 
 def report_figure(
-    groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), split: str = "test"
+    groups: Sequence[Group],
+    metrics: Sequence[str] = ("accuracy",),
+    split: str = "test",
+    x: str = "round",
+    target: float | None = None,
 ) -> Figure:
-    """Draw the global scores over rounds: the mean of each group's runs, and their range."""
+    """Draw the global scores: the mean of each group's runs, and their range.
+
+    Args:
+        groups: The experiments.
+        metrics: Names of scores, one panel each.
+        split: ``test`` or ``val``.
+        x: The axis. See :meth:`Group.curves` for axes on which runs have different points.
+        target: A score that is drawn as a dashed line.
+    """
     height = 3.6 + 0.2 * len(groups)
     figure = Figure(figsize=(max(5.2, 4.6 * len(metrics)), height), layout="constrained")
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
         for group in groups:
-            curves = group.curves(metric, split)
-            line = panel.plot(
-                curves.index,
-                curves.mean(axis=1),
-                label=f"{group.label} ({curves.shape[1]})",
-                linewidth=1.6,
-                marker="o" if len(curves.index) == 1 else None,  # a line of one point is invisible
-            )[0]
-            panel.fill_between(
-                curves.index,
-                curves.min(axis=1),
-                curves.max(axis=1),
-                color=line.get_color(),
-                alpha=0.15,
-                lw=0,
-            )
-        panel.set(xlabel="round", ylabel=f"{split} {metric.replace('_', ' ')}")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
+            _draw_group(panel, group, metric, split, x)
+        if target is not None:
+            panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
+        label_axes(panel, metric, split, x)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8
     )
     return figure
+
+
+def _draw_group(panel: Axes, group: Group, metric: str, split: str, x: str) -> None:
+    curves = group.curves(metric, split, x)
+    points = curves.index * AXES[x].scale
+    line = panel.plot(
+        points,
+        curves.mean(axis=1),
+        label=f"{group.label} ({curves.shape[1]})",
+        linewidth=1.6,
+        marker="o" if len(points) == 1 else None,  # a line of one point is invisible
+    )[0]
+    low, high = curves.min(axis=1), curves.max(axis=1)
+    panel.fill_between(points, low, high, color=line.get_color(), alpha=0.15, lw=0)

@@ -1,4 +1,4 @@
-"""The command: ``flsuite fit | validate | test | predict | partition | report``.
+"""The command: ``flsuite fit | validate | test | predict | partition | schedule | report``.
 
 Importing torch and Lightning takes seconds. Nothing here imports them before the subcommand is
 known to need them.
@@ -26,6 +26,7 @@ commands:
   test        score a finished run on test data: the global model and every client
   predict     write class probabilities on test data to predictions.csv, and a model's pictures
   partition   draw how a config splits the data, without training
+  schedule    draw who trains when by the virtual clock, without training
   report      compare finished runs: mean and spread over seeds
 
 examples:
@@ -34,6 +35,7 @@ examples:
   flsuite fit --config configs/quickstart.yaml --ckpt_path last
   flsuite test --config runs/quickstart/TIME-SEED/config.yaml --ckpt_path best
   flsuite partition --config configs/quickstart.yaml
+  flsuite schedule --config configs/quickstart.yaml
   flsuite report runs/quickstart --metric accuracy f1_macro
 
 flsuite COMMAND --help lists every key; flsuite fit --config FILE --print_config prints the resolved
@@ -55,8 +57,19 @@ the name of the config.
   --plugins LIST          modules to import first, e.g. '[my_package]', for short class names
 """
 
+_SCHEDULE_HELP = """usage: flsuite schedule --config FILE [--output FOLDER] [--KEY VALUE ...]
+
+Draw who trains when by the virtual clock, without training. It writes NAME-timeline.png, and the
+same fits as NAME-timeline.csv with the columns fit, client, version, started_s, ended_s, outcome,
+round, staleness, weight. NAME is the name of the config.
+
+  --config FILE      a config as for flsuite fit
+  --output FOLDER    where to write; default: the working folder
+  --KEY VALUE        override a key of the config, as for flsuite fit, e.g. --trainer.rounds 20
+"""
+
 _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] [--last N]
-                      [--output FOLDER]
+                      [--x AXIS] [--split SPLIT] [--target VALUE] [--output FOLDER]
 
 Compare finished runs. Every run in or below a FOLDER counts. Runs whose settings (settings.yaml)
 differ in nothing but the seed are one row, named by the settings in which it differs from the other
@@ -66,10 +79,21 @@ comparison with published tables that were made so).
 
   --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro; default accuracy
   --last N            rounds in the mean of the last ones; default 10
+  --x AXIS            axis of the picture and of --target: round, virtual_s, wall_s, client_updates
+                      or bytes (shown in MB); default round
+  --split SPLIT       data of the picture and of --target: test or val; default test
+  --target VALUE      add the first point of the axis at which the score reaches VALUE (a loss is
+                      reached from above): mean and standard deviation over the runs that reach it,
+                      and their number; the group that is first is named
   --output FOLDER     write report.csv, report.md and report.png (curves with their range) there
+
+report.csv has the columns to_target, to_target_std and reached if there is a target. They are in
+the unit of the AXIS in metrics.csv. On every axis but round, runs of one group have different
+points. The picture then shows the range that all of them cover, with the last score at or before
+each point.
 """
 
-_HELPS = {"partition": _PARTITION_HELP, "report": _REPORT_HELP}
+_HELPS = {"partition": _PARTITION_HELP, "schedule": _SCHEDULE_HELP, "report": _REPORT_HELP}
 _LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -109,6 +133,10 @@ def _guarded(command: str, args: list[str]) -> int:
             from flsuite.commands.partition import partition
 
             partition(args)
+        elif command == "schedule":
+            from flsuite.commands.schedule import schedule
+
+            schedule(args)
         else:
             from flsuite.commands.fit import run
 

@@ -1,14 +1,22 @@
 """``flsuite report``: a comparison of finished runs."""
 
 import argparse
+import math
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from flsuite.analysis.axes import AXES
 from flsuite.analysis.groups import Group, find_runs, group_runs, seed_of
-from flsuite.analysis.report import report_figure, report_markdown, report_table
+from flsuite.analysis.report import (
+    report_figure,
+    report_markdown,
+    report_table,
+    require_score,
+)
+from flsuite.analysis.target import first_to_target, target_cell, target_title
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 
@@ -29,25 +37,37 @@ def report(args: list[str]) -> None:
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--metric", nargs="+", default=["accuracy"])
     parser.add_argument("--last", type=int, default=10)
+    parser.add_argument("--x", choices=list(AXES), default="round")
+    parser.add_argument("--split", choices=["test", "val"], default="test")
+    parser.add_argument("--target", type=float)
     parser.add_argument("--output")
     request = parser.parse_args(args)
     if request.last < 1:
         raise FlsuiteError(f"report: --last must be at least 1, got {request.last}")
+    if request.target is not None and not math.isfinite(request.target):
+        raise FlsuiteError(f"report: --target must be a finite number, got {request.target}")
 
     groups = group_runs(find_runs(request.folders))
-    table = report_table(groups, request.metric, request.last)
+    for metric in request.metric:
+        require_score(groups, metric, request.split)
+    target = {"target": request.target, "x": request.x}
+    table = report_table(groups, request.metric, request.last, **target, split=request.split)
 
     console = Console()
     for metric in request.metric:
-        console.print(_shown(table[table["metric"] == metric], metric, request.last))
+        rows = table[table["metric"] == metric]
+        console.print(_shown(rows, metric, request.last))
+        if request.target is not None:
+            _print_target(console, rows, metric, request)
     for warning in (*uneven(groups), *repeated(groups)):
         console.print(warning)
 
     if request.output:
         folder = make_folder(Path(request.output))
         table.to_csv(folder / "report.csv", index=False)
-        (folder / "report.md").write_text(report_markdown(table, request.last))
-        report_figure(groups, request.metric).savefig(folder / "report.png", dpi=150)
+        (folder / "report.md").write_text(report_markdown(table, request.last, **target))
+        picture = report_figure(groups, request.metric, request.split, **target)
+        picture.savefig(folder / "report.png", dpi=150)
         print(f"{folder}/report.csv\n{folder}/report.md\n{folder}/report.png")
 
 
@@ -69,6 +89,26 @@ def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
         "best on test: no honest choice"
     )
     return shown
+
+
+def _print_target(
+    console: Console, rows: pd.DataFrame, metric: str, request: argparse.Namespace
+) -> None:
+    """Print how soon the groups reach the target, and which one is the first.
+
+    It is a table of its own, because both do not fit side by side into 80 characters.
+    """
+    shown = Table()
+    shown.add_column("what differs", overflow="fold", min_width=14)
+    title = target_title(request.target, request.x, metric)
+    shown.add_column(title, justify="right", overflow="fold")
+    for row in rows.to_dict("records"):
+        shown.add_row(row["group"], target_cell(row, request.x))
+    console.print(shown)
+
+    line = first_to_target(rows, metric, request.target, request.x, request.split)
+    if line:
+        print(line)
 
 
 def uneven(groups: list[Group]) -> list[str]:

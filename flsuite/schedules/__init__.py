@@ -1,8 +1,29 @@
-"""Who trains when."""
+"""Who trains when, and how long it takes on the virtual clock."""
 
 from flsuite.schedules.asynchronous import Asynchronous
+from flsuite.schedules.availability import Always, Availability, Bernoulli, OnOff
 from flsuite.schedules.base import Schedule
 from flsuite.schedules.clock import Clock
+from flsuite.schedules.fit import Fit
+from flsuite.schedules.speeds import LogNormal, Measured, PerSample, Speeds, Stragglers, Work
 from flsuite.schedules.synchronous import Synchronous
+from flsuite.schedules.traces import Trace
 
-__all__ = ["Clock", "Schedule", "Synchronous"]
+__all__ = [
+    "Always",
+    "Asynchronous",
+    "Availability",
+    "Bernoulli",
+    "Clock",
+    "Fit",
+    "LogNormal",
+    "Measured",
+    "OnOff",
+    "PerSample",
+    "Schedule",
+    "Speeds",
+    "Stragglers",
+    "Synchronous",
+    "Trace",
+    "Work",
+]

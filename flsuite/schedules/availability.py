@@ -1,10 +1,16 @@
 """Which clients can train, and which of them drop out of a fit."""
 
+import math
 from abc import ABC
+from itertools import pairwise
 
 import numpy as np
 
-__all__ = ["Always", "Availability"]
+from flsuite.errors import FlsuiteError, require_below_one, require_positive
+from flsuite.random import numpy_generator
+from flsuite.schedules.traces import check_clients, client_bounds, read_trace
+
+__all__ = ["Always", "Availability", "Bernoulli", "OnOff"]
 
 
 class Availability(ABC):  # noqa: B024  (every hook has a default)
@@ -46,3 +52,147 @@ class Availability(ABC):  # noqa: B024  (every hook has a default)
 
 class Always(Availability):
     """All clients are available at any time, and none drops out."""
+
+
+class Bernoulli(Availability):
+    """All clients are available at any time, and each fit is lost with the same probability.
+
+    A client drops out at a uniform share of the fit's seconds. If those are measured, it drops out
+    at the start.
+
+    Args:
+        dropout: Probability in [0, 1) that a client drops out of a fit.
+    """
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        self.dropout = dropout
+        require_below_one("Bernoulli", dropout=dropout)
+
+    def configure(self, clients: int, seed: int) -> None:
+        self._seed = seed
+
+    def leaves(self, client: int, number: int, started: float, seconds: float) -> float | None:
+        rng = numpy_generator(self._seed, "availability", number, client)
+        drops_out = rng.random() < self.dropout
+        return started + rng.random() * seconds if drops_out else None
+
+
+class OnOff(Availability):
+    """Clients that come and go by a trace.
+
+    The trace is a CSV file with a header and the columns ``client``, ``start`` and ``end``. A row
+    says that the client is available from ``start`` to ``end``, in virtual seconds, ``end``
+    excluded. A client without a row is never available. A client drops out of a fit that would take
+    longer than the client stays. If the seconds of a fit are measured, nobody drops out of it.
+
+    Args:
+        path: The CSV file.
+        period: Virtual seconds after which the trace starts again, at least its last ``end``.
+            Default: it does not start again, and nobody is available after its end.
+
+    Raises:
+        FlsuiteError: If ``period`` is too short, or the file is not such a trace.
+    """
+
+    def __init__(self, path: str, period: float | None = None) -> None:
+        self.path = path
+        self.period = period
+        require_positive("OnOff", period=period)
+        self._rows = read_trace(path, ("client", "start", "end"))
+
+        last_end = float(self._rows["end"].max())
+        if period is not None and period < last_end:
+            raise FlsuiteError(
+                f"OnOff: period must be at least {last_end:.15g}, the last end in {path}, "
+                f"got {period}"
+            )
+
+    def configure(self, clients: int, seed: int) -> None:
+        owners = self._rows["client"]
+        check_clients(self.path, owners, clients)
+
+        # Intervals by client and start. Empty ones would make next_start a time without a client.
+        order = np.lexsort((self._rows["start"], owners))
+        order = order[self._rows["start"][order] < self._rows["end"][order]]
+        starts, ends = self._rows["start"][order], self._rows["end"][order]
+        bounds = client_bounds(owners[order], clients)
+        self._intervals = [
+            _joined(starts[first:last], ends[first:last]) for first, last in pairwise(bounds)
+        ]
+
+        # The same intervals of all clients by start, to find those that are open at a time.
+        counts = [len(client_starts) for client_starts, _ in self._intervals]
+        owners = np.repeat(np.arange(clients), counts)
+        starts = np.concatenate([client_starts for client_starts, _ in self._intervals])
+        ends = np.concatenate([client_ends for _, client_ends in self._intervals])
+        by_start = np.argsort(starts, kind="stable")
+        self._owners, self._starts, self._ends = owners[by_start], starts[by_start], ends[by_start]
+
+    def available(self, seconds: float) -> np.ndarray:
+        _, phase = self._cycle(seconds)
+        begun = np.searchsorted(self._starts, phase, side="right")
+        is_open = self._ends[:begun] > phase
+
+        available = np.zeros(len(self._intervals), dtype=bool)
+        available[self._owners[:begun][is_open]] = True
+        return available
+
+    def next_start(self, seconds: float) -> float | None:
+        cycle, phase = self._cycle(seconds)
+        following = int(np.searchsorted(self._starts, phase, side="right"))
+        if following == len(self._starts):
+            if self.period is None or not len(self._starts):
+                return None
+            cycle, following = cycle + 1, 0
+
+        begin, start = self._begin(cycle), float(self._starts[following])
+        time = begin + start
+        # The sum may be rounded down, to a time at which the interval has not started yet.
+        while time - begin < start:
+            time = math.nextafter(time, math.inf)
+        return time
+
+    def leaves(self, client: int, number: int, started: float, seconds: float) -> float | None:
+        cycle, phase = self._cycle(started)
+        starts, ends = self._intervals[client]
+        at = int(np.searchsorted(starts, phase, side="right")) - 1
+        if at < 0 or ends[at] <= phase:
+            return started  # not available, not even at the start
+
+        end = self._begin(cycle) + float(ends[at])
+        # An interval up to the end of the trace goes on where the trace starts again with one.
+        if ends[at] == self.period and starts[0] == 0:
+            if ends[0] == self.period:
+                return None
+            end += float(ends[0])
+        return max(started, end) if end < started + seconds else None
+
+    def _cycle(self, seconds: float) -> tuple[int, float]:
+        """Return how often the trace has started again, and the seconds since the last time."""
+        if self.period is None:
+            return 0, seconds
+        cycle = math.floor(seconds / self.period)
+        # The quotient and the product are rounded, so that they may disagree by one.
+        if self._begin(cycle) > seconds:
+            cycle -= 1
+        elif self._begin(cycle + 1) <= seconds:
+            cycle += 1
+        return cycle, seconds - self._begin(cycle)
+
+    def _begin(self, cycle: int) -> float:
+        """Return the virtual time at which a cycle of the trace starts."""
+        return 0.0 if self.period is None else cycle * self.period
+
+
+def _joined(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Join the intervals of one client that overlap or touch.
+
+    Args:
+        starts: Ascending, ``(intervals,)``.
+        ends: ``(intervals,)``.
+    """
+    if not len(starts):
+        return starts, ends
+    reach = np.maximum.accumulate(ends)
+    is_apart = starts[1:] > reach[:-1]
+    return starts[np.append(True, is_apart)], reach[np.append(is_apart, True)]

@@ -112,13 +112,12 @@ class Launcher:
     def _draw_from_all(self, number: int, rng: np.random.Generator, busy: list[int]) -> list[int]:
         """Draw without an array of all clients: the cost follows the number drawn."""
         idle = self._clients - len(busy)
-        ranks = range(idle)
-        if idle > number:
-            ranks = sorted(rng.choice(idle, number, replace=False).tolist())
+        is_choice = idle > number
+        ranks = rng.choice(idle, number, replace=False).tolist() if is_choice else range(idle)
 
         # The client of a rank: the busy ones before it are passed over.
         chosen, passed = [], 0
-        for rank in ranks:
+        for rank in sorted(ranks):
             while passed < len(busy) and busy[passed] <= rank + passed:
                 passed += 1
             chosen.append(rank + passed)

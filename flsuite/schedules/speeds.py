@@ -1,9 +1,15 @@
 """How long a fit takes on the virtual clock."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-__all__ = ["Measured", "Speeds", "Work"]
+import numpy as np
+
+from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.random import numpy_generator
+
+__all__ = ["LogNormal", "Measured", "PerSample", "Speeds", "Stragglers", "Work"]
 
 
 @dataclass(frozen=True)
@@ -51,3 +57,147 @@ class Measured(Speeds):
 
     def seconds(self, work: Work) -> float | None:
         return None
+
+
+class Stragglers(Speeds):
+    """A share of the clients is slow, and the others are fast.
+
+    The slow clients are the same ones throughout a run.
+
+    Args:
+        fraction: Share of the clients that is slow, in [0, 1]. Their number is rounded half up.
+        fast: The lowest and the highest seconds per fit of a fast client.
+        slow: The lowest and the highest seconds per fit of a slow client.
+        jitter: Highest number of seconds that are added to a fit, uniform from 0.
+        per_fit: Whether a client's seconds are drawn again for each fit, from its own range.
+            Default: once per run.
+    """
+
+    def __init__(
+        self,
+        fraction: float = 0.3,
+        fast: tuple[float, float] = (0.0, 0.2),
+        slow: tuple[float, float] = (0.8, 2.0),
+        jitter: float = 0.1,
+        per_fit: bool = False,
+    ) -> None:
+        self.fraction = fraction
+        self.fast = fast
+        self.slow = slow
+        self.jitter = jitter
+        self.per_fit = per_fit
+
+        require_at_least("Stragglers", 0, fraction=fraction, jitter=jitter)
+        if fraction > 1:
+            raise FlsuiteError(f"Stragglers: fraction must be at most 1, got {fraction}")
+        _require_range("Stragglers", fast=fast, slow=slow)
+
+    def configure(self, clients: int, seed: int) -> None:
+        self._seed = seed
+        rng = numpy_generator(seed, "speeds")
+        # Rounded half up. round() would round 0.5 and 2.5 to an even number.
+        slow_clients = rng.choice(clients, int(self.fraction * clients + 0.5), replace=False)
+
+        self._low = np.full(clients, self.fast[0], dtype=np.float64)
+        self._high = np.full(clients, self.fast[1], dtype=np.float64)
+        self._low[slow_clients], self._high[slow_clients] = self.slow
+        self._fixed = rng.uniform(self._low, self._high)
+
+    def seconds(self, work: Work) -> float:
+        rng = numpy_generator(self._seed, "speeds/fit", work.number, work.client)
+        # First, so that a fit has the same jitter with and without per_fit.
+        jitter = rng.uniform(0, self.jitter)
+
+        base = self._fixed[work.client]
+        if self.per_fit:
+            base = rng.uniform(self._low[work.client], self._high[work.client])
+        return float(base + jitter)
+
+
+class LogNormal(Speeds):
+    """Seconds per fit with a log-normal distribution: most are near the median, a few are long.
+
+    A fit takes ``median * exp(sigma * z)`` seconds, with ``z`` standard normal.
+
+    Args:
+        median: Median of the seconds per fit.
+        sigma: Standard deviation of their logarithm. With 0, every fit takes ``median`` seconds.
+        per_fit: Whether ``z`` is drawn again for each fit. Default: once per client and run.
+    """
+
+    def __init__(self, median: float = 1.0, sigma: float = 0.5, per_fit: bool = False) -> None:
+        self.median = median
+        self.sigma = sigma
+        self.per_fit = per_fit
+        require_positive("LogNormal", median=median)
+        require_at_least("LogNormal", 0, sigma=sigma)
+
+    def configure(self, clients: int, seed: int) -> None:
+        self._seed = seed
+        self._z = numpy_generator(seed, "speeds").standard_normal(clients)
+
+    def seconds(self, work: Work) -> float:
+        z = self._z[work.client]
+        if self.per_fit:
+            rng = numpy_generator(self._seed, "speeds/fit", work.number, work.client)
+            z = rng.standard_normal()
+        return float(self.median * np.exp(self.sigma * z))
+
+
+class PerSample(Speeds):
+    """Seconds in proportion to the work: the samples of a fit, and the bytes that travel.
+
+    A fit takes ``factor * (samples * seconds_per_sample + bytes_down * seconds_per_byte_down +
+    bytes_up * seconds_per_byte_up)`` seconds. Each client has a log-normal ``factor`` with median 1
+    for the whole run.
+
+    The seconds per byte are one divided by the bandwidth in bytes per second. 1 MB/s is 1e-6
+    seconds per byte, 10 MB/s is 1e-7, and 1 Mbit/s is 8e-6.
+
+    Args:
+        seconds_per_sample: Seconds per training sample. A sample counts once per local epoch.
+        seconds_per_byte_down: Seconds per byte that the client receives. Default: no time.
+        seconds_per_byte_up: Seconds per byte that the client sends. Default: no time.
+        spread: Standard deviation of the logarithm of ``factor``. With 0, all clients are equally
+            fast.
+    """
+
+    def __init__(
+        self,
+        seconds_per_sample: float = 0.001,
+        seconds_per_byte_down: float = 0.0,
+        seconds_per_byte_up: float = 0.0,
+        spread: float = 0.0,
+    ) -> None:
+        self.seconds_per_sample = seconds_per_sample
+        self.seconds_per_byte_down = seconds_per_byte_down
+        self.seconds_per_byte_up = seconds_per_byte_up
+        self.spread = spread
+        require_at_least(
+            "PerSample",
+            0,
+            seconds_per_sample=seconds_per_sample,
+            seconds_per_byte_down=seconds_per_byte_down,
+            seconds_per_byte_up=seconds_per_byte_up,
+            spread=spread,
+        )
+
+    def configure(self, clients: int, seed: int) -> None:
+        z = numpy_generator(seed, "speeds").standard_normal(clients)
+        self._factors = np.exp(self.spread * z)
+
+    def seconds(self, work: Work) -> float:
+        computing = work.samples * self.seconds_per_sample
+        receiving = work.bytes_down * self.seconds_per_byte_down
+        sending = work.bytes_up * self.seconds_per_byte_up
+        return float(self._factors[work.client] * (computing + receiving + sending))
+
+
+def _require_range(owner: str, **ranges: tuple[float, float]) -> None:
+    """Refuse a range that is not two finite numbers, at least 0, the lower one first."""
+    for name, given in ranges.items():
+        if len(given) != 2 or not 0 <= given[0] <= given[1] < math.inf:
+            raise FlsuiteError(
+                f"{owner}: {name} must be two numbers of seconds, at least 0, the lower one first, "
+                f"got {list(given)}"
+            )

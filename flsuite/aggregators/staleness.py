@@ -1,0 +1,146 @@
+"""Weights of updates that come late.
+
+The staleness ``tau`` of an update is the number of aggregations between the version that its client
+started from and its arrival. Constant, polynomial and hinge weights: Xie et al. 2019, Asynchronous
+Federated Optimization, arXiv:1903.03934.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Literal, get_args
+
+from flsuite.errors import (
+    FlsuiteError,
+    require_at_least,
+    require_instance,
+    require_one_of,
+    require_positive,
+)
+
+__all__ = [
+    "Constant",
+    "Hinge",
+    "Hyperbolic",
+    "Polynomial",
+    "Staleness",
+    "StalenessName",
+    "require_mixture",
+    "require_staleness",
+    "staleness_weight",
+]
+
+
+class Staleness(ABC):
+    """The weight ``s(tau)`` of an update, which must not grow with its staleness."""
+
+    @abstractmethod
+    def __call__(self, tau: int) -> float:
+        """Return the weight of an update of staleness ``tau``, at least 0.
+
+        An update of weight 0 does not count.
+        """
+
+
+class Constant(Staleness):
+    """The weight 1 for every update, however old."""
+
+    def __call__(self, tau: int) -> float:
+        return 1.0
+
+
+class Hyperbolic(Staleness):
+    """The weight ``c / (tau + 1)``.
+
+    Args:
+        c: Weight of a fresh update.
+    """
+
+    def __init__(self, c: float = 1.0) -> None:
+        self.c = c
+        require_positive("Hyperbolic", c=c)
+
+    def __call__(self, tau: int) -> float:
+        return self.c / (tau + 1)
+
+
+class Polynomial(Staleness):
+    """The weight ``(tau + 1)^-p``.
+
+    Args:
+        p: Power, at least 0. With the default of 0.5 this is the ``1 / sqrt(1 + tau)`` of FedBuff.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = p
+        require_at_least("Polynomial", 0, p=p)
+
+    def __call__(self, tau: int) -> float:
+        return float(tau + 1) ** -self.p
+
+
+class Hinge(Staleness):
+    """The weight 1 up to a staleness of ``b``, and ``1 / (a (tau - b) + 1)`` beyond it.
+
+    Args:
+        a: Slope beyond ``b``, above 0.
+        b: Staleness up to which an update counts in full.
+    """
+
+    def __init__(self, a: float = 10.0, b: float = 4.0) -> None:
+        self.a = a
+        self.b = b
+        require_positive("Hinge", a=a)
+        require_at_least("Hinge", 0, b=b)
+
+    def __call__(self, tau: int) -> float:
+        return 1.0 if tau <= self.b else 1 / (self.a * (tau - self.b) + 1)
+
+
+StalenessName = Literal["constant", "hyperbolic", "polynomial", "hinge"]
+
+_NAMED: dict[str, type[Staleness]] = {
+    "constant": Constant,
+    "hyperbolic": Hyperbolic,
+    "polynomial": Polynomial,
+    "hinge": Hinge,
+}
+
+
+def staleness_weight(staleness: Staleness | StalenessName, tau: int) -> float:
+    """Return the weight of an update of staleness ``tau``.
+
+    Args:
+        staleness: The weights, or the name of a class above, which stands for its defaults.
+        tau: Aggregations since the version that the update started from.
+
+    Raises:
+        FlsuiteError: If the weight is below 0 or above that of a fresh update.
+    """
+    weights = _NAMED[staleness]() if isinstance(staleness, str) else staleness
+    weight, fresh = float(weights(tau)), float(weights(0))
+
+    # A class of the user's own may grow, and a mixture would then leave its old and new models.
+    if not 0 <= weight <= fresh:
+        raise FlsuiteError(
+            f"{type(weights).__name__}: the weight at staleness {tau} is {weight}; return one from "
+            f"0 to that of a fresh update, {fresh}"
+        )
+    return weight
+
+
+def require_staleness(owner: str, staleness: object) -> None:
+    """Refuse an argument that is neither a staleness nor the name of one."""
+    if isinstance(staleness, str):
+        require_one_of(owner, get_args(StalenessName), staleness=staleness)
+    else:
+        require_instance(owner, Staleness, staleness=staleness)
+
+
+def require_mixture(owner: str, staleness: Staleness | StalenessName, **rates: float) -> None:
+    """Refuse a mixing rate that exceeds 1 for a fresh update."""
+    fresh = staleness_weight(staleness, 0)
+    for name, rate in rates.items():
+        if rate * fresh > 1:
+            raise FlsuiteError(
+                f"{owner}: {name} times the weight of a fresh update must be at most 1, got {rate} "
+                f"* {fresh}; lower one of them"
+            )

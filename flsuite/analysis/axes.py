@@ -1,0 +1,86 @@
+"""The horizontal axes of curves: rounds, seconds, and work."""
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple, TypeVar
+
+import pandas as pd
+
+from flsuite.errors import FlsuiteError, require_one_of
+
+__all__ = ["AXES", "Axis", "on_common_grid", "require_axis"]
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Axis(NamedTuple):
+    """A column of ``metrics.csv`` as an axis.
+
+    Attributes:
+        label: The label of a picture's axis.
+        unit: The unit of one value, in the plural.
+        scale: What a value of the column is multiplied by to be in this unit.
+        is_whole: Whether only whole numbers occur.
+    """
+
+    label: str
+    unit: str
+    scale: float = 1.0
+    is_whole: bool = False
+
+    def amount(self, value: float) -> str:
+        """Return a value of the column as text with its unit."""
+        number = self.number(value)
+        return f"{number} {self.unit.removesuffix('s') if number == '1' else self.unit}"
+
+    def number(self, value: float) -> str:
+        """Return a value of the column as text, with three digits or all before the point."""
+        scaled = value * self.scale
+        return f"{scaled:.0f}" if scaled >= 100 else f"{scaled:.3g}"
+
+
+AXES = {
+    "round": Axis("round", "rounds", is_whole=True),
+    "virtual_s": Axis("virtual seconds", "virtual s"),
+    "wall_s": Axis("seconds", "s"),
+    "client_updates": Axis("client updates", "client updates", is_whole=True),
+    "bytes": Axis("MB sent and received", "MB", scale=1e-6),
+}
+
+
+def require_axis(x: str, table: pd.DataFrame, run: object) -> None:
+    """Refuse an axis that does not exist, or that a run of an earlier version did not note.
+
+    Args:
+        x: A name of :data:`AXES`.
+        table: The metrics of the run.
+        run: The run, for the message.
+    """
+    require_one_of("curves", AXES, x=x)
+    if len(table) and table[x].isna().all():
+        noted = ", ".join(name for name in AXES if table[name].notna().any())
+        raise FlsuiteError(
+            f"{run} has no {x}: an earlier version of flsuite made it; leave it out, or choose "
+            f"another axis of {noted}"
+        )
+
+
+def on_common_grid(curves: Mapping[Name, pd.Series]) -> pd.DataFrame:
+    """Return curves with different points as columns of one table.
+
+    The rows are the points of all curves in the range that every curve covers. A curve's value at a
+    row is its last one at or before that point.
+    """
+    # Of several values at one point, such as updates that arrive together, the last one holds.
+    curves = {
+        name: curve[~curve.index.duplicated(keep="last")].sort_index()
+        for name, curve in curves.items()
+    }
+    covered = [curve.index for curve in curves.values() if len(curve)]
+    first = max((points[0] for points in covered), default=0.0)
+    last = min((points[-1] for points in covered), default=0.0)
+
+    shared = sorted({point for points in covered for point in points if first <= point <= last})
+    return pd.DataFrame(
+        {name: curve.reindex(shared, method="ffill") for name, curve in curves.items()},
+        index=shared,
+    )

@@ -1,0 +1,154 @@
+"""Traces: CSV files with the times of real devices."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flsuite.data.datasets.csv_files import csv_frames
+from flsuite.errors import FlsuiteError
+from flsuite.random import numpy_generator
+from flsuite.schedules.speeds import Speeds, Work
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Trace", "check_clients", "client_bounds", "read_trace"]
+
+
+class Trace(Speeds):
+    """Seconds of fits from a CSV file with a header and one of two sets of columns.
+
+    ``client`` and ``seconds``: a row is a fit. With several rows per client, one of them is drawn
+    for each fit.
+
+    ``client``, ``start`` and ``end``, in virtual seconds: a fit takes ``end - start`` of the first
+    row of its client whose ``start`` is not before the start of the fit. After the last ``end`` of
+    the file, the whole trace starts again.
+
+    Every client needs a row.
+
+    Args:
+        path: The CSV file.
+
+    Raises:
+        FlsuiteError: If the file is not such a trace.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        rows = read_trace(path, ("client", "seconds"), ("client", "start", "end"))
+        self._owners = rows["client"]
+        self._is_timed = "start" in rows
+
+        if self._is_timed:
+            self._starts, self._durations = rows["start"], rows["end"] - rows["start"]
+            self._length = float(rows["end"].max())
+        else:
+            self._starts, self._durations = np.zeros_like(rows["seconds"]), rows["seconds"]
+        if self._is_timed and self._length == 0:
+            raise FlsuiteError(f"{path}: the last end must be above 0; correct column 'end'")
+
+    def configure(self, clients: int, seed: int) -> None:
+        self._seed = seed
+        check_clients(self.path, self._owners, clients)
+        without_rows = np.setdiff1d(np.arange(clients), self._owners)
+        if len(without_rows):
+            raise FlsuiteError(
+                f"{self.path} has no row for client {without_rows[0]:.0f}; add one, or lower the "
+                "number of clients"
+            )
+
+        # By client and start. The sort is stable: rows with the same start keep their order.
+        self._order = np.lexsort((self._starts, self._owners))
+        self._bounds = client_bounds(self._owners[self._order], clients)
+
+    def seconds(self, work: Work) -> float:
+        first, last = self._bounds[work.client : work.client + 2]
+        rows = self._order[first:last]
+        if self._is_timed:
+            following = np.searchsorted(self._starts[rows], work.started % self._length)
+            # After the client's last start, the next one is its first, when the trace starts again.
+            row = rows[following % len(rows)]
+        else:
+            row = numpy_generator(self._seed, "speeds/fit", work.number, work.client).choice(rows)
+        return float(self._durations[row])
+
+
+def read_trace(path: str, *layouts: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Return the columns of a trace as float64, in the order of its rows.
+
+    Args:
+        path: A CSV file with a header. A relative path is relative to the working folder.
+        layouts: The sets of columns that it may have, in any order. The first column is the
+            clients' numbers. The others are seconds. An ``end`` is not before its ``start``.
+
+    Raises:
+        FlsuiteError: If the file is missing, empty or unreadable, has other columns, or has a cell
+            that does not belong there. Rows are counted from 1 below the header.
+    """
+    file = Path(path).expanduser()
+    (frame,) = csv_frames(file)
+    frame.columns = [str(name).strip() for name in frame.columns]
+    layout = next((layout for layout in layouts if {*layout} == {*frame.columns}), None)
+    if layout is None:
+        expected = " or ".join(", ".join(layout) for layout in layouts)
+        raise FlsuiteError(
+            f"{file}: expected the columns {expected}, got {', '.join(frame.columns)}"
+        )
+
+    columns = {name: _numbers(frame[name], file) for name in layout}
+    owners = columns["client"]
+    _refuse(owners % 1 != 0, owners, file, "client", "a whole number")
+    if "end" in columns:
+        ends = columns["end"]
+        _refuse(ends < columns["start"], ends, file, "end", "at least the row's 'start'")
+    return columns
+
+
+def check_clients(path: str, owners: np.ndarray, clients: int) -> None:
+    """Refuse a trace with a client that the run does not have."""
+    expected = f"a number below {clients}, the number of clients"
+    _refuse(owners >= clients, owners, Path(path), "client", expected)
+
+
+def client_bounds(owners: np.ndarray, clients: int) -> np.ndarray:
+    """Return where the rows of each client begin, and the number of rows, ``(clients + 1,)``.
+
+    Args:
+        owners: The client of each row, ascending.
+        clients: Number of clients.
+    """
+    return np.searchsorted(owners, np.arange(clients + 1))
+
+
+def _numbers(column: "pd.Series", file: Path) -> np.ndarray:
+    """Return a column as float64, after a check that all of it is finite and at least 0."""
+    import pandas as pd
+
+    name = str(column.name)
+    parsed = column
+    if column.dtype.kind not in "iuf":
+        parsed = pd.to_numeric(column.astype(str), errors="coerce")
+    numbers = parsed.to_numpy(dtype=np.float64, na_value=np.nan)
+
+    given = column.to_numpy(dtype=object)
+    _refuse(column.isna().to_numpy(), given, file, name, "a number")
+    _refuse(~np.isfinite(numbers), given, file, name, "a number")
+    _refuse(numbers < 0, given, file, name, "a number of at least 0")
+    return numbers
+
+
+def _refuse(
+    is_wrong: np.ndarray, values: np.ndarray, file: Path, column: str, expected: str
+) -> None:
+    """Raise the error of the first row that is wrong, if there is one."""
+    if not is_wrong.any():
+        return
+    at = int(is_wrong.argmax())
+    value = values[at]
+    is_number = np.asarray(value).dtype.kind in "iuf"
+    got = f"{value:.15g}" if is_number else repr(str(value))
+    if value != value:  # pandas reads both as NaN
+        got = "a missing value or NaN"
+    raise FlsuiteError(f"{file}: row {at + 1}, column {column!r}: expected {expected}, got {got}")
