@@ -1,0 +1,83 @@
+"""The end of a run at a target score."""
+
+import logging
+import math
+from typing import Any, ClassVar
+
+from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.errors import FlsuiteError, require_one_of
+from flsuite.metrics import HIGHER_IS_BETTER
+from flsuite.runs.run import Run
+from flsuite.server.evaluation import GLOBAL, Scores
+
+__all__ = ["StopAt"]
+
+log = logging.getLogger("flsuite")
+
+
+class StopAt(FederationCallback):
+    """Stops when a score on validation data has reached a value.
+
+    ``trainer.max_virtual_seconds`` and ``trainer.max_client_updates`` limit a run that never does.
+    A stopped run can be extended: resume it with another value, or without the callback.
+
+    Args:
+        metric: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the
+            global model.
+        value: The target. A loss must fall to it, and every other score must rise to it.
+    """
+
+    affects: ClassVar[Affects] = "rounds"
+
+    def __init__(self, metric: str = "accuracy", value: float = 0.9) -> None:
+        self.metric = metric
+        self.value = value
+        self.reached: float | None = None
+        require_one_of("StopAt", HIGHER_IS_BETTER, metric=metric)
+        if not math.isfinite(value):
+            raise FlsuiteError(f"StopAt: value must be a finite number, got {value}")
+
+    @property
+    def state_key(self) -> str:
+        """Return a key that stays with another target."""
+        return self._generate_state_key(metric=self.metric)
+
+    def on_federation_start(self, run: Run) -> None:
+        if run.data.validation() is None:
+            raise FlsuiteError(
+                "StopAt stops on validation data, and there is none: set data.val_fraction above "
+                "0, or remove the callback"
+            )
+        if run.round == 0:
+            self.reached = None
+        # A resumed run that had stopped stops again, unless its target is now harder.
+        elif self._is_reached(self.reached):
+            run.stop()
+
+    def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
+        score = scores[GLOBAL].get(self.metric)
+        if split != "val" or not self._is_reached(score):
+            return
+        self.reached = score
+        log.info(
+            "validation %s is %.4f, and the target %g: stopping after round %d, at virtual second "
+            "%.1f and client update %d",
+            self.metric,
+            score,
+            self.value,
+            round,
+            run.clock.seconds,
+            run.clock.client_updates,
+        )
+        run.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reached": self.reached}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.reached = state_dict["reached"]
+
+    def _is_reached(self, score: float | None) -> bool:
+        if score is None or math.isnan(score):
+            return False
+        return score >= self.value if HIGHER_IS_BETTER[self.metric] else score <= self.value
