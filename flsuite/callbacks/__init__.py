@@ -8,6 +8,7 @@ from flsuite.callbacks.latent_space import LatentSpace
 from flsuite.callbacks.loggers import RoundLogger
 from flsuite.callbacks.probe import ForestProbe
 from flsuite.callbacks.progress import RoundProgress
+from flsuite.callbacks.stop_at import StopAt
 from flsuite.callbacks.task_matrix import TaskMatrix
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "RoundEarlyStopping",
     "RoundLogger",
     "RoundProgress",
+    "StopAt",
     "TaskMatrix",
 ]

@@ -15,6 +15,9 @@ __all__ = ["RoundLogger"]
 class RoundLogger(FederationCallback):
     """Sends every round's metrics to all loggers, as ``<split>/<metric>``.
 
+    Virtual seconds, client updates and bytes so far go with them, so that a chart can have any of
+    these as its horizontal axis.
+
     Weights & Biases gets one run per experiment, with the settings and a picture of the partition.
     A resumed federation goes on in the same W&B run. A round that was logged but not saved when the
     run was killed is logged again.
@@ -43,6 +46,11 @@ class RoundLogger(FederationCallback):
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
         is_few = run.clients <= self.per_client
         sent = {k: v for k, v in metrics.items() if is_few or not k.startswith("client/")}
+        sent |= {
+            "virtual_s": run.clock.seconds,
+            "client_updates": run.clock.client_updates,
+            "bytes": run.clock.bytes,
+        }
         for logger in run.loggers:
             if isinstance(logger, WandbLogger):
                 # Never with step=, which would bind rows to W&B's own counter.

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.messages import Outcome
@@ -19,9 +19,10 @@ _SHOWN = ("train/loss", "val/accuracy", "test/accuracy", "test/f1_macro")
 
 
 class RoundProgress(FederationCallback):
-    """Shows rounds, clients of the round, scores and the time left.
+    """Shows the share of the run that is done, clients of the round, scores and the time left.
 
-    Without a terminal, it prints plain lines.
+    Where clients do not wait for each other, it shows virtual time, staleness and the clients in
+    flight too. Without a terminal, it prints plain lines.
 
     Args:
         interval: Smallest number of seconds between two plain lines. The first and the last round
@@ -39,7 +40,8 @@ class RoundProgress(FederationCallback):
         return RoundProgress(self.interval)
 
     def on_federation_start(self, run: Run) -> None:
-        self._first, self._began, self._printed = run.round, time.monotonic(), 0.0
+        self._first, self._began = run.budget.share(run.clock), time.monotonic()
+        self._printed, self._arrived, self._cohort = 0.0, 0, 0
         console = Console(stderr=True)
         if not console.is_terminal:
             return
@@ -47,35 +49,46 @@ class RoundProgress(FederationCallback):
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[done]}"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
         )
 
         self._bar = Progress(*columns, console=console)
-        self._rounds = self._bar.add_task("rounds ", total=run.rounds, completed=run.round, note="")
-        self._clients = self._bar.add_task("clients", total=None, note="")
+        done = {"done": _done(run), "note": ""}
+        self._rounds = self._bar.add_task("rounds ", total=1.0, completed=self._first, **done)
+        self._clients = self._bar.add_task("clients", total=None, done="", note="")
         self._bar.start()
 
     def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
-        self._cohort = len(clients)
+        self._arrived, self._cohort = 0, len(clients)
         if self._bar is not None:
-            self._bar.reset(self._clients, total=len(clients))
+            # Of an asynchronous round it is not known who will be part of it.
+            is_cohort = not run.federation.schedule.is_asynchronous
+            self._bar.reset(self._clients, total=len(clients) if is_cohort else None)
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
+        self._arrived += 1
         if self._bar is not None:
-            self._bar.advance(self._clients)
+            in_flight = len(run.federation.schedule.in_flight)
+            note = f"{in_flight} in flight" if run.federation.schedule.is_asynchronous else ""
+            self._bar.update(self._clients, advance=1, done=f"{self._arrived}", note=note)
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
-        shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in _SHOWN if name in metrics)
-        left = f"{self._time_left(run, round)} left"
+        scores = "  ".join(f"{name} {metrics[name]:.4f}" for name in _SHOWN if name in metrics)
+        shown = "  ".join(part for part in (_clock(run, metrics), scores) if part)
+        left = f"{self._time_left(run)} left"
         if self._bar is not None:
-            self._bar.update(self._rounds, completed=round, note=f"{shown}  {left}")
+            share = run.budget.share(run.clock)
+            self._bar.update(
+                self._rounds, completed=share, done=_done(run), note=f"{shown}  {left}"
+            )
             return
         now = time.monotonic()
         if now - self._printed >= self.interval or run.finished:
             self._printed = now
-            line = f"round {round}/{run.rounds}  {self._cohort} clients  {shown}  {left}"
+            clients = self._arrived if run.federation.schedule.is_asynchronous else self._cohort
+            line = f"round {_done(run)}  {clients} clients  {shown}  {left}"
             print(line, file=sys.stderr, flush=True)
 
     def on_federation_end(self, run: Run) -> None:
@@ -83,6 +96,24 @@ class RoundProgress(FederationCallback):
             self._bar.stop()
             self._bar = None
 
-    def _time_left(self, run: Run, round: int) -> str:
-        pace = (time.monotonic() - self._began) / max(round - self._first, 1)
-        return str(timedelta(seconds=int(pace * (run.rounds - round))))
+    def _time_left(self, run: Run) -> str:
+        share = run.budget.share(run.clock)
+        pace = (time.monotonic() - self._began) / max(share - self._first, 1e-9)
+        return str(timedelta(seconds=int(pace * (1 - share))))
+
+
+def _done(run: Run) -> str:
+    """Return the rounds done, with their number if it is known."""
+    return str(run.round) if run.budget.rounds is None else f"{run.round}/{run.budget.rounds}"
+
+
+def _clock(run: Run, metrics: Mapping[str, float]) -> str:
+    """Return virtual time, work and staleness, where the schedule gives them a meaning."""
+    schedule = run.federation.schedule
+    if not schedule.is_virtual:
+        return ""
+    parts = [f"{run.clock.seconds:.1f} virtual s", f"{run.clock.client_updates} updates"]
+    if "train/staleness" in metrics:
+        mean, largest = metrics["train/staleness"], metrics["train/staleness_max"]
+        parts.append(f"staleness {mean:.1f} (max {largest:.0f})")
+    return "  ".join(parts)

@@ -13,7 +13,13 @@ import flsuite.client.lr_decay
 import flsuite.engines.in_process
 import flsuite.engines.processes
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
-from flsuite.analysis import curves_figure, partition_figure, read_partition
+from flsuite.analysis import (
+    curves_figure,
+    partition_figure,
+    read_partition,
+    read_timeline,
+    timeline_figure,
+)
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
 from flsuite.errors import FlsuiteError, one_line
@@ -128,13 +134,18 @@ class _FederatedCLI(LightningCLI):
         self.trainer.config = self._resolved
 
     def after_fit(self) -> None:
-        """Draw the curves and the partition into the run's folder."""
+        """Draw curves, partition and timeline into the run's folder."""
         folder = self.trainer.run.folder.path if self.trainer.run else None
         if folder is None:
             return
+        # Measured times say more about this machine than about the federation.
+        is_virtual = self.trainer.schedule.is_virtual
         try:
-            curves_figure({"run": folder}).savefig(folder / "curves.png", dpi=130)
+            curves = curves_figure({"run": folder}, x="virtual_s" if is_virtual else "round")
+            curves.savefig(folder / "curves.png", dpi=130)
             partition_figure(read_partition(folder)).savefig(folder / "partition.png", dpi=130)
+            if is_virtual:
+                timeline_figure(read_timeline(folder)).savefig(folder / "timeline.png", dpi=130)
         except OSError as error:  # the run itself is complete
             log.warning("a picture was not written: %s", one_line(error))
 

@@ -31,7 +31,7 @@ from flsuite.aggregators import (
 )
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec
-from flsuite.schedules import Clock, Synchronous
+from flsuite.schedules import Synchronous
 
 
 def scaffold(

@@ -1,8 +1,5 @@
 """A run can be killed at any moment, and ends as if it had not been."""
 
-import multiprocessing
-import os
-import random
 import signal
 import subprocess
 import sys
@@ -10,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
@@ -24,6 +20,7 @@ from flsuite.schedules import Synchronous
 from flsuite.server.client_store import ClientStore
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
+from tests.runs.killing import kill_and_resume, rounds_on_disk, table_of
 
 ROUNDS = 40
 
@@ -52,12 +49,6 @@ def long_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> Federa
     return made
 
 
-def _forkserver() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flsuite.engines.worker", "tests.runs.test_resume"])
-    return context
-
-
 @pytest.mark.parametrize(
     ("engine", "kills"),
     [(InProcess(), 10), (Processes(workers=2), 3)],
@@ -66,49 +57,16 @@ def _forkserver() -> Any:
 def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, engine: Any, kills: int) -> None:
     whole = long_run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
     folder = tmp_path / "killed"
-    dice = random.Random(7)
-    killed_at: list[int] = []
-    for _ in range(kills):
-        child = _forkserver().Process(target=long_run, args=(str(folder), engine))
-        child.start()
-        _wait_for_progress(folder, child, dice)
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
-        killed_at.append(_rounds_on_disk(folder))
-    assert killed_at[-1] < ROUNDS, "every kill must hit a run that is still going"
-    resumed = long_run(str(folder), engine)
+    resumed = kill_and_resume(long_run, folder, engine, kills, ROUNDS)
     assert resumed.federation is not None and whole.federation is not None
     assert equal_states(resumed.federation.state, whole.federation.state)
     for client in range(8):
         assert equal_states(
             resumed.federation.client_state(client), whole.federation.client_state(client)
         )
-    assert _scores(folder).equals(_scores(tmp_path / "whole"))
-
-
-def _wait_for_progress(folder: Path, child: Any, dice: random.Random) -> None:
-    """Wait for the first round that this process finishes, and then for a random time."""
-    before, deadline = _rounds_on_disk(folder), time.monotonic() + 60
-    while _rounds_on_disk(folder) <= before and child.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(dice.uniform(0, 0.15))
-
-
-def _rounds_on_disk(folder: Path) -> int:
-    table = folder / "metrics.csv"
-    lines = table.read_text().splitlines() if table.exists() else []
-    return (
-        int(lines[-1].split(",")[0]) if len(lines) > 1 and lines[-1].split(",")[0].isdigit() else 0
-    )
-
-
-def _scores(folder: Path) -> pd.DataFrame:
-    table = pd.read_csv(folder / "metrics.csv")
-    return (
-        table[~table["metric"].isin(["seconds"])]
-        .drop(columns=["wall_s", "virtual_s"])
-        .reset_index(drop=True)
-    )
+    # Without a schedule's speeds, virtual time is measured too.
+    whole_table = table_of(tmp_path / "whole", "virtual_s")
+    assert table_of(folder, "virtual_s").equals(whole_table)
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "reset"])
@@ -146,7 +104,7 @@ def test_an_interrupt_leaves_the_model_and_one_line(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while (
-        _rounds_on_disk(tmp_path / "run") < 3
+        rounds_on_disk(tmp_path / "run") < 3
         and process.poll() is None
         and time.monotonic() < deadline
     ):
@@ -166,7 +124,7 @@ def test_killed_before_the_first_checkpoint_starts_over(tmp_path: Path) -> None:
     again = trainer(rounds=1, run_dir=tmp_path / "run")
     again.fit(classifier(), digits(), ckpt_path="last")
     assert equal_states(first.federation.state, again.federation.state)
-    assert _rounds_on_disk(tmp_path / "run") == 1
+    assert rounds_on_disk(tmp_path / "run") == 1
 
 
 def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:

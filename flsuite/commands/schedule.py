@@ -1,0 +1,61 @@
+"""``flsuite schedule``: who trains when by a config, without training."""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from flsuite.analysis import timeline_figure
+from flsuite.commands.fit import build
+from flsuite.commands.parsing import config_name
+from flsuite.files import make_folder
+from flsuite.runs.rehearsal import rehearse
+from flsuite.runs.table import TimelineTable
+
+__all__ = ["schedule"]
+
+
+def schedule(args: list[str]) -> None:
+    """Write a picture and a table of who trains when, and print what it comes to."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action="append", default=[])
+    parser.add_argument("--output", default=".")
+    own, rest = parser.parse_known_args(args)
+    configs = [argument for path in own.config for argument in ("--config", path)]
+    trainer, model, data = build([*configs, *rest])
+
+    name = config_name(own.config, "flsuite")
+    folder = make_folder(Path(own.output))
+    fits = list(rehearse(trainer.prepare(model, data)))
+    table = TimelineTable(folder / f"{name}-timeline.csv")
+    table.create(overwrite=True)
+    table.add(fits)
+    table.append()
+
+    timeline = pd.DataFrame(fits).astype({"staleness": "Int64", "weight": float})
+    timeline_figure(timeline).savefig(folder / f"{name}-timeline.png", dpi=150)
+    _print(timeline, data.federated.clients)
+    print(f"{folder / name}-timeline.png\n{folder / name}-timeline.csv")
+
+
+def _print(timeline: pd.DataFrame, clients: int) -> None:
+    counts = timeline["outcome"].value_counts()
+    merged = timeline[timeline["outcome"] == "merged"]
+    per_client = merged["client"].value_counts().reindex(range(clients), fill_value=0)
+    rows = {
+        "virtual seconds": f"{timeline['ended_s'].max():.1f}",
+        "aggregations": str(timeline["round"].max()),
+        "client updates": str(len(merged)),
+        "dropped out": str(counts.get("dropped", 0)),
+        "left out": str(counts.get("late", 0)),
+        "updates per client": f"{per_client.min()} to {per_client.max()}",
+        "staleness, mean and largest": (
+            f"{merged['staleness'].mean():.2f}, {merged['staleness'].max():.0f}"
+        ),
+    }
+    shown = Table(title="schedule", title_justify="left", show_header=False)
+    for label, value in rows.items():
+        shown.add_row(label, value)
+    Console().print(shown)

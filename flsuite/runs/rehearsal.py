@@ -1,0 +1,76 @@
+"""A run without training: the clock goes through all of its events."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines.base import Engine
+from flsuite.errors import FlsuiteError
+from flsuite.messages import Broadcast, ClientResult, ClientUpdate, FitAssignment, FitRequest
+from flsuite.runs.run import Run
+from flsuite.runs.table import TimelineRow
+from flsuite.runs.timeline import timeline_rows
+from flsuite.schedules import Fit
+
+__all__ = ["rehearse"]
+
+
+def rehearse(run: Run) -> Iterator[TimelineRow]:
+    """Yield the timeline that a run is going to have if no client fails.
+
+    Args:
+        run: A run that has not been opened. Nothing is written, and its model does not change.
+
+    Raises:
+        FlsuiteError: If the times of the schedule are measured while clients train.
+        FederationError: If the schedule comes to a point from which no client is available.
+    """
+    federation, clock = run.federation, run.clock
+    schedule, engine = federation.schedule, _NoTraining()
+    if not schedule.is_virtual:
+        raise FlsuiteError(
+            f"the times of {type(schedule).__name__} are measured while clients train; set "
+            "trainer.schedule.speeds, for example to Stragglers"
+        )
+
+    while not run.finished:
+        federation.begin_round()
+        engine.submit(_requests(schedule.start(clock)))
+        for outcome in schedule.arrivals(engine, clock, _requests):
+            assert isinstance(outcome, ClientResult)
+            outcome.update.staleness = clock.round - (outcome.update.round - 1)
+            federation.log.updates.append(outcome.update)
+            clock.client_updates += 1
+        clock.round += 1
+        yield from timeline_rows(federation)
+
+
+def _requests(fits: Sequence[Fit]) -> list[FitRequest]:
+    return [
+        FitRequest(fit.number, FitAssignment(fit.client), Broadcast(fit.version + 1, {}, {}), {})
+        for fit in fits
+    ]
+
+
+class _NoTraining(Engine):
+    """An engine whose fits all succeed at once."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, FitRequest] = {}
+
+    def start(self, setup: WorkerSetup) -> None:
+        """Do nothing."""
+
+    def submit(self, requests: Iterable[FitRequest]) -> None:
+        self._requests.update((request.number, request) for request in requests)
+
+    @property
+    def pending(self) -> Sequence[int]:
+        return list(self._requests)
+
+    def collect(self, number: int) -> ClientResult:
+        request = self._requests.pop(number)
+        client, round = request.assignment.client, request.broadcast.round
+        update = ClientUpdate(client, round, 1, 0, torch.zeros(0), {}, number=number)
+        return ClientResult(update, {})

@@ -1,0 +1,345 @@
+"""Federations that do not wait: FedAvg at a limit, equal on every engine and after every kill."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from flsuite import FederatedTrainer, FlsuiteError
+from flsuite.aggregators import (
+    CMGA,
+    SCAFFOLD,
+    Aggregator,
+    Centralized,
+    FedAdam,
+    FedAsync,
+    FedAvg,
+    FedAvgM,
+    FedBuff,
+    FedProx,
+    FisherAveraging,
+)
+from flsuite.callbacks import FederationCallback, StopAt
+from flsuite.data import Digits, Dirichlet
+from flsuite.engines import InProcess, Processes
+from flsuite.errors import FederationError
+from flsuite.models import MLP, Classifier
+from flsuite.runs.run import Run
+from flsuite.schedules import (
+    Asynchronous,
+    Bernoulli,
+    Measured,
+    PerSample,
+    Schedule,
+    Stragglers,
+    Synchronous,
+)
+from tests.aggregators.federations import (
+    Quadratic,
+    Quadratics,
+    assert_same_models,
+    federation,
+    table_data,
+    table_model,
+)
+from tests.conftest import classifier, digits, equal_states, trainer
+from tests.runs.killing import kill_and_resume, table_of
+from tests.schedules.simulation import PerClient
+
+ROUNDS = 40
+
+
+def stragglers(**settings: Any) -> Asynchronous:
+    """Return a schedule in which every kind of event takes place."""
+    chosen = {
+        "concurrency": 6,
+        "buffer_size": 3,
+        "speeds": Stragglers(),
+        "availability": Bernoulli(0.2),
+        **settings,
+    }
+    return Asynchronous(**chosen)
+
+
+def fitted(aggregator: Aggregator, schedule: Schedule, rounds: int = 6, **kwargs: Any) -> Any:
+    made = federation(aggregator, rounds, schedule=schedule, **kwargs)
+    made.fit(table_model(momentum=0.9), table_data(clients=8))
+    return made
+
+
+@pytest.mark.parametrize("cohort", [8, 3])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_with_equal_speeds_fedbuff_is_fedavg(cohort: int, weighting: Any) -> None:
+    speeds = PerClient(*[1.0] * 8)
+    settings: dict[str, Any] = {"keep_optimizers": True, "rounds": 8}
+    waits = fitted(FedAvg(weighting), Synchronous(cohort, speeds=speeds), **settings)
+    buffered = FedBuff("delta", eta=1.0, staleness="constant", weighting=weighting)
+    flows = fitted(buffered, Asynchronous(cohort, cohort, speeds=speeds), **settings)
+
+    assert_same_models(waits, flows)
+    assert flows.run.clock == waits.run.clock
+
+
+def test_fedasync_with_weight_one_takes_the_clients_model() -> None:
+    class Kept(FederationCallback):
+        states: list[dict[str, torch.Tensor]] = []
+
+        def on_client_end(self, run: Run, outcome: Any) -> None:
+            self.states.append(outcome.update.state)
+
+        def on_round_end(self, run: Run, round: int) -> None:
+            floats = {k: v for k, v in self.states[-1].items() if v.is_floating_point()}
+            assert equal_states({name: run.state[name] for name in floats}, floats)
+
+    aggregator = FedAsync(mixing=1.0, staleness="constant")
+    fitted(aggregator, stragglers(buffer_size=1), rounds=10, callbacks=[Kept()])
+    assert len(Kept.states) == 10
+
+
+@pytest.mark.parametrize(
+    "make",
+    [FedBuff, lambda: FedBuff("mix"), FedAsync, lambda: FedAvgM(momentum=0.5), FedAdam],
+    ids=["delta", "mix", "fedasync", "fedavgm", "fedadam"],
+)
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_every_engine_gives_the_same_run(make: Callable[[], Aggregator], buffers: Any) -> None:
+    settings: dict[str, Any] = {"buffers": buffers, "keep_optimizers": True}
+    here = fitted(make(), stragglers(), **settings)
+    for workers in (1, 2, 4):
+        there = fitted(make(), stragglers(), engine=Processes(workers=workers), **settings)
+        assert_same_models(here, there)
+        assert there.run.clock == here.run.clock
+        assert stale(there) == stale(here)
+
+
+def stale(made: FederatedTrainer) -> list[tuple[Any, ...]]:
+    """Return the rows of the table that do not depend on the machine."""
+    assert made.run is not None
+    rows = made.run.folder.table.rows
+    return [(*row[:2], *row[3:]) for row in rows if row[-2] != "seconds"]
+
+
+@pytest.mark.parametrize("speeds", [PerClient(1, 2, 5), PerClient(1, 1, 1)])
+def test_stale_updates_reach_the_optimum_of_quadratics(speeds: PerClient) -> None:
+    """Equal curvatures: the optimum is the mean of the minima, however late clients come back.
+
+    The slow client takes part less often, and FedBuff weighs updates, not clients. So it is the
+    mean by the share of updates. With equal speeds that is the plain mean.
+    """
+    minima = (0.0, 1.0, 2.0)
+    shares = {(1, 2, 5): (10 / 17, 5 / 17, 2 / 17), (1, 1, 1): (1 / 3, 1 / 3, 1 / 3)}
+    weights = shares[tuple(int(s) for s in speeds.per_client)]  # type: ignore[index]
+    optimum = sum(w * m for w, m in zip(weights, minima, strict=True))
+
+    # A small step of the server averages over the order of the arrivals.
+    aggregator = FedBuff("delta", eta=0.02, staleness="constant")
+    schedule = Asynchronous(3, buffer_size=1, speeds=speeds)
+    made = federation(aggregator, 4000, schedule=schedule, evaluate_every=4000, max_epochs=3)
+    made.fit(Quadratic(), Quadratics((1.0, 1.0, 1.0), minima))
+    assert float(made.run.state["w"]) == pytest.approx(optimum, abs=0.02)
+
+
+def test_bad_clients_do_not_stop_the_others() -> None:
+    """One client raises, and the update of another is not finite."""
+    curvatures, minima = (1.0, -1.0, float("inf"), 1.0), (0.0, 0.0, 0.0, 1.0)
+    schedule = Asynchronous(4, buffer_size=2, speeds=PerClient(1, 1, 1.5, 2))
+    made = federation(FedBuff(), 20, schedule=schedule, max_epochs=2)
+    made.fit(Quadratic(), Quadratics(curvatures, minima))
+    assert 0 < float(made.run.state["w"]) < 1
+    failed = {row[3]: row[-1] for row in stale(made) if row[-2] == "failed"}
+    assert made.run.clock.client_updates == 40 and failed
+
+
+@pytest.mark.parametrize("rounds_before", [0, 3])
+def test_when_nobody_can_train_the_run_ends(rounds_before: int) -> None:
+    schedule = Asynchronous(2, speeds=PerClient(1, 2))
+    made = federation(FedBuff(), 5, schedule=schedule)
+    with pytest.raises(FlsuiteError, match="no client can train: client 0 failed"):
+        made.fit(Quadratic(), Quadratics((-1.0, -1.0), (0.0, 0.0)))
+
+
+def asynchronous_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> FederatedTrainer:
+    """Fit a federation that needs all that a checkpoint can hold."""
+    torch.set_num_threads(1)
+    made = trainer(
+        rounds=ROUNDS,
+        aggregator=FedAvgM(momentum=0.5),
+        schedule=stragglers(concurrency=7, buffer_timeout=0.5),
+        engine=engine,
+        evaluate_every=5,
+        keep_optimizers=True,
+        run_dir=folder,
+        callbacks=[Ageing()],
+    )
+    model = Classifier(
+        MLP(hidden=(16,)),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        private=["network.3"],
+    )
+    made.fit(model, Digits(clients=8, partition=Dirichlet(0.5), batch_size=32), ckpt_path=ckpt_path)
+    return made
+
+
+class Ageing(FederationCallback):
+    """Changes the weights by its own state, which clients of older versions must not see."""
+
+    def __init__(self) -> None:
+        self.age = 0
+
+    def on_round_end(self, run: Run, round: int) -> None:
+        self.age = round
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.mul_(1 - 1e-3 * self.age)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"age": self.age}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.age = state_dict["age"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "kills"),
+    [(InProcess(), 10), (Processes(workers=2), 3)],
+    ids=["in_process", "processes"],
+)
+def test_killed_with_clients_in_flight_equals_never_stopped(
+    tmp_path: Path, engine: Any, kills: int
+) -> None:
+    whole = asynchronous_run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
+    folder = tmp_path / "killed"
+    resumed = kill_and_resume(asynchronous_run, folder, engine, kills, ROUNDS)
+    assert_same_models(whole, resumed)
+    assert table_of(folder).equals(table_of(tmp_path / "whole"))
+    assert (folder / "timeline.csv").read_text() == (tmp_path / "whole/timeline.csv").read_text()
+
+
+def test_only_versions_in_flight_are_kept(tmp_path: Path) -> None:
+    made = trainer(
+        rounds=30,
+        aggregator=FedAsync(),
+        schedule=Asynchronous(4, speeds=Stragglers()),
+        run_dir=str(tmp_path / "run"),
+    )
+    made.fit(classifier(), digits(clients=8))
+    in_flight = {fit.version for fit in made.schedule.in_flight}
+    names = {f"version-{version:06d}.pt" for version in in_flight}
+    assert {path.name for path in (tmp_path / "run/in_flight").iterdir()} == names
+    assert len(names) <= 4
+
+
+def test_a_run_can_be_extended_and_a_missing_version_is_named(tmp_path: Path) -> None:
+    def fit(rounds: int, folder: str, ckpt_path: str | None = None) -> FederatedTrainer:
+        settings = {"rounds": rounds, "schedule": stragglers()}
+        made = trainer(aggregator=FedBuff(), run_dir=str(tmp_path / folder), **settings)
+        made.fit(classifier(), digits(clients=8), ckpt_path=ckpt_path)
+        return made
+
+    whole = fit(9, "whole")
+    fit(4, "extended")
+    assert_same_models(whole, fit(9, "extended", "last"))
+
+    for path in (tmp_path / "extended/in_flight").iterdir():
+        path.unlink()
+    with pytest.raises(FlsuiteError, match=r"version \d+ of the global model, .* resume from"):
+        fit(12, "extended", "last")
+
+
+@pytest.mark.parametrize(
+    "aggregator", [FedAvg(), FedProx(), SCAFFOLD(), CMGA(), FisherAveraging(), Centralized()]
+)
+def test_algorithms_that_need_the_current_version_are_refused(aggregator: Aggregator) -> None:
+    name = type(aggregator).__name__
+    with pytest.raises(
+        FlsuiteError, match=rf"{name} needs updates of the current version.*FedBuff"
+    ):
+        fitted(aggregator, stragglers())
+
+
+@pytest.mark.parametrize(
+    ("budget", "spent"),
+    [
+        ({"max_client_updates": 20}, lambda clock: 20 <= clock.client_updates < 23),
+        ({"max_virtual_seconds": 3.0}, lambda clock: 3.0 <= clock.seconds < 5.0),
+        ({"max_virtual_seconds": 1e6, "max_client_updates": 6}, lambda c: c.client_updates == 6),
+        ({}, lambda clock: clock.round == 10),
+    ],
+)
+def test_a_budget_ends_the_run(budget: dict[str, Any], spent: Callable[[Any], bool]) -> None:
+    made = trainer(aggregator=FedBuff(), schedule=stragglers(), **budget)
+    made.fit(classifier(), digits(clients=8))
+    assert spent(made.run.clock)
+
+
+def test_stop_at_a_score_on_validation_data(tmp_path: Path) -> None:
+    def fit(value: float, ckpt_path: str | None = None) -> FederatedTrainer:
+        made = trainer(
+            rounds=40,
+            aggregator=FedBuff(),
+            schedule=stragglers(),
+            callbacks=[StopAt("accuracy", value)],
+            run_dir=str(tmp_path / "run"),
+        )
+        made.fit(classifier(), digits(clients=8), ckpt_path=ckpt_path)
+        return made
+
+    early = fit(0.5)
+    table = pd.read_csv(tmp_path / "run/metrics.csv")
+    of_model = table[(table.scope == "global") & (table.split == "val")]
+    scores = of_model[of_model.metric == "accuracy"]
+    assert (scores.value.iloc[:-1] < 0.5).all() and scores.value.iloc[-1] >= 0.5
+    assert fit(0.5, "last").round == early.round
+    assert fit(0.8, "last").round > early.round
+    with pytest.raises(FlsuiteError, match="StopAt: metric must be one of"):
+        StopAt("gamma")
+
+
+def test_communication_takes_time() -> None:
+    """Ten clients, half a second per kilobyte: the time of a round follows the bytes."""
+    speeds = PerSample(seconds_per_sample=0.0, seconds_per_byte_up=5e-4)
+    made = fitted(FedAvg(), Synchronous(speeds=speeds), rounds=1)
+    sent = max(row[-1] for row in made.run.folder.table.rows if row[-2] == "bytes_up")
+    of_one = sent / 8
+    assert made.run.clock.seconds == pytest.approx(of_one * 5e-4)
+
+
+def test_over_selection_takes_the_first_and_names_the_rest(tmp_path: Path) -> None:
+    schedule = Synchronous(4, over_selection=1.5, speeds=PerClient(1, 2, 3, 4, 5, 6, 7, 8))
+    made = trainer(rounds=6, aggregator=FedAvg(), schedule=schedule, run_dir=str(tmp_path / "run"))
+    made.fit(classifier(), digits(clients=8))
+    timeline = pd.read_csv(tmp_path / "run/timeline.csv")
+    for _, fits in timeline.groupby("round"):
+        merged, late = fits[fits.outcome == "merged"], fits[fits.outcome == "late"]
+        assert len(merged) == 4 and len(late) == 2
+        assert merged.client.max() < late.client.min()
+        assert (late.ended_s == merged.ended_s.max()).all()
+    assert made.run.clock.seconds == timeline.groupby("round").ended_s.max().iloc[-1]
+
+
+def test_measured_speeds_work_without_being_repeatable() -> None:
+    made = fitted(FedBuff(), Asynchronous(3, 2, speeds=Measured()), rounds=5)
+    assert made.run.clock.client_updates == 10
+    assert made.run.clock.seconds > 0
+
+
+def test_a_lost_federation_keeps_its_last_round(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("client,start,end\n" + "".join(f"{c},0,2\n" for c in range(8)))
+    from flsuite.schedules import OnOff
+
+    made = trainer(
+        rounds=500,
+        aggregator=FedBuff(),
+        schedule=stragglers(availability=OnOff(str(trace))),
+        run_dir=str(tmp_path / "run"),
+    )
+    with pytest.raises(FederationError, match="none is available from virtual second 2 on"):
+        made.fit(classifier(), digits(clients=8))
+    assert 0 < made.round < 500
+    assert made.test()[0]["accuracy"] > 0
