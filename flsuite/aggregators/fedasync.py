@@ -46,7 +46,7 @@ class FedAsync(Aggregator):
     def __init__(
         self,
         mixing: float = 0.5,
-        staleness: Staleness | StalenessName = "polynomial",
+        staleness: StalenessName | Staleness = "polynomial",
         weighting: Weighting = "uniform",
     ) -> None:
         self.mixing = mixing

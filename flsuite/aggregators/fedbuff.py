@@ -59,7 +59,7 @@ class FedBuff(FedAvg):
         self,
         mode: Mode = "delta",
         eta: float | None = None,
-        staleness: Staleness | StalenessName | None = None,
+        staleness: StalenessName | Staleness | None = None,
         weighting: Weighting = "uniform",
         normalize: Normalize = "buffer",
     ) -> None:
@@ -87,7 +87,7 @@ class FedBuff(FedAvg):
             metrics["weight"] = rate * (weight / changes.weight) if changes.weight else 0.0
         return changes.applied(rate)
 
-    def _in_use(self) -> tuple[float, Staleness | StalenessName]:
+    def _in_use(self) -> tuple[float, StalenessName | Staleness]:
         """Return eta and the staleness, with the defaults of the mode."""
         is_delta = self.mode == "delta"
         usual: StalenessName = "polynomial" if is_delta else "constant"

@@ -53,7 +53,7 @@ class ServerOptimizer(FedAvg):
     accepts_stale: ClassVar[bool] = True
 
     def __init__(
-        self, lr: float, weighting: Weighting, staleness: Staleness | StalenessName = "polynomial"
+        self, lr: float, weighting: Weighting, staleness: StalenessName | Staleness = "polynomial"
     ) -> None:
         super().__init__(weighting)
         self.lr = lr
@@ -104,7 +104,7 @@ class FedAvgM(ServerOptimizer):
         lr: float = 1.0,
         momentum: float = 0.9,
         weighting: Weighting = "samples",
-        staleness: Staleness | StalenessName = "polynomial",
+        staleness: StalenessName | Staleness = "polynomial",
     ) -> None:
         super().__init__(lr, weighting, staleness)
         self.momentum = momentum
@@ -136,7 +136,7 @@ class Adaptive(ServerOptimizer):
         beta1: float,
         tau: float,
         weighting: Weighting,
-        staleness: Staleness | StalenessName = "polynomial",
+        staleness: StalenessName | Staleness = "polynomial",
     ) -> None:
         super().__init__(lr, weighting, staleness)
         self.beta1 = beta1
@@ -165,7 +165,7 @@ class FedAdagrad(Adaptive):
         beta1: float = 0.0,
         tau: float = 1e-3,
         weighting: Weighting = "samples",
-        staleness: Staleness | StalenessName = "polynomial",
+        staleness: StalenessName | Staleness = "polynomial",
     ) -> None:
         super().__init__(lr, beta1, tau, weighting, staleness)
 
@@ -183,7 +183,7 @@ class _SecondMoment(Adaptive):
         beta2: float = 0.99,
         tau: float = 1e-3,
         weighting: Weighting = "samples",
-        staleness: Staleness | StalenessName = "polynomial",
+        staleness: StalenessName | Staleness = "polynomial",
     ) -> None:
         super().__init__(lr, beta1, tau, weighting, staleness)
         self.beta2 = beta2

@@ -105,7 +105,7 @@ _NAMED: dict[str, type[Staleness]] = {
 }
 
 
-def staleness_weight(staleness: Staleness | StalenessName, tau: int) -> float:
+def staleness_weight(staleness: StalenessName | Staleness, tau: int) -> float:
     """Return the weight of an update of staleness ``tau``.
 
     Args:
@@ -135,7 +135,7 @@ def require_staleness(owner: str, staleness: object) -> None:
         require_instance(owner, Staleness, staleness=staleness)
 
 
-def require_mixture(owner: str, staleness: Staleness | StalenessName, **rates: float) -> None:
+def require_mixture(owner: str, staleness: StalenessName | Staleness, **rates: float) -> None:
     """Refuse a mixing rate that exceeds 1 for a fresh update."""
     fresh = staleness_weight(staleness, 0)
     for name, rate in rates.items():

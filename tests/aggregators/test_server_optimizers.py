@@ -1,6 +1,8 @@
 """FedAvgM, FedAdagrad, FedAdam and FedYogi against their update rules, worked by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +12,20 @@ from federations import (
     run,
     update,
 )
+from stale_updates import assert_same_bits, late, numbers, random_states, settle
 
+from flsuite import FlsuiteError
 from flsuite.aggregators import (
     Aggregator,
     FedAdagrad,
     FedAdam,
     FedAvg,
     FedAvgM,
+    FedBuff,
     FedYogi,
 )
+from flsuite.messages import ClientUpdate
+from flsuite.state import State
 
 
 def server_steps(
@@ -70,3 +77,137 @@ def test_adaptive_server_optimizers_by_hand(method: type) -> None:
     assert server_steps(method(lr=lr, beta1=beta1, tau=tau, **second), 0.2, sent) == pytest.approx(
         expected, rel=1e-5
     )
+
+
+def in_lockstep(optimizer: Any, state: State, updates: Iterator[ClientUpdate]) -> State:
+    """Return the next state by the papers' rule, which knows no staleness."""
+    new = FedAvg(optimizer.weighting).aggregate(state, updates)
+    delta = new["w"] - state["w"]
+    return {**new, "w": state["w"] + optimizer.step("w", delta)}
+
+
+@pytest.mark.parametrize("method", [FedAvgM, FedAdagrad, FedAdam, FedYogi])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@pytest.mark.parametrize("has_base", [True, False])
+def test_fresh_updates_are_as_in_lockstep_bit_for_bit(
+    method: Callable[..., Aggregator], weighting: str, has_base: bool
+) -> None:
+    """Also with counters that go back, as those of clients that reset their buffers do."""
+    *sent, start = random_states(5)
+    states = [start, start]
+    optimizers = [configured(method(weighting=weighting), "w") for _ in states]
+    for _ in range(3):
+        base = states[0] if has_base else {}
+        updates = [
+            late(i, value, samples, 0, base)
+            for i, (value, samples) in enumerate(zip(sent, (1, 3, 7, 1_000_003), strict=True))
+        ]
+        states[0] = optimizers[0].aggregate(states[0], iter(updates))
+        states[1] = in_lockstep(optimizers[1], states[1], iter(updates))
+        assert_same_bits(*states)
+        sent = [{**value, "w": value["w"] * 0.9} for value in sent]
+
+
+def late_round() -> tuple[State, list[ClientUpdate]]:
+    """Return a round with delta ``(1 * 2 + 3 * 0.5 * 4) / (1 + 3) = 2`` for every entry.
+
+    The second update is of staleness 3, which has the weight 0.5.
+    """
+    old = {**numbers(w=10.0, mean=-1.0), "count": torch.tensor(9)}
+    fresh = {**numbers(w=12.0, mean=1.0), "count": torch.tensor(4)}
+    base = {**numbers(w=1.0, mean=20.0), "count": torch.tensor(1)}
+    trained = {**numbers(w=5.0, mean=24.0), "count": torch.tensor(6)}
+    return old, [late(0, fresh, 1, 0, old), late(1, trained, 3, 3, base)]
+
+
+def test_fedavgm_with_late_updates_by_hand() -> None:
+    """v = 2, then 0.5 * 2 + 2 = 3; the state moves by 0.1 v, and buffers by the change itself."""
+    old, updates = late_round()
+    optimizer = configured(FedAvgM(lr=0.1, momentum=0.5), "w")
+    new = optimizer.aggregate(old, iter(updates))
+    assert new["w"].item() == pytest.approx(10.2, rel=1e-12)
+    assert (new["mean"].item(), new["count"].item()) == (1.0, 9)
+
+    # The changes are taken from the bases, wherever the global model is now.
+    fresh = late(0, numbers(w=12.2, mean=3.0) | {"count": torch.tensor(1)}, 1, 0, new)
+    assert optimizer.aggregate(new, iter([fresh, updates[1]]))["w"].item() == pytest.approx(10.5)
+
+
+@pytest.mark.parametrize("method", [FedAdagrad, FedAdam, FedYogi])
+def test_adaptive_optimizers_with_late_updates_by_hand(method: type) -> None:
+    """Lines 11 to 15 of algorithm 2 with delta = 2."""
+    old, updates = late_round()
+    new = configured(method(lr=0.3, beta1=0.6, tau=0.01), "w").aggregate(old, iter(updates))
+
+    first, start = 0.4 * 2.0, 0.01**2
+    second = {
+        FedAdagrad: start + 4.0,
+        FedAdam: 0.99 * start + 0.01 * 4.0,
+        FedYogi: start + 0.01 * 4.0,
+    }[method]
+    expected = 10.0 + 0.3 * first / (np.sqrt(second) + 0.01)
+    assert new["w"].item() == pytest.approx(expected, rel=1e-12)
+    assert (new["mean"].item(), new["count"].item()) == (1.0, 9)
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_without_momentum_a_buffer_is_that_of_fedbuff(weighting: Any) -> None:
+    old, *sent = random_states(4)
+    bases = random_states(3, seed=1)
+    models = []
+    for aggregator in (FedAvgM(1.0, 0.0, weighting), FedBuff(weighting=weighting)):
+        updates = [
+            late(i, state, 2 * i + 1, i, base)
+            for i, (state, base) in enumerate(zip(sent, bases, strict=True))
+        ]
+        models.append(configured(aggregator, "w").aggregate(old, iter(updates)))
+    torch.testing.assert_close(models[0]["w"], models[1]["w"], rtol=1e-6, atol=1e-6)
+    assert torch.equal(models[0]["mean"], models[1]["mean"])
+    assert torch.equal(models[0]["count"], models[1]["count"])
+
+
+def test_staleness_damps_an_update_that_is_alone() -> None:
+    """The buffer's size normalises, as in FedBuff: a lone update would else never be damped."""
+    moved = []
+    for staleness in ("polynomial", "constant"):
+        optimizer = configured(FedAvgM(momentum=0.0, staleness=staleness), "w")
+        sent = late(0, numbers(w=5.0), 7, 3, numbers(w=1.0))
+        moved.append(optimizer.aggregate(numbers(w=10.0), iter([sent]))["w"].item())
+    assert moved == pytest.approx([12.0, 14.0], rel=1e-12)
+
+
+def test_damping_of_all_updates_alike_cancels_from_adam() -> None:
+    """m and sqrt(v) shrink by the same factor, if tau is small."""
+    steps = []
+    for tau in (0, 8):
+        optimizer = configured(FedAdam(lr=0.1, tau=1e-9), "w")
+        sent = late(0, numbers(w=2.0), 1, tau, numbers(w=1.0))
+        steps.append(optimizer.aggregate(numbers(w=1.0), iter([sent]))["w"].item() - 1.0)
+    assert steps[0] == pytest.approx(steps[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(FedAvgM, lr=0.1, momentum=0.5),
+        partial(FedAdagrad, lr=0.1),
+        partial(FedAdam, lr=0.01),
+        partial(FedYogi, lr=0.01),
+    ],
+)
+def test_with_late_updates_they_stay_near_the_mean_optimum(make: Callable[[], Aggregator]) -> None:
+    """Equal curvatures, one client in two updates of staleness up to four."""
+    path = settle(make(), [1.0] * 4, (0.0, 1.0, 2.0, 5.0), 2, 4000)[3000:]
+    assert sum(path) / len(path) == pytest.approx(2.0, abs=0.1)
+
+
+def test_they_accept_stale_updates_and_fedavg_does_not() -> None:
+    assert all(kind.accepts_stale for kind in (FedAvgM, FedAdagrad, FedAdam, FedYogi))
+    assert not FedAvg.accepts_stale
+
+
+@pytest.mark.parametrize("method", [FedAvgM, FedAdagrad, FedAdam, FedYogi])
+def test_a_staleness_without_a_name_is_refused(method: type) -> None:
+    with pytest.raises(FlsuiteError, match=f"{method.__name__}: staleness must be one of"):
+        method(staleness="linear")
+    assert method(staleness="hinge").staleness == "hinge"

@@ -1,0 +1,298 @@
+"""FedBuff: FedAvg without delay, the half-way rule, stale changes by hand, and known optima."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from federations import assert_same_models, configured, run
+from stale_updates import (
+    assert_same_bits,
+    late,
+    numbers,
+    random_states,
+    settle,
+)
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import (
+    Aggregator,
+    Constant,
+    FedAsync,
+    FedAvg,
+    FedBuff,
+    Hyperbolic,
+    LocalOnly,
+    Polynomial,
+)
+from flsuite.aggregators.fedavg import Weighting
+from flsuite.messages import ClientUpdate
+from flsuite.state import RunningMean, State, clone
+
+AWKWARD = (1, 3, 7, 1_000_003, 17, 333)
+
+
+class Cutoff(Constant):
+    """No weight for an update that is older than two versions."""
+
+    def __call__(self, tau: int) -> float:
+        return 0.0 if tau > 2 else 1.0
+
+
+class Replacing(FedAvg):
+    """A wrong rule: the mean of the buffer becomes the model, whatever the old one was."""
+
+
+def check_half_way(aggregator: Aggregator) -> None:
+    """Check that one buffer brings every floating-point entry half-way to the buffer's mean."""
+    old, *sent = random_states(4)
+    updates = [late(i, state, 5, staleness=i, base=sent[0]) for i, state in enumerate(sent)]
+    new = configured(aggregator, "w").aggregate(old, iter(updates))
+
+    mean = RunningMean()
+    for state in sent:
+        mean.add(state)
+    for name in ("w", "mean"):
+        half_way = (old[name].double() + mean.mean()[name].double()) / 2
+        torch.testing.assert_close(new[name].double(), half_way, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_in_mix_the_model_goes_half_way_to_the_mean_of_the_buffer(weighting: Weighting) -> None:
+    check_half_way(FedBuff("mix", weighting=weighting))
+    check_half_way(FedBuff("mix", eta=0.5, normalize="weights", weighting=weighting))
+
+
+def test_a_rule_that_replaces_the_model_fails_that_check() -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        check_half_way(Replacing())
+    with pytest.raises(AssertionError, match="not close"):
+        check_half_way(FedBuff("mix", eta=1.0))
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@pytest.mark.parametrize("normalize", ["buffer", "weights"])
+@pytest.mark.parametrize("base", ["same", "equal", "empty"])
+def test_without_delay_delta_is_fedavg_bit_for_bit(
+    weighting: Weighting, normalize: Any, base: str
+) -> None:
+    old, *sent = random_states(7, entries=20_000)
+    bases = {"same": old, "equal": clone(old), "empty": {}}
+    updates = [
+        late(i, state, samples, staleness=i, base=bases[base])
+        for i, (state, samples) in enumerate(zip(sent, AWKWARD, strict=True))
+    ]
+    buffered = FedBuff(eta=1.0, staleness="constant", weighting=weighting, normalize=normalize)
+    new = configured(buffered, "w").aggregate(old, iter(updates))
+    assert_same_bits(new, FedAvg(weighting).aggregate(old, iter(updates)))
+
+
+def test_in_lockstep_a_whole_run_is_fedavg_bit_for_bit() -> None:
+    assert_same_models(run(FedBuff(weighting="samples")), run(FedAvg("samples")))
+    assert_same_models(run(FedBuff("mix", eta=1.0)), run(FedAvg("uniform")))
+
+
+@pytest.mark.parametrize("mode", ["delta", "mix"])
+@pytest.mark.parametrize("normalize", ["buffer", "weights"])
+def test_eta_zero_changes_nothing_bit_for_bit(mode: Any, normalize: Any) -> None:
+    *sent, old = random_states(4)  # the counter of the old model is the highest
+    old["w"][0] = -0.0
+    updates = [late(i, state, 3, i, sent[0]) for i, state in enumerate(sent)]
+    aggregator = configured(FedBuff(mode, eta=0.0, normalize=normalize), "w")
+    assert_same_bits(aggregator.aggregate(old, iter(updates)), old)
+    assert [update.metrics["weight"] for update in updates] == [0.0] * 3
+
+
+def two_late_updates() -> list[ClientUpdate]:
+    """Return a change of 2 by one sample, fresh, and one of 4 by three, of staleness 3."""
+    return [
+        late(0, numbers(w=12.0), 1, 0, numbers(w=10.0)),
+        late(1, numbers(w=5.0), 3, 3, numbers(w=1.0)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "weights"),
+    [
+        # (2 + 0.5 * 4) / 2
+        ({}, 2.0, (0.5, 0.25)),
+        ({"eta": 0.1}, 0.2, (0.05, 0.025)),
+        ({"staleness": "constant"}, 3.0, (0.5, 0.5)),
+        ({"staleness": Hyperbolic()}, 1.5, (0.5, 0.125)),
+        # (1 * 2 + 3 * 0.5 * 4) / (1 + 3)
+        ({"weighting": "samples"}, 2.0, (0.25, 0.375)),
+        # (2 + 0.5 * 4) / (1 + 0.5)
+        ({"normalize": "weights"}, 8 / 3, (2 / 3, 1 / 3)),
+        # (1 * 2 + 1.5 * 4) / (1 + 1.5), times 0.5
+        ({"weighting": "samples", "normalize": "weights", "eta": 0.5}, 1.6, (0.2, 0.3)),
+        # The old model is 10. The models are 2 above it and 5 below it.
+        ({"mode": "mix"}, -0.75, (0.25, 0.25)),
+        ({"mode": "mix", "eta": 0.8, "weighting": "samples"}, -2.6, (0.2, 0.6)),
+        # 0.5 * (2 - 0.5 * 5) / 2
+        ({"mode": "mix", "staleness": Polynomial()}, -0.125, (0.25, 0.125)),
+        # 0.5 * (2 - 0.5 * 5) / 1.5
+        (
+            {"mode": "mix", "staleness": "polynomial", "normalize": "weights"},
+            -1 / 6,
+            (1 / 3, 1 / 6),
+        ),
+    ],
+)
+def test_late_updates_by_hand(
+    settings: dict[str, Any], change: float, weights: tuple[float, float]
+) -> None:
+    updates = two_late_updates()
+    new = configured(FedBuff(**settings), "w").aggregate(numbers(w=10.0), iter(updates))
+    assert new["w"].item() == pytest.approx(10.0 + change, rel=1e-12)
+    assert [update.metrics["weight"] for update in updates] == pytest.approx(weights, rel=1e-12)
+
+
+def test_buffers_move_by_the_change_and_counters_take_the_maximum() -> None:
+    old = {**numbers(w=1.0, mean=0.5), "count": torch.tensor(40), "seen": torch.tensor(True)}
+    base = {**numbers(w=2.0, mean=1.0), "count": torch.tensor(10), "seen": torch.tensor(False)}
+    sent = {**numbers(w=1.5, mean=-1.0), "count": torch.tensor(30), "seen": torch.tensor(False)}
+    update = late(0, sent, 1, 3, base)
+    new = configured(FedBuff(), "w").aggregate(old, iter([update]))
+    # Half of the changes -0.5 and -2. A mean may change its sign.
+    assert (new["w"].item(), new["mean"].item()) == pytest.approx((0.75, -0.5), rel=1e-12)
+    assert (new["count"].item(), new["seen"].item()) == (40, True)
+
+
+def test_a_variance_stays_positive() -> None:
+    """Two clients lower the same variance from 1 to 0.1: the sum of their changes would be -0.8."""
+    aggregator = configured(FedBuff(staleness="constant"), "w")
+    state = base = numbers(w=1.0, var=1.0)
+    for staleness in range(2):
+        update = late(staleness, numbers(w=0.1, var=0.1), 1, staleness, base)
+        state = aggregator.aggregate(state, iter([update]))
+    assert state["var"].item() == pytest.approx(0.1, rel=1e-12)
+    assert state["w"].item() == pytest.approx(-0.8, rel=1e-12)
+
+    # The server's rate does not extrapolate a statistic either.
+    faster = configured(FedBuff(eta=2.0), "w")
+    state = faster.aggregate(base, iter([late(0, numbers(w=0.1, var=0.1))]))
+    assert state["var"].item() == pytest.approx(0.1, rel=1e-12)
+    assert state["w"].item() == pytest.approx(-0.8, rel=1e-12)
+
+
+def test_updates_without_weight_are_left_out() -> None:
+    old = numbers(w=1.0)
+    updates = [late(0, numbers(w=3.0)), late(1, numbers(w=50.0), 1, 3, numbers(w=9.0))]
+    aggregator = configured(FedBuff(staleness=Cutoff(), normalize="weights"), "w")
+    assert aggregator.aggregate(old, iter(updates))["w"].item() == 3.0
+    assert [update.metrics["weight"] for update in updates] == [1.0, 0.0]
+
+    assert_same_bits(aggregator.aggregate(old, iter(updates[1:])), old)
+    assert updates[1].metrics["weight"] == 0.0
+
+
+@pytest.mark.parametrize("staleness", ["constant", "polynomial", "hinge"])
+@pytest.mark.parametrize("tau", [0, 1, 7])
+def test_a_mixed_buffer_of_one_is_fedasync(staleness: Any, tau: int) -> None:
+    old, sent, base = random_states(3)
+    models, weights = [], []
+    for aggregator in (FedBuff("mix", 0.3, staleness), FedAsync(0.3, staleness)):
+        update = late(0, sent, 5, tau, base)
+        models.append(configured(aggregator, "w").aggregate(old, iter([update])))
+        weights.append(update.metrics["weight"])
+    assert_same_bits(*models)
+    assert weights[0] == weights[1]
+
+
+def test_only_one_update_is_held_at_a_time() -> None:
+    """The memory of an aggregation does not grow with the buffer."""
+    alive: list[weakref.ref[State]] = []
+
+    class Held(dict):
+        """A state that a weak reference can point to."""
+
+    def stream() -> Iterator[ClientUpdate]:
+        for i in range(5):
+            # The loop variable of the aggregator holds the update before.
+            assert sum(state() is not None for state in alive) <= 1
+            state = Held(numbers(w=float(i)))
+            alive.append(weakref.ref(state))
+            update = late(i, state, 1, i, Held(numbers(w=1.0)))
+            del state
+            yield update
+            del update
+
+    for mode in ("delta", "mix"):
+        alive.clear()
+        configured(FedBuff(mode), "w").aggregate(numbers(w=0.0), stream())
+        assert len(alive) == 5
+
+
+def test_types_stay_and_inputs_are_not_changed() -> None:
+    old = {"w": torch.ones(3, dtype=torch.bfloat16), "half": torch.ones(3, dtype=torch.float16)}
+    sent = {name: 3 * value for name, value in old.items()}
+    base = {name: 2 * value for name, value in old.items()}
+    before = [clone(state) for state in (old, sent, base)]
+    update = late(0, sent, 1, 3, base)
+    new = configured(FedBuff(), "w").aggregate(old, iter([update]))
+    assert [value.dtype for value in new.values()] == [torch.bfloat16, torch.float16]
+    assert all(value.tolist() == [1.5] * 3 for value in new.values())
+    for state, kept in zip((old, sent, base), before, strict=True):
+        assert all(torch.equal(state[name], kept[name]) for name in state)
+
+
+MINIMA = (0.0, 1.0, 2.0, 5.0)
+
+
+@pytest.mark.parametrize("mode", ["delta", "mix"])
+def test_a_buffer_of_all_clients_reaches_the_mean_optimum(mode: Any) -> None:
+    """Curvatures are equal, and every client is in every buffer with the same weight.
+
+    The limit is where the changes sum to zero: at the mean of the minima.
+    """
+    path = settle(FedBuff(mode, staleness="constant"), [1.0] * 4, MINIMA, 4, 400)
+    assert path[-1] == pytest.approx(2.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("buffer", [1, 2])
+@pytest.mark.parametrize("staleness", ["constant", "polynomial"])
+def test_small_buffers_stay_near_the_mean_optimum(buffer: int, staleness: Any) -> None:
+    """One update moves the model by at most ``0.1 * 0.19 * 3.1 = 0.06``.
+
+    0.19 is a client's share of its way to its minimum, and 3.1 the largest way. At most two such
+    steps follow each other, where a client is the last of one cycle and the first of the next. The
+    weights of late updates differ within a cycle, which shifts the mean over time a little.
+    """
+    aggregator = FedBuff(eta=0.1, staleness=staleness)
+    path = settle(aggregator, [1.0] * 4, MINIMA, buffer, 2000)[1000:]
+    assert max(abs(w - 2.0) for w in path) < 0.12
+    assert sum(path) / len(path) == pytest.approx(2.0, abs=0.02)
+
+
+def test_which_aggregators_accept_stale_updates() -> None:
+    assert FedBuff.accepts_stale and FedAsync.accepts_stale and LocalOnly.accepts_stale
+    assert not FedAvg.accepts_stale
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedBuff("average"), "mode must be one of delta, mix"),
+        (lambda: FedBuff(normalize="sum"), "normalize must be one of buffer, weights"),
+        (lambda: FedBuff(weighting="size"), "FedBuff: weighting must be one of"),
+        (lambda: FedBuff(eta=-0.1), "eta must be at least 0"),
+        (lambda: FedBuff(eta=float("nan")), "eta must be at least 0"),
+        (lambda: FedBuff(eta=float("inf")), "eta must be at least 0"),
+        (lambda: FedBuff("mix", eta=1.5), "eta must be at most 1 in mode 'mix', got 1.5"),
+        (lambda: FedBuff("mix", staleness=Hyperbolic(3.0)), r"at most 1, got 0.5 \* 3.0"),
+    ],
+)
+def test_a_bad_parameter_is_refused(make: Callable[[], Aggregator], message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        make()
+
+
+def test_parameters_are_kept_as_they_are_given() -> None:
+    assert vars(FedBuff()) == {
+        "mode": "delta",
+        "eta": None,
+        "staleness": None,
+        "weighting": "uniform",
+        "normalize": "buffer",
+    }
