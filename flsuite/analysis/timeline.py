@@ -81,10 +81,10 @@ def read_timeline(run_dir: str | Path) -> pd.DataFrame:
 
 
 def timeline_figure(table: pd.DataFrame, clients: int = 40, seconds: float | None = None) -> Figure:
-    """Draw who trained when: one line per client, one bar per fit, one vertical line per merge.
+    """Draw who trained when: a line per client, a bar per fit, a vertical line per aggregation.
 
     The colour of a bar is the staleness of its update. A panel above shows the staleness of each
-    aggregation, if there is any. Fits in flight at the end of the run are not in the table, so that a
+    aggregation, if there is any. Fits in flight at the end of the run are not in the table, so a
     client whose first fit never ended has no line.
 
     Args:
