@@ -30,7 +30,8 @@ class Axis(NamedTuple):
     def amount(self, value: float) -> str:
         """Return a value of the column as text with its unit."""
         number = self.number(value)
-        return f"{number} {self.unit.removesuffix('s') if number == '1' else self.unit}"
+        is_one = number == "1" and self.is_whole
+        return f"{number} {self.unit.removesuffix('s') if is_one else self.unit}"
 
     def number(self, value: float) -> str:
         """Return a value of the column as text, with three digits or all before the point."""
@@ -79,7 +80,8 @@ def on_common_grid(curves: Mapping[Name, pd.Series]) -> pd.DataFrame:
     first = max((points[0] for points in covered), default=0.0)
     last = min((points[-1] for points in covered), default=0.0)
 
-    shared = sorted({point for points in covered for point in points if first <= point <= last})
+    points = sorted({point for points in covered for point in points if first <= point <= last})
+    shared = pd.Index(points, dtype=float)
     return pd.DataFrame(
         {name: curve.reindex(shared, method="ffill") for name, curve in curves.items()},
         index=shared,

@@ -89,7 +89,11 @@ def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
 
 
 def report_markdown(
-    table: pd.DataFrame, last: int = 10, target: float | None = None, x: str = "round"
+    table: pd.DataFrame,
+    last: int = 10,
+    target: float | None = None,
+    x: str = "round",
+    split: str = "test",
 ) -> str:
     """Write the table as Markdown, with cells ``mean ± spread``.
 
@@ -98,6 +102,7 @@ def report_markdown(
         last: As for the table.
         target: As for the table. ``None`` leaves the way to it out.
         x: As for the table.
+        split: As for the table.
     """
     titles = {
         "last": "last round",
@@ -108,7 +113,7 @@ def report_markdown(
     headings = ["what differs", "metric", "runs", *titles.values()]
     if target is not None:
         metrics = table["metric"].unique()
-        headings.append(target_title(target, x, metrics[0] if len(metrics) == 1 else ""))
+        headings.append(target_title(target, x, split, metrics[0] if len(metrics) == 1 else ""))
 
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for row in table.to_dict("records"):

@@ -64,10 +64,13 @@ def target_columns(
     }
 
 
-def target_title(target: float, x: str, metric: str = "") -> str:
-    """Return the heading of the column, such as ``virtual s to accuracy 0.7``."""
-    goal = f"{metric} {target:g}" if metric else f"{target:g}"
-    return f"{AXES[x].unit} to {goal}"
+def target_title(target: float, x: str, split: str = "test", metric: str = "") -> str:
+    """Return the heading of the column, such as ``virtual s to accuracy 0.7``.
+
+    Validation data is named, test data is not.
+    """
+    goal = [split if split != "test" else "", metric, f"{target:g}"]
+    return f"{AXES[x].unit} to {' '.join(filter(None, goal))}"
 
 
 def target_cell(row: Mapping[Any, Any], x: str) -> str:

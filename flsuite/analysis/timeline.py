@@ -57,8 +57,9 @@ class _View:
     @property
     def most_stale(self) -> int:
         """Return the largest staleness in view."""
-        largest = [self.fits["staleness"].max(), self.aggregations["max"].max()]
-        return int(np.nan_to_num(largest).max())
+        of_fits = self.fits["staleness"].max()
+        of_aggregations = self.aggregations["max"].max()
+        return max(int(largest) for largest in (of_fits, of_aggregations, 0) if pd.notna(largest))
 
 
 def read_timeline(run_dir: str | Path) -> pd.DataFrame:
@@ -80,10 +81,11 @@ def read_timeline(run_dir: str | Path) -> pd.DataFrame:
 
 
 def timeline_figure(table: pd.DataFrame, clients: int = 40, seconds: float | None = None) -> Figure:
-    """Draw who trained when: one line per client, one bar per fit, one vertical line per merge.
+    """Draw who trained when: a line per client, a bar per fit, a vertical line per aggregation.
 
     The colour of a bar is the staleness of its update. A panel above shows the staleness of each
-    aggregation, if there is any.
+    aggregation, if there is any. Fits in flight at the end of the run are not in the table, so a
+    client whose first fit never ended has no line.
 
     Args:
         table: As :func:`read_timeline` returns it.

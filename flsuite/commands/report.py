@@ -50,8 +50,8 @@ def report(args: list[str]) -> None:
     groups = group_runs(find_runs(request.folders))
     for metric in request.metric:
         require_score(groups, metric, request.split)
-    target = {"target": request.target, "x": request.x}
-    table = report_table(groups, request.metric, request.last, **target, split=request.split)
+    target = {"target": request.target, "x": request.x, "split": request.split}
+    table = report_table(groups, request.metric, request.last, **target)
 
     console = Console()
     for metric in request.metric:
@@ -65,8 +65,11 @@ def report(args: list[str]) -> None:
     if request.output:
         folder = make_folder(Path(request.output))
         table.to_csv(folder / "report.csv", index=False)
+        for metric in request.metric:
+            for warning in apart(groups, metric, request.split, request.x):
+                console.print(warning)
         (folder / "report.md").write_text(report_markdown(table, request.last, **target))
-        picture = report_figure(groups, request.metric, request.split, **target)
+        picture = report_figure(groups, request.metric, **target)
         picture.savefig(folder / "report.png", dpi=150)
         print(f"{folder}/report.csv\n{folder}/report.md\n{folder}/report.png")
 
@@ -100,7 +103,7 @@ def _print_target(
     """
     shown = Table()
     shown.add_column("what differs", overflow="fold", min_width=14)
-    title = target_title(request.target, request.x, metric)
+    title = target_title(request.target, request.x, request.split, metric)
     shown.add_column(title, justify="right", overflow="fold")
     for row in rows.to_dict("records"):
         shown.add_row(row["group"], target_cell(row, request.x))
@@ -124,6 +127,18 @@ def uneven(groups: list[Group]) -> list[str]:
     most = max(ends.values())
     return [
         f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most
+    ]
+
+
+def apart(groups: list[Group], metric: str, split: str, x: str) -> list[str]:
+    """Return a line for each group whose runs have no part of the axis in common.
+
+    The picture has no curve of such a group.
+    """
+    return [
+        f"{group.label}: its runs have no {x} of {split} {metric} in common; it is not drawn"
+        for group in groups
+        if group.curves(metric, split, x).empty
     ]
 
 

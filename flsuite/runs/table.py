@@ -1,31 +1,60 @@
-"""The tidy table of a run."""
+"""The tables of a run, which grow round by round."""
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
 
 from flsuite.errors import FlsuiteError
+from flsuite.schedules.clock import Clock
 
-__all__ = ["COLUMNS", "MetricsTable"]
+__all__ = [
+    "COLUMNS",
+    "TIMELINE_COLUMNS",
+    "AppendedTable",
+    "MetricsRow",
+    "MetricsTable",
+    "TimelineRow",
+    "TimelineTable",
+]
 
-COLUMNS = ("round", "virtual_s", "wall_s", "scope", "split", "metric", "value")
+COLUMNS = (
+    "round",
+    "virtual_s",
+    "wall_s",
+    "client_updates",
+    "bytes",
+    "scope",
+    "split",
+    "metric",
+    "value",
+)
+TIMELINE_COLUMNS = (
+    "fit",
+    "client",
+    "version",
+    "started_s",
+    "ended_s",
+    "outcome",
+    "round",
+    "staleness",
+    "weight",
+)
 
-Row = tuple[int, float, float, str, str, str, float]
 
-
-class MetricsTable:
-    """All numbers of a run, one per row, appended round by round.
+class AppendedTable:
+    """A CSV file to which each round appends its rows.
 
     Attributes:
-        rows: The rows of all closed rounds.
+        path: The file. ``None`` writes nothing.
     """
+
+    columns: ClassVar[tuple[str, ...]]
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.rows: list[Row] = []
-        self._open: list[tuple[str, str, str, float]] = []
-        self._written = 0
+        self._unwritten: list[tuple[object, ...]] = []
         self._cut_at: int | None = None
 
     def create(self, overwrite: bool = False) -> None:
@@ -36,7 +65,7 @@ class MetricsTable:
         """
         if self.path is not None:
             with self.path.open("w" if overwrite else "x") as file:
-                file.write(",".join(COLUMNS) + "\n")
+                file.write(",".join(self.columns) + "\n")
 
     def resume(self, size: int) -> None:
         """Go on after byte ``size``.
@@ -44,31 +73,93 @@ class MetricsTable:
         A killed run may have written more. It is cut off when the first round is appended.
 
         Raises:
-            FlsuiteError: If the file is shorter.
+            FlsuiteError: If the file is shorter, or has other columns.
         """
         assert self.path is not None
-        content = self.path.read_bytes() if self.path.is_file() else b""
-        if len(content) < size:
+        found = self.path.stat().st_size if self.path.is_file() else 0
+        if found < size:
             raise FlsuiteError(
-                f"{self.path} has {len(content)} bytes, and had {size} when the checkpoint was "
+                f"{self.path} has {found} bytes, and had {size} when the checkpoint was "
                 "written; restore the file, or start a new run"
             )
-        lines = content[:size].decode().splitlines()
-        self.rows = [_row(cells) for cells in list(csv.reader(lines))[1:]]
-        self._written = len(self.rows)
+        with self.path.open() as file:
+            header = file.readline().strip()
+        if header != ",".join(self.columns):
+            raise FlsuiteError(
+                f"{self.path} has the columns {header}, and this version of flsuite writes "
+                f"{','.join(self.columns)}; resume the run with the version that began it, or "
+                "start a new run"
+            )
+        self._unwritten = []
         self._cut_at = size
+
+    def append(self) -> int:
+        """Write the new rows and return the size of the file in bytes."""
+        if self.path is None:
+            self._unwritten = []
+            return 0
+        if self._cut_at is not None:  # rows after the checkpoint are of rounds that are done again
+            os.truncate(self.path, self._cut_at)
+            self._cut_at = None
+        with self.path.open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(self._unwritten)
+        self._unwritten = []
+        return self.path.stat().st_size
+
+
+class MetricsRow(NamedTuple):
+    """One number of a run."""
+
+    round: int
+    virtual_s: float
+    wall_s: float
+    client_updates: int
+    bytes: int
+    scope: str
+    split: str
+    metric: str
+    value: float
+
+
+class MetricsTable(AppendedTable):
+    """All numbers of a run, one per row.
+
+    Attributes:
+        rows: The rows of all closed rounds.
+    """
+
+    columns = COLUMNS
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__(path)
+        self.rows: list[MetricsRow] = []
+        self._open: list[tuple[str, str, str, float]] = []
+
+    def resume(self, size: int) -> None:
+        super().resume(size)
+        assert self.path is not None
+        lines = self.path.read_bytes()[:size].decode().splitlines()
+        self.rows = [_metrics_row(cells) for cells in list(csv.reader(lines))[1:]]
 
     def note(self, scope: str, split: str, numbers: Mapping[str, float]) -> None:
         """Add numbers to the round in progress."""
         self._open.extend((scope, split, metric, float(value)) for metric, value in numbers.items())
 
-    def close_round(self, round: int, virtual: float, wall: float) -> dict[str, float]:
+    def close_round(self, clock: Clock, wall: float) -> dict[str, float]:
         """Turn the numbers of the round in progress into rows.
+
+        Args:
+            clock: The time of the run at the end of the round.
+            wall: Seconds since the start of the run.
 
         Returns:
             The same numbers as ``<split>/<metric>`` and ``client/<number>/<split>/<metric>``.
         """
-        self.rows.extend((round, virtual, wall, *numbers) for numbers in self._open)
+        time = (clock.round, clock.seconds, wall, int(clock.client_updates), int(clock.bytes))
+        rows = [MetricsRow(*time, *numbers) for numbers in self._open]
+        self.rows.extend(rows)
+        self._unwritten.extend(_metrics_cells(row) for row in rows)
+
         named = {
             f"{split}/{metric}" if scope == "global" else f"client/{scope}/{split}/{metric}": value
             for scope, split, metric, value in self._open
@@ -76,25 +167,63 @@ class MetricsTable:
         self._open = []
         return named
 
-    def append(self) -> int:
-        """Write the new rows and return the size of the file in bytes."""
-        if self.path is None:
-            return 0
-        if self._cut_at is not None:  # rows after the checkpoint are of rounds that are done again
-            os.truncate(self.path, self._cut_at)
-            self._cut_at = None
-        with self.path.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerows(_cells(row) for row in self.rows[self._written :])
-        self._written = len(self.rows)
-        return self.path.stat().st_size
+
+class TimelineRow(NamedTuple):
+    """One fit that has ended.
+
+    Attributes:
+        fit: Number of the fit in the run, from 0.
+        client: The client's number.
+        version: Version of the global model that it started from.
+        started_s: Virtual seconds at its start.
+        ended_s: Virtual seconds at its end.
+        outcome: ``merged``, ``dropped`` (the client dropped out), ``late`` (the round ended without
+            it) or ``failed`` (it failed, or its update was refused).
+        round: Number of the aggregation that used it.
+        staleness: Aggregations between its start and its merge. ``None`` unless it was merged.
+        weight: Its weight in the aggregation. ``None`` unless the aggregator notes one.
+    """
+
+    fit: int
+    client: int
+    version: int
+    started_s: float
+    ended_s: float
+    outcome: Literal["merged", "dropped", "late", "failed"]
+    round: int | None = None
+    staleness: int | None = None
+    weight: float | None = None
 
 
-def _cells(row: Row) -> tuple[object, ...]:
-    round, virtual, wall, scope, split, metric, value = row
-    return round, f"{virtual:.3f}", f"{wall:.3f}", scope, split, metric, f"{value:.9g}"
+class TimelineTable(AppendedTable):
+    """Who trained when, one row per fit that has ended.
+
+    Rows are forgotten once they are written, because a long run has many of them.
+    """
+
+    columns = TIMELINE_COLUMNS
+
+    def add(self, rows: Iterable[TimelineRow]) -> None:
+        """Add the fits that ended in the round in progress."""
+        if self.path is not None:
+            self._unwritten.extend(_timeline_cells(row) for row in rows)
 
 
-def _row(cells: list[str]) -> Row:
-    round, virtual, wall, scope, split, metric, value = cells
-    return int(round), float(virtual), float(wall), scope, split, metric, float(value)
+def _metrics_cells(row: MetricsRow) -> tuple[object, ...]:
+    round, virtual, wall, client_updates, bytes, *name, value = row
+    times = (f"{virtual:.3f}", f"{wall:.3f}")
+    return round, *times, client_updates, bytes, *name, f"{value:.9g}"
+
+
+def _metrics_row(cells: list[str]) -> MetricsRow:
+    round, virtual, wall, client_updates, bytes, scope, split, metric, value = cells
+    time = (int(round), float(virtual), float(wall), int(client_updates), int(bytes))
+    return MetricsRow(*time, scope, split, metric, float(value))
+
+
+def _timeline_cells(row: TimelineRow) -> tuple[object, ...]:
+    fit, client, version, started, ended, outcome, round, staleness, weight = row
+    # Nine digits keep fits that end at the same virtual time apart from those that do not.
+    times = (f"{started:.9g}", f"{ended:.9g}")
+    weight_cell = None if weight is None else f"{weight:.9g}"  # csv writes None as an empty cell
+    return fit, client, version, *times, outcome, round, staleness, weight_cell

@@ -104,6 +104,15 @@ def test_eta_zero_changes_nothing_bit_for_bit(mode: Any, normalize: Any) -> None
     assert [update.metrics["weight"] for update in updates] == [0.0] * 3
 
 
+def test_the_new_model_is_rounded_once() -> None:
+    """It does not depend on the precision that the mean of the buffer would have on its own."""
+    old, *sent = random_states(4)
+    updates = [late(i, state) for i, state in enumerate(sent)]
+    new = configured(FedBuff("mix", eta=0.3), "w").aggregate(old, iter(updates))
+    mean = sum(state["w"].double() for state in sent) / 3
+    assert torch.equal(new["w"], torch.lerp(old["w"].double(), mean, 0.3).float())
+
+
 def two_late_updates() -> list[ClientUpdate]:
     """Return a change of 2 by one sample, fresh, and one of 4 by three, of staleness 3."""
     return [

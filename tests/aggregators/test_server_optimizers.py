@@ -166,6 +166,13 @@ def test_without_momentum_a_buffer_is_that_of_fedbuff(weighting: Any) -> None:
     assert torch.equal(models[0]["count"], models[1]["count"])
 
 
+def test_an_old_counter_does_not_set_back_the_global_one() -> None:
+    """Also where no update is damped."""
+    old, updates = late_round()
+    optimizer = configured(FedAvgM(staleness="constant"), "w")
+    assert optimizer.aggregate(old, iter(updates))["count"].item() == 9
+
+
 def test_staleness_damps_an_update_that_is_alone() -> None:
     """The buffer's size normalises, as in FedBuff: a lone update would else never be damped."""
     moved = []
@@ -196,7 +203,7 @@ def test_damping_of_all_updates_alike_cancels_from_adam() -> None:
     ],
 )
 def test_with_late_updates_they_stay_near_the_mean_optimum(make: Callable[[], Aggregator]) -> None:
-    """Equal curvatures, one client in two updates of staleness up to four."""
+    """Equal curvatures, and half of the clients in each buffer, with a staleness of up to three."""
     path = settle(make(), [1.0] * 4, (0.0, 1.0, 2.0, 5.0), 2, 4000)[3000:]
     assert sum(path) / len(path) == pytest.approx(2.0, abs=0.1)
 

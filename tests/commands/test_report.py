@@ -11,11 +11,13 @@ from lightning.pytorch.loggers import CSVLogger
 
 from flsuite.aggregators import FedAvg
 from flsuite.analysis import find_runs, group_runs, report_figure, report_markdown, report_table
+from flsuite.analysis.axes import AXES
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
 from flsuite.commands.main import main
 from flsuite.data import FederatedDataModule, TaskSequence
 from flsuite.engines import InProcess
 from flsuite.errors import FlsuiteError
+from flsuite.runs.table import COLUMNS
 from tests.conftest import classifier, digits, trainer
 
 
@@ -123,16 +125,28 @@ def test_the_command_prints_and_writes(
         ([], "required: folders"),
         (["RUNS", "--metric", "f1"], "no run has the test score 'f1'; there are accuracy"),
         (["RUNS", "--last", "0"], "--last must be at least 1"),
+        (["RUNS", "--x", "epoch"], "'round', 'virtual_s', 'wall_s', 'client_updates', 'bytes'"),
+        (["RUNS", "--split", "train"], "'test', 'val'"),
+        (["RUNS", "--target", "high"], "invalid float value: 'high'"),
+        (["RUNS", "--target", "nan"], "--target must be a finite number, got nan"),
+        (["RUNS", "--target", "0.5", "--x", "bytes"], "has no bytes: an earlier version"),
+        (["RUNS/b1", "--split", "val"], "no run has the val score 'accuracy'; there are none"),
     ],
 )
 def test_bad_requests_are_one_line(
     runs: Path, args: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as done:
-        main(["report", *(str(runs) if arg == "RUNS" else arg for arg in args)])
+        main(["report", *(arg.replace("RUNS", str(runs)) for arg in args)])
     assert done.value.code == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_target_needs_a_score_that_is_known_to_be_good_when_high_or_low(runs: Path) -> None:
+    note(runs / "a1", "novelty", [1.0], [1.0])
+    with pytest.raises(FlsuiteError, match="'novelty' should be high or low"):
+        report_table(group_runs(find_runs([runs])), ["novelty"], target=0.5)
 
 
 def test_a_folder_without_settings_is_named(runs: Path) -> None:
@@ -270,3 +284,162 @@ def test_a_setting_left_open_is_one_that_is_not_there(tmp_path: Path) -> None:
     )
     groups = {group.label: len(group.runs) for group in group_runs(find_runs([tmp_path]))}
     assert sorted(groups.values()) == [1, 2] and any("CosineDecay" in label for label in groups)
+
+
+# The axis, and the way to a target
+
+
+def timed(
+    folder: Path,
+    content: dict[str, Any],
+    times: list[float],
+    metric: str = "accuracy",
+    **splits: Any,
+) -> None:
+    """Write a run whose rounds end at these virtual seconds, with scores by split."""
+    folder.mkdir(parents=True)
+    (folder / "settings.yaml").write_text(yaml.safe_dump(content))
+    rows = [
+        (n + 1, at, at + 100, 5 * (n + 1), 10**6 * (n + 1), "global", split, metric, score)
+        for split, scores in splits.items()
+        for n, (at, score) in enumerate(zip(times, scores, strict=True))
+    ]
+    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(folder / "metrics.csv", index=False)
+
+
+@pytest.fixture
+def races(tmp_path: Path) -> Path:
+    """Return runs of which FedAvg reaches 0.7 in two of three, FedAdam in all, FedYogi in none."""
+    root = tmp_path / "races"
+    timed(root / "a1", settings(1), [2.0, 4.0, 6.0], test=[0.1, 0.7, 0.6])
+    timed(root / "a2", settings(2), [3.0, 5.0, 9.0], test=[0.2, 0.6, 0.9])
+    timed(root / "a3", settings(3), [1.0, 2.0, 3.0], test=[0.2, 0.3, 0.4])
+    timed(root / "b1", settings(1, "FedAdam"), [1.0, 2.0, 3.0], test=[0.5, 0.8, 0.8])
+    timed(root / "c1", settings(1, "FedYogi"), [1.0, 2.0, 3.0], test=[0.1, 0.1, 0.1])
+    return root
+
+
+def ran(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as done:
+        main(["report", *args])
+    assert done.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_way_to_a_target_by_hand(races: Path) -> None:
+    groups = group_runs(find_runs([races]))
+    table = report_table(groups, target=0.7, x="virtual_s").set_index("group")
+    assert table["reached"].to_dict() == {"FedAdam": "1/1", "FedAvg": "2/3", "FedYogi": "0/1"}
+    assert table.loc["FedAvg", "to_target"] == (4 + 9) / 2
+    assert table.loc["FedAvg", "to_target_std"] == pytest.approx(12.5**0.5)
+    assert table.loc["FedAdam", "to_target"] == 2 and pd.isna(table.loc["FedAdam", "to_target_std"])
+    assert pd.isna(table.loc["FedYogi", "to_target"])
+
+    markdown = report_markdown(table.reset_index(), target=0.7, x="virtual_s").splitlines()
+    assert [line.split(" | ")[-1] for line in markdown[:1] + markdown[2:]] == [
+        "virtual s to accuracy 0.7 |",
+        "2 (1/1) |",
+        "6.5 ± 3.54 (2/3) |",
+        "not reached (0/1) |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("x", "mean", "title"),
+    [
+        ("round", 2.5, "rounds to accuracy 0.7"),
+        ("virtual_s", 6.5, "virtual s to accuracy 0.7"),
+        ("wall_s", 106.5, "s to accuracy 0.7"),
+        ("client_updates", 12.5, "client updates to accuracy 0.7"),
+        ("bytes", 2.5e6, "MB to accuracy 0.7"),
+    ],
+)
+def test_every_axis_of_the_command(
+    x: str, mean: float, title: str, races: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = races.parent / "out"
+    out = ran(capsys, str(races), "--x", x, "--target", "0.7", "--output", str(output))
+    assert title in out and "not reached (0/1)" in out and "(2/3)" in out
+    assert "is the first" not in out, "only FedAdam reaches it in all runs"
+    table = pd.read_csv(output / "report.csv").set_index("group")
+    assert list(table.columns[-3:]) == ["to_target", "to_target_std", "reached"]
+    assert table.loc["FedAvg", "to_target"] == mean
+    assert title in (output / "report.md").read_text() and (output / "report.png").is_file()
+
+
+def test_a_loss_reaches_its_target_from_above(tmp_path: Path) -> None:
+    timed(tmp_path / "a", settings(1), [1.0, 2.0, 3.0], "loss", test=[3.0, 1.5, 0.5])
+    groups = group_runs(find_runs([tmp_path]))
+    for target, round, reached in ((3.5, 1, "1/1"), (1.5, 2, "1/1"), (1.0, 3, "1/1")):
+        (row,) = report_table(groups, ["loss"], target=target).to_dict("records")
+        assert (row["to_target"], row["reached"]) == (round, reached)
+    (row,) = report_table(groups, ["loss"], target=0.1).to_dict("records")
+    assert pd.isna(row["to_target"]) and row["reached"] == "0/1"
+
+
+def test_the_target_can_be_one_on_validation_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed(tmp_path / "a", settings(1), [1.0, 2.0], test=[0.1, 0.2], val=[0.3, 0.8])
+    out = ran(capsys, str(tmp_path), "--split", "val", "--target", "0.7")
+    assert "rounds to val accuracy 0.7" in out and "2 (1/1)" in out
+
+
+def test_of_tasks_only_the_last_one_has_a_target(tmp_path: Path) -> None:
+    write(tmp_path / "a", settings(1), [0.9, 0.8, 0.3, 0.6])
+    with (tmp_path / "a" / "metrics.csv").open("a") as file:
+        file.writelines(
+            f"{n + 1},0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
+        )
+    (row,) = report_table(group_runs([tmp_path / "a"]), target=0.5).to_dict("records")
+    assert row["to_target"] == 4
+
+
+def test_the_first_group_is_named_with_the_next_one(
+    races: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ran(capsys, str(races), "--x", "virtual_s", "--target", "0.4")
+    # FedAdam after 1 second, FedAvg after 4, 5 and 3.
+    assert (
+        "FedAdam is the first to reach test accuracy 0.4, after 1 virtual s; FedAvg is next, after "
+        "4 virtual s (4.00 times as many)\n"
+    ) in out
+
+
+def test_two_groups_can_be_first_together(races: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ran(capsys, str(races), "--target", "0.1")
+    assert (
+        "FedAdam and FedAvg are the first to reach test accuracy 0.1, both after 1 round\n" in out
+    )
+
+
+def test_curves_of_runs_with_different_times_share_their_points(races: Path) -> None:
+    (average,) = (g for g in group_runs(find_runs([races])) if g.label == "FedAvg")
+    curves = average.curves("accuracy", "test", "virtual_s")
+    assert curves.index.tolist() == [3.0], "run 2 starts when run 3 ends"
+    assert sorted(curves.loc[3.0]) == [0.1, 0.2, 0.4]
+    assert average.curves("accuracy", "test").index.tolist() == [1, 2, 3]
+
+    panel = report_figure([average], x="bytes", target=0.7).axes[0]
+    curve, target = panel.lines
+    assert list(curve.get_xdata()) == [1.0, 2.0, 3.0] and panel.get_xlabel().startswith("MB")
+    assert set(target.get_ydata()) == {0.7} and target.get_linestyle() == "--"
+
+
+def test_runs_that_share_no_time_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed(tmp_path / "a1", settings(1), [1.0, 2.0], test=[0.1, 0.2])
+    timed(tmp_path / "a2", settings(2), [3.0, 4.0], test=[0.1, 0.2])
+    out = ran(capsys, str(tmp_path), "--x", "virtual_s", "--output", str(tmp_path / "out"))
+    assert "all: its runs have no virtual_s of test accuracy in common" in " ".join(out.split())
+
+
+def test_help_lists_the_axes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", "--help"])
+    said = capsys.readouterr().out
+    assert all(axis in said for axis in AXES) and all(len(line) <= 100 for line in said.split("\n"))
+    main(["schedule", "--help"])
+    assert "NAME-timeline.png" in capsys.readouterr().out
+    main(["--help"])
+    assert "draw who trains when" in capsys.readouterr().out

@@ -1,0 +1,93 @@
+"""Curves on every axis, by hand."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from flsuite.analysis import curves_figure, find_runs, read_metrics
+from flsuite.analysis.axes import AXES, on_common_grid
+from flsuite.errors import FlsuiteError
+
+EARLIER = "round,virtual_s,wall_s,scope,split,metric,value\n"
+NOW = "round,virtual_s,wall_s,client_updates,bytes,scope,split,metric,value\n"
+
+
+def series(**points: float) -> pd.Series:
+    return pd.Series({float(at.removeprefix("at")): value for at, value in points.items()})
+
+
+def test_a_run_of_an_earlier_version_is_read_without_its_work(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text(EARLIER + "1,2.5,3.5,0,test,accuracy,0.5\n")
+    assert find_runs([tmp_path]) == [tmp_path.resolve()]
+    table = read_metrics(tmp_path)
+    assert ",".join(table.columns) + "\n" == NOW
+    assert table["client_updates"].isna().all() and table["bytes"].isna().all()
+    assert table.loc[0, ["virtual_s", "scope", "value"]].tolist() == [2.5, "0", 0.5]
+
+
+def test_a_table_of_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n1,2,3\n")
+    with pytest.raises(FlsuiteError, match="lacks the columns round, virtual_s, wall_s, scope"):
+        read_metrics(tmp_path)
+
+
+def test_the_common_grid_has_the_last_value_at_or_before_each_point() -> None:
+    one = series(at1=0.1, at3=0.5, at5=0.6, at9=0.7)
+    other = series(at2=0.2, at4=0.4, at5=0.3)
+    grid = on_common_grid({"one": one, "other": other})
+    assert grid.index.tolist() == [2.0, 3.0, 4.0, 5.0], "from 2 to 5 there are both"
+    assert grid["one"].tolist() == [0.1, 0.5, 0.5, 0.6]
+    assert grid["other"].tolist() == [0.2, 0.2, 0.4, 0.3]
+
+
+def test_of_values_at_one_point_the_last_one_holds() -> None:
+    tied = pd.Series([0.1, 0.2, 0.3], index=[1.0, 1.0, 2.0])
+    assert on_common_grid({"tied": tied})["tied"].tolist() == [0.2, 0.3]
+
+
+def test_runs_that_share_no_range_have_no_grid() -> None:
+    assert on_common_grid({"early": series(at1=0.1), "late": series(at2=0.1)}).empty
+
+
+def test_a_run_without_the_score_does_not_narrow_the_grid() -> None:
+    none = pd.Series([], index=pd.Index([], dtype=float), dtype=float)
+    grid = on_common_grid({"one": series(at1=0.1, at2=0.2), "none": none})
+    assert grid["one"].tolist() == [0.1, 0.2] and grid["none"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("x", "label", "points"),
+    [
+        ("round", "round", [1, 2]),
+        ("virtual_s", "virtual seconds", [0.5, 1.5]),
+        ("wall_s", "seconds", [7.0, 8.0]),
+        ("client_updates", "client updates", [4, 9]),
+        ("bytes", "MB sent and received", [2.0, 3.5]),
+    ],
+)
+def test_curves_are_drawn_on_every_axis(
+    x: str, label: str, points: list[float], tmp_path: Path
+) -> None:
+    first, second = "1,0.5,7,4,2000000,global,test,", "2,1.5,8,9,3500000,global,test,"
+    rows = [f"{first}accuracy,0.25", f"{second}accuracy,0.75", f"{first}loss,3", f"{second}loss,2"]
+    (tmp_path / "metrics.csv").write_text(NOW + "\n".join(rows) + "\n")
+    left, right = curves_figure({"run": tmp_path}, x=x).axes
+    assert left.get_xlabel() == right.get_xlabel() == label
+    assert list(left.lines[0].get_xdata()) == points
+    assert list(left.lines[0].get_ydata()) == [0.25, 0.75]
+    assert list(right.lines[0].get_ydata()) == [3, 2]
+
+
+def test_an_axis_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text(EARLIER + "1,2.5,3.5,global,test,accuracy,0.5\n")
+    with pytest.raises(FlsuiteError, match="x must be one of round, virtual_s, wall_s"):
+        curves_figure({"run": tmp_path}, x="epoch")
+    with pytest.raises(FlsuiteError, match="has no bytes: an earlier version"):
+        curves_figure({"run": tmp_path}, x="bytes")
+
+
+def test_amounts_in_words() -> None:
+    assert AXES["bytes"].amount(2_345_678_901) == "2346 MB"
+    assert AXES["virtual_s"].amount(12.345) == "12.3 virtual s"
+    assert [AXES["round"].amount(n) for n in (1, 2)] == ["1 round", "2 rounds"]
