@@ -55,8 +55,8 @@ class RoundProgress(FederationCallback):
         )
 
         self._bar = Progress(*columns, console=console)
-        done = {"done": _done(run), "note": ""}
-        self._rounds = self._bar.add_task("rounds ", total=1.0, completed=self._first, **done)
+        self._rounds = self._bar.add_task("rounds ", total=1.0, done=_done(run), note="")
+        self._bar.update(self._rounds, completed=self._first)
         self._clients = self._bar.add_task("clients", total=None, done="", note="")
         self._bar.start()
 

@@ -211,7 +211,7 @@ class TimelineTable(AppendedTable):
 
 def _metrics_cells(row: MetricsRow) -> tuple[object, ...]:
     round, virtual, wall, client_updates, bytes, *name, value = row
-    times = (f"{virtual:.3f}", f"{wall:.3f}")
+    times = (f"{virtual:.9g}", f"{wall:.3f}")
     return round, *times, client_updates, bytes, *name, f"{value:.9g}"
 
 

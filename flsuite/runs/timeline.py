@@ -9,19 +9,20 @@ __all__ = ["timeline_rows"]
 
 
 def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
-    """Yield the fits that have ended in the round just done, in the order of the clock."""
-    merged = {update.number: update for update in federation.log.updates}
-    failed = {failure.number for failure in federation.log.failures}
+    """Yield the fits that have ended in the round just done, in the order of the clock.
+
+    A pooled fit is not that of a client, and has no row.
+    """
+    if federation.aggregator.pooled:
+        return
+    updates = {update.number: update for update in federation.log.updates}
     for fit in federation.schedule.ended:
-        update = merged.get(fit.number)
-        yield TimelineRow(
-            fit=fit.number,
-            client=fit.client,
-            version=fit.version,
-            started_s=fit.started,
-            ended_s=fit.started if fit.ended is None else fit.ended,
-            outcome="failed" if fit.number in failed else "merged" if update else fit.outcome,
-            round=federation.round,
-            staleness=None if update is None else update.staleness,
-            weight=None if update is None else update.metrics.get("weight"),
-        )
+        assert fit.ended is not None
+        what = fit.number, fit.client, fit.version, fit.started, fit.ended
+        update = updates.get(fit.number)
+        if update is not None:
+            merged_in, weight = federation.round, update.metrics.get("weight")
+            yield TimelineRow(*what, "merged", merged_in, update.staleness, weight)
+        else:
+            # What has arrived and is not among the updates was refused, or never was an update.
+            yield TimelineRow(*what, "failed" if fit.outcome == "arrived" else fit.outcome)

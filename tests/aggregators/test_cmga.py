@@ -226,7 +226,7 @@ def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) ->
     elsewhere = fit(CMGA(), rounds=4, schedule=half, engine=Processes(workers=2))
     assert equal_states(state(whole), state(elsewhere))
     logged = {
-        row[5] for row in whole.run.folder.table.rows if row[3] == "global" and row[4] == "train"
+        row[7] for row in whole.run.folder.table.rows if row[5] == "global" and row[6] == "train"
     }
     assert {"prior_distance_before", "prior_distance_after", "prior_sigma_floored"} <= logged
 

@@ -267,7 +267,7 @@ def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) ->
             whole.federation.client_state(client), resumed.federation.client_state(client)
         )
     logged = {
-        row[5] for row in whole.run.folder.table.rows if row[3] == "global" and row[4] == "train"
+        row[7] for row in whole.run.folder.table.rows if row[5] == "global" and row[6] == "train"
     }
     assert {"fisher_mass", "fisher_covered/flow", "spread/flow"} <= logged
     assert {name for name in logged if name.startswith("fisher_mass/flow.flows.0.conditioner")}

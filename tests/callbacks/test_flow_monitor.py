@@ -47,9 +47,9 @@ def table() -> Synthetic:
 
 def logged(made: FederatedTrainer) -> dict[tuple[int, str], float]:
     return {
-        (row[0], row[5]): row[6]
+        (row[0], row[7]): row[8]
         for row in made.run.folder.table.rows
-        if row[3] == "global" and row[4] == "test"
+        if row[5] == "global" and row[6] == "test"
     }
 
 

@@ -28,7 +28,7 @@ def fit(callbacks: list[Any], rounds: int = 2, **kwargs: Any) -> FederatedTraine
 
 
 def logged(made: FederatedTrainer) -> dict[tuple[int, str], float]:
-    return {(row[0], row[5]): row[6] for row in made.run.folder.table.rows if row[3] == "global"}
+    return {(row[0], row[7]): row[8] for row in made.run.folder.table.rows if row[5] == "global"}
 
 
 def test_distances_by_hand() -> None:

@@ -192,8 +192,8 @@ def test_the_table_has_every_scope_and_split(tmp_path: Path) -> None:
     made = trainer(rounds=ROUNDS, run_dir=tmp_path)
     made.fit(classifier(), digits())
     rows = made.run.folder.table.rows
-    assert {row[3] for row in rows} == {"global", "0", "1", "2", "3", "4"}
-    assert {row[4] for row in rows} == {"train", "val", "test"}
+    assert {row[5] for row in rows} == {"global", "0", "1", "2", "3", "4"}
+    assert {row[6] for row in rows} == {"train", "val", "test"}
     for scope in ("global", "0", "4"):
         for split, metric in (
             ("train", "loss"),
@@ -201,19 +201,19 @@ def test_the_table_has_every_scope_and_split(tmp_path: Path) -> None:
             ("val", "accuracy"),
             ("test", "accuracy"),
         ):
-            assert [row[0] for row in rows if row[3:6] == (scope, split, metric)] == [1, 2]
+            assert [row[0] for row in rows if row[5:8] == (scope, split, metric)] == [1, 2]
     with (tmp_path / "metrics.csv").open(newline="") as file:
         written = list(csv.reader(file))[1:]
-    assert [(int(w[0]), *w[3:6]) for w in written] == [(row[0], *row[3:6]) for row in rows]
+    assert [(int(w[0]), *w[5:8]) for w in written] == [(row[0], *row[5:8]) for row in rows]
     assert all(
-        float(w[6]) == pytest.approx(row[6], rel=1e-8) for w, row in zip(written, rows, strict=True)
+        float(w[8]) == pytest.approx(row[8], rel=1e-8) for w, row in zip(written, rows, strict=True)
     )
 
 
 def test_the_mean_of_the_clients_losses_weighs_samples() -> None:
     made = trainer(rounds=1)
     made.fit(classifier(), digits())
-    numbers = {row[3:6]: row[6] for row in made.run.folder.table.rows}
+    numbers = {row[5:8]: row[8] for row in made.run.folder.table.rows}
     sizes = [numbers[str(c), "train", "samples"] for c in range(5)]
     losses = [numbers[str(c), "train", "loss"] for c in range(5)]
     expected = sum(n * loss for n, loss in zip(sizes, losses, strict=True)) / sum(sizes)
@@ -325,8 +325,8 @@ def test_hooks_are_called_once_each_and_lightnings_on_a_fresh_copy() -> None:
         "a batch count of its own in every fit"
     )
     assert hooks.batches == 0, "the configured object is not the one that a client's Trainer calls"
-    rows = [row for row in made.run.folder.table.rows if row[5] == "gap"]
-    assert [(row[0], *row[3:]) for row in rows] == [
+    rows = [row for row in made.run.folder.table.rows if row[7] == "gap"]
+    assert [(row[0], *row[5:]) for row in rows] == [
         (1, "global", "train", "gap", 0.5),
         (1, "1", "test", "gap", 7.0),
         (2, "global", "train", "gap", 1.0),

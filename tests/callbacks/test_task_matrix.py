@@ -92,8 +92,8 @@ def matrix(made: FederatedTrainer) -> Tensor:
 
 def logged(made: FederatedTrainer, *names: str) -> dict[tuple[int, str, str], float]:
     """Return the test scores whose names start like these, by round, scope and metric."""
-    rows = [row for row in made.run.folder.table.rows if row[4] == "test"]
-    return {(row[0], row[3], row[5]): row[6] for row in rows if row[5].startswith(names)}
+    rows = [row for row in made.run.folder.table.rows if row[6] == "test"]
+    return {(row[0], row[5], row[7]): row[8] for row in rows if row[7].startswith(names)}
 
 
 def predicted(state: State, x: Tensor) -> Tensor:
@@ -363,8 +363,8 @@ def test_the_round_that_is_picked_is_one_of_the_last_task(tmp_path: Path) -> Non
     )
     made.fit(classifier(lr=0.3), TaskSequence(data, TASKS, 2, LENGTH, "disjoint"))
     rows = made.run.folder.table.rows
-    validation = {row[0]: row[6] for row in rows if row[3:6] == ("global", "val", "accuracy")}
-    assert [row[6] for row in rows if row[3:6] == ("global", "train", "task")] == [0, 0, 1, 1, 2, 2]
+    validation = {row[0]: row[8] for row in rows if row[5:8] == ("global", "val", "accuracy")}
+    assert [row[8] for row in rows if row[5:8] == ("global", "train", "task")] == [0, 0, 1, 1, 2, 2]
     assert max(validation, key=validation.__getitem__) <= 2
     assert made.run is not None and made.run.summary.best["round"] == max(
         (5, 6), key=validation.__getitem__

@@ -150,7 +150,7 @@ def test_scaffold_takes_each_rounds_rate() -> None:
 
 def test_the_factor_is_in_the_table() -> None:
     made = fit(lr_decay=ExponentialDecay(gamma=0.5))
-    assert [row[6] for row in made.run.folder.table.rows if row[5] == "lr_factor"] == [
+    assert [row[8] for row in made.run.folder.table.rows if row[7] == "lr_factor"] == [
         1.0,
         0.5,
         0.25,

@@ -117,7 +117,7 @@ def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
         "checkpoints/model.ckpt",
     }
     header, *rows = (finished / "metrics.csv").read_text().splitlines()
-    assert header == "round,virtual_s,wall_s,scope,split,metric,value" == ",".join(COLUMNS)
+    assert header == ",".join(COLUMNS)
     assert {row.split(",")[0] for row in rows} == {"1", "2", "3"}
     assert f"torch {torch.__version__.split('+')[0]}" in (finished / "versions.txt").read_text()
     for picture in ("curves.png", "partition.png"):

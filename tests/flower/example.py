@@ -25,4 +25,4 @@ def left_in(run: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return the model of a run's folder, and the lines of its table without times."""
     model = torch.load(run / "checkpoints" / "model.ckpt", weights_only=True)["state_dict"]
     rows = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
-    return model, [",".join((row[0], *row[3:])) for row in rows if row[5] != "seconds"]
+    return model, [",".join((row[0], *row[5:])) for row in rows if row[7] != "seconds"]

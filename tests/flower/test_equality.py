@@ -121,9 +121,9 @@ def test_the_strategy_works_with_flowers_own_start() -> None:
     second = strategy.start(grid, first.arrays, num_rounds=1)
     assert equal_states(dict(second.arrays.to_torch_state_dict()), state(ours))
     losses = {
-        row[0]: row[6]
+        row[0]: row[8]
         for row in ours.run.folder.table.rows
-        if row[3:6] == ("global", "train", "loss")
+        if row[5:8] == ("global", "train", "loss")
     }
     assert first.train_metrics_clientapp[2]["loss"] == pytest.approx(losses[2])
 

@@ -91,8 +91,8 @@ class Breaks(Callback):
 def test_a_failed_fit_leaves_its_node_as_it_was(how: str) -> None:
     ours, theirs, _ = both(classifier, SCAFFOLD, rounds=3, callbacks=[Breaks(how)])
     assert equal_states(state(ours), state(theirs)) and ours.run.folder.table.rows
-    failed = [row for row in theirs.run.folder.table.rows if row[5] == "failed" and row[6] > 0]
-    assert [(row[0], row[6]) for row in failed] == [(2, 1.0)]
+    failed = [row for row in theirs.run.folder.table.rows if row[7] == "failed" and row[8] > 0]
+    assert [(row[0], row[8]) for row in failed] == [(2, 1.0)]
 
 
 def test_callbacks_that_need_private_entries_are_refused() -> None:

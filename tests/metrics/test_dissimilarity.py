@@ -78,7 +78,7 @@ def logged(made: FederatedTrainer, metric: str) -> dict[int, float]:
     """Return the values of a metric by round."""
     rows = made.run.folder.table.rows
     return {
-        row[0]: row[6] for row in rows if (row[3], row[4], row[5]) == ("global", "train", metric)
+        row[0]: row[8] for row in rows if (row[5], row[6], row[7]) == ("global", "train", metric)
     }
 
 

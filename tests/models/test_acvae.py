@@ -159,9 +159,9 @@ def test_trained_centrally_it_classifies_digits_and_samples_the_given_class() ->
         found = model(model.sample(wanted)).argmax(1)
     assert (found == wanted).float().mean() > 0.8
     rows = {
-        row[5]: row[6]
+        row[7]: row[8]
         for row in made.run.folder.table.rows
-        if row[3] == "global" and row[4] == "test"
+        if row[5] == "global" and row[6] == "test"
     }
     assert rows["kl"] > 0.1 and rows["reconstruction"] > 0
 

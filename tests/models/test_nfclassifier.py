@@ -441,7 +441,7 @@ def test_samples_of_a_trained_flow_are_told_apart_by_the_head() -> None:
         right = (model.head(drawn).argmax(1) == wanted).float().mean()
         nll = model.evaluation_step((data.scaling(data.test.x), data.test.y))["nll"].mean()
     assert right > 0.7 and nll < before["nll"]
-    rows = {row[5]: row[6] for row in made.run.folder.table.rows if row[3] == "global"}
+    rows = {row[7]: row[8] for row in made.run.folder.table.rows if row[5] == "global"}
     assert {
         "nll",
         "flow_nll",

@@ -147,7 +147,7 @@ def test_going_on_from_the_best_round_keeps_the_last_one_until_a_round_is_done(
     again = trainer(rounds=7, run_dir=tmp_path, monitor="loss")
     again.fit(classifier(lr=3.0), digits(), ckpt_path="last")
     assert again.round == 7
-    assert [row[0] for row in again.run.folder.table.rows if row[5] == "clients"] == [*range(1, 8)]
+    assert [row[0] for row in again.run.folder.table.rows if row[7] == "clients"] == [*range(1, 8)]
 
 
 def test_a_round_that_fails_after_its_aggregation_leaves_the_state_before_it(

@@ -60,7 +60,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_train(
 
 def test_the_last_round_of_a_stopped_run_has_the_accuracy_per_class(tmp_path: Path) -> None:
     rows = fit(tmp_path, stopping(2)).run.folder.table.rows
-    assert {row[0] for row in rows if row[5].startswith("accuracy/")} == {3}
+    assert {row[0] for row in rows if row[7].startswith("accuracy/")} == {3}
 
 
 class StopsAt(FederationCallback):
@@ -84,8 +84,8 @@ def test_a_run_stopped_by_any_hook_scores_its_last_round(hook: str) -> None:
     made.fit(classifier(), digits())
     rows = made.run.folder.table.rows
     assert made.round == 2
-    assert {row[0] for row in rows if row[4:6] == ("test", "accuracy")} == {2}
-    assert {row[0] for row in rows if row[5].startswith("accuracy/")} == {2}
+    assert {row[0] for row in rows if row[6:8] == ("test", "accuracy")} == {2}
+    assert {row[0] for row in rows if row[7].startswith("accuracy/")} == {2}
 
 
 def flow_model() -> NFClassifier:
@@ -116,4 +116,4 @@ def test_observers_measure_the_last_round_of_a_stopped_run(
         assert [path.name for path in (tmp_path / "latent").iterdir()] == ["round-0002.png"]
     else:
         rows = made.run.folder.table.rows
-        assert [row[0] for row in rows if f"{row[4]}/{row[5]}" == metric] == [2]
+        assert [row[0] for row in rows if f"{row[6]}/{row[7]}" == metric] == [2]

@@ -22,7 +22,7 @@ def fit(private: tuple[str, ...], folder: Path, **kwargs: Any) -> Any:
 
 def numbers(made: Any, scope: str, split: str, metric: str) -> dict[int, float]:
     rows = made.run.folder.table.rows
-    return {row[0]: row[6] for row in rows if row[3:6] == (scope, split, metric)}
+    return {row[0]: row[8] for row in rows if row[5:8] == (scope, split, metric)}
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
@@ -63,4 +63,4 @@ def test_clients_of_a_shared_model_are_compared_likewise(tmp_path: Path) -> None
 def test_where_all_clients_are_compared_nothing_is_scored_twice(tmp_path: Path) -> None:
     made = trainer(rounds=1, score_clients=ALL, run_dir=tmp_path)
     made.fit(Classifier(MLP(hidden=(8,))), digits(clients=ALL, partition=IID()))
-    assert not [row for row in made.run.folder.table.rows if row[5].startswith("all_clients/")]
+    assert not [row for row in made.run.folder.table.rows if row[7].startswith("all_clients/")]

@@ -92,7 +92,7 @@ def personal() -> FederatedTrainer:
 
 
 def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) -> None:
-    scored = {row[3:6]: row[6] for row in personal.run.folder.table.rows}
+    scored = {row[5:8]: row[8] for row in personal.run.folder.table.rows}
     federation = personal.federation
     assert federation is not None and "network.3.weight" not in federation.state
     data = federation.data
@@ -118,7 +118,7 @@ def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) ->
 
 
 def test_test_after_fit_gives_the_last_rounds_scores(personal: FederatedTrainer) -> None:
-    scored = {row[3:6]: row[6] for row in personal.run.folder.table.rows}
+    scored = {row[5:8]: row[8] for row in personal.run.folder.table.rows}
     everybody, *clients = personal.test()
     assert len(clients) == 6
     assert everybody["accuracy"] == scored[GLOBAL, "test", "accuracy"]

@@ -85,8 +85,8 @@ def test_the_round_goes_on_without_a_failed_client(
     never_there = trainer(rounds=3, aggregator=Without())
     never_there.fit(classifier(), digits())
     assert equal_states(failing.federation.state, never_there.federation.state)
-    failed = [row for row in failing.run.folder.table.rows if row[5] == "failed" and row[6] > 0]
-    assert [(row[0], row[6]) for row in failed] == [(2, 1.0)]
+    failed = [row for row in failing.run.folder.table.rows if row[7] == "failed" and row[8] > 0]
+    assert [(row[0], row[8]) for row in failed] == [(2, 1.0)]
 
 
 def test_all_clients_failing_keeps_the_last_good_state(tmp_path: Path) -> None:
