@@ -12,13 +12,7 @@ from lightning.pytorch.loggers import Logger
 from flsuite.aggregators import Aggregator, FedAvg
 from flsuite.callbacks.defaults import with_defaults
 from flsuite.client.lr_decay import LRDecay
-from flsuite.client.setup import (
-    Buffers,
-    WorkerSetup,
-    client_arguments,
-    client_half,
-    fit_samples,
-)
+from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, client_half, fit_samples
 from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine
 from flsuite.engines.in_process import InProcess

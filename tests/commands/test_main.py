@@ -110,6 +110,7 @@ def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
         "partition.csv",
         "versions.txt",
         "metrics.csv",
+        "timeline.csv",
         "curves.png",
         "partition.png",
         "checkpoints/last.ckpt",
@@ -159,7 +160,8 @@ def test_scores_from_the_saved_config(
     request = ["--ckpt_path", ckpt_path] if ckpt_path else []
     assert cli(command, "--config", str(run_folder / "config.yaml"), *request) == 0
     name = f"{ckpt_path or 'last'}.ckpt"
-    round = torch.load(run_folder / "checkpoints" / name, weights_only=True)["federation"]["round"]
+    content = torch.load(run_folder / "checkpoints" / name, weights_only=True)
+    round = content["federation"]["clock"]["round"]
     out = capsys.readouterr().out
     assert f"{split} scores of round {round}" in out
     shown = next(line for line in out.splitlines() if "global accuracy" in line)

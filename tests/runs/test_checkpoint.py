@@ -62,7 +62,7 @@ def test_what_cannot_be_read_again_is_refused_before_the_last_checkpoint_is_repl
     with pytest.raises(FlsuiteError, match=r"checkpoint\.callbacks\.Keeps.*\.best.* is a .*keep"):
         made.fit(classifier(), digits())
     content = load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
-    assert content["federation"]["round"] == 1
+    assert content["federation"]["clock"]["round"] == 1
     again = trainer(rounds=2, run_dir=tmp_path)
     again.fit(classifier(), digits(), ckpt_path="last")
     assert again.round == 2

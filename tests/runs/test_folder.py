@@ -174,7 +174,7 @@ def test_a_disk_that_is_full_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     save = torch.save
 
     def fail(content: Any, path: Any) -> None:
-        if content.get("federation", {}).get("round") == 2:
+        if content.get("federation", {}).get("clock", {}).get("round") == 2:
             raise RuntimeError("unexpected pos 64 vs 0")
         save(content, path)
 

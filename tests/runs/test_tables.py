@@ -48,10 +48,10 @@ def test_metrics_are_read_as_they_were_noted(tmp_path: Path) -> None:
 
     assert (tmp_path / "metrics.csv").read_text().splitlines() == [
         "round,virtual_s,wall_s,client_updates,bytes,scope,split,metric,value",
-        "1,1.250,0.500,5,10000000000,global,test,accuracy,0.125",
-        "1,1.250,0.500,5,10000000000,3,train,loss,0.333333333",
-        "2,2.500,1.000,10,20000000000,global,test,accuracy,0.25",
-        "2,2.500,1.000,10,20000000000,3,train,loss,0.333333333",
+        "1,1.25,0.500,5,10000000000,global,test,accuracy,0.125",
+        "1,1.25,0.500,5,10000000000,3,train,loss,0.333333333",
+        "2,2.5,1.000,10,20000000000,global,test,accuracy,0.25",
+        "2,2.5,1.000,10,20000000000,3,train,loss,0.333333333",
     ]
     read = read_metrics(tmp_path)
     assert tuple(read.columns) == COLUMNS
