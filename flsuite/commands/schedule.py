@@ -10,6 +10,7 @@ from rich.table import Table
 from flsuite.analysis import timeline_figure
 from flsuite.commands.fit import build
 from flsuite.commands.parsing import config_name
+from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 from flsuite.runs.rehearsal import rehearse
 from flsuite.runs.table import TimelineTable
@@ -17,24 +18,31 @@ from flsuite.runs.table import TimelineTable
 __all__ = ["schedule"]
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise FlsuiteError(f"schedule: {message}; see flsuite schedule --help")
+
+
 def schedule(args: list[str]) -> None:
     """Write a picture and a table of who trains when, and print what it comes to."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-c", "--config", action="append", default=[])
     parser.add_argument("--output", default=".")
     own, rest = parser.parse_known_args(args)
     configs = [argument for path in own.config for argument in ("--config", path)]
     trainer, model, data = build([*configs, *rest])
 
+    # Before the folder is made: a request that cannot be met leaves nothing.
+    fits = list(rehearse(trainer.prepare(model, data)))
     name = config_name(own.config, "flsuite")
     folder = make_folder(Path(own.output))
-    fits = list(rehearse(trainer.prepare(model, data)))
     table = TimelineTable(folder / f"{name}-timeline.csv")
     table.create(overwrite=True)
     table.add(fits)
     table.append()
 
-    timeline = pd.DataFrame(fits).astype({"staleness": "Int64", "weight": float})
+    types = {"round": "Int64", "staleness": "Int64", "weight": float}
+    timeline = pd.DataFrame(fits).astype(types)
     timeline_figure(timeline).savefig(folder / f"{name}-timeline.png", dpi=150)
     _print(timeline, data.federated.clients)
     print(f"{folder / name}-timeline.png\n{folder / name}-timeline.csv")

@@ -17,13 +17,17 @@ __all__ = ["rehearse"]
 
 
 def rehearse(run: Run) -> Iterator[TimelineRow]:
-    """Yield the timeline that a run is going to have if no client fails.
+    """Yield the timeline that a run is going to have if no client fails and no callback stops it.
+
+    Nothing is aggregated. If times depend on bytes, an algorithm that sends more once it has seen
+    updates, such as SCAFFOLD, counts as what it sends in its first round.
 
     Args:
         run: A run that has not been opened. Nothing is written, and its model does not change.
 
     Raises:
-        FlsuiteError: If the times of the schedule are measured while clients train.
+        FlsuiteError: If the times of the schedule are measured while clients train, or if one fit
+            on the data of all clients replaces theirs.
         FederationError: If the schedule comes to a point from which no client is available.
     """
     federation, clock = run.federation, run.clock
@@ -32,6 +36,11 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         raise FlsuiteError(
             f"the times of {type(schedule).__name__} are measured while clients train; set "
             "trainer.schedule.speeds, for example to Stragglers"
+        )
+    if federation.aggregator.pooled:
+        raise FlsuiteError(
+            f"{type(federation.aggregator).__name__} trains on the data of all clients at once, so "
+            "no client has a fit to draw; set trainer.aggregator, for example to FedAvg"
         )
 
     while not run.finished:

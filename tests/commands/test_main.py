@@ -21,18 +21,10 @@ from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
 from flsuite.runs.table import COLUMNS
 from flsuite.trainer import FederatedTrainer
+from tests.commands.command import QUICKSTART, cli, files, refused
 from tests.conftest import equal_states
 
-QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 SHORT = ("fit", "--config", QUICKSTART, "--trainer.rounds", "1")
-
-
-@pytest.fixture(autouse=True)
-def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in an empty folder, and undo what the command does to the interpreter."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture(scope="module")
@@ -53,38 +45,8 @@ def run_folder(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "runs" / "quickstart" / finished.name))
 
 
-def cli(*args: str) -> int:
-    """Run the command, and return its exit status."""
-    with pytest.raises(SystemExit) as exit:
-        main(args)
-    return int(exit.value.code or 0)
-
-
 def final_state(folder: Path, name: str = "last.ckpt") -> dict[str, torch.Tensor]:
     return torch.load(folder / "checkpoints" / name, weights_only=True)["federation"]["state"]
-
-
-def files(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Return every file with its time and content."""
-    return {
-        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Return the one line that a refused request prints; it must leave no trace on disk."""
-    capsys.readouterr()
-    before = files(Path.cwd())
-    folders = sorted(Path.cwd().rglob("*"))
-    assert cli(*args) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("flsuite: error: ")
-    assert files(Path.cwd()) == before and sorted(Path.cwd().rglob("*")) == folders
-    return line
 
 
 def score(folder: Path, split: str, metric: str, round: int) -> float:

@@ -1,0 +1,42 @@
+"""The command in this process, and the line that a refused request prints."""
+
+from pathlib import Path
+
+import pytest
+
+from flsuite.commands.main import main
+
+__all__ = ["CONFIGS", "QUICKSTART", "cli", "files", "refused"]
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+
+
+def cli(*args: str) -> int:
+    """Run the command, and return its exit status."""
+    with pytest.raises(SystemExit) as exit:
+        main(args)
+    return int(exit.value.code or 0)
+
+
+def files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Return every file with its time and content."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Return the one line that a refused request prints; it must leave no trace on disk."""
+    capsys.readouterr()
+    before = files(Path.cwd())
+    folders = sorted(Path.cwd().rglob("*"))
+    assert cli(*args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("flsuite: error: ")
+    assert files(Path.cwd()) == before and sorted(Path.cwd().rglob("*")) == folders
+    return line
