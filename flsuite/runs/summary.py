@@ -99,8 +99,9 @@ class RunSummary:
             if scores.get("round") == round:
                 scores.update({name: value for name, value in test.items() if name in _LABELS})
 
-    def count_bytes(self, updates: Iterable[ClientUpdate]) -> None:
-        """Add the bytes that these updates have cost to send and receive."""
+    def count_bytes(self, updates: Iterable[ClientUpdate], lost: int = 0) -> None:
+        """Add the bytes of these updates, and those received by clients that never answered."""
+        self.bytes_down += lost
         for update in updates:
             self.bytes_up += update.bytes_up
             self.bytes_down += update.bytes_down

@@ -15,7 +15,7 @@ class Clock:
         round: Aggregations done, which is also the version of the global model.
         seconds: Virtual seconds since the start of the run.
         client_updates: Client updates that have been aggregated.
-        bytes: Bytes that clients have sent and received for these updates.
+        bytes: Bytes that clients have sent and received, those that never answered included.
     """
 
     round: int = 0

@@ -215,6 +215,9 @@ class Federation:
                 f"round {self.round} is kept"
             )
 
+        lost = sum(fit.outcome != "arrived" for fit in self.schedule.ended)
+        self.log.lost_bytes = lost * self._traffic[0]
+        self.clock.bytes += self.log.lost_bytes
         self.state = state
         self.clock.round += 1
 

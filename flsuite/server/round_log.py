@@ -18,6 +18,7 @@ class RoundLog:
         updates: The accepted updates, without state and extras.
         failures: Clients that failed or were refused.
         server: Numbers that the aggregator has noted.
+        lost_bytes: Bytes that clients have received whose update never came.
     """
 
     round: int = 0
@@ -25,6 +26,7 @@ class RoundLog:
     updates: list[ClientUpdate] = field(default_factory=list)
     failures: list[ClientFailure] = field(default_factory=list)
     server: dict[str, float] = field(default_factory=dict)
+    lost_bytes: int = 0
 
     def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield scope and numbers, for each client and then for ``global``.
@@ -48,6 +50,7 @@ class RoundLog:
             name: float(sum(getattr(update, name) for update in self.updates))
             for name in ("bytes_up", "bytes_down", "steps")
         }
+        totals["bytes_down"] += self.lost_bytes
         counts = {"clients": len(self.updates), "failed": len(self.failures)}
         yield "global", {**means, **self.server, **totals, **counts, **self._staleness()}
 

@@ -21,7 +21,7 @@ import psutil
 import torch
 from lightning.pytorch import Callback
 
-from flsuite.aggregators import FedAvg
+from flsuite.aggregators import FedAvg, FedBuff
 from flsuite.aggregators.fisher import evaluating
 from flsuite.callbacks import FederationCallback
 from flsuite.callbacks.base import Affects
@@ -38,7 +38,7 @@ from flsuite.models import (
     ResNet20,
 )
 from flsuite.models.backbones import Backbone
-from flsuite.schedules import Synchronous
+from flsuite.schedules import Asynchronous, Bernoulli, Schedule, Stragglers, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.benchmarks.loop import FusedLoop, HandWrittenLoop
 
@@ -99,7 +99,7 @@ class Clock(FederationCallback):
 
 
 def federation(
-    module: RandomImages,
+    module: FederatedDataModule,
     net: Backbone | ClientModel,
     rounds: int,
     engine: Engine,
@@ -111,7 +111,7 @@ def federation(
     trainer = FederatedTrainer(
         rounds=rounds,
         engine=engine,
-        aggregator=FedAvg(),
+        aggregator=kwargs.pop("aggregator", None) or FedAvg(),
         callbacks=[clock, *user_callbacks],
         evaluate_every=10**9,
         run_dir=tempfile.mkdtemp(),
@@ -232,31 +232,52 @@ def precision(rounds: int) -> None:
 
 def registered(rounds: int) -> None:
     """Compare ten clients per round out of 10 and out of 10,000, with the same samples each."""
-    process, blocks = psutil.Process(), {}
-    for clients in (10, 10_000, 10, 10_000):
-        module = RandomImages(60 * 10_000, (1, 8, 8), clients=10_000)
-        module.setup()
-        if clients == 10:
-            data = module.federated
-            data.train_index.offsets, data.test_index.offsets = (
-                data.train_index.offsets[:11],
-                data.test_index.offsets[:11],
-            )
-            data.val_index.offsets = data.val_index.offsets[:11]
-        clock = Clock()
-        made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=Synchronous(10))
-        megabytes = process.memory_info().rss / 1e6
-        blocks.setdefault(clients, []).append((clock.seconds[1:], megabytes))
-        del made, module
-    few, lots = blocks[10][-1], blocks[10_000][-1]
-    report(
-        "10 clients per round, registered",
-        ten=blocks[10][0][0] + few[0],
-        ten_thousand=blocks[10_000][0][0] + lots[0],
+    by_registered(
+        "10 clients per round", (10, 10_000), 60, rounds, schedule=lambda: Synchronous(10)
     )
+
+
+def in_flight(rounds: int) -> None:
+    """Compare 100 clients in flight out of 1,000 and out of 100,000, with a buffer of ten."""
+    by_registered(
+        "100 clients in flight, 10 per aggregation",
+        (1_000, 100_000),
+        6,
+        10 * rounds,
+        schedule=lambda: Asynchronous(100, 10, speeds=Stragglers(), availability=Bernoulli()),
+        aggregator=FedBuff(),
+    )
+
+
+def by_registered(
+    name: str,
+    registered: tuple[int, int],
+    samples: int,
+    rounds: int,
+    schedule: Callable[[], Schedule],
+    **kwargs: Any,
+) -> None:
+    """Compare rounds and memory of few and of many registered clients, in alternating blocks."""
+    process, (few, many) = psutil.Process(), registered
+    seconds: dict[int, list[float]] = {few: [], many: []}
+    megabytes: dict[int, float] = {}
+    for clients in (few, many, few, many):
+        # The same tensors on both sides: the data of the others stays unused.
+        module = RandomImages(samples * many, (1, 8, 8), clients=many)
+        module.setup()
+        data = module.federated
+        for index in (data.train_index, data.val_index, data.test_index):
+            index.offsets = index.offsets[: clients + 1]
+        clock = Clock()
+        made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=schedule(), **kwargs)
+        seconds[clients] += clock.seconds[1:]
+        megabytes[clients] = process.memory_info().rss / 1e6
+        del made, module
+
+    report(f"{name}, registered", few=seconds[few], many=seconds[many])
     print(
-        f"    memory of the process: {few[1]:.0f} MB with 10, {lots[1]:.0f} MB with 10,000: "
-        f"{lots[1] - few[1]:+.0f} MB"
+        f"    {ratio(seconds[many], seconds[few]):.2f} x the time with {many:,} clients instead of "
+        f"{few:,}; memory of the process {megabytes[many] - megabytes[few]:+.0f} MB"
     )
 
 
@@ -440,6 +461,7 @@ CASES = {
     "many": many,
     "precision": precision,
     "registered": registered,
+    "in_flight": in_flight,
     "acvae": acvae,
     "fused": fused,
     "fisher": fisher,
