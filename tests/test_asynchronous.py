@@ -143,6 +143,24 @@ def test_stale_updates_reach_the_optimum_of_quadratics(speeds: PerClient) -> Non
     assert float(made.run.state["w"]) == pytest.approx(optimum, abs=0.02)
 
 
+def test_reset_statistics_take_the_mean_of_the_clients() -> None:
+    """Every fit starts from the initial statistics, so that there is no change to add up."""
+
+    class Mean(FederationCallback):
+        def on_round_start(self, run: Run, round: int, clients: Any) -> None:
+            self.arrived: list[torch.Tensor] = []
+
+        def on_client_end(self, run: Run, outcome: Any) -> None:
+            self.arrived.append(outcome.update.state["network.1.running_mean"])
+
+        def on_round_end(self, run: Run, round: int) -> None:
+            mean = torch.stack(self.arrived).double().mean(0).float()
+            torch.testing.assert_close(run.state["network.1.running_mean"], mean)
+
+    aggregator = FedBuff("delta", staleness="constant")
+    fitted(aggregator, stragglers(), rounds=8, buffers="reset", callbacks=[Mean()])
+
+
 def test_bad_clients_do_not_stop_the_others() -> None:
     """One client raises, and the update of another is not finite."""
     curvatures, minima = (1.0, -1.0, float("inf"), 1.0), (0.0, 0.0, 0.0, 1.0)

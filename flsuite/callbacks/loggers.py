@@ -18,7 +18,8 @@ class RoundLogger(FederationCallback):
     Virtual seconds, client updates and bytes so far go with them, so that a chart can have any of
     these as its horizontal axis.
 
-    Weights & Biases gets one run per experiment, with the settings and a picture of the partition.
+    Weights & Biases gets one run per experiment, with the settings, a picture of the partition and,
+    where times are virtual, a picture of who trained when.
     A resumed federation goes on in the same W&B run. A round that was logged but not saved when the
     run was killed is logged again.
 
@@ -93,9 +94,26 @@ class RoundLogger(FederationCallback):
         logger.experiment.log({"partition": wandb.Image(figure), "round": 0})
         pyplot.close(figure)
 
+    @staticmethod
+    def _log_timeline(logger: WandbLogger, run: Run) -> None:
+        import wandb
+        from matplotlib import pyplot
+
+        from flsuite.analysis import read_timeline, timeline_figure
+
+        if run.folder.path is None or not run.round or not run.federation.schedule.is_virtual:
+            return
+        timeline = read_timeline(run.folder.path)
+        if timeline.empty:
+            return
+        figure = timeline_figure(timeline)
+        logger.experiment.log({"timeline": wandb.Image(figure), "round": run.round})
+        pyplot.close(figure)
+
     def _finish_wandb(self, logger: WandbLogger, run: Run) -> None:
         import wandb
 
+        self._log_timeline(logger, run)
         model = run.folder.checkpoints / "model.ckpt" if run.folder.checkpoints else None
         if self.log_model and isinstance(model, Path) and model.exists():
             artifact = wandb.Artifact(f"model-{logger.experiment.id}", type="model")

@@ -16,6 +16,8 @@ __all__ = ["Always", "Availability", "Bernoulli", "OnOff"]
 class Availability(ABC):  # noqa: B024  (every hook has a default)
     """Says which clients can start a fit, and which drop out of one.
 
+    A client that drops out keeps nothing of that fit, and the server never hears of it.
+
     The answers are functions of the run's seed, the virtual time, the client and the number of the
     fit.
     """

@@ -74,6 +74,8 @@ class Federation:
         self.state, private = split(whole, private_patterns(model, aggregator, buffers))
         # Entries that predictions do not read leave the model the same for all clients.
         self.personal = any(not matches(name, model.training_only) for name in private)
+        is_reset = buffers == "reset"
+        self._reset = [name for name in buffer_names(model) if is_reset and name in self.state]
         self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
         sizes = data.train_index.lengths().tolist()
         _refuse_stale(aggregator, schedule)
@@ -157,7 +159,7 @@ class Federation:
         update = outcome.update
         # 0 in a synchronous round, which is still in progress when its updates arrive.
         update.staleness = self.round - (broadcast.round - 1)
-        update.number, update.base = number, broadcast.state
+        update.number, update.base = number, self._base(broadcast)
         self.clients[update.client] = outcome.memory
         self.clock.client_updates += 1
         self.clock.bytes += update.bytes_up + update.bytes_down
@@ -246,6 +248,14 @@ class Federation:
     def versions_in_flight(self) -> set[int]:
         """Return the versions that clients in flight have started from."""
         return {fit.version for fit in self.schedule.in_flight if fit.outcome == "arrived"}
+
+    def _base(self, broadcast: Broadcast) -> State:
+        """Return the state that a client's change is measured from."""
+        if broadcast.state is self.state or not self._reset:
+            return broadcast.state
+        # Buffers that every fit resets have not moved from those of the old version. Their change
+        # is the one from the buffers as they are now, so that they take the clients' mean.
+        return {**broadcast.state, **{name: self.state[name] for name in self._reset}}
 
     def _requests(self, fits: list[Fit], broadcast: Broadcast) -> list[FitRequest]:
         """Return the requests of fits that start from one version."""
