@@ -45,7 +45,7 @@ class Budget:
 
     def __str__(self) -> str:
         given = {name: limit for name, limit in vars(self).items() if limit is not None}
-        return ", ".join(f"trainer.{name} (now {limit:g})" for name, limit in given.items())
+        return ", ".join(f"trainer.{name} (now {limit})" for name, limit in given.items())
 
     def _pairs(self, clock: Clock) -> list[tuple[float, float | None]]:
         return [

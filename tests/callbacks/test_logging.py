@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import re
 import struct
 import sys
 import time
@@ -14,11 +15,15 @@ import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from flsuite.callbacks import FederationCallback, RoundLogger
+from flsuite.aggregators import FedBuff
+from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress
 from flsuite.data import IID
+from flsuite.schedules import Asynchronous, Stragglers
+from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, trainer
 
 ROUNDS = 2
+WORK = ("virtual_s", "client_updates", "bytes")
 
 
 class Memory(Logger):
@@ -38,6 +43,19 @@ class Memory(Logger):
 
     def log_hyperparams(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         self.params = params
+
+
+def unsynchronised(**kwargs: Any) -> FederatedTrainer:
+    """Return a trainer of a federation that does not wait, on a virtual clock."""
+    schedule = Asynchronous(4, buffer_size=2, speeds=Stragglers())
+    return trainer(aggregator=FedBuff(), schedule=schedule, **kwargs)
+
+
+def work_so_far(made: FederatedTrainer) -> list[tuple[float, int, int]]:
+    """Return virtual seconds, client updates and bytes at the end of each round."""
+    assert made.run is not None
+    rows = {row.round: row for row in made.run.folder.table.rows}
+    return [(row.virtual_s, row.client_updates, row.bytes) for row in rows.values()]
 
 
 # Weights & Biases
@@ -173,7 +191,45 @@ def test_a_resumed_federation_goes_on_in_its_wandb_run(tmp_path: Path) -> None:
     assert sorted(row["round"] for run in runs for row in run.rows) == [0, 1, 2]
 
 
+def test_wandb_has_the_work_of_each_round(tmp_path: Path) -> None:
+    logger = WandbLogger(offline=True, project="flsuite", save_dir=tmp_path)
+    made = unsynchronised(rounds=3, logger=logger)
+    made.fit(classifier(), digits())
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    rows = [row for row in Recorded(path).rows if row["round"]]
+    assert [tuple(row[name] for name in WORK) for row in rows] == work_so_far(made)
+    assert [row["client_updates"] for row in rows] == [2, 4, 6]
+    assert all("train/staleness_max" in row for row in rows)
+
+
 # Other loggers and the table
+
+
+def test_csv_logger_has_the_work_of_each_round(tmp_path: Path) -> None:
+    made = unsynchronised(rounds=4, logger=CSVLogger(tmp_path, name="", version="log"))
+    made.fit(classifier(), digits())
+    with (tmp_path / "log" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [tuple(float(row[name]) for name in WORK) for row in rows] == work_so_far(made)
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+
+
+def test_work_adds_up_from_round_to_round() -> None:
+    made = unsynchronised(rounds=6)
+    made.fit(classifier(), digits())
+    work = work_so_far(made)
+    assert [updates for _, updates, _ in work] == [2, 4, 6, 8, 10, 12]
+    assert [seconds for seconds, *_ in work] == sorted({seconds for seconds, *_ in work})
+    rows = made.run.folder.table.rows
+    per_round = [
+        sum(
+            row.value
+            for row in rows
+            if row.round == n and row.scope == "global" and row.metric in ("bytes_up", "bytes_down")
+        )
+        for n in range(1, 7)
+    ]
+    assert [sent for *_, sent in work] == [sum(per_round[:n]) for n in range(1, 7)]
 
 
 def test_csv_logger_has_rounds_as_steps(tmp_path: Path) -> None:
@@ -254,6 +310,35 @@ def test_only_the_federation_speaks(
     assert out.startswith("test scores") and f"last round ({ROUNDS})" in out
     for trace in ("Trainer.fit", "GPU", "TPU", "Epoch", "it/s", "Tip"):
         assert trace not in out + err
+
+
+@pytest.mark.parametrize(
+    "limit", [{"rounds": 5}, {"max_client_updates": 10}], ids=["rounds", "work"]
+)
+def test_an_asynchronous_run_shows_its_clock(
+    limit: dict[str, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = unsynchronised(**limit, callbacks=[RoundProgress(interval=0.0)])
+    made.fit(classifier(), digits())
+    lines = capfd.readouterr().err.splitlines()
+
+    rows = [row for row in made.run.folder.table.rows if row.scope == "global"]
+    named = {(row.round, f"{row.split}/{row.metric}"): row.value for row in rows}
+    assert len(lines) == 5
+    for round, (line, work) in enumerate(zip(lines, work_so_far(made), strict=True), start=1):
+        done = f"{round}/5" if "rounds" in limit else f"{round}"
+        mean, most = named[round, "train/staleness"], named[round, "train/staleness_max"]
+        parts = [
+            f"round {done}",
+            "2 clients",
+            f"{work[0]:.1f} virtual s",
+            f"{work[1]} updates",
+            f"staleness {mean:.1f} (max {most:.0f})",
+            f"train/loss {named[round, 'train/loss']:.4f}",
+        ]
+        assert line.startswith("  ".join(parts))
+        assert re.search(r"test/f1_macro 0\.\d{4}  \d:\d\d:\d\d left$", line)
+    assert lines[-1].endswith("0:00:00 left") and named[5, "train/staleness_max"] > 0
 
 
 def test_without_a_bar_nobody_speaks(capfd: pytest.CaptureFixture[str]) -> None:

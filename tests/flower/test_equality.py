@@ -9,7 +9,7 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'"
 
 from flwr.app import ArrayRecord
 
-from flsuite.aggregators import CMGA, SCAFFOLD, FedAdam, FedAvg, FedProx, LocalOnly
+from flsuite.aggregators import CMGA, SCAFFOLD, FedAdam, FedAvg, FedBuff, FedProx, LocalOnly
 from flsuite.callbacks import FederationCallback
 from flsuite.client.lr_decay import ExponentialDecay
 from flsuite.errors import FlsuiteError
@@ -39,6 +39,7 @@ from tests.flower.grid import (
         (classifier, lambda: FedAdam(lr=0.01), {}),
         (classifier, lambda: FedProx(mu=0.1), {"evaluate_every": 2}),
         (classifier, SCAFFOLD, {"rounds": 3, "schedule": Synchronous(0.6)}),
+        (classifier, FedBuff, {}),
         (classifier, LocalOnly, {}),
         (convolution, FedAvg, {"buffers": "local"}),
         (
@@ -60,6 +61,7 @@ from tests.flower.grid import (
         "fedadam",
         "fedprox",
         "scaffold_three_of_five",
+        "fedbuff",
         "local_only",
         "local_buffers",
         "kept_optimizers_falling_rate",

@@ -1,0 +1,58 @@
+"""Schedules under Flower: rounds on a virtual clock are, and those that lose clients are not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
+
+from flsuite.aggregators import FedAvg, FedBuff
+from flsuite.errors import FlsuiteError
+from flsuite.flower.server import serve
+from flsuite.schedules import Asynchronous, Bernoulli, Schedule, Stragglers, Synchronous
+from tests.conftest import classifier, equal_states, trainer
+from tests.flower.grid import Nodes, both, node_app, state, table, unscaled
+
+REFUSED = (
+    "under Flower rounds are synchronous, and nodes come and go by themselves: set "
+    "trainer.schedule to Synchronous without availability, over_selection and deadline"
+)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Asynchronous(2),
+        Synchronous(availability=Bernoulli()),
+        Synchronous(2, over_selection=1.5, speeds=Stragglers()),
+        Synchronous(deadline=1.0, speeds=Stragglers()),
+    ],
+    ids=["asynchronous", "availability", "over_selection", "deadline"],
+)
+def test_a_schedule_that_nodes_cannot_follow_is_refused(schedule: Schedule, tmp_path: Path) -> None:
+    grid = Nodes(5, node_app(classifier))
+    made = trainer(rounds=2, aggregator=FedBuff(), schedule=schedule, run_dir=tmp_path / "run")
+    with pytest.raises(FlsuiteError) as refused:
+        serve(grid, made, classifier(), unscaled())
+    assert str(refused.value) == REFUSED
+    assert not grid.answers and not (tmp_path / "run").exists()
+
+
+def test_flower_must_know_the_number_of_rounds() -> None:
+    made = trainer(max_client_updates=100)
+    with pytest.raises(FlsuiteError, match=r"number of rounds must be given: set trainer\.rounds"):
+        serve(Nodes(5, node_app(classifier)), made, classifier(), unscaled())
+
+
+@pytest.mark.parametrize(
+    ("limits", "rounds"), [({}, 3), ({"max_client_updates": 4}, 2)], ids=["rounds", "updates"]
+)
+def test_the_clock_is_that_of_our_own_engine(limits: dict[str, Any], rounds: int) -> None:
+    schedule = {"schedule": Synchronous(2, speeds=Stragglers()), "rounds": 3, **limits}
+    ours, theirs, grid = both(classifier, FedAvg, **schedule)
+    assert equal_states(state(ours), state(theirs))
+    assert ours.run.clock == theirs.run.clock
+    assert ours.run.clock.round == rounds and ours.run.clock.client_updates == 2 * rounds
+    assert ours.run.clock.seconds > 0 and len(grid.answers) == 2 * rounds
+    assert table(ours) == pytest.approx(table(theirs), abs=1e-9, nan_ok=True)
