@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.messages import Outcome
@@ -34,6 +36,7 @@ class RoundProgress(FederationCallback):
     def __init__(self, interval: float = 5.0) -> None:
         self.interval = interval
         self._bar: Progress | None = None
+        self._live: Live | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RoundProgress":
         # A display holds a thread and a lock, which cannot be copied.
@@ -54,11 +57,16 @@ class RoundProgress(FederationCallback):
             TextColumn("{task.fields[note]}"),
         )
 
-        self._bar = Progress(*columns, console=console)
+        # The numbers have lines of their own, so that they fit into 80 characters.
+        self._bar, self._numbers = (
+            Progress(*columns, console=console),
+            Text(no_wrap=True, overflow="ellipsis"),
+        )
         self._rounds = self._bar.add_task("rounds ", total=1.0, done=_done(run), note="")
         self._bar.update(self._rounds, completed=self._first)
         self._clients = self._bar.add_task("clients", total=None, done="", note="")
-        self._bar.start()
+        self._live = Live(Group(self._bar, self._numbers), console=console, transient=False)
+        self._live.start()
 
     def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
         self._arrived, self._cohort = 0, len(clients)
@@ -76,25 +84,24 @@ class RoundProgress(FederationCallback):
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
         scores = "  ".join(f"{name} {metrics[name]:.4f}" for name in _SHOWN if name in metrics)
-        shown = "  ".join(part for part in (_clock(run, metrics), scores) if part)
+        shown = [part for part in (_clock(run, metrics), scores) if part]
         left = f"{self._time_left(run)} left"
         if self._bar is not None:
             share = run.budget.share(run.clock)
-            self._bar.update(
-                self._rounds, completed=share, done=_done(run), note=f"{shown}  {left}"
-            )
+            self._bar.update(self._rounds, completed=share, done=_done(run), note=left)
+            self._numbers.plain = "\n".join(shown)
             return
         now = time.monotonic()
         if now - self._printed >= self.interval or run.finished:
             self._printed = now
             clients = self._arrived if run.federation.schedule.is_asynchronous else self._cohort
-            line = f"round {_done(run)}  {clients} clients  {shown}  {left}"
+            line = "  ".join([f"round {_done(run)}", f"{clients} clients", *shown, left])
             print(line, file=sys.stderr, flush=True)
 
     def on_federation_end(self, run: Run) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = self._bar = None
 
     def _time_left(self, run: Run) -> str:
         share = run.budget.share(run.clock)
