@@ -31,12 +31,15 @@ from flsuite.models import MLP, Classifier
 from flsuite.runs.run import Run
 from flsuite.schedules import (
     Asynchronous,
+    Availability,
     Bernoulli,
     Measured,
+    OnOff,
     PerSample,
     Schedule,
     Stragglers,
     Synchronous,
+    Trace,
 )
 from tests.aggregators.federations import (
     Quadratic,
@@ -327,6 +330,61 @@ def test_communication_takes_time() -> None:
     assert made.run.clock.seconds == pytest.approx(of_one * 5e-4)
 
 
+def test_a_client_that_comes_back_twice_has_one_row_of_totals(tmp_path: Path) -> None:
+    schedule = Asynchronous(2, 3, buffer_timeout=9, speeds=PerClient(1, 5))
+    made = trainer(rounds=1, aggregator=FedBuff(), schedule=schedule)
+    made.fit(classifier(), digits(clients=2))
+    rows = [row for row in made.run.folder.table.rows if row.scope == "0"]
+    names = [row.metric for row in rows if row.split == "train"]
+    assert len(names) == len(set(names))
+    (up,) = (row.value for row in rows if row.metric == "bytes_up")
+    (total,) = (
+        row.value
+        for row in made.run.folder.table.rows
+        if row.scope == "global" and row.metric == "bytes_up"
+    )
+    assert up == total  # client 0 has come back three times
+
+
+def test_bytes_of_clients_that_failed_or_never_answered_count() -> None:
+    """Three of four receive the model for nothing; the update of one is refused on arrival."""
+
+    class FirstLeaves(Availability):
+        def leaves(self, client: int, number: int, started: float, seconds: float) -> float | None:
+            return started if client == 0 else None
+
+    curvatures, minima = (1.0, -1.0, float("inf"), 1.0), (0.0, 0.0, 0.0, 1.0)
+    schedule = Synchronous(speeds=PerClient(1, 1, 1, 1), availability=FirstLeaves())
+    made = federation(FedAvg(), 1, schedule=schedule, max_epochs=2)
+    made.fit(Quadratic(), Quadratics(curvatures, minima))
+    assert made.run.clock.bytes == 4 * (4 + 2)  # four bytes: four times down, twice up
+
+
+def test_a_pooled_fit_counts_as_its_cohort_and_has_no_virtual_time() -> None:
+    made = trainer(aggregator=Centralized(), max_client_updates=20)
+    made.fit(classifier(), digits(clients=5))
+    assert made.round == 4 and made.run.clock.client_updates == 20
+    with pytest.raises(FlsuiteError, match="there are no clients to wait for; leave out speeds"):
+        fitted(Centralized(), Synchronous(speeds=Stragglers()))
+
+
+def test_a_trace_that_has_changed_is_another_setting(tmp_path: Path) -> None:
+    def fit(rounds: int, path: Path, seconds: list[int], ckpt_path: str | None = None) -> None:
+        lines = [f"{client},{time}" for client, time in enumerate(seconds)]
+        path.write_text("client,seconds\n" + "\n".join(lines) + "\n")
+        schedule = Asynchronous(2, speeds=Trace(str(path)))
+        made = trainer(
+            rounds=rounds, aggregator=FedBuff(), schedule=schedule, run_dir=str(tmp_path / "run")
+        )
+        made.fit(classifier(), digits(clients=3), ckpt_path=ckpt_path)
+
+    fit(2, tmp_path / "trace.csv", [1, 2, 3])
+    (tmp_path / "elsewhere").mkdir()
+    fit(3, tmp_path / "elsewhere/trace.csv", [1, 2, 3], "last")
+    with pytest.raises(FlsuiteError, match=r"schedule\.speeds\.path is 'trace\.csv, content "):
+        fit(4, tmp_path / "trace.csv", [3, 2, 1], "last")
+
+
 def test_over_selection_takes_the_first_and_names_the_rest(tmp_path: Path) -> None:
     schedule = Synchronous(4, over_selection=1.5, speeds=PerClient(1, 2, 3, 4, 5, 6, 7, 8))
     made = trainer(rounds=6, aggregator=FedAvg(), schedule=schedule, run_dir=str(tmp_path / "run"))
@@ -350,8 +408,6 @@ def test_measured_speeds_work_without_being_repeatable() -> None:
 def test_a_lost_federation_keeps_its_last_round(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("client,start,end\n" + "".join(f"{c},0,2\n" for c in range(8)))
-    from flsuite.schedules import OnOff
-
     made = trainer(
         rounds=500,
         aggregator=FedBuff(),

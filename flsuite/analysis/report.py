@@ -1,5 +1,6 @@
 """Comparison of experiments: mean and spread over their runs, as a table and as curves."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -153,7 +154,8 @@ def report_figure(
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
         for group in groups:
-            _draw_group(panel, group, metric, split, x)
+            # About 14 characters of the legend are an inch wide.
+            _draw_group(panel, group, metric, split, x, int(14 * figure.get_figwidth()))
         if target is not None:
             panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
         label_axes(panel, metric, split, x)
@@ -163,13 +165,14 @@ def report_figure(
     return figure
 
 
-def _draw_group(panel: Axes, group: Group, metric: str, split: str, x: str) -> None:
+def _draw_group(panel: Axes, group: Group, metric: str, split: str, x: str, width: int) -> None:
+    """Draw a group's curve; its label has lines of at most ``width`` characters."""
     curves = group.curves(metric, split, x)
     points = curves.index * AXES[x].scale
     line = panel.plot(
         points,
         curves.mean(axis=1),
-        label=f"{group.label} ({curves.shape[1]})",
+        label=textwrap.fill(f"{group.label} ({curves.shape[1]})", width),
         linewidth=1.6,
         marker="o" if len(points) == 1 else None,  # a line of one point is invisible
     )[0]

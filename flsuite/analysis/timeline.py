@@ -65,8 +65,8 @@ class _View:
 def read_timeline(run_dir: str | Path) -> pd.DataFrame:
     """Read ``timeline.csv`` of a run, one row per fit that has ended.
 
-    Its columns are ``fit, client, version, started_s, ended_s, outcome, round, staleness, weight``.
-    Where ``round`` and ``staleness`` are empty they are ``<NA>``.
+    Its columns are ``fit, client, version, started_s, ended_s, outcome, round, merged_s, staleness,
+    weight``. Where ``round`` and ``staleness`` are empty they are ``<NA>``.
 
     Raises:
         FlsuiteError: If the table is not there, or cannot be read.
@@ -161,12 +161,7 @@ def _aggregations(table: pd.DataFrame) -> pd.DataFrame:
     """Return when each aggregation took place, and the staleness of its updates."""
     merged = table[table["outcome"] == "merged"]
     staleness = merged["staleness"].astype(float).groupby(merged["round"]).agg(["mean", "max"])
-    last_arrival = merged.groupby("round")["ended_s"].max()
-
-    # A round that leaves fits out ends when it gives them up, not with its last update.
-    late = table[table["outcome"] == "late"]
-    given_up = late.groupby(late["version"] + 1)["ended_s"].max().reindex(last_arrival.index)
-    return staleness.assign(at=np.fmax(last_arrival, given_up))
+    return staleness.assign(at=merged.groupby("round")["merged_s"].max())
 
 
 def _draw_staleness(panel: Axes, view: _View) -> None:

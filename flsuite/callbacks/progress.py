@@ -119,7 +119,7 @@ def _clock(run: Run, metrics: Mapping[str, float]) -> str:
     schedule = run.federation.schedule
     if not schedule.is_virtual:
         return ""
-    parts = [f"{run.clock.seconds:.1f} virtual s", f"{run.clock.client_updates} updates"]
+    parts = [f"{run.clock.seconds:.1f} virtual s", f"{run.clock.client_updates} client updates"]
     if "train/staleness" in metrics:
         mean, largest = metrics["train/staleness"], metrics["train/staleness_max"]
         parts.append(f"staleness {mean:.1f} (max {largest:.0f})")

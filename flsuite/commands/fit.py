@@ -144,7 +144,7 @@ class _FederatedCLI(LightningCLI):
             curves = curves_figure({"run": folder}, x="virtual_s" if is_virtual else "round")
             curves.savefig(folder / "curves.png", dpi=130)
             partition_figure(read_partition(folder)).savefig(folder / "partition.png", dpi=130)
-            if is_virtual and not self.trainer.aggregator.pooled:
+            if is_virtual:
                 timeline_figure(read_timeline(folder)).savefig(folder / "timeline.png", dpi=130)
         except OSError as error:  # the run itself is complete
             log.warning("a picture was not written: %s", one_line(error))

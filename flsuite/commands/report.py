@@ -117,8 +117,12 @@ def _print_target(
 def uneven(groups: list[Group]) -> list[str]:
     """Return a line for each run that ended before the others.
 
-    The rows of such runs do not match those of the others.
+    The rows of such runs do not match those of the others, unless all did the same work: where
+    rounds differ in size, a budget of client updates makes runs comparable.
     """
+    updates = {table["client_updates"].max() for group in groups for table in group.runs.values()}
+    if len(updates) == 1 and not pd.isna(*updates):
+        return []
     ends = {
         folder: int(table["round"].max())
         for group in groups

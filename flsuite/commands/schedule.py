@@ -53,7 +53,7 @@ def _print(timeline: pd.DataFrame, clients: int) -> None:
     merged = timeline[timeline["outcome"] == "merged"]
     per_client = merged["client"].value_counts().reindex(range(clients), fill_value=0)
     rows = {
-        "virtual seconds": f"{timeline['ended_s'].max():.1f}",
+        "virtual seconds": f"{merged['merged_s'].max():.1f}",
         "aggregations": str(timeline["round"].max()),
         "client updates": str(len(merged)),
         "dropped out": str(counts.get("dropped", 0)),

@@ -26,8 +26,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         run: A run that has not been opened. Nothing is written, and its model does not change.
 
     Raises:
-        FlsuiteError: If the times of the schedule are measured while clients train, or if one fit
-            on the data of all clients replaces theirs.
+        FlsuiteError: If the times of the schedule are measured while clients train.
         FederationError: If the schedule comes to a point from which no client is available.
     """
     federation, clock = run.federation, run.clock
@@ -36,11 +35,6 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         raise FlsuiteError(
             f"the times of {type(schedule).__name__} are measured while clients train; set "
             "trainer.schedule.speeds, for example to Stragglers"
-        )
-    if federation.aggregator.pooled:
-        raise FlsuiteError(
-            f"{type(federation.aggregator).__name__} trains on the data of all clients at once, so "
-            "no client has a fit to draw; set trainer.aggregator, for example to FedAvg"
         )
 
     while not run.finished:

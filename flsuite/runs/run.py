@@ -249,7 +249,7 @@ class Run:
         if stage := self.data.stage:
             self.log_metric("task", stage.task)
 
-        self.summary.count_bytes(federation.log.updates, federation.log.lost_bytes)
+        self.summary.count_bytes(federation.log)
         named = table.close_round(self.clock, self.wall_seconds)
         of_test = {k.removeprefix("test/"): v for k, v in named.items() if k.startswith("test/")}
         self.summary.note(self.round, of_test)

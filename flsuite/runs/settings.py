@@ -135,7 +135,11 @@ def describe(obj: Any) -> Any:
         return f"{obj.__module__}.{obj.__qualname__}"
     if inspect.isroutine(obj):
         return _describe_function(obj)
-    return {"class_path": class_name(type(obj)), "init_args": init_args(obj)}
+    arguments = init_args(obj)
+    # What an object has read from a file decides the result. The folder of the file does not.
+    if (content := getattr(obj, "content_digest", None)) is not None:
+        arguments["path"] = f"{Path(obj.path).name}, content {content}"
+    return {"class_path": class_name(type(obj)), "init_args": arguments}
 
 
 def describe_data(datamodule: Any) -> Any:

@@ -2,16 +2,15 @@
 
 import logging
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.messages import ClientUpdate
 from flsuite.metrics import HIGHER_IS_BETTER
 from flsuite.server.evaluation import GLOBAL, Scores
+from flsuite.server.round_log import RoundLog
 
 __all__ = ["RunSummary", "print_scores"]
 
@@ -99,12 +98,10 @@ class RunSummary:
             if scores.get("round") == round:
                 scores.update({name: value for name, value in test.items() if name in _LABELS})
 
-    def count_bytes(self, updates: Iterable[ClientUpdate], lost: int = 0) -> None:
-        """Add the bytes of these updates, and those received by clients that never answered."""
-        self.bytes_down += lost
-        for update in updates:
-            self.bytes_up += update.bytes_up
-            self.bytes_down += update.bytes_down
+    def count_bytes(self, log: RoundLog) -> None:
+        """Add the bytes of a round, those of clients whose update was not used included."""
+        self.bytes_up += log.lost_up + sum(update.bytes_up for update in log.updates)
+        self.bytes_down += log.lost_down + sum(update.bytes_down for update in log.updates)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the setting, as plain data."""

@@ -38,6 +38,7 @@ TIMELINE_COLUMNS = (
     "ended_s",
     "outcome",
     "round",
+    "merged_s",
     "staleness",
     "weight",
 )
@@ -180,6 +181,7 @@ class TimelineRow(NamedTuple):
         outcome: ``merged``, ``dropped`` (the client dropped out), ``late`` (the round ended without
             it) or ``failed`` (it failed, or its update was refused).
         round: Number of the aggregation that used it.
+        merged_s: Virtual seconds of that aggregation.
         staleness: Aggregations between its start and its merge. ``None`` unless it was merged.
         weight: Its weight in the aggregation. ``None`` unless the aggregator notes one.
     """
@@ -191,6 +193,7 @@ class TimelineRow(NamedTuple):
     ended_s: float
     outcome: Literal["merged", "dropped", "late", "failed"]
     round: int | None = None
+    merged_s: float | None = None
     staleness: int | None = None
     weight: float | None = None
 
@@ -211,7 +214,7 @@ class TimelineTable(AppendedTable):
 
 def _metrics_cells(row: MetricsRow) -> tuple[object, ...]:
     round, virtual, wall, client_updates, bytes, *name, value = row
-    times = (f"{virtual:.9g}", f"{wall:.3f}")
+    times = (f"{virtual:.12g}", f"{wall:.3f}")
     return round, *times, client_updates, bytes, *name, f"{value:.9g}"
 
 
@@ -222,8 +225,10 @@ def _metrics_row(cells: list[str]) -> MetricsRow:
 
 
 def _timeline_cells(row: TimelineRow) -> tuple[object, ...]:
-    fit, client, version, started, ended, outcome, round, staleness, weight = row
-    # Nine digits keep fits that end at the same virtual time apart from those that do not.
-    times = (f"{started:.9g}", f"{ended:.9g}")
-    weight_cell = None if weight is None else f"{weight:.9g}"  # csv writes None as an empty cell
-    return fit, client, version, *times, outcome, round, staleness, weight_cell
+    what = row[:3]
+    # Virtual times are on a grid of nanoseconds. Twelve digits keep equal and unequal ones apart.
+    times = (f"{row.started_s:.12g}", f"{row.ended_s:.12g}")
+    # The csv module writes None as an empty cell.
+    merged = None if row.merged_s is None else f"{row.merged_s:.12g}"
+    weight = None if row.weight is None else f"{row.weight:.9g}"
+    return *what, *times, row.outcome, row.round, merged, row.staleness, weight

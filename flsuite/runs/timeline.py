@@ -21,8 +21,9 @@ def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
         what = fit.number, fit.client, fit.version, fit.started, fit.ended
         update = updates.get(fit.number)
         if update is not None:
-            merged_in, weight = federation.round, update.metrics.get("weight")
-            yield TimelineRow(*what, "merged", merged_in, update.staleness, weight)
+            clock, weight = federation.clock, update.metrics.get("weight")
+            merged = clock.round, clock.seconds, update.staleness, weight
+            yield TimelineRow(*what, "merged", *merged)
         else:
             # What has arrived and is not among the updates was refused, or never was an update.
             yield TimelineRow(*what, "failed" if fit.outcome == "arrived" else fit.outcome)

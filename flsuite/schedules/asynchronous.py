@@ -17,6 +17,8 @@ from flsuite.schedules.speeds import Measured, Speeds, Stragglers
 
 __all__ = ["Asynchronous"]
 
+_MOST_LOST = 1000  # ends in a row without an update, per place, after which none can be expected
+
 
 class Asynchronous(Schedule):
     """FedBuff's schedule (Nguyen et al. 2022, arXiv:2106.06639, algorithm 1).
@@ -113,34 +115,40 @@ class Asynchronous(Schedule):
     def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
         """Yield outcomes until the buffer is full, and start clients in between.
 
-        A failed client is replaced like one that has come back, and does not count.
+        A failed client is replaced like one that has come back, and does not count. A buffer that
+        nobody is left to fill is aggregated as it is.
 
         Raises:
-            FederationError: If no client is in flight, and none will ever be available.
+            FederationError: If no update has come, and none can be expected.
         """
-        before, closes, failed = clock.client_updates, math.inf, 0
+        before, closes, failed, lost = clock.client_updates, math.inf, 0, 0
         # Many failures in a row end the buffer, so that a run in which nobody can train ends.
         while clock.client_updates - before < self.buffer_size and failed < self.concurrency:
             self._flights.measure(engine)
             appears = self._next_start(clock)
             moment = min(self._flights.next_end, closes, appears)
-            if moment == math.inf:
-                raise self._nobody_left(clock)
+            if moment == math.inf or lost > _MOST_LOST * self.concurrency:
+                if clock.client_updates > before:
+                    return
+                raise self._nobody_left(clock, lost)
 
             clock.seconds = moment
             # Arrivals come first, then the end of the buffer's time, then starts.
             if self._flights.next_end == moment:
                 fit = self._flights.pop()
                 self._ended.append(fit)
+                lost += 1
                 if fit.outcome == "arrived":
-                    so_far = clock.client_updates
+                    so_far, lost = clock.client_updates, 0
                     yield self._flights.outcome(fit, engine)
                     failed = failed + 1 if clock.client_updates == so_far else 0
                     if clock.client_updates == before + 1 and self.buffer_timeout is not None:
-                        closes = min(closes, clock.seconds + self.buffer_timeout)
+                        closes = round(min(closes, clock.seconds + self.buffer_timeout), 9)
             elif closes == moment:
                 return
-            if clock.client_updates - before < self.buffer_size:
+            # Who comes back as the buffer ends starts from the version that it becomes.
+            is_over = clock.client_updates - before == self.buffer_size or clock.seconds >= closes
+            if not is_over:
                 engine.submit(requests(self.start(clock)))
 
     def numbers(self) -> dict[str, float]:
@@ -168,11 +176,18 @@ class Asynchronous(Schedule):
         appears = self._launcher.availability.next_start(clock.seconds)
         return math.inf if appears is None else appears
 
-    def _nobody_left(self, clock: Clock) -> FederationError:
+    def _nobody_left(self, clock: Clock, lost: int) -> FederationError:
+        when = f"round {clock.round + 1}: "
+        if self._flights.all or lost > _MOST_LOST:
+            return FederationError(
+                f"{when}{lost} fits in a row were lost because their clients dropped out, until "
+                f"virtual second {clock.seconds:g}; set schedule.speeds to shorter fits, or "
+                "schedule.availability to longer stays"
+            )
         return FederationError(
-            f"round {clock.round + 1}: no client is in flight, and none is available from virtual "
-            f"second {clock.seconds:g} on; give schedule.availability a longer trace or a period, "
-            "or limit the run with trainer.max_virtual_seconds"
+            f"{when}no client is in flight, and none is available from virtual second "
+            f"{clock.seconds:g} on; give schedule.availability a longer trace or a period, or end "
+            f"the run before: the last aggregation was number {clock.round}"
         )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from flsuite.errors import FlsuiteError, require_below_one, require_positive
 from flsuite.random import numpy_generator
-from flsuite.schedules.traces import check_clients, client_bounds, read_trace
+from flsuite.schedules.traces import check_clients, client_bounds, read_trace, trace_digest
 
 __all__ = ["Always", "Availability", "Bernoulli", "OnOff"]
 
@@ -101,6 +101,7 @@ class OnOff(Availability):
         self.period = period
         require_positive("OnOff", period=period)
         self._rows = read_trace(path, ("client", "start", "end"))
+        self.content_digest = trace_digest(self._rows)
 
         last_end = float(self._rows["end"].max())
         if period is not None and period < last_end:

@@ -1,11 +1,13 @@
 """The start of fits: who is drawn, how long the fit takes, and whether the client drops out."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
+from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 from flsuite.schedules.availability import Always, Availability
 from flsuite.schedules.base import MakeWork
@@ -90,11 +92,16 @@ class Launcher:
         self._starts[client] += 1
 
         seconds = self.speeds.seconds(self._work(client, fit.number, fit.started))
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise FlsuiteError(
+                f"{type(self.speeds).__name__}: a fit of client {client} takes {seconds} virtual "
+                "seconds; it must be a finite number of at least 0"
+            )
         leaves = self.availability.leaves(client, fit.number, fit.started, seconds or 0.0)
         if leaves is not None:
-            fit.ended, fit.outcome = leaves, "dropped"
+            fit.ended, fit.outcome = _tick(leaves), "dropped"
         elif seconds is not None:
-            fit.ended = fit.started + seconds
+            fit.ended = _tick(fit.started + seconds)
         return fit
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,3 +129,11 @@ class Launcher:
                 passed += 1
             chosen.append(rank + passed)
         return chosen
+
+
+def _tick(seconds: float) -> float:
+    """Return a time on a grid of nanoseconds.
+
+    Sums of floats that should be equal then are, and ties keep their order.
+    """
+    return round(seconds, 9)

@@ -228,7 +228,7 @@ class Synchronous(Schedule):
             raise FederationError(
                 f"round {clock.round + 1}: no client is available from virtual second "
                 f"{clock.seconds:g} on; give schedule.availability a longer trace or a period, or "
-                "limit the run with trainer.max_virtual_seconds"
+                f"end the run before: the last aggregation was number {clock.round}"
             )
         clock.seconds = appears
 

@@ -1,5 +1,7 @@
 """Traces: CSV files with the times of real devices."""
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from flsuite.schedules.speeds import Speeds, Work
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Trace", "check_clients", "client_bounds", "read_trace"]
+__all__ = ["Trace", "check_clients", "client_bounds", "read_trace", "trace_digest"]
 
 
 class Trace(Speeds):
@@ -38,6 +40,7 @@ class Trace(Speeds):
     def __init__(self, path: str) -> None:
         self.path = path
         rows = read_trace(path, ("client", "seconds"), ("client", "start", "end"))
+        self.content_digest = trace_digest(rows)
         self._owners = rows["client"]
         self._is_timed = "start" in rows
 
@@ -104,6 +107,14 @@ def read_trace(path: str, *layouts: tuple[str, ...]) -> dict[str, np.ndarray]:
         ends = columns["end"]
         _refuse(ends < columns["start"], ends, file, "end", "at least the row's 'start'")
     return columns
+
+
+def trace_digest(rows: Mapping[str, np.ndarray]) -> str:
+    """Return a short digest of a trace, which a run keeps among its settings."""
+    digest = hashlib.sha256()
+    for name, values in sorted(rows.items()):
+        digest.update(name.encode() + values.tobytes())
+    return digest.hexdigest()[:12]
 
 
 def check_clients(path: str, owners: np.ndarray, clients: int) -> None:

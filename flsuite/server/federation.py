@@ -3,13 +3,20 @@
 import logging
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from flsuite.aggregators import Aggregator
 from flsuite.client.setup import Buffers, buffer_names, private_patterns
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Outcome
+from flsuite.messages import (
+    Broadcast,
+    ClientFailure,
+    ClientResult,
+    ClientUpdate,
+    FitRequest,
+    Outcome,
+)
 from flsuite.models.base import ClientModel
 from flsuite.schedules import Clock, Fit, Schedule, Work
 from flsuite.server.client_store import ClientStore
@@ -67,7 +74,7 @@ class Federation:
         self.clock = Clock()
         self.log = RoundLog()
         self._fit_samples = fit_samples
-        self._started: dict[int, tuple[int, Broadcast]] = {}
+        self._started: dict[int, _Start] = {}
 
         _refuse_unused_patterns(model)
         whole = clone(model.state_dict())
@@ -78,7 +85,7 @@ class Federation:
         self._reset = [name for name in buffer_names(model) if is_reset and name in self.state]
         self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
         sizes = data.train_index.lengths().tolist()
-        _refuse_stale(aggregator, schedule)
+        _refuse_unfit(aggregator, schedule)
         schedule.configure(sizes, seed, self.work)
         aggregator.configure(_layout(model, self.state, sizes))
         # After configure, which tells the aggregator what travels.
@@ -145,10 +152,11 @@ class Federation:
         A faulty update becomes a failure, which names the client and the reason in the log.
         """
         sender = outcome.update if isinstance(outcome, ClientResult) else outcome
-        number, broadcast = self._started.pop(sender.client)
+        start = self._started.pop(sender.client)
         outcome = self.check(outcome)
         if isinstance(outcome, ClientFailure):
-            outcome.number = number
+            outcome.number = start.number
+            self._count_lost(start, sender)
             self.log.failures.append(outcome)
             log.warning(
                 "round %d: client %d failed: %s", outcome.round, outcome.client, outcome.reason
@@ -158,10 +166,10 @@ class Federation:
 
         update = outcome.update
         # 0 in a synchronous round, which is still in progress when its updates arrive.
-        update.staleness = self.round - (broadcast.round - 1)
-        update.number, update.base = number, self._base(broadcast)
+        update.staleness = self.round - (start.broadcast.round - 1)
+        update.number, update.base = start.number, self._base(start.broadcast)
         self.clients[update.client] = outcome.memory
-        self.clock.client_updates += 1
+        self.clock.client_updates += start.clients
         self.clock.bytes += update.bytes_up + update.bytes_down
         self.log.updates.append(update.without_tensors())
         return outcome
@@ -217,9 +225,10 @@ class Federation:
                 f"round {self.round} is kept"
             )
 
+        # Who dropped out or came too late has received the model too.
         lost = sum(fit.outcome != "arrived" for fit in self.schedule.ended)
-        self.log.lost_bytes = lost * self._traffic[0]
-        self.clock.bytes += self.log.lost_bytes
+        self.log.lost_down += lost * self._traffic[0]
+        self.clock.bytes += self.log.lost_down + self.log.lost_up
         self.state = state
         self.clock.round += 1
 
@@ -249,6 +258,12 @@ class Federation:
         """Return the versions that clients in flight have started from."""
         return {fit.version for fit in self.schedule.in_flight if fit.outcome == "arrived"}
 
+    def _count_lost(self, start: "_Start", sender: ClientUpdate | ClientFailure) -> None:
+        """Count the traffic of a client whose update is not used."""
+        self.log.lost_down += nbytes(start.broadcast.state) + nbytes(start.broadcast.extras)
+        if isinstance(sender, ClientUpdate):  # it was refused when it had arrived
+            self.log.lost_up += sender.bytes_up
+
     def _base(self, broadcast: Broadcast) -> State:
         """Return the state that a client's change is measured from."""
         if broadcast.state is self.state or not self._reset:
@@ -269,8 +284,9 @@ class Federation:
             )
 
         requests = []
-        for fit, assignment in zip(fits, plan, strict=False):  # one fit stands for a pooled cohort
-            self._started[assignment.client] = fit.number, broadcast
+        stands_for = len(fits) if self.aggregator.pooled else 1
+        for fit, assignment in zip(fits, plan, strict=False):
+            self._started[assignment.client] = _Start(fit.number, broadcast, stands_for)
             memory = self.clients.request_memory(assignment.client)
             requests.append(FitRequest(fit.number, assignment, broadcast, memory, fit.repeat))
         return requests
@@ -285,18 +301,38 @@ class Federation:
         return broadcast
 
 
+class _Start(NamedTuple):
+    """A fit in flight, as the server remembers it.
+
+    Attributes:
+        number: Number of the fit in the run.
+        broadcast: The version that it started from.
+        clients: Clients that it stands for: more than one if a cohort is pooled.
+    """
+
+    number: int
+    broadcast: Broadcast
+    clients: int
+
+
 def _private_fault(result: ClientResult) -> str | None:
     name = non_finite(result.memory.get("model", {}))
     return None if name is None else f"its private entry {name} is not finite"
 
 
-def _refuse_stale(aggregator: Aggregator, schedule: Schedule) -> None:
-    """Refuse an algorithm that would take a stale update for a fresh one."""
+def _refuse_unfit(aggregator: Aggregator, schedule: Schedule) -> None:
+    """Refuse an algorithm that the schedule would give what it cannot use."""
     if schedule.is_asynchronous and not aggregator.accepts_stale:
         raise FlsuiteError(
             f"{type(aggregator).__name__} needs updates of the current version of the global "
             f"model, and {type(schedule).__name__} brings stale ones; set trainer.aggregator to "
             "FedBuff or FedAsync, or trainer.schedule to Synchronous"
+        )
+    if aggregator.pooled and (schedule.is_virtual or schedule.may_lose):
+        raise FlsuiteError(
+            f"{type(aggregator).__name__} trains on pooled data, so that there are no clients to "
+            "wait for; leave out speeds, availability, over_selection and deadline of "
+            "trainer.schedule"
         )
 
 

@@ -14,22 +14,22 @@ from flsuite.runs.table import TIMELINE_COLUMNS, TimelineRow
 
 # A round that gives up its last client after 2 seconds, and a round of those that remain.
 SYNCHRONOUS = [
-    TimelineRow(0, 0, 0, 0.0, 0.5, "merged", 1, 0, 0.5),
+    TimelineRow(0, 0, 0, 0.0, 0.5, "merged", 1, 2.0, 0, 0.5),
     TimelineRow(1, 1, 0, 0.0, 1.0, "dropped"),
     TimelineRow(2, 2, 0, 0.0, 2.0, "late"),
-    TimelineRow(3, 0, 1, 2.0, 2.5, "merged", 2, 0, 0.5),
+    TimelineRow(3, 0, 1, 2.0, 2.5, "merged", 2, 3.5, 0, 0.5),
     TimelineRow(4, 1, 1, 2.0, 3.0, "failed"),
-    TimelineRow(5, 2, 1, 2.0, 3.5, "merged", 2, 0, 0.5),
+    TimelineRow(5, 2, 1, 2.0, 3.5, "merged", 2, 3.5, 0, 0.5),
 ]
 # Fits of 1, 2 and 5 virtual seconds; each update is merged when it arrives.
 ASYNCHRONOUS = [
-    TimelineRow(0, 0, 0, 0.0, 1.0, "merged", 1, 0, 1.0),
-    TimelineRow(1, 1, 0, 0.0, 2.0, "merged", 2, 1, 1.0),
-    TimelineRow(3, 0, 1, 1.0, 2.0, "merged", 3, 1, 1.0),
-    TimelineRow(5, 0, 3, 2.0, 3.0, "merged", 4, 0, 1.0),
-    TimelineRow(4, 1, 3, 2.0, 4.0, "merged", 5, 1, 1.0),
-    TimelineRow(6, 0, 4, 3.0, 4.0, "merged", 6, 1, 1.0),
-    TimelineRow(2, 2, 0, 0.0, 5.0, "merged", 7, 6, 1.0),
+    TimelineRow(0, 0, 0, 0.0, 1.0, "merged", 1, 1.0, 0, 1.0),
+    TimelineRow(1, 1, 0, 0.0, 2.0, "merged", 2, 2.0, 1, 1.0),
+    TimelineRow(3, 0, 1, 1.0, 2.0, "merged", 3, 2.0, 1, 1.0),
+    TimelineRow(5, 0, 3, 2.0, 3.0, "merged", 4, 3.0, 0, 1.0),
+    TimelineRow(4, 1, 3, 2.0, 4.0, "merged", 5, 4.0, 1, 1.0),
+    TimelineRow(6, 0, 4, 3.0, 4.0, "merged", 6, 4.0, 1, 1.0),
+    TimelineRow(2, 2, 0, 0.0, 5.0, "merged", 7, 5.0, 6, 1.0),
 ]
 
 
@@ -101,7 +101,7 @@ def test_the_colour_of_a_merge_is_its_staleness() -> None:
 
 def test_the_panel_above_has_mean_and_largest_staleness() -> None:
     rows = [
-        TimelineRow(n, n, 0, 0.0, 1.0 + n, "merged", 2, staleness)
+        TimelineRow(n, n, 0, 0.0, 1.0 + n, "merged", 2, 1.0 + n, staleness)
         for n, staleness in enumerate((0, 1, 5))
     ]
     mean, largest = timeline_figure(frame(rows)).axes[0].lines
@@ -113,7 +113,7 @@ def many(clients: int, fits: int) -> pd.DataFrame:
     """Return fits of one second each, on each client one after the other."""
     return frame(
         [
-            TimelineRow(n * clients + k, k, n, float(n), n + 1.0, "merged", n + 1, 0)
+            TimelineRow(n * clients + k, k, n, float(n), n + 1.0, "merged", n + 1, n + 1.0, 0)
             for n in range(fits)
             for k in range(clients)
         ]
@@ -148,7 +148,7 @@ def test_a_cohort_that_starts_together_is_drawn_whole() -> None:
 
 
 def test_fits_that_take_no_time_are_drawn() -> None:
-    rows = [TimelineRow(n, n, 0, 0.0, 0.0, "merged", 1, 0) for n in range(3)]
+    rows = [TimelineRow(n, n, 0, 0.0, 0.0, "merged", 1, 0.0, 0) for n in range(3)]
     assert len(drawn(timeline_figure(frame(rows))).axes[0].patches) == 3
 
 

@@ -123,7 +123,7 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
         ),
         (
             ("--config", QUICKSTART, *POOLED),
-            "Centralized trains on the data of all clients at once, so no client has a fit to draw",
+            "Centralized trains on pooled data, so that there are no clients to wait for; leave out",
         ),
         (("--config", ASYNCHRONOUS, "--trainer.rouns", "3"), "did you mean --trainer.rounds?"),
         (
@@ -148,7 +148,7 @@ def test_a_request_that_cannot_be_met_is_one_line(
 
 
 def test_a_pooled_run_has_a_timeline_without_rows_and_no_picture(tmp_path: Path) -> None:
-    options = (*POOLED, "--trainer.rounds", "1", "--run_dir", "run")
+    options = ("--trainer.aggregator", "Centralized", "--trainer.rounds", "1", "--run_dir", "run")
     assert cli("fit", "--config", QUICKSTART, *options) == 0
     assert (tmp_path / "run" / "timeline.csv").read_text() == ",".join(TIMELINE_COLUMNS) + "\n"
     assert (tmp_path / "run" / "curves.png").exists()

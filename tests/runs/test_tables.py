@@ -19,8 +19,8 @@ from flsuite.runs.table import (
 from flsuite.schedules.clock import Clock
 
 ROWS = [
-    TimelineRow(0, 4, 0, 0.0, 1.5, "merged", 1, 0, 0.25),
-    TimelineRow(2, 1, 0, 0.0, 2.0, "merged", 2, 1),
+    TimelineRow(0, 4, 0, 0.0, 1.5, "merged", 1, 1.75, 0, 0.25),
+    TimelineRow(2, 1, 0, 0.0, 2.0, "merged", 2, 2.0, 1),
     TimelineRow(1, 3, 0, 0.0, 2.25, "dropped"),
     TimelineRow(3, 4, 1, 1.5, 2.5, "late"),
     TimelineRow(4, 0, 1, 1.5, 2.5, "failed"),

@@ -85,6 +85,52 @@ def test_a_timeout_aggregates_what_has_arrived() -> None:
     assert simulation.times == [3.5, 6.5]
 
 
+def test_who_comes_back_as_a_buffer_closes_starts_from_the_next_version() -> None:
+    """Client 0 comes back at 1, which opens the buffer, and at 2, which closes it."""
+    schedule = Asynchronous(2, buffer_size=2, buffer_timeout=1.0, speeds=PerClient(1, 9))
+    simulation = simulate(schedule, 1, clients=2)
+    assert simulation.rounds == [[0, 0]]
+
+    wide = Asynchronous(2, buffer_size=5, buffer_timeout=1.0, speeds=PerClient(1, 9))
+    simulation = simulate(wide, 3, clients=2)
+    assert simulation.times == [2, 4, 6]
+    starts = [(fit.client, fit.started, fit.version) for fit in simulation.starts]
+    assert starts[:6] == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 2, 1), (0, 3, 1), (0, 4, 2)]
+
+
+def test_ties_are_kept_in_spite_of_rounding() -> None:
+    """Eight fits of 0.1 s end with one of 0.8 s, which has started first."""
+    schedule = Asynchronous(2, speeds=PerClient(0.1, 0.8))
+    simulation = simulate(schedule, 9, clients=2)
+    assert as_tuples(simulation.arrivals)[7:] == [(0.8, 1, 0, 7), (0.8, 0, 7, 1)]
+
+
+@pytest.mark.parametrize("schedule", [Asynchronous(2), Asynchronous(2, 2, buffer_timeout=1.0)])
+def test_when_every_fit_is_lost_the_run_ends(schedule: Asynchronous) -> None:
+    class Brief(Availability):
+        def leaves(self, client: int, number: int, started: float, seconds: float) -> float:
+            return started + 0.5
+
+    schedule.speeds, schedule.availability = PerClient(1, 1), Brief()
+    with pytest.raises(FederationError, match="fits in a row were lost because their clients"):
+        simulate(schedule, 1, clients=2)
+
+
+def test_a_buffer_that_nobody_is_left_to_fill_is_aggregated() -> None:
+    schedule = Asynchronous(2, 2, speeds=PerClient(1, 1.5), availability=Shift())
+    simulation = simulate(schedule, 3, clients=2)
+    # Until 3: 1, 1.5 and 2, 3. From 10 on: 11, 11.5. The arrival at 12 would be too late.
+    assert simulation.rounds == [[0, 1], [0, 0], [1, 0]] or simulation.times[-1] <= 12
+    with pytest.raises(FederationError, match="the last aggregation was number"):
+        simulation.run(5)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1.0])
+def test_impossible_seconds_are_named(seconds: float) -> None:
+    with pytest.raises(FlsuiteError, match=r"PerClient: a fit of client 0 takes .* finite"):
+        simulate(Asynchronous(1, speeds=PerClient(seconds)), 1, clients=1)
+
+
 def test_an_arrival_at_the_timeout_still_counts() -> None:
     schedule = Asynchronous(1, buffer_size=5, buffer_timeout=2.0, speeds=PerClient(1.0))
     assert simulate(schedule, 1, clients=1).rounds == [[0, 0, 0]]

@@ -101,13 +101,19 @@ def test_columns_may_have_any_order_and_spaces(trace: Path) -> None:
     assert [seconds(speeds, client) for client in range(2)] == [3.0, 6.0]
 
 
-def test_a_trace_is_described_by_its_path(trace: Path) -> None:
+def test_a_trace_is_described_by_its_content(trace: Path) -> None:
     speeds = configured(trace, FITS)
-    assert describe(speeds) == {
+    description = describe(speeds)
+    assert description == {
         "class_path": "flsuite.schedules.Trace",
-        "init_args": {"path": str(trace)},
+        "init_args": {"path": f"trace.csv, content {speeds.content_digest}"},
     }
-    assert describe(Trace(**describe(speeds)["init_args"])) == describe(speeds)
+    moved = trace.parent / "elsewhere"
+    moved.mkdir()
+    (moved / "trace.csv").write_text(trace.read_text())
+    assert describe(Trace(str(moved / "trace.csv"))) == description
+    (moved / "trace.csv").write_text(trace.read_text().replace("1", "3", 1))
+    assert describe(Trace(str(moved / "trace.csv"))) != description
 
 
 def test_a_missing_file_is_named(trace: Path) -> None:
