@@ -123,7 +123,7 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
         ),
         (
             ("--config", QUICKSTART, *POOLED),
-            "Centralized trains on pooled data, so that there are no clients to wait for; leave out",
+            "Centralized trains on pooled data, so that there are no clients to wait for",
         ),
         (("--config", ASYNCHRONOUS, "--trainer.rouns", "3"), "did you mean --trainer.rounds?"),
         (
