@@ -146,6 +146,35 @@ def test_stale_updates_reach_the_optimum_of_quadratics(speeds: PerClient) -> Non
     assert float(made.run.state["w"]) == pytest.approx(optimum, abs=0.02)
 
 
+class Replacing(FedAvg):
+    """A server with a known mistake: the mean of the buffer replaces the global model."""
+
+    accepts_stale = True
+
+
+def late_accuracy(aggregator: Aggregator) -> float:
+    """Return the mean accuracy of the last six evaluations, on very heterogeneous digits."""
+    schedule = Asynchronous(10, buffer_size=2, speeds=Stragglers())
+    made = trainer(
+        aggregator=aggregator,
+        schedule=schedule,
+        max_client_updates=300,
+        evaluate_every=5,
+        seed=1,
+    )
+    made.fit(classifier(), Digits(clients=20, partition=Dirichlet(0.1), batch_size=16))
+    rows = [row for row in made.run.folder.table.rows if row.scope == "global"]
+    scores = [row.value for row in rows if (row.split, row.metric) == ("test", "accuracy")]
+    return sum(scores[-6:]) / 6
+
+
+def test_a_model_that_is_replaced_learns_less_and_a_tiny_eta_crawls() -> None:
+    replaced = late_accuracy(Replacing("uniform"))
+    assert late_accuracy(FedBuff("delta")) > replaced + 0.08
+    assert late_accuracy(FedBuff("mix", eta=0.5)) > replaced + 0.02
+    assert late_accuracy(FedBuff("mix", eta=0.00125)) < 0.25
+
+
 def test_reset_statistics_take_the_mean_of_the_clients() -> None:
     """Every fit starts from the initial statistics, so that there is no change to add up."""
 
@@ -268,7 +297,7 @@ def test_a_run_can_be_extended_and_a_missing_version_is_named(tmp_path: Path) ->
 
     for path in (tmp_path / "extended/in_flight").iterdir():
         path.unlink()
-    with pytest.raises(FlsuiteError, match=r"version \d+ of the global model, .* resume from"):
+    with pytest.raises(FlsuiteError, match=r"version \d+ of the global model, .* resume with"):
         fit(12, "extended", "last")
 
 

@@ -59,7 +59,7 @@ def report(args: list[str]) -> None:
         console.print(_shown(rows, metric, request.last))
         if request.target is not None:
             _print_target(console, rows, metric, request)
-    for warning in (*uneven(groups), *repeated(groups)):
+    for warning in (*uneven(groups), *repeated(groups), *measured(groups, request.x)):
         console.print(warning)
 
     if request.output:
@@ -132,6 +132,26 @@ def uneven(groups: list[Group]) -> list[str]:
     return [
         f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most
     ]
+
+
+def measured(groups: list[Group], x: str) -> list[str]:
+    """Return a line for each group whose virtual seconds cannot be compared."""
+    if x != "virtual_s":
+        return []
+    return [
+        f"{group.label}: its virtual seconds were measured on the machine; compare it with others "
+        "of the same trainer.schedule.speeds"
+        for group in groups
+        if _is_measured(group)
+    ]
+
+
+def _is_measured(group: Group) -> bool:
+    schedule = str(group.settings.get("schedule", ""))
+    speeds = group.settings.get("schedule.speeds")
+    # A synchronous round without speeds takes as long as on this machine.
+    is_open = speeds is None and schedule.endswith("Synchronous") and "Asyn" not in schedule
+    return is_open or str(speeds).endswith("Measured")
 
 
 def apart(groups: list[Group], metric: str, split: str, x: str) -> list[str]:

@@ -76,8 +76,8 @@ class VersionStore:
             if self.folder is None or not self._path(version).is_file():
                 raise FlsuiteError(
                     f"version {version} of the global model, from which clients in flight have "
-                    f"started, is not in {self.folder}; resume from checkpoints/last.ckpt with the "
-                    "run's whole folder, or start a new run"
+                    f"started, is not in {self.folder}; resume with --ckpt_path last (best is "
+                    "enough for scores alone), or start a new run"
                 )
             self._written.add(version)
 

@@ -443,3 +443,33 @@ def test_help_lists_the_axes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NAME-timeline.png" in capsys.readouterr().out
     main(["--help"])
     assert "draw who trains when" in capsys.readouterr().out
+
+
+def test_runs_of_equal_work_may_differ_in_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_run(name: str, schedule: dict[str, Any], updates: list[int]) -> None:
+        write(tmp_path / name, settings(1, schedule=schedule), [0.5] * len(updates))
+        table = pd.read_csv(tmp_path / name / "metrics.csv")
+        table.insert(3, "client_updates", updates)
+        table.insert(4, "bytes", 0)
+        table.to_csv(tmp_path / name / "metrics.csv", index=False)
+
+    stragglers = {"class_path": "flsuite.schedules.Stragglers", "init_args": {"fraction": 0.3}}
+    waits = {"class_path": "flsuite.schedules.Synchronous", "init_args": {"speeds": None}}
+    flows = {"class_path": "flsuite.schedules.Asynchronous", "init_args": {"speeds": stragglers}}
+    write_run("waits", waits, [10, 20])
+    write_run("flows", flows, [5, 10, 15, 20])
+
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--x", "virtual_s"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "ends with round" not in printed
+    assert printed.count("its virtual seconds were measured") == 1
+    assert "Synchronous: its virtual seconds were measured" in printed
+
+    write_run("short", flows, [5, 10])
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "ends with round 2 of 4" in printed and "were measured" not in printed
