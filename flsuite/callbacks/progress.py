@@ -95,7 +95,8 @@ class RoundProgress(FederationCallback):
         if now - self._printed >= self.interval or run.finished:
             self._printed = now
             clients = self._arrived if run.federation.schedule.is_asynchronous else self._cohort
-            line = "  ".join([f"round {_done(run)}", f"{clients} clients", *shown, left])
+            who = "1 client" if clients == 1 else f"{clients} clients"
+            line = "  ".join([f"round {_done(run)}", who, *shown, left])
             print(line, file=sys.stderr, flush=True)
 
     def on_federation_end(self, run: Run) -> None:

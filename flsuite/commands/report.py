@@ -117,11 +117,12 @@ def _print_target(
 def uneven(groups: list[Group]) -> list[str]:
     """Return a line for each run that ended before the others.
 
-    The rows of such runs do not match those of the others, unless all did the same work: where
-    rounds differ in size, a budget of client updates makes runs comparable.
+    The rows of such runs do not match those of the others, unless all have spent the same budget of
+    client updates or virtual seconds: rounds may differ in size.
     """
-    updates = {table["client_updates"].max() for group in groups for table in group.runs.values()}
-    if len(updates) == 1 and not pd.isna(*updates):
+    if _share_budget(groups, "max_client_updates", "client_updates") or _share_budget(
+        groups, "max_virtual_seconds", "virtual_s"
+    ):
         return []
     ends = {
         folder: int(table["round"].max())
@@ -132,6 +133,13 @@ def uneven(groups: list[Group]) -> list[str]:
     return [
         f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most
     ]
+
+
+def _share_budget(groups: list[Group], setting: str, column: str) -> bool:
+    """Return whether all runs have the same limit and have reached it."""
+    limits = {group.settings.get(setting) for group in groups}
+    ends = [table[column].max() for group in groups for table in group.runs.values()]
+    return len(limits) == 1 and None not in limits and min(ends) >= min(limits)
 
 
 def measured(groups: list[Group], x: str) -> list[str]:

@@ -449,7 +449,8 @@ def test_runs_of_equal_work_may_differ_in_rounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def write_run(name: str, schedule: dict[str, Any], updates: list[int]) -> None:
-        write(tmp_path / name, settings(1, schedule=schedule), [0.5] * len(updates))
+        chosen = settings(1, schedule=schedule, max_client_updates=20)
+        write(tmp_path / name, chosen, [0.5] * len(updates))
         table = pd.read_csv(tmp_path / name / "metrics.csv")
         table.insert(3, "client_updates", updates)
         table.insert(4, "bytes", 0)
@@ -458,7 +459,7 @@ def test_runs_of_equal_work_may_differ_in_rounds(
     stragglers = {"class_path": "flsuite.schedules.Stragglers", "init_args": {"fraction": 0.3}}
     waits = {"class_path": "flsuite.schedules.Synchronous", "init_args": {"speeds": None}}
     flows = {"class_path": "flsuite.schedules.Asynchronous", "init_args": {"speeds": stragglers}}
-    write_run("waits", waits, [10, 20])
+    write_run("waits", waits, [11, 22])  # its last round goes beyond the limit
     write_run("flows", flows, [5, 10, 15, 20])
 
     with pytest.raises(SystemExit):
