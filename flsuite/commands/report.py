@@ -137,9 +137,10 @@ def uneven(groups: list[Group]) -> list[str]:
 
 def _share_budget(groups: list[Group], setting: str, column: str) -> bool:
     """Return whether all runs have the same limit and have reached it."""
-    limits = {group.settings.get(setting) for group in groups}
+    limit = groups[0].settings.get(setting)
+    is_common = limit is not None and all(g.settings.get(setting) == limit for g in groups)
     ends = [table[column].max() for group in groups for table in group.runs.values()]
-    return len(limits) == 1 and None not in limits and min(ends) >= min(limits)
+    return is_common and min(ends) >= limit
 
 
 def measured(groups: list[Group], x: str) -> list[str]:
