@@ -48,6 +48,8 @@ def replace_file(write: Callable[[Path], object], path: Path, flush: bool = Fals
             can leave an empty file, until :func:`flush_to_disk` is called.
     """
     temporary = path.with_name(f".{path.name}.tmp")
+    # What a kill has left may be a link to another file, which must not be written through.
+    temporary.unlink(missing_ok=True)
     try:
         write(temporary)
         if flush:

@@ -34,6 +34,8 @@ def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".last.ckpt.tmp"
+    # A kill may have left it as a link to best.ckpt, which must not be written through.
+    path.unlink(missing_ok=True)
     readable = {"format": _FORMAT, **plain(content, "checkpoint")}
     try:
         torch.save(readable, path)

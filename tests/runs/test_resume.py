@@ -16,6 +16,7 @@ from flsuite.data import Digits, Dirichlet
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier, ResNet20
+from flsuite.runs.checkpoint import write_checkpoint
 from flsuite.schedules import Synchronous
 from flsuite.server.client_store import ClientStore
 from flsuite.trainer import FederatedTrainer
@@ -125,6 +126,26 @@ def test_killed_before_the_first_checkpoint_starts_over(tmp_path: Path) -> None:
     again.fit(classifier(), digits(), ckpt_path="last")
     assert equal_states(first.federation.state, again.federation.state)
     assert rounds_on_disk(tmp_path / "run") == 1
+
+
+@pytest.mark.parametrize("linked", [".best.ckpt.tmp", "best.ckpt"])
+def test_a_kill_between_link_and_rename_leaves_nothing_in_the_way(
+    tmp_path: Path, linked: str
+) -> None:
+    """The new checkpoint is linked as the best one before it is renamed to the last one."""
+    made = trainer(rounds=2, run_dir=str(tmp_path / "run"))
+    made.fit(classifier(), digits())
+    folder = tmp_path / "run/checkpoints"
+    best = (folder / "best.ckpt").read_bytes()
+    os.link(folder / "best.ckpt", folder / ".last.ckpt.tmp")
+    if linked != "best.ckpt":
+        os.link(folder / ".last.ckpt.tmp", folder / linked)
+
+    write_checkpoint({"any": 1}, folder)
+    assert (folder / "best.ckpt").read_bytes() == best
+    resumed = trainer(rounds=4, run_dir=str(tmp_path / "run"))
+    resumed.fit(classifier(), digits(), ckpt_path="last")
+    assert resumed.round == 4 and not list(folder.glob(".*.tmp"))
 
 
 def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
