@@ -1,5 +1,6 @@
 """A run can be killed at any moment, and ends as if it had not been."""
 
+import os
 import signal
 import subprocess
 import sys
