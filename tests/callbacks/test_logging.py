@@ -332,7 +332,7 @@ def test_an_asynchronous_run_shows_its_clock(
             f"round {done}",
             "2 clients",
             f"{work[0]:.1f} virtual s",
-            f"{work[1]} updates",
+            f"{work[1]} client updates",
             f"staleness {mean:.1f} (max {most:.0f})",
             f"train/loss {named[round, 'train/loss']:.4f}",
         ]
