@@ -103,7 +103,13 @@ def test_an_interrupt_leaves_the_model_and_one_line(tmp_path: Path) -> None:
         "--trainer.rounds",
         "5000",
     ]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    # A test session in the background of a script ignores Ctrl-C, and its children would inherit
+    # that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 120
     while (
         rounds_on_disk(tmp_path / "run") < 3
@@ -112,7 +118,10 @@ def test_an_interrupt_leaves_the_model_and_one_line(tmp_path: Path) -> None:
     ):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    try:
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, said
     assert "interrupted" in said.splitlines()[-1] and "Traceback" not in said
     assert (tmp_path / "run" / "checkpoints" / "model.ckpt").exists()
