@@ -8,7 +8,7 @@ their arguments, unless they say so.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from flsuite.errors import FlsuiteError
 
 __all__ = [
+    "Layer",
+    "LayerKind",
     "RunningMean",
     "State",
     "StateLayout",
@@ -33,6 +35,36 @@ __all__ = [
 ]
 
 State = dict[str, Tensor]
+LayerKind = Literal["linear", "conv2d"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A Linear or Conv2d layer whose parameters travel.
+
+    Attributes:
+        name: Prefix of its entries in the state dict, such as ``network.0``.
+        kind: ``linear``, with a weight ``(out, in)``, or ``conv2d``, with a weight
+            ``(out, in, height, width)``.
+        bias: Whether it has a bias ``(out,)``.
+        positions: Columns of the weight per channel of the layer before: ``height * width`` where a
+            linear layer reads a flattened image, else 1. Channels come one after the other.
+    """
+
+    name: str
+    kind: LayerKind
+    bias: bool
+    positions: int = 1
+
+    @property
+    def weight_name(self) -> str:
+        """Return the name of the weight in the state dict."""
+        return f"{self.name}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        """Return the name of the bias in the state dict. The layer may have none."""
+        return f"{self.name}.bias"
 
 
 @dataclass(frozen=True)
@@ -45,12 +77,22 @@ class StateLayout:
         clients: Number of clients, whether they take part or not.
         groups: Parameter names of each group that the model declares.
         samples: Training samples of all clients.
+        layers: The Linear and Conv2d layers that travel whole, in the model's order.
+        outside_layers: The modules whose parameters travel and belong to no such layer: the name of
+            each to what it is, such as ``BatchNorm2d``.
+        chain: The same layers if each feeds the next one, through pools, ReLU, dropout and Flatten
+            alone. It is empty for any other model.
+        no_chain: Why there is no chain.
     """
 
     parameters: tuple[str, ...]
     clients: int
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     samples: int = 0
+    layers: tuple[Layer, ...] = ()
+    outside_layers: Mapping[str, str] = field(default_factory=dict)
+    chain: tuple[Layer, ...] = ()
+    no_chain: str = "its layers are not known"
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -16,6 +16,7 @@ LAYERS = (  # from the top to the ground floor; a file imports its own layer and
     ("schedules",),
     ("engines",),
     ("client",),
+    ("exchange",),
     ("aggregators",),
     ("metrics",),
     ("models",),

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
 
+from flsuite.aggregators.tools import ServerTools
 from flsuite.messages import ClientContext, ClientUpdate, FitAssignment
 from flsuite.state import State, StateLayout
 
@@ -37,11 +38,14 @@ class Aggregator(ABC):
         metrics: Numbers about the current round, for the log. It is empty at the start of each
             round.
         layout: Names and groups of the entries that travel. :meth:`configure` sets it.
+        tools: The other things that the server offers to :meth:`aggregate`. The federation sets
+            them before :meth:`configure`. Clients do not have them.
     """
 
     private: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
     accepts_stale: ClassVar[bool] = False
+    tools: ServerTools = ServerTools()
     layout: StateLayout
     memory: dict[str, Any]
     metrics: dict[str, float]

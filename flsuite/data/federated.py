@@ -99,8 +99,12 @@ class FederatedData:
 
     def train_batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
         """Return these rows of ``train`` as model inputs, augmented, and targets."""
-        x = self.scaling(self.train.x[rows])
-        return (x if self.augment is None else self.augment(x, generator)), self.train.y[rows]
+        x, y = self.plain_batch(rows)
+        return (x if self.augment is None else self.augment(x, generator)), y
+
+    def plain_batch(self, rows: Tensor) -> Batch:
+        """Return these rows of ``train`` as model inputs and targets, without augmentation."""
+        return self.scaling(self.train.x[rows]), self.train.y[rows]
 
     def loader(
         self, client: int, seed: int, round: int, batches: int | None = None, repeat: int = 0

@@ -37,6 +37,9 @@ class BatchSource(Protocol):
     def train_batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
         """Return these rows as a batch."""
 
+    def plain_batch(self, rows: Tensor) -> Batch:
+        """Return these rows as a batch, without augmentation."""
+
 
 @dataclass
 class TrainLoader:
@@ -88,3 +91,18 @@ class TrainLoader:
             for start, stop in self._bounds[:left]:
                 yield self.data.train_batch(order[start:stop], generator)
             left -= len(self._bounds)
+
+    def plain_batches(self, samples: int | None = None, batch_size: int = 500) -> Iterator[Batch]:
+        """Return one pass over the client's samples, in their order and without augmentation.
+
+        Args:
+            samples: The largest number of samples. A random part of that size is used where the
+                client has more, the same part for the same seed, client and round. Default: all.
+            batch_size: Samples per batch.
+        """
+        rows = self.data.train_rows(self.client)
+        if samples is not None and samples < len(rows):
+            generator = torch_generator(self.seed, "plain_batches", self.round, self.client)
+            rows = rows[torch.randperm(len(rows), generator=generator)[:samples].sort().values]
+        for part in rows.split(batch_size):
+            yield self.data.plain_batch(part)
