@@ -21,6 +21,7 @@ __all__ = [
     "FitAssignment",
     "FitRequest",
     "Outcome",
+    "TrainedFit",
 ]
 
 POOLED = -1
@@ -60,6 +61,25 @@ class FitAssignment:
 
 
 @dataclass(frozen=True)
+class TrainedFit:
+    """The outcome of a client's local training, kept from another run.
+
+    Attributes:
+        state: The shared part of the trained model.
+        memory: What the client keeps of it: ``model`` and ``optimizers``, where there are any.
+        steps: Optimizer steps taken.
+        metrics: Numbers about the fit.
+        seconds: Wall time of the training.
+    """
+
+    state: State
+    memory: dict[str, Any]
+    steps: int
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class FitRequest:
     """One fit with all that a worker needs to carry it out.
 
@@ -70,6 +90,7 @@ class FitRequest:
         memory: What the client has kept from its earlier rounds.
         repeat: Fits that the client has started from the same version before. Each has randomness
             of its own.
+        trained: What this very fit has led to in another run. The client then does not train again.
     """
 
     number: int
@@ -77,6 +98,7 @@ class FitRequest:
     broadcast: Broadcast
     memory: dict[str, Any]
     repeat: int = 0
+    trained: TrainedFit | None = None
 
     def failure(
         self, reason: str, details: str = "", before_first_step: bool = False

@@ -38,13 +38,17 @@ class AfterFit(Callback, ABC):
                 :meth:`~flsuite.data.loader.TrainLoader.plain_batches`.
         """
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def measure(self, module: LightningModule, loader: TrainLoader) -> None:
+        """Measure the model, and the seconds that this takes."""
         started = time.perf_counter()
+        self.after_fit(module, loader)
+        self.client.metrics["after_fit_seconds"] = time.perf_counter() - started
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader = trainer.train_dataloader
         if not isinstance(loader, TrainLoader):
             raise FlsuiteError(
                 f"{type(self).__name__} needs the training batches of flsuite, and a hook has "
                 f"replaced them by {type(loader).__name__}"
             )
-        self.after_fit(pl_module, loader)
-        self.client.metrics["after_fit_seconds"] = time.perf_counter() - started
+        self.measure(pl_module, loader)

@@ -18,6 +18,8 @@ class ServerTools:
     Attributes:
         score: Returns the accuracy of a shared state on the server's own samples, which no client
             trains on and no test uses. It is within [0, 1].
+        score_module: Returns the accuracy of such a module on the same samples. Its layers may have
+            other widths than the model's.
         module: Returns a new module that holds a shared state, in evaluation mode. It maps inputs
             ``(n, *shape)`` to logits ``(n, outputs)``. No two of them share tensors.
         to_inputs: Returns images ``(n, channels, height, width)`` within [0, 1] as the clients'
@@ -25,15 +27,18 @@ class ServerTools:
         shape: Shape of a sample as the model receives it.
         outputs: Number of the model's outputs.
         seed: The run's seed.
+        rounds: Rounds of the run, or ``None`` where another limit ends it.
         missing: The reason why a tool is missing, by the tool's name.
     """
 
     score: Callable[[State], float] | None = None
+    score_module: Callable[[nn.Module], float] | None = None
     module: Callable[[State], nn.Module] | None = None
     to_inputs: Callable[[Tensor], Tensor] | None = None
     shape: tuple[int, ...] = ()
     outputs: int = 0
     seed: int = 0
+    rounds: int | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, owner: str, tool: str, purpose: str) -> FlsuiteError:

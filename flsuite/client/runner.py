@@ -7,17 +7,19 @@ state dict and an index array.
 import copy
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from flsuite.aggregators.after_fit import AfterFit
 from flsuite.client.callbacks import KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.setup import WorkerSetup, buffer_names, private_patterns
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
+from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import steps_taken
 from flsuite.messages import (
@@ -27,6 +29,7 @@ from flsuite.messages import (
     ClientUpdate,
     FitRequest,
     Outcome,
+    TrainedFit,
 )
 from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
@@ -111,25 +114,49 @@ class ClientRunner:
         loader = view.loader(
             client.id, setup.seed, client.round, assignment.batches, request.repeat
         )
-        trainer.fit(self.model, loader)
+        if request.trained is None:
+            trainer.fit(self.model, loader)
+            logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+            numbers, steps, kept = {**loss.means(), **logged}, steps_taken(trainer), keeper.states
+        else:
+            self._measure(request.trained, trainer, callbacks, loader)
+            numbers, steps = request.trained.metrics, request.trained.steps
+            started -= request.trained.seconds
+            kept = request.trained.memory.get("optimizers")
 
         shared, private = split(self.model.state_dict(), self.private)
-        logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         update = ClientUpdate(
             client=client.id,
             round=client.round,
             samples=client.samples,
-            steps=steps_taken(trainer),
+            steps=steps,
             class_counts=client.class_counts,
             state=clone(shared),
             extras=client.extras,
-            metrics={**loss.means(), **logged, **_numbers(client.metrics)},
+            metrics={**numbers, **_numbers(client.metrics)},
             bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
         )
         # The size of what is sent, as if the client were on another machine.
         update.bytes_up = nbytes(update.state) + nbytes(update.extras)
         update.seconds = time.perf_counter() - started
-        return ClientResult(update, _memory(clone(private), client, keeper.states))
+        return ClientResult(update, _memory(clone(private), client, kept))
+
+    def _measure(
+        self,
+        trained: TrainedFit,
+        trainer: ClientTrainer,
+        callbacks: Sequence[Callback],
+        loader: TrainLoader,
+    ) -> None:
+        """Make the resident model the trained one, and let the algorithm measure it."""
+        load_(self.model.state_dict(), trained.state)
+        load_(self.model.state_dict(), trained.memory.get("model", {}))
+        self.model.to(trainer.strategy.root_device).train()
+
+        for callback in callbacks:
+            if isinstance(callback, AfterFit):
+                callback.on_fit_start(trainer, self.model)
+                callback.measure(self.model, loader)
 
     def _failure(
         self, request: FitRequest, error: Exception, before_first_step: bool

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 
 from flsuite.aggregators import Aggregator
+from flsuite.aggregators.tools import ServerTools
 from flsuite.client.loop import implements
 from flsuite.client.lr_decay import LRDecay
 from flsuite.data.federated import FederatedData
@@ -116,6 +117,7 @@ def client_half(aggregator: Aggregator) -> Aggregator:
     # Shallow: parameters and layout are shared, and only the memory is replaced.
     half = copy.copy(aggregator)
     half.memory = _ServerMemory(type(aggregator).__name__)
+    half.tools = ServerTools()  # they hold the resident model and the data
     return half
 
 

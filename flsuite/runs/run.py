@@ -34,6 +34,7 @@ from flsuite.runs.timeline import timeline_rows
 from flsuite.schedules import Clock, Fit
 from flsuite.server.evaluation import GLOBAL, Evaluator, Scores, Split
 from flsuite.server.federation import Federation
+from flsuite.server.update_store import UpdateStore
 from flsuite.state import State
 
 __all__ = ["Run", "RunOptions"]
@@ -87,6 +88,7 @@ class Run:
         budget: How long the run lasts.
         summary: The scores of the last round and of the picked round.
         status: ``running``, then ``success`` or ``failed``.
+        updates: Where the clients' trained models are kept, if they are.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Run:
 
         self.summary = RunSummary(options.monitor)
         self.status: Status = "running"
+        self.updates: UpdateStore | None = None
         self._is_stopping = False
         self._is_useless = False  # a setting was wrong, and nothing has been trained
         self._improved = False
@@ -441,6 +444,8 @@ class Run:
             checked = self.federation.accept(outcome)
             self.notify("on_client_end", checked)
             if isinstance(checked, ClientResult):
+                if self.updates is not None:
+                    self.updates.write(checked)
                 yield checked.update
 
         # At the end: until the last outcome, a usable update may still come.

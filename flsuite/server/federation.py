@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from flsuite.aggregators import Aggregator
+from flsuite.aggregators.tools import ServerTools
 from flsuite.client.setup import Buffers, buffer_names, private_patterns
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FederationError, FlsuiteError
@@ -16,11 +18,14 @@ from flsuite.messages import (
     ClientUpdate,
     FitRequest,
     Outcome,
+    TrainedFit,
 )
 from flsuite.models.base import ClientModel
+from flsuite.models.layers import read_chain, read_layers
 from flsuite.schedules import Clock, Fit, Schedule, Work
 from flsuite.server.client_store import ClientStore
 from flsuite.server.round_log import RoundLog
+from flsuite.server.update_store import UpdateStore
 from flsuite.server.version_store import CopyCallbacks, VersionStore
 from flsuite.state import State, StateLayout, clone, matches, mismatch, nbytes, non_finite, split
 
@@ -43,6 +48,7 @@ class Federation:
         versions: The older versions that clients in flight started from. Default: in memory.
         fit_samples: Returns the samples that a fit processes, given those of the client. Default:
             one pass.
+        tools: What the server offers to the aggregator. Default: nothing.
 
     Attributes:
         clock: Rounds done, virtual seconds, client updates and bytes.
@@ -51,6 +57,7 @@ class Federation:
             :class:`~flsuite.client.setup.WorkerSetup`.
         log: The updates and failures of the round in progress.
         personal: Whether every client has a model of its own to be scored.
+        trained: The clients' models of another run. They stand for training in the first round.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Federation:
         seed: int,
         versions: VersionStore | None = None,
         fit_samples: Callable[[int], int] = int,
+        tools: ServerTools | None = None,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
@@ -75,6 +83,7 @@ class Federation:
         self.log = RoundLog()
         self._fit_samples = fit_samples
         self._started: dict[int, _Start] = {}
+        self.trained: UpdateStore | None = None
 
         _refuse_unused_patterns(model)
         whole = clone(model.state_dict())
@@ -87,7 +96,8 @@ class Federation:
         sizes = data.train_index.lengths().tolist()
         _refuse_unfit(aggregator, schedule)
         schedule.configure(sizes, seed, self.work)
-        aggregator.configure(_layout(model, self.state, sizes))
+        aggregator.tools = tools or ServerTools()
+        aggregator.configure(_layout(model, self.state, data.spec.shape, sizes))
         # After configure, which tells the aggregator what travels.
         self._expected_extras = aggregator.expected_extras(self.state)
 
@@ -288,8 +298,16 @@ class Federation:
         for fit, assignment in zip(fits, plan, strict=False):
             self._started[assignment.client] = _Start(fit.number, broadcast, stands_for)
             memory = self.clients.request_memory(assignment.client)
-            requests.append(FitRequest(fit.number, assignment, broadcast, memory, fit.repeat))
+            request = FitRequest(fit.number, assignment, broadcast, memory, fit.repeat)
+            requests.append(replace(request, trained=self._trained(request)))
         return requests
+
+    def _trained(self, request: FitRequest) -> TrainedFit | None:
+        """Return what this fit has led to in another run, if it is the same fit."""
+        # Later rounds start from the model of this run.
+        if self.trained is None or request.broadcast.round > 1 or request.repeat:
+            return None
+        return self.trained.read(1, request.assignment.client)
 
     def _broadcast(self, version: int, callbacks: CopyCallbacks) -> Broadcast:
         """Return what clients that start from a version receive, the same object for all."""
@@ -351,7 +369,9 @@ def _refuse_unused_patterns(model: ClientModel) -> None:
             )
 
 
-def _layout(model: ClientModel, state: State, sizes: list[int]) -> StateLayout:
+def _layout(
+    model: ClientModel, state: State, shape: tuple[int, ...], sizes: list[int]
+) -> StateLayout:
     # Tied weights travel under each of their names, as the state dict has them.
     named = model.named_parameters(remove_duplicate=False)
     parameters = tuple(name for name, _ in named if name in state)
@@ -359,4 +379,10 @@ def _layout(model: ClientModel, state: State, sizes: list[int]) -> StateLayout:
         group: tuple(name for name in parameters if matches(name, patterns))
         for group, patterns in model.parameter_groups.items()
     }
-    return StateLayout(parameters, len(sizes), groups, samples=sum(sizes))
+    layers, others = read_layers(model, state.keys())
+    chain, no_chain = read_chain(model, shape)
+    if not {layer.name for layer in chain} <= {layer.name for layer in layers}:
+        chain, no_chain = (), "a part of it stays with the clients, or two layers share weights"
+    return StateLayout(
+        parameters, len(sizes), groups, sum(sizes), layers, others, chain, no_chain
+    )

@@ -1,0 +1,145 @@
+"""The layers of a model, read off its modules, for algorithms that work layer by layer."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from flsuite.models.modes import evaluating
+from flsuite.state import Layer
+
+__all__ = ["read_chain", "read_layers"]
+
+_ELEMENTWISE = (  # they treat all channels alike, so that channels may change places before them
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Dropout,
+    nn.Dropout2d,
+    nn.Identity,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+)
+
+
+def read_layers(
+    model: nn.Module, shared: Collection[str]
+) -> tuple[tuple[Layer, ...], dict[str, str]]:
+    """Return the Linear and Conv2d layers of a model, and the other modules with parameters.
+
+    Args:
+        model: The model.
+        shared: Names of the entries that travel.
+
+    Returns:
+        The layers whose parameters travel and belong to them alone, in the model's order. Then the
+        name of every other module that owns parameters that travel, with what it is.
+    """
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    layers: list[Layer] = []
+    others: dict[str, str] = {}
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(name, recurse=False))
+        if not own or not any(entry in shared for entry in own):
+            continue
+
+        is_tied = any(uses[id(p)] > 1 for p in own.values())
+        layer = _layer(name, module)
+        if layer is None or is_tied or not all(entry in shared for entry in own):
+            others[name or type(model).__name__] = _what(module, is_tied, layer is not None)
+        else:
+            layers.append(layer)
+    return tuple(layers), others
+
+
+def read_chain(model: nn.Module, shape: tuple[int, ...]) -> tuple[tuple[Layer, ...], str]:
+    """Return the layers of a model in which each feeds the next one, or why there is no such chain.
+
+    Such a model is an ``nn.Sequential`` of Conv2d, Linear, pools, elementwise activations, dropout
+    and Flatten.
+
+    Args:
+        model: The model.
+        shape: Shape of a sample as the model receives it.
+
+    Returns:
+        The chain and an empty text, or an empty chain and the reason.
+    """
+    sequence = _sequence(model)
+    if sequence is None:
+        inner = [type(module).__name__ for module in model.children()] or [type(model).__name__]
+        return (), f"{' with '.join(inner[:3])} is not one nn.Sequential of layers"
+    name, modules = sequence
+
+    found: list[Layer] = []
+    positions = 1
+    x = torch.zeros(1, *shape, device=next(model.parameters()).device)
+    for place, module in modules:
+        full_name = f"{name}.{place}" if name else place
+        layer = _layer(full_name, module)
+        if isinstance(module, nn.Flatten):
+            # Only images of a layer before have channels that may change places.
+            positions = x[0, 0].numel() if found and x.ndim > 2 else 1
+        elif layer is not None:
+            reads_image = layer.kind == "linear" and bool(found) and found[-1].kind == "conv2d"
+            found.append(replace(layer, positions=positions if reads_image else 1))
+        elif not isinstance(module, _ELEMENTWISE):
+            return (), f"{full_name} is a {type(module).__name__}"
+        x = _output(module, x)
+    return tuple(found), ""
+
+
+def _layer(name: str, module: nn.Module) -> Layer | None:
+    """Return a module as a layer, if it is one. A subclass may compute something else."""
+    if type(module) is nn.Linear:
+        return Layer(name, "linear", module.bias is not None)
+    is_plain = (
+        type(module) is nn.Conv2d
+        and module.groups == 1
+        and module.padding_mode == "zeros"
+        and not isinstance(module.padding, str)
+    )
+    return Layer(name, "conv2d", getattr(module, "bias", None) is not None) if is_plain else None
+
+
+def _what(module: nn.Module, is_tied: bool, is_layer: bool) -> str:
+    """Return what a module is, for a message that refuses it."""
+    kind = type(module).__name__
+    if is_tied:
+        return f"{kind} with shared weights"
+    if is_layer:
+        return f"{kind} with a private part"
+    if isinstance(module, nn.Conv2d):
+        return f"{kind} with groups or another padding than zeros"
+    return kind
+
+
+def _sequence(model: nn.Module) -> tuple[str, Iterator[tuple[str, nn.Module]]] | None:
+    """Return the nn.Sequential that holds all parameters: its name and its modules, flattened."""
+    wanted = {id(p) for p in model.parameters()}
+    for name, module in model.named_modules():
+        if type(module) is nn.Sequential and wanted <= {id(p) for p in module.parameters()}:
+            return name, _flattened(module)
+    return None
+
+
+def _flattened(sequence: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in sequence.named_children():
+        if type(module) is nn.Sequential:
+            yield from ((f"{name}.{inner}", part) for inner, part in _flattened(module))
+        else:
+            yield name, module
+
+
+def _output(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the output of a module in evaluation mode, without gradients."""
+    with torch.no_grad(), evaluating(module):
+        output: Tensor = module(x.clone())  # some modules work in place
+        return output
