@@ -51,6 +51,8 @@ class FederatedData:
         batch_size: Samples per training batch.
         augment: The random change of training batches.
         stage: The task that the clients are in. It is ``None`` where there are no tasks.
+        server: The server's own samples, of which no client has any and which are in no other
+            split. It is ``None`` where the server has none.
     """
 
     spec: DataSpec
@@ -64,6 +66,7 @@ class FederatedData:
     batch_size: int
     augment: Augment | None = None
     stage: Stage | None = None
+    server: DataSplit | None = None
 
     def at(self, round: int) -> "FederatedData":
         """Return the data that clients train on in a round and are scored on after it.

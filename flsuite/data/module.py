@@ -20,6 +20,7 @@ from flsuite.data.splits import (
     assign_test_rows_by_owner,
     fixed_subset,
     hold_out,
+    hold_out_for_server,
     owners_are_whole,
     split_test_like_train,
 )
@@ -57,6 +58,9 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         train_samples: Number of training samples to keep, the same ones whatever the seed. Default:
             all.
         seed: The seed of the partition and the splits. Default: the run's seed.
+        server_samples: Number of training samples that the server holds for itself, uniformly at
+            random by the seed, whatever the partition. Clients share the others: with the same seed
+            and another number, a client has other samples. Default: none.
 
     Attributes:
         federated: The dataset split over clients, after :meth:`setup`.
@@ -76,6 +80,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         augment: Augment | None = None,
         train_samples: int | None = None,
         seed: int | None = None,
+        server_samples: int = 0,
     ) -> None:
         super().__init__()
         self.clients = clients
@@ -90,6 +95,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         self.augment = augment
         self.train_samples = train_samples
         self.seed = seed
+        self.server_samples = server_samples
 
         # The result of setup(), the settings that it was made with, and the run's seed.
         self._federated: FederatedData | None = None
@@ -155,9 +161,15 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
     def _check_arguments(self) -> None:
         """Refuse impossible arguments, at the start and when one has changed."""
         own = type(self).__name__
-        require_given(own, clients=self.clients, batch_size=self.batch_size)
+        require_given(
+            own,
+            clients=self.clients,
+            batch_size=self.batch_size,
+            server_samples=self.server_samples,
+        )
         require_at_least(own, 1, clients=self.clients, batch_size=self.batch_size)
         require_at_least(own, 1, resize=self.resize, train_samples=self.train_samples)
+        require_at_least(own, 0, server_samples=self.server_samples)
         require_below_one(own, val_fraction=self.val_fraction)
 
     def train_dataloader(self) -> TrainLoader:
@@ -174,6 +186,9 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         published = self.load()
         # The subset comes first, so that only the images that are kept are resized.
         train = self._resized(fixed_subset(published.train, self.train_samples))
+        train, server = hold_out_for_server(
+            train, self.server_samples, self.clients, self.partition_seed
+        )
         test = self._resized(published.test)
         val = None if published.val is None else self._resized(published.val)
 
@@ -212,6 +227,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             scaling=scaling,
             batch_size=self.batch_size,
             augment=self.augment,
+            server=server,
         )
 
     def _resized(self, split: DataSplit) -> DataSplit:

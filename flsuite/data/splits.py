@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from flsuite.data.spec import DataSplit
+from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "evenly_held_out",
     "fixed_subset",
     "hold_out",
+    "hold_out_for_server",
     "owners_are_whole",
     "split_test_like_train",
 ]
@@ -28,6 +30,38 @@ def fixed_subset(train: DataSplit, samples: int | None) -> DataSplit:
         return train
     order = numpy_generator(_SUBSET_SEED, "subset").permutation(len(train))
     return train.take(torch.from_numpy(np.sort(order[:samples])))
+
+
+def hold_out_for_server(
+    train: DataSplit, samples: int, clients: int, seed: int
+) -> tuple[DataSplit, DataSplit | None]:
+    """Split the training split into the clients' samples and the server's own.
+
+    The server's samples are drawn uniformly at random. They depend on the seed and on ``train``
+    alone, and not on the partition or the number of clients. Both parts are in the order of
+    ``train``.
+
+    Args:
+        train: The training split.
+        samples: Number of samples of the server. With 0, it has none and ``train`` stays as it is.
+        clients: Number of clients, each of which needs a sample.
+        seed: The seed of the partition.
+
+    Raises:
+        FlsuiteError: If fewer samples than clients would be left.
+    """
+    if samples == 0:
+        return train, None
+    left = len(train) - samples
+    if left < clients:
+        raise FlsuiteError(
+            f"data.server_samples {samples} leaves {max(left, 0)} of {len(train)} training samples "
+            f"for {clients} clients; lower data.server_samples or data.clients"
+        )
+
+    order = torch.from_numpy(numpy_generator(seed, "server").permutation(len(train)))
+    own, others = order[:samples].sort().values, order[samples:].sort().values
+    return train.take(others), train.take(own)
 
 
 def hold_out(

@@ -3,6 +3,7 @@
 from flsuite.data.partitions.base import Partition, partition_labels
 from flsuite.data.partitions.dirichlet import Dirichlet
 from flsuite.data.partitions.dirichlet_balanced import DirichletBalanced
+from flsuite.data.partitions.dirichlet_proportions import DirichletProportions
 from flsuite.data.partitions.iid import IID
 from flsuite.data.partitions.natural import Natural
 from flsuite.data.partitions.pathological import Pathological
@@ -12,6 +13,7 @@ __all__ = [
     "IID",
     "Dirichlet",
     "DirichletBalanced",
+    "DirichletProportions",
     "Natural",
     "Partition",
     "Pathological",

@@ -1,10 +1,18 @@
 """Tables of counts: how many samples of each class each client gets."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["apportion", "assign_by_counts", "check_min_samples"]
+__all__ = [
+    "apportion",
+    "apportion_by_client",
+    "assign_by_counts",
+    "check_min_samples",
+    "draw_counts",
+]
 
 
 def assign_by_counts(
@@ -51,9 +59,43 @@ def apportion(shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -
         sizes: int64 ``(classes,)``.
         rng: Shuffles each row.
     """
-    cuts = np.rint(np.cumsum(shares, axis=1) * sizes[:, None]).astype(np.int64)
-    cuts[:, -1] = sizes
-    return rng.permuted(np.diff(cuts, axis=1, prepend=0), axis=1)
+    return rng.permuted(_cut(shares, sizes), axis=1)
+
+
+def apportion_by_client(
+    shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """Turn shares into whole counts as :func:`apportion` does, with each share kept by its client.
+
+    This is for shares that depend on each other across the classes of a client. Each row is cut in
+    an order of its own, so that rounding favours no client.
+
+    Args:
+        shares: float64 ``(classes, clients)``, each row sums to 1.
+        sizes: int64 ``(classes,)``.
+        rng: Draws the order of each row.
+    """
+    order = rng.permuted(np.tile(np.arange(shares.shape[1]), (len(shares), 1)), axis=1)
+    counts = np.empty(shares.shape, np.int64)
+    np.put_along_axis(counts, order, _cut(np.take_along_axis(shares, order, 1), sizes), 1)
+    return counts
+
+
+def draw_counts(draw: Callable[[], np.ndarray], min_samples: int, max_redraws: int) -> np.ndarray:
+    """Draw a table until every client has ``min_samples``, and level the last one if none has.
+
+    The draws are bounded, because a request that is nearly impossible would be redrawn without end.
+
+    Args:
+        draw: Returns a new table, int64 ``(classes, clients)``.
+        min_samples: The fewest samples per client.
+        max_redraws: Draws after the first one.
+    """
+    for _ in range(1 + max_redraws):
+        counts = draw()
+        if counts.sum(axis=0).min() >= min_samples:
+            break
+    return _levelled(counts, min_samples)
 
 
 def check_min_samples(partition: str, min_samples: int, clients: int, samples: int) -> None:
@@ -63,3 +105,25 @@ def check_min_samples(partition: str, min_samples: int, clients: int, samples: i
             f"{clients} clients cannot have {min_samples} each of {samples} training samples; "
             f"lower {partition}.min_samples or data.clients"
         )
+
+
+def _cut(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the counts between each row's rounded cumulative shares."""
+    cuts = np.rint(np.cumsum(shares, axis=1) * sizes[:, None]).astype(np.int64)
+    cuts[:, -1] = sizes
+    return np.diff(cuts, axis=1, prepend=0)
+
+
+def _levelled(counts: np.ndarray, min_samples: int) -> np.ndarray:
+    """Move samples from the largest clients to those with fewer than ``min_samples``.
+
+    On a tie, the client with the lower number gives or gets the sample.
+    """
+    counts = counts.copy()
+    sizes = counts.sum(axis=0)
+    while sizes[smallest := sizes.argmin()] < min_samples:
+        largest = sizes.argmax()
+        k = counts[:, largest].argmax()
+        counts[k, [largest, smallest]] += (-1, 1)
+        sizes[[largest, smallest]] += (-1, 1)
+    return counts

@@ -3,7 +3,12 @@
 import numpy as np
 
 from flsuite.data.partitions.base import Partition
-from flsuite.data.partitions.counts import apportion, assign_by_counts, check_min_samples
+from flsuite.data.partitions.counts import (
+    apportion,
+    assign_by_counts,
+    check_min_samples,
+    draw_counts,
+)
 from flsuite.errors import require_at_least, require_positive
 
 __all__ = ["Dirichlet"]
@@ -13,8 +18,9 @@ class Dirichlet(Partition):
     """Each class is spread over the clients in proportions drawn from Dir(alpha).
 
     This is the scheme of Yurochkin et al. 2019 (arXiv:1905.12022), which most papers mean by
-    "Dirichlet(alpha)". Client sizes are skewed as well. The scheme of Hsu et al. 2019, which draws
-    each client's mix of classes and keeps sizes equal, is ``DirichletBalanced``.
+    "Dirichlet(alpha)". Client sizes are skewed as well. Two other schemes draw each client's mix of
+    classes: ``DirichletBalanced`` keeps sizes equal (Hsu et al. 2019), and ``DirichletProportions``
+    spreads each class in proportion to the clients' mixes (FedFisher).
 
     The whole table is drawn again until every client has ``min_samples``. With a small ``alpha``
     and few classes that may never happen in practice. After ``max_redraws``, the last table is
@@ -52,25 +58,10 @@ class Dirichlet(Partition):
 
         classes = np.unique(labels, return_inverse=True)[1]
         sizes = np.bincount(classes)
-        # Bounded, because a request that is nearly impossible would be redrawn without end.
-        for _ in range(1 + self.max_redraws):
+
+        def draw() -> np.ndarray:
             shares = rng.dirichlet(np.full(clients, self.alpha), size=len(sizes))
-            counts = apportion(shares, sizes, rng)
-            if counts.sum(axis=0).min() >= self.min_samples:
-                break
-        return assign_by_counts(classes, _levelled(counts, self.min_samples), rng)
+            return apportion(shares, sizes, rng)
 
-
-def _levelled(counts: np.ndarray, min_samples: int) -> np.ndarray:
-    """Move samples from the largest clients to those with fewer than ``min_samples``.
-
-    On a tie, the client with the lower number gives or gets the sample.
-    """
-    counts = counts.copy()
-    sizes = counts.sum(axis=0)
-    while sizes[smallest := sizes.argmin()] < min_samples:
-        largest = sizes.argmax()
-        k = counts[:, largest].argmax()
-        counts[k, [largest, smallest]] += (-1, 1)
-        sizes[[largest, smallest]] += (-1, 1)
-    return counts
+        counts = draw_counts(draw, self.min_samples, self.max_redraws)
+        return assign_by_counts(classes, counts, rng)

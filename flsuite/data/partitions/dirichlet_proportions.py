@@ -1,0 +1,82 @@
+"""Label skew: each class is spread in proportion to mixes of classes that the clients draw."""
+
+import numpy as np
+
+from flsuite.data.partitions.base import Partition
+from flsuite.data.partitions.counts import (
+    apportion_by_client,
+    assign_by_counts,
+    check_min_samples,
+    draw_counts,
+)
+from flsuite.errors import require_at_least, require_positive
+
+__all__ = ["DirichletProportions"]
+
+
+class DirichletProportions(Partition):
+    """Each client draws a mix of classes from Dir(alpha), and classes are spread by the mixes.
+
+    Client i draws ``q_i ~ Dir(alpha)`` over the classes. Class k is then spread over the clients in
+    proportion to ``q_ik``. This is the scheme of FedFisher (Jhunjhunwala et al. 2024,
+    arXiv:2403.12329), whose public code keeps one partition for all seeds: ``data.seed`` does that.
+
+    Three schemes are called "Dirichlet(alpha)". ``Dirichlet`` draws the proportions of each class
+    over the clients, independently of the other classes (Yurochkin et al. 2019).
+    ``DirichletBalanced`` draws each client's mix of classes, and fills clients of equal size from
+    it (Hsu et al. 2019). Here, the mixes are drawn per client too, but all samples are used and
+    sizes are skewed: less than with ``Dirichlet``, because every client's mix has the same sum.
+
+    The whole table is drawn again until every client has ``min_samples``. After ``max_redraws``,
+    the last table is levelled, deterministically: the largest client gives one sample of its most
+    frequent class to the smallest, until every client has enough. A class to which no mix gives
+    weight, as may happen with a tiny ``alpha``, goes to one client at random.
+
+    Args:
+        alpha: Concentration per class, above 0. A small one gives strong skew, and a large one
+            approaches IID.
+        min_samples: The fewest samples per client, at least 1.
+        max_redraws: Redraws before the last table is levelled. 0 levels the first one.
+
+    Raises:
+        FlsuiteError: If a parameter is out of range, or the data cannot give ``min_samples`` to
+            every client.
+    """
+
+    def __init__(self, alpha: float, min_samples: int = 1, max_redraws: int = 100) -> None:
+        self.alpha = alpha
+        self.min_samples = min_samples
+        self.max_redraws = max_redraws
+        require_positive("DirichletProportions", alpha=alpha)
+        require_at_least("DirichletProportions", 1, min_samples=min_samples)
+        require_at_least("DirichletProportions", 0, max_redraws=max_redraws)
+
+    def __call__(
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        self.check_enough(len(labels), clients)
+        check_min_samples("DirichletProportions", self.min_samples, clients, len(labels))
+
+        classes = np.unique(labels, return_inverse=True)[1]
+        sizes = np.bincount(classes)
+
+        def draw() -> np.ndarray:
+            mixes = rng.dirichlet(np.full(len(sizes), self.alpha), size=clients)
+            return apportion_by_client(_shares(mixes, rng), sizes, rng)
+
+        counts = draw_counts(draw, self.min_samples, self.max_redraws)
+        return assign_by_counts(classes, counts, rng)
+
+
+def _shares(mixes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return each class's shares, ``(classes, clients)``, from the clients' mixes."""
+    weights = mixes.T.copy()
+    unwanted = np.flatnonzero(weights.sum(axis=1) == 0)
+    weights[unwanted, rng.integers(len(mixes), size=len(unwanted))] = 1.0
+    # By the largest weight first: the sum of the smallest floats can be too small to divide by.
+    weights /= weights.max(axis=1, keepdims=True)
+    return weights / weights.sum(axis=1, keepdims=True)
