@@ -213,10 +213,12 @@ class ClientResult:
         update: What travels to the server.
         memory: What the client keeps for its next round: ``model`` (private entries), ``algorithm``
             (its notes) and ``optimizers``, where there are any.
+        training: The numbers about the fit that local training alone has led to.
     """
 
     update: ClientUpdate
     memory: dict[str, Any]
+    training: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -21,15 +21,13 @@ from flsuite.metrics import HIGHER_IS_BETTER
 from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.predictions import predict
-from flsuite.runs.preparation import make_ready
+from flsuite.runs.preparation import make_federation, make_ready
 from flsuite.runs.run import Run, RunOptions
 from flsuite.runs.settings import describe_chosen, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
-from flsuite.server.client_store import ClientStore
 from flsuite.server.evaluation import GLOBAL, Evaluator, Split
 from flsuite.server.federation import Federation
-from flsuite.server.version_store import VersionStore
 
 __all__ = ["FederatedTrainer"]
 
@@ -62,6 +60,10 @@ class FederatedTrainer(Trainer):
         channels_last: Whether images and convolutions use this memory format, which is faster.
         run_dir: The run's folder. Default: ``runs/<data>-<aggregator>/<time>-<seed>``.
         seed: The run's seed. Default: that of the last ``seed_everything``, else 0.
+        keep_updates: Whether to keep every client's trained model, in ``updates`` of the run's
+            folder.
+        from_updates: The folder of a run that has kept them. Its models of the first round stand
+            for training, so that aggregators are compared on the same ones.
         enable_checkpointing: Whether to write the run's folder. ``False`` leaves nothing on disk.
         enable_progress_bar: Whether to show the federation's progress and the final table.
     """
@@ -84,6 +86,8 @@ class FederatedTrainer(Trainer):
         channels_last: bool = True,
         run_dir: str | None = None,
         seed: int | None = None,
+        keep_updates: bool = False,
+        from_updates: str | None = None,
         logger: Logger | Iterable[Logger] | bool = False,
         callbacks: list[Callback] | Callback | None = None,
         enable_checkpointing: bool = True,
@@ -120,6 +124,7 @@ class FederatedTrainer(Trainer):
         self.channels_last = channels_last
         self.run_dir = Path(run_dir) if run_dir else None
         self.writes = enable_checkpointing
+        self.keep_updates, self.from_updates = keep_updates, from_updates
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
             budget, seed, evaluate_every, monitor, score_clients, lr_decay, enable_progress_bar
@@ -223,15 +228,12 @@ class FederatedTrainer(Trainer):
         data = datamodule.federated
 
         name = f"{type(datamodule).__name__}-{type(self.aggregator).__name__}".lower()
-        path = (self.run_dir or new_run_dir(name, seed)) if self.writes else None
-        folder = RunFolder(path)
-        clients = ClientStore(folder.path / "clients" if folder.path else None)
-        versions = VersionStore(folder.path / "in_flight" if folder.path else None)
+        folder = RunFolder((self.run_dir or new_run_dir(name, seed)) if self.writes else None)
         samples = fit_samples(self.client_kwargs, data.batch_size, model.extra_epochs)
-        chosen = self.aggregator, self.schedule, self.buffers
-        federation = Federation(model, data, *chosen, clients, seed, versions, samples)
         device, precision = self.strategy.root_device, self.precision_plugin.forward_context
         evaluator = Evaluator(model, data, device, precision)
+        chosen = self.aggregator, self.schedule, self.buffers
+        federation = make_federation(evaluator, *chosen, folder, options, samples)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         settings = run_settings(
             options,
@@ -246,6 +248,7 @@ class FederatedTrainer(Trainer):
         self.run = Run(
             federation, evaluator, folder, options, settings, config, callbacks, self.loggers
         )
+        self.run.use_updates(self.keep_updates, self.from_updates)
         self._model, self._datamodule = model, datamodule
         return self.run
 

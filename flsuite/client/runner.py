@@ -139,7 +139,7 @@ class ClientRunner:
         # The size of what is sent, as if the client were on another machine.
         update.bytes_up = nbytes(update.state) + nbytes(update.extras)
         update.seconds = time.perf_counter() - started
-        return ClientResult(update, _memory(clone(private), client, kept))
+        return ClientResult(update, _memory(clone(private), client, kept), numbers)
 
     def _measure(
         self,

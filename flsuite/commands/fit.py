@@ -94,6 +94,12 @@ class _FederatedCLI(LightningCLI):
             help="The run's folder; default runs/NAME/TIME-SEED.",
         )
         parser.add_argument(
+            "--from_updates",
+            type=str | None,
+            default=None,
+            help="A run whose clients' trained models are used again; it had keep_updates.",
+        )
+        parser.add_argument(
             "--plugins", type=list[str] | str | None, default=None, help="Modules to import first."
         )
 
@@ -116,6 +122,7 @@ class _FederatedCLI(LightningCLI):
 
         run_dir = config.run_dir or config.trainer.run_dir or str(self._default_run_dir(config))
         config.run_dir = config.trainer.run_dir = run_dir
+        config.trainer.from_updates = config.from_updates or config.trainer.from_updates
 
         # Files of a logger without a folder of its own go into the run's folder.
         for logger in _loggers(config.trainer.logger):

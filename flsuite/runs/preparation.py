@@ -1,13 +1,25 @@
-"""Model and data, made ready for a run."""
+"""Model, data and federation, made ready for a run."""
+
+from collections.abc import Callable
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
+from flsuite.aggregators import Aggregator
+from flsuite.client.setup import Buffers, private_patterns
 from flsuite.data.module import FederatedDataModule
 from flsuite.errors import require_instance
 from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
+from flsuite.runs.folder import RunFolder
+from flsuite.runs.run import RunOptions
+from flsuite.schedules import Schedule
+from flsuite.server.client_store import ClientStore
+from flsuite.server.evaluation import Evaluator
+from flsuite.server.federation import Federation
+from flsuite.server.tools import make_tools
+from flsuite.server.version_store import VersionStore
 
-__all__ = ["make_ready"]
+__all__ = ["make_federation", "make_ready"]
 
 
 def make_ready(
@@ -40,3 +52,42 @@ def make_ready(
     if channels_last:
         model.to_channels_last()
     return model, datamodule, own_weights
+
+
+def make_federation(
+    evaluator: Evaluator,
+    aggregator: Aggregator,
+    schedule: Schedule,
+    buffers: Buffers,
+    folder: RunFolder,
+    options: RunOptions,
+    fit_samples: Callable[[int], int],
+) -> Federation:
+    """Return the federation of a run, as it is before the first round.
+
+    Args:
+        evaluator: It has the model and the data.
+        aggregator: The algorithm.
+        schedule: Who trains when.
+        buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        folder: Where clients and versions are kept.
+        options: The options of the run.
+        fit_samples: Returns the samples that a fit processes, given those of the client.
+
+    Raises:
+        FlsuiteError: If the algorithm fits neither the model nor the schedule.
+    """
+    model, path = evaluator.model, folder.path
+    private = private_patterns(model, aggregator, buffers)
+    return Federation(
+        model,
+        evaluator.data,
+        aggregator,
+        schedule,
+        buffers,
+        ClientStore(path / "clients" if path else None),
+        options.seed,
+        VersionStore(path / "in_flight" if path else None),
+        fit_samples,
+        make_tools(evaluator, private, options.seed, options.budget.rounds),
+    )

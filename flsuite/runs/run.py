@@ -28,6 +28,7 @@ from flsuite.runs.checkpoint import (
     write_checkpoint,
 )
 from flsuite.runs.folder import RunFolder
+from flsuite.runs.reuse import UPDATES, require_plain_training, trained_clients
 from flsuite.runs.scoring import score_round
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.timeline import timeline_rows
@@ -196,6 +197,24 @@ class Run:
         for callback in self._run_callbacks():
             if method := getattr(callback, hook, None):
                 method(self, *args)
+
+    def use_updates(self, keep: bool, source: str | None) -> None:
+        """Keep the clients' trained models, or start from those of another run.
+
+        Args:
+            keep: Whether to keep them.
+            source: Folder of the other run.
+
+        Raises:
+            FlsuiteError: If the algorithm takes part in training, or the clients of the other run
+                train otherwise.
+        """
+        if keep or source is not None:
+            require_plain_training(self.federation)
+        if keep and self.folder.path is not None:
+            self.updates = UpdateStore(self.folder.path / UPDATES)
+        if source is not None:
+            self.federation.trained = trained_clients(Path(source), self.settings)
 
     # One round: the steps of FederatedTrainer.fit
 

@@ -383,6 +383,4 @@ def _layout(
     chain, no_chain = read_chain(model, shape)
     if not {layer.name for layer in chain} <= {layer.name for layer in layers}:
         chain, no_chain = (), "a part of it stays with the clients, or two layers share weights"
-    return StateLayout(
-        parameters, len(sizes), groups, sum(sizes), layers, others, chain, no_chain
-    )
+    return StateLayout(parameters, len(sizes), groups, sum(sizes), layers, others, chain, no_chain)

@@ -11,7 +11,6 @@ from flsuite.lightning_internals import detached
 from flsuite.metrics import scores
 from flsuite.models.base import ClientModel
 from flsuite.models.modes import evaluating
-from flsuite.models.protocols import LogitModel
 from flsuite.server.evaluation import Evaluator
 from flsuite.state import State, load_
 
@@ -54,7 +53,7 @@ def _missing(evaluator: Evaluator, private: Sequence[str]) -> dict[str, str]:
     if private:
         parts = f"the server has no whole {kind}, because clients keep {private[0]}"
         missing |= {"score": parts, "module": parts}
-    if not isinstance(model, LogitModel):
+    if not hasattr(model, "logits"):
         missing["module"] = missing["score_module"] = (
             f"{kind} does not offer its logits; add a method logits(x) -> (n, outputs)"
         )
@@ -97,12 +96,14 @@ class _Able:
         with detached(model):
             module: ClientModel = copy.deepcopy(model)
         load_(module.state_dict(), state)
-        module.forward = module.logits  # type: ignore[operator, assignment, method-assign]
+        module.forward = module.logits  # type: ignore[assignment, method-assign]
         return module.eval()
 
     def to_inputs(self, images: Tensor) -> Tensor:
         """Return images within [0, 1] as the clients' models see them."""
         scaling = self.evaluator.data.scaling
-        scale, shift = (part.to(images.device)[:, None, None] for part in (scaling.scale, scaling.shift))
+        scale, shift = (
+            part.to(images.device)[:, None, None] for part in (scaling.scale, scaling.shift)
+        )
         # The scaling is that of stored bytes.
         return images * 255.0 * scale + shift

@@ -31,7 +31,7 @@ class UpdateStore:
             "state": update.state,
             "memory": {k: v for k, v in memory.items() if k not in _NOT_FROM_TRAINING},
             "steps": update.steps,
-            "metrics": update.metrics,
+            "metrics": result.training,
             "seconds": update.seconds - update.metrics.get("after_fit_seconds", 0.0),
         }
         path = self._path(update.round, update.client)
@@ -51,7 +51,9 @@ class UpdateStore:
         try:
             return TrainedFit(**torch.load(path, weights_only=True))
         except Exception as error:  # torch, zip and pickle raise errors of their own
-            raise FlsuiteError(f"{path} cannot be read ({error}); train the clients again") from error
+            raise FlsuiteError(
+                f"{path} cannot be read ({error}); train the clients again"
+            ) from error
 
     def _path(self, round: int, client: int) -> Path:
         return self.folder / f"round-{round:04d}" / f"client-{client:05d}.pt"
