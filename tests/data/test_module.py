@@ -19,6 +19,7 @@ from flsuite.data import (
     Natural,
     PublishedSplits,
     Synthetic,
+    TaskSequence,
 )
 from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError
@@ -102,6 +103,77 @@ def test_a_client_keeps_a_sample_to_train_on(val_fraction: float | None) -> None
 def test_impossible_fractions_are_refused(val_fraction: float) -> None:
     with pytest.raises(FlsuiteError, match=r"Images: val_fraction must be in \[0, 1\)"):
         Images(val_fraction=val_fraction)
+
+
+# The server's samples
+
+
+def test_the_server_holds_samples_that_no_client_has() -> None:
+    whole, data = made().federated, made(server_samples=30, val_fraction=0.2).federated
+    assert whole.server is None and len(whole.train) == 120
+    assert data.server is not None and (len(data.server), len(data.train)) == (30, 90)
+    assert len(data.test) == 60
+    rows = torch.cat([data.train_index.values, data.val_index.values])
+    assert rows.sort().values.equal(torch.arange(90))
+    together = torch.cat([data.train.x, data.server.x]).flatten(1)
+    assert len(together.unique(dim=0)) == len(whole.train.x.flatten(1).unique(dim=0)) == 120
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"clients": 9}, {"partition": Dirichlet(0.1)}, {"val_fraction": 0.0}, {"published": True}],
+)
+def test_the_servers_samples_depend_on_the_seed_alone(kwargs: dict[str, Any]) -> None:
+    one, same = made(server_samples=30, seed=1), made(server_samples=30, seed=1, **kwargs)
+    other = made(server_samples=30, seed=2)
+    first, second, third = (module.federated.server for module in (one, same, other))
+    assert first is not None and second is not None and third is not None
+    assert first.x.equal(second.x) and first.y.equal(second.y)
+    assert not first.x.equal(third.x)
+
+
+def test_without_samples_of_the_server_nothing_changes() -> None:
+    one, two = made().federated, made(server_samples=0).federated
+    assert one.train.x.equal(two.train.x) and one.scaling.scale.equal(two.scaling.scale)
+    assert one.train_index.values.equal(two.train_index.values)
+
+
+def test_the_server_takes_its_part_of_a_fixed_subset() -> None:
+    subset, data = made(train_samples=50).federated, made(train_samples=50, server_samples=20)
+    split = data.federated
+    assert split.server is not None and len(split.train) == 30
+    together = torch.cat([split.train.x, split.server.x]).flatten(1)
+    assert together.unique(dim=0).equal(subset.train.x.flatten(1).unique(dim=0))
+
+
+def test_owners_stay_with_the_clients_samples() -> None:
+    module = made(owners=(40, 40, 40), clients=3, partition=Natural(), server_samples=30)
+    ids, server = module.federated.train.ids, module.federated.server
+    assert ids is not None and server is not None and server.ids is not None
+    assert (torch.bincount(ids) + torch.bincount(server.ids)).tolist() == [40, 40, 40]
+
+
+def test_the_server_leaves_a_sample_per_client() -> None:
+    assert made(server_samples=116).federated.samples(3) == 1
+    for samples, left in ((117, 3), (120, 0), (500, 0)):
+        message = (
+            f"data.server_samples {samples} leaves {left} of 120 training samples for 4 "
+            "clients; lower data.server_samples or data.clients"
+        )
+        with pytest.raises(FlsuiteError, match=message):
+            made(server_samples=samples)
+    with pytest.raises(FlsuiteError, match="Images: server_samples must be at least 0, got -1"):
+        made(server_samples=-1)
+    with pytest.raises(FlsuiteError, match="Images: server_samples must be given, got null"):
+        made(server_samples=None)
+
+
+def test_tasks_keep_the_servers_samples() -> None:
+    module = TaskSequence(Images(clients=2, server_samples=30), tasks=1, classes_per_task=3)
+    module.setup()
+    server = module.federated.server
+    assert server is not None and len(server) == 30
+    assert module.federated.at(1).server is server
 
 
 # Test samples

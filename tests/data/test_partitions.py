@@ -10,6 +10,7 @@ from flsuite.data.partitions import (
     IID,
     Dirichlet,
     DirichletBalanced,
+    DirichletProportions,
     Natural,
     Partition,
     Pathological,
@@ -24,6 +25,9 @@ PARTITIONS = [
     Dirichlet(0.05),
     Dirichlet(0.5, min_samples=2),
     Dirichlet(1e-320, max_redraws=0),
+    DirichletProportions(0.05),
+    DirichletProportions(0.5, min_samples=2),
+    DirichletProportions(1e-320, max_redraws=0),
     DirichletBalanced(0.001),
     DirichletBalanced(0.05),
     DirichletBalanced(100.0),
@@ -35,7 +39,7 @@ PARTITIONS = [
     Natural(),
 ]
 SWEEP = [(546, 2, 10), (200, 7, 1), (300, 5, 30), (1000, 10, 13)]
-USES_EVERYTHING = (IID, Dirichlet, QuantitySkew, Natural)
+USES_EVERYTHING = (IID, Dirichlet, DirichletProportions, QuantitySkew, Natural)
 
 
 def name(partition: Partition) -> str:
@@ -146,6 +150,42 @@ def test_dirichlet_redraws_before_it_levels() -> None:
     assert min(map(len, first)) == 8
     assert min(map(len, patient)) >= 8
     assert not all(map(np.array_equal, first, patient))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 1e9])
+def test_dirichlet_proportions_spread_each_class_by_the_clients_mixes(alpha: float) -> None:
+    sizes = np.array([900, 400, 50, 1, 700])
+    labels = np.repeat(np.arange(5), sizes)
+    mixes = np.random.default_rng(4).dirichlet(np.full(5, alpha), size=6)
+    counts = table(labels, DirichletProportions(alpha, 1, 0)(labels, 6, np.random.default_rng(4)))
+    assert np.abs(counts - mixes / mixes.sum(axis=0) * sizes).max() <= 1
+
+
+def test_dirichlet_proportions_favour_no_client_in_rare_classes() -> None:
+    labels = np.repeat(np.arange(400), 5)
+    counts = table(labels, DirichletProportions(1e9)(labels, 10, np.random.default_rng(0)))
+    assert np.abs(counts.sum(axis=1) - 200).max() < 40
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_dirichlet_proportions_give_a_class_that_no_mix_has_to_one_client(seed: int) -> None:
+    labels = np.repeat(np.arange(6), 100)
+    parts = DirichletProportions(1e-320, max_redraws=0)(labels, 3, np.random.default_rng(seed))
+    wanted = np.random.default_rng(seed).dirichlet(np.full(6, 1e-320), size=3).sum(axis=0) > 0
+    assert not wanted.all()
+    # At least 99, because a client without any sample gets one.
+    assert ((table(labels, parts)[:, ~wanted] >= 99).sum(axis=0) == 1).all()
+
+
+@pytest.mark.parametrize("max_redraws", [0, 3])
+@pytest.mark.parametrize("min_samples", [1, 20, 54])
+def test_dirichlet_proportions_level_what_redraws_cannot(
+    min_samples: int, max_redraws: int
+) -> None:
+    labels = np.repeat([0, 1], [147, 399])
+    partition = DirichletProportions(0.01, min_samples, max_redraws)
+    sizes = [len(part) for part in partition(labels, 10, np.random.default_rng(0))]
+    assert min(sizes) >= min_samples and sum(sizes) == 546
 
 
 def test_dirichlet_balanced_keeps_the_drawn_mix_where_data_is_abundant() -> None:
@@ -286,8 +326,9 @@ NOT_POSITIVE = [0.0, -1.0, float("nan"), float("inf")]
     [
         *[(lambda a=a: Dirichlet(a), "Dirichlet: alpha must be") for a in NOT_POSITIVE],
         *[
-            (lambda a=a: DirichletBalanced(a), "DirichletBalanced: alpha must be")
+            (lambda a=a, c=c: c(a), f"{c.__name__}: alpha must be")
             for a in NOT_POSITIVE
+            for c in (DirichletBalanced, DirichletProportions)
         ],
         *[
             (lambda a=a: QuantitySkew("dirichlet", alpha=a), "QuantitySkew: alpha must be")
@@ -299,6 +340,8 @@ NOT_POSITIVE = [0.0, -1.0, float("nan"), float("inf")]
         ],
         (lambda: Dirichlet(1.0, min_samples=0), "Dirichlet: min_samples must be"),
         (lambda: Dirichlet(1.0, max_redraws=-1), "Dirichlet: max_redraws must be"),
+        (lambda: DirichletProportions(1.0, 0), "DirichletProportions: min_samples must be"),
+        (lambda: DirichletProportions(1.0, 1, -1), "DirichletProportions: max_redraws must be"),
         (lambda: QuantitySkew(min_samples=0), "QuantitySkew: min_samples must be"),
         (lambda: QuantitySkew("zipf"), "QuantitySkew: distribution must be"),  # type: ignore[arg-type]
         (lambda: Pathological(0), "Pathological: classes_per_client must be"),
@@ -326,6 +369,12 @@ def test_more_clients_than_samples_or_none(partition: Partition) -> None:
             np.arange(8) % 2,
             None,
             "lower Dirichlet.min_samples or data.clients",
+        ),
+        (
+            DirichletProportions(1.0, min_samples=3),
+            np.arange(8) % 2,
+            None,
+            "lower DirichletProportions.min_samples or data.clients",
         ),
         (
             QuantitySkew(min_samples=3),
