@@ -13,25 +13,23 @@ from flsuite.aggregators import Aggregator, FedAvg
 from flsuite.callbacks.defaults import with_defaults
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, client_half, fit_samples
-from flsuite.client.trainer import quiet_lightning
+from flsuite.client.trainer import quiet_lightning, require_one_device
 from flsuite.engines.base import Engine
 from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of
-from flsuite.metrics import HIGHER_IS_BETTER
+from flsuite.exchange import Compression, Exchange, SecureSum
 from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.predictions import predict
 from flsuite.runs.preparation import make_federation, make_ready
 from flsuite.runs.run import Run, RunOptions
-from flsuite.runs.settings import describe_chosen, run_settings
+from flsuite.runs.settings import OF_THE_TRAINER, describe_chosen, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.evaluation import GLOBAL, Evaluator, Split
 from flsuite.server.federation import Federation
 
 __all__ = ["FederatedTrainer"]
-
-_SETTINGS = ("aggregator", "schedule", "buffers", "keep_optimizers", "channels_last")
 
 
 class FederatedTrainer(Trainer):
@@ -47,6 +45,8 @@ class FederatedTrainer(Trainer):
         aggregator: The algorithm. Default: FedAvg weighted by samples.
         schedule: Who trains when. Default: all clients in every round.
         engine: Where clients train. Default: in this process.
+        compression: How updates are packed for the way to the server. Default: not at all.
+        secure_sum: How updates are masked, so that the server learns their sum alone.
         max_epochs: Local epochs per fit.
         evaluate_every: Rounds between two evaluations. The last round is always evaluated.
         monitor: The score on validation data that picks the best round.
@@ -74,6 +74,8 @@ class FederatedTrainer(Trainer):
         aggregator: Aggregator | None = None,
         schedule: Schedule | None = None,
         engine: Engine | None = None,
+        compression: Compression | None = None,
+        secure_sum: SecureSum | None = None,
         max_epochs: int = 1,
         evaluate_every: int = 1,
         monitor: str = "accuracy",
@@ -96,10 +98,7 @@ class FederatedTrainer(Trainer):
     ) -> None:
         budget = Budget.of(rounds, max_virtual_seconds, max_client_updates)
         require_at_least("trainer", 1, max_epochs=max_epochs)
-        require_at_least("trainer", 1, evaluate_every=evaluate_every, score_clients=score_clients)
-        require_one_of("trainer", HIGHER_IS_BETTER, monitor=monitor)
         require_one_of("trainer", get_args(Buffers), buffers=buffers)
-
         self.client_kwargs = {**client_arguments(kwargs), "max_epochs": max_epochs}
         quiet_lightning()
         super().__init__(
@@ -111,14 +110,12 @@ class FederatedTrainer(Trainer):
             enable_model_summary=False,
             **kwargs,
         )
-        if self.world_size > 1:
-            raise FlsuiteError(
-                "trainer: devices must be 1; spread clients with Processes(workers=4)"
-            )
+        require_one_device(self)
 
         self.aggregator = aggregator or FedAvg()
         self.schedule = schedule or Synchronous()
         self.engine = engine or InProcess()
+        self.compression, self.secure_sum = compression, secure_sum
         self.buffers: Buffers = buffers
         self.keep_optimizers = keep_optimizers
         self.channels_last = channels_last
@@ -156,7 +153,7 @@ class FederatedTrainer(Trainer):
                 # 3. Whose updates arrive next, by the virtual clock. Faulty ones are left out.
                 updates = run.accept(self.schedule.arrivals(self.engine, run.clock, run.requests))
                 # 4. The updates become the next version of the global model.
-                run.advance(self.aggregator.aggregate(run.state, updates))
+                run.advance(run.aggregate(updates))
                 # 5. The new version is scored, logged and written to disk.
                 run.evaluate()
                 run.record()
@@ -232,7 +229,8 @@ class FederatedTrainer(Trainer):
         samples = fit_samples(self.client_kwargs, data.batch_size, model.extra_epochs)
         device, precision = self.strategy.root_device, self.precision_plugin.forward_context
         evaluator = Evaluator(model, data, device, precision)
-        chosen = self.aggregator, self.schedule, self.buffers
+        exchange = Exchange(self.compression, self.secure_sum)
+        chosen = self.aggregator, self.schedule, self.buffers, exchange
         federation = make_federation(evaluator, *chosen, folder, options, samples)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         settings = run_settings(
@@ -242,7 +240,7 @@ class FederatedTrainer(Trainer):
             client=describe_chosen(self.client_kwargs, Trainer),
             callbacks=callbacks,
             own_weights=own_weights,
-            **{name: getattr(self, name) for name in _SETTINGS},
+            **{name: getattr(self, name) for name in OF_THE_TRAINER},
         )
         config = self.config or settings
         self.run = Run(
@@ -258,6 +256,7 @@ class FederatedTrainer(Trainer):
             model=run.model,
             data=run.federation.data,
             aggregator=client_half(self.aggregator),
+            exchange=run.federation.exchange,
             seed=run.seed,
             initial=run.federation.initial,
             trainer_kwargs=self.client_kwargs,

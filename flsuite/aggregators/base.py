@@ -33,6 +33,9 @@ class Aggregator(ABC):
             the global model. The server half must then read ``update.base`` or mix with the global
             state: a mean of stale models would replace it. The federation refuses an asynchronous
             schedule for an aggregator that does not accept stale updates.
+        clear_extras: Names of the extras that are sent as they are where the rest of an update is
+            only summed up.
+        psd_extras: Names of the extras whose matrices are symmetric and positive semidefinite.
         memory: State of the server half from one round to the next: nested dicts of tensors and
             numbers. The checkpoint stores it, and no other attribute.
         metrics: Numbers about the current round, for the log. It is empty at the start of each
@@ -45,6 +48,8 @@ class Aggregator(ABC):
     private: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
     accepts_stale: ClassVar[bool] = False
+    clear_extras: tuple[str, ...] = ()
+    psd_extras: tuple[str, ...] = ()
     tools: ServerTools = ServerTools()
     layout: StateLayout
     memory: dict[str, Any]
@@ -99,6 +104,39 @@ class Aggregator(ABC):
             updates: Updates in a fixed order, each already checked. The iterator can be consumed
                 once.
         """
+
+    @property
+    def works_from_sums(self) -> bool:
+        """Return whether sums over clients are all that the server half needs of their updates.
+
+        It has :meth:`summands` and :meth:`from_sums`, and no other rule of its own in between.
+        """
+        order = type(self).__mro__
+        owners = {
+            name: next(place for place, cls in enumerate(order) if name in vars(cls))
+            for name in ("aggregate", "summands", "from_sums")
+        }
+        base = order.index(Aggregator)
+        # A subclass with another aggregate would silently be its base class.
+        return max(owners["summands"], owners["from_sums"]) <= min(owners["aggregate"], base - 1)
+
+    def summands(self, update: ClientUpdate) -> State:
+        """Return what the server adds up over clients, float tensors by name.
+
+        It is part of the client half. An aggregator that has it, and :meth:`from_sums`, works with
+        secure sums.
+        """
+        raise NotImplementedError
+
+    def from_sums(self, global_state: State, sums: State, updates: Sequence[ClientUpdate]) -> State:
+        """Return the next global state from the sums of :meth:`summands`.
+
+        Args:
+            global_state: The shared entries that the clients started from.
+            sums: The sum over clients of each summand, float64.
+            updates: The clients' updates without their states, and with :attr:`clear_extras` alone.
+        """
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory."""

@@ -3,7 +3,7 @@
 Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv:1602.05629.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from flsuite.aggregators.base import Aggregator
@@ -33,6 +33,19 @@ class FedAvg(Aggregator):
         for update in updates:
             mean.add(update.state, self.weight(update))
         return mean.mean()
+
+    def summands(self, update: ClientUpdate) -> State:
+        weight = self.weight(update)
+        floats = {name: w for name, w in update.state.items() if w.is_floating_point()}
+        return {name: weight * w.double() for name, w in floats.items()}
+
+    def from_sums(self, global_state: State, sums: State, updates: Sequence[ClientUpdate]) -> State:
+        total = sum(self.weight(update) for update in updates)
+        # A counter, such as num_batches_tracked, is no sum. It stays as it was.
+        return {
+            name: (sums[name] / total).to(w.dtype) if name in sums else w.clone()
+            for name, w in global_state.items()
+        }
 
     def weight(self, update: ClientUpdate) -> float:
         """Return the weight of an update in the mean."""

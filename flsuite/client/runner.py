@@ -136,10 +136,18 @@ class ClientRunner:
             metrics={**numbers, **_numbers(client.metrics)},
             bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
         )
-        # The size of what is sent, as if the client were on another machine.
-        update.bytes_up = nbytes(update.state) + nbytes(update.extras)
-        update.seconds = time.perf_counter() - started
-        return ClientResult(update, _memory(clone(private), client, kept), numbers)
+        notes = copy.deepcopy(request.memory.get("exchange", {}))
+        packed, summands = setup.exchange.pack(update, setup.aggregator, broadcast.state, notes)
+        packed.seconds = time.perf_counter() - started
+        memory = {
+            "model": clone(private),
+            "algorithm": client.memory,
+            "optimizers": kept,
+            "exchange": notes,
+            "summands": summands,
+        }
+        # Without empty parts, which a checkpoint need not hold.
+        return ClientResult(packed, {k: v for k, v in memory.items() if v}, numbers)
 
     def _measure(
         self,
@@ -221,14 +229,6 @@ def _python_attributes(model: ClientModel) -> dict[str, Any]:
         for name, value in vars(model).items()
         if type(value) in kinds and not name.startswith("_") and name != "training"
     }
-
-
-def _memory(
-    private: State, client: ClientContext, optimizers: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    """Return what the client keeps for its next round, without empty parts."""
-    memory = {"model": private, "algorithm": client.memory, "optimizers": optimizers}
-    return {name: value for name, value in memory.items() if value}
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

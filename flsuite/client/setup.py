@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule
@@ -15,6 +15,7 @@ from flsuite.client.lr_decay import LRDecay
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.exchange import Exchange
 from flsuite.models.base import ClientModel
 from flsuite.state import State
 
@@ -72,6 +73,7 @@ class WorkerSetup:
             to the next.
         channels_last: Whether images and convolutions use that memory format.
         lr_decay: How learning rates change from round to round. Default: they do not.
+        exchange: How updates are packed for their way to the server. Default: not at all.
     """
 
     model: ClientModel
@@ -84,6 +86,7 @@ class WorkerSetup:
     keep_optimizers: bool = False
     channels_last: bool = True
     lr_decay: LRDecay | None = None
+    exchange: Exchange = field(default_factory=Exchange)
 
 
 class _ServerMemory(dict[str, Any]):

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 
 from flsuite.client.loop import LocalLoop
 from flsuite.client.setup import refuse_callbacks
+from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import (
     detects_anomalies,
     leave_hooks,
@@ -18,7 +19,7 @@ from flsuite.lightning_internals import (
     trainer_settings,
 )
 
-__all__ = ["ClientTrainer", "quiet_lightning"]
+__all__ = ["ClientTrainer", "quiet_lightning", "require_one_device"]
 
 
 class ClientTrainer(Trainer):
@@ -84,6 +85,12 @@ class ClientTrainer(Trainer):
             else:
                 self.fit_loop.run()
         leave_hooks(self.lightning_module)
+
+
+def require_one_device(trainer: Trainer) -> None:
+    """Refuse a Trainer that would spread one client's fit over several devices."""
+    if trainer.world_size > 1:
+        raise FlsuiteError("trainer: devices must be 1; spread clients with Processes(workers=4)")
 
 
 def quiet_lightning() -> None:

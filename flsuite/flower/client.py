@@ -10,7 +10,7 @@ from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError
 from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
-from flsuite.messages import Broadcast, ClientFailure, FitAssignment, FitRequest
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitAssignment, FitRequest
 from flsuite.models.base import ClientModel
 from flsuite.server.evaluation import Split
 from flsuite.state import State, mismatch
@@ -66,16 +66,18 @@ class Site:
         self.engine.submit([request])
         outcome = self.engine.collect(request.number)
         # What the server would refuse must not be remembered here either.
-        outcome = self.run.federation.check(outcome)
-        if isinstance(outcome, ClientFailure):
+        checked = self.run.federation.check(outcome, broadcast.state)
+        if isinstance(checked, ClientFailure):
             log.warning(
                 "round %d: client %d failed: %s\n%s",
-                outcome.round,
+                checked.round,
                 client,
-                outcome.reason,
-                outcome.details,
+                checked.reason,
+                checked.details,
             )
-            return Message(Error(FAILED, outcome.reason), reply_to=message)
+            return Message(Error(FAILED, checked.reason), reply_to=message)
+        # What is sent is the packed update, which the server unpacks itself.
+        assert isinstance(outcome, ClientResult)
         _remember(context, outcome.memory)
         return Message(write_update(outcome.update), reply_to=message)
 

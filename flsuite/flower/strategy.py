@@ -49,6 +49,17 @@ class FlowerStrategy(Strategy):
                 "under Flower rounds are synchronous, and nodes come and go by themselves: set "
                 "trainer.schedule to Synchronous without availability, over_selection and deadline"
             )
+        if federation.exchange.secure_sum is not None:
+            raise FlsuiteError(
+                "a secure sum exchanges keys and shares before and after training, and a round of "
+                "Flower has one message to a node and one answer; leave out trainer.secure_sum, or "
+                "run it with flsuite fit"
+            )
+        if federation.trained is not None or run.updates is not None:
+            raise FlsuiteError(
+                "under Flower the clients' models lie on their nodes; leave out keep_updates and "
+                "from_updates"
+            )
         federation.clients = NodeStore(federation.personal)
         self.node_evaluator = NodeEvaluator(run.evaluator)
         if federation.personal:
@@ -117,11 +128,11 @@ class FlowerStrategy(Strategy):
         """
         if self.idle:
             return None, None
-        run, aggregator = self.run, self.federation.aggregator
+        run = self.run
         self.engine.deliver(replies)
         schedule = self.federation.schedule
         updates = run.accept(schedule.arrivals(self.engine, run.clock, run.requests))
-        run.advance(aggregator.aggregate(run.state, updates))
+        run.advance(run.aggregate(updates))
 
         totals = dict(self.federation.log.metrics())[GLOBAL]
         metrics = MetricRecord({name: float(value) for name, value in totals.items()})

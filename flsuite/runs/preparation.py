@@ -8,6 +8,7 @@ from flsuite.aggregators import Aggregator
 from flsuite.client.setup import Buffers, private_patterns
 from flsuite.data.module import FederatedDataModule
 from flsuite.errors import require_instance
+from flsuite.exchange import Exchange
 from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
 from flsuite.runs.folder import RunFolder
@@ -59,6 +60,7 @@ def make_federation(
     aggregator: Aggregator,
     schedule: Schedule,
     buffers: Buffers,
+    exchange: Exchange,
     folder: RunFolder,
     options: RunOptions,
     fit_samples: Callable[[int], int],
@@ -70,6 +72,7 @@ def make_federation(
         aggregator: The algorithm.
         schedule: Who trains when.
         buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        exchange: The way of updates from clients to the server.
         folder: Where clients and versions are kept.
         options: The options of the run.
         fit_samples: Returns the samples that a fit processes, given those of the client.
@@ -90,4 +93,5 @@ def make_federation(
         VersionStore(path / "in_flight" if path else None),
         fit_samples,
         make_tools(evaluator, private, options.seed, options.budget.rounds),
+        exchange,
     )

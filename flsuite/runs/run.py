@@ -15,9 +15,10 @@ from lightning.pytorch.loggers import Logger
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.setup import has_lightning_hooks
 from flsuite.data.federated import FederatedData
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, one_line, require_at_least, require_one_of
 from flsuite.files import BackgroundTask
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
+from flsuite.metrics import HIGHER_IS_BETTER
 from flsuite.models.base import ClientModel
 from flsuite.runs.budget import Budget
 from flsuite.runs.checkpoint import (
@@ -69,6 +70,11 @@ class RunOptions:
     score_clients: int = 100
     lr_decay: LRDecay | None = None
     show: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least("trainer", 1, evaluate_every=self.evaluate_every)
+        require_at_least("trainer", 1, score_clients=self.score_clients)
+        require_one_of("trainer", HIGHER_IS_BETTER, monitor=self.monitor)
 
 
 class Run:
@@ -211,6 +217,12 @@ class Run:
         """
         if keep or source is not None:
             require_plain_training(self.federation)
+        exchange = self.federation.exchange
+        if keep and (exchange.compression or exchange.secure_sum):
+            raise FlsuiteError(
+                "keep_updates keeps the clients' models as they are, and compression or secure_sum "
+                "shows the server others; keep them in a run without these"
+            )
         if keep and self.folder.path is not None:
             self.updates = UpdateStore(self.folder.path / UPDATES)
         if source is not None:
@@ -240,6 +252,10 @@ class Run:
         """
         self._accepting = self._accepted(outcomes)
         return self._accepting
+
+    def aggregate(self, updates: Iterator[ClientUpdate]) -> State:
+        """Return the next version of the global model, as the algorithm folds the updates."""
+        return self.federation.aggregate(updates)
 
     def advance(self, state: State) -> None:
         """Make this state the next version of the global model.

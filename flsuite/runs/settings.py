@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 __all__ = [
+    "OF_THE_TRAINER",
     "class_name",
     "defaults",
     "describe",
@@ -30,6 +31,16 @@ __all__ = [
     "weights_digest",
 ]
 
+OF_THE_TRAINER = (
+    "aggregator",
+    "schedule",
+    "compression",
+    "secure_sum",
+    "buffers",
+    "keep_optimizers",
+    "channels_last",
+)
+"""The settings that a :class:`~flsuite.FederatedTrainer` keeps under their own names."""
 _SCALARS = (str, int, float, bool, type(None))
 _MISSING = object()
 

@@ -1,7 +1,7 @@
 """The federation: its state, and the step from one version of the global model to the next."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -10,7 +10,8 @@ from flsuite.aggregators import Aggregator
 from flsuite.aggregators.tools import ServerTools
 from flsuite.client.setup import Buffers, buffer_names, private_patterns
 from flsuite.data.federated import FederatedData
-from flsuite.errors import FederationError, FlsuiteError
+from flsuite.errors import FederationError, FlsuiteError, one_line
+from flsuite.exchange import Exchange
 from flsuite.messages import (
     Broadcast,
     ClientFailure,
@@ -24,6 +25,7 @@ from flsuite.models.base import ClientModel
 from flsuite.models.layers import read_chain, read_layers
 from flsuite.schedules import Clock, Fit, Schedule, Work
 from flsuite.server.client_store import ClientStore
+from flsuite.server.devices import Devices
 from flsuite.server.round_log import RoundLog
 from flsuite.server.update_store import UpdateStore
 from flsuite.server.version_store import CopyCallbacks, VersionStore
@@ -49,6 +51,7 @@ class Federation:
         fit_samples: Returns the samples that a fit processes, given those of the client. Default:
             one pass.
         tools: What the server offers to the aggregator. Default: nothing.
+        exchange: The way of updates from clients to the server. Default: as they are.
 
     Attributes:
         clock: Rounds done, virtual seconds, client updates and bytes.
@@ -72,6 +75,7 @@ class Federation:
         versions: VersionStore | None = None,
         fit_samples: Callable[[int], int] = int,
         tools: ServerTools | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
@@ -84,6 +88,8 @@ class Federation:
         self._fit_samples = fit_samples
         self._started: dict[int, _Start] = {}
         self.trained: UpdateStore | None = None
+        self.exchange = exchange or Exchange()
+        self._devices = Devices(self.exchange.secure_sum)
 
         _refuse_unused_patterns(model)
         whole = clone(model.state_dict())
@@ -94,12 +100,15 @@ class Federation:
         self._reset = [name for name in buffer_names(model) if is_reset and name in self.state]
         self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
         sizes = data.train_index.lengths().tolist()
-        _refuse_unfit(aggregator, schedule)
+        _refuse_unfit(aggregator, schedule, self.exchange.secure_sum is not None)
         schedule.configure(sizes, seed, self.work)
         aggregator.tools = tools or ServerTools()
         aggregator.configure(_layout(model, self.state, data.spec.shape, sizes))
         # After configure, which tells the aggregator what travels.
-        self._expected_extras = aggregator.expected_extras(self.state)
+        extras = aggregator.expected_extras(self.state)
+        self.exchange.configure(aggregator, self.state, extras)
+        self._bytes_up = self.exchange.bytes_up(self.state, extras)
+        self._expected = self.exchange.templates(aggregator, self.state, extras)
 
     @property
     def round(self) -> int:
@@ -138,7 +147,7 @@ class Federation:
         self.aggregator.metrics = self.log.server
         self._extras = self.aggregator.broadcast()
         size = nbytes(self.state)
-        self._traffic = size + nbytes(self._extras), size + nbytes(self._expected_extras)
+        self._traffic = size + nbytes(self._extras), self._bytes_up
 
     def requests(
         self, starting: Sequence[Fit], callbacks: CopyCallbacks = tuple
@@ -163,7 +172,7 @@ class Federation:
         """
         sender = outcome.update if isinstance(outcome, ClientResult) else outcome
         start = self._started.pop(sender.client)
-        outcome = self.check(outcome)
+        outcome = self._devices.held(self.check(outcome, start.broadcast.state))
         if isinstance(outcome, ClientFailure):
             outcome.number = start.number
             self._count_lost(start, sender)
@@ -184,16 +193,25 @@ class Federation:
         self.log.updates.append(update.without_tensors())
         return outcome
 
-    def check(self, outcome: Outcome) -> Outcome:
-        """Return the outcome, or a failure if its update must not reach the aggregator."""
+    def check(self, outcome: Outcome, base: State) -> Outcome:
+        """Return the outcome unpacked, or a failure if its update must not reach the aggregator.
+
+        Args:
+            outcome: What came back.
+            base: The shared state that the client started from.
+        """
         if isinstance(outcome, ClientFailure):
             return outcome
 
+        update, fault = outcome.update, None
+        try:
+            update = self.exchange.unpack(update, base)
+        except ValueError as error:
+            fault = one_line(error)
         # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
-        update = outcome.update
-        fault = update.fault(self.state, self._expected_extras) or _private_fault(outcome)
+        fault = fault or update.fault(*self._expected) or _private_fault(outcome)
         if fault is None:
-            return outcome
+            return replace(outcome, update=update)
         if fault.startswith("extras"):
             fault += f" ({type(self.aggregator).__name__}.expected_extras says what clients send)"
         return ClientFailure(update.client, update.round, f"its update was refused: {fault}")
@@ -218,6 +236,20 @@ class Federation:
             f"round {first.round}: all {len(failures)} clients failed, client {first.client} with: "
             f"{first.reason}; the state of round {self.round} is kept"
         )
+
+    def aggregate(self, updates: Iterator[ClientUpdate]) -> State:
+        """Return the next global state, from the updates or from their sum alone.
+
+        Raises:
+            FederationError: If too few clients came back for a secure sum.
+        """
+        if self.exchange.secure_sum is None:
+            return self.aggregator.aggregate(self.state, updates)
+        arrived = list(updates)
+        lost = [failure.client for failure in self.log.failures]
+        lost += [fit.client for fit in self.schedule.ended if fit.outcome != "arrived"]
+        sums = self._devices.sums(arrived, lost, self.log, self.clock)
+        return self.aggregator.from_sums(self.state, sums, arrived)
 
     def advance(self, state: State) -> None:
         """Make this the next version of the global model.
@@ -338,13 +370,18 @@ def _private_fault(result: ClientResult) -> str | None:
     return None if name is None else f"its private entry {name} is not finite"
 
 
-def _refuse_unfit(aggregator: Aggregator, schedule: Schedule) -> None:
+def _refuse_unfit(aggregator: Aggregator, schedule: Schedule, secure: bool) -> None:
     """Refuse an algorithm that the schedule would give what it cannot use."""
     if schedule.is_asynchronous and not aggregator.accepts_stale:
         raise FlsuiteError(
             f"{type(aggregator).__name__} needs updates of the current version of the global "
             f"model, and {type(schedule).__name__} brings stale ones; set trainer.aggregator to "
             "FedBuff or FedAsync, or trainer.schedule to Synchronous"
+        )
+    if secure and (schedule.is_asynchronous or aggregator.pooled):
+        raise FlsuiteError(
+            "secure sums need a cohort that trains together; set trainer.schedule to Synchronous, "
+            "or leave out trainer.secure_sum"
         )
     if aggregator.pooled and (schedule.is_virtual or schedule.may_lose):
         raise FlsuiteError(
