@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from flsuite.aggregators.matching import Places, assign
 
@@ -56,25 +57,26 @@ def match_neurons(
         generator: Draws the orders.
     """
     clients = len(rows)
-    at = {0: torch.arange(len(rows[0]))}
+    matched = _Matching(rows, prior)
+    matched.add(0, torch.arange(len(rows[0])))
     for client in range(1, clients):
-        at[client] = _match_client(client, rows, at, prior, grow)
+        matched.add(client, matched.best(client, grow))
 
     # A client alone has nobody to be matched to.
     for _ in range(sweeps if clients > 1 else 0):
         for client in generator.permutation(clients).tolist():
-            del at[client]
-            at = _renumbered(at)
-            at[client] = _match_client(client, rows, at, prior, grow)
-
-    at = _renumbered(at)
-    size = 1 + max(int(own.max()) for own in at.values())
-    return [Places(at[client], size) for client in range(clients)]
+            matched.remove(client)
+            matched.add(client, matched.best(client, grow))
+    return [Places(matched.at[client], len(matched.members)) for client in range(clients)]
 
 
 def posterior_mean(rows: Sequence[Tensor], places: Sequence[Places], prior: Prior) -> Tensor:
     """Return the mean of each global neuron given its members, ``(places, inputs)``."""
-    sums, members = _members(rows, [place.at for place in places], prior)
+    sums = rows[0].new_zeros(places[0].size, rows[0].shape[1])
+    members = rows[0].new_zeros(places[0].size)
+    for own, place in zip(rows, places, strict=True):
+        sums.index_add_(0, place.at, own, alpha=prior.precision)
+        members[place.at] += 1
     return sums / (prior.global_precision + prior.precision * members)[:, None]
 
 
@@ -111,31 +113,42 @@ def gains_of_new_neurons(rows: Tensor, clients: int, prior: Prior) -> Tensor:
     return alone[:, None] + 2 * torch.log(prior.gamma / (clients * number))
 
 
-def _match_client(
-    client: int, rows: Sequence[Tensor], at: dict[int, Tensor], prior: Prior, grow: bool
-) -> Tensor:
-    """Return the best places of a client's neurons, given those of the clients in ``at``."""
-    sums, members = _members([rows[other] for other in at], list(at.values()), prior)
-    gains = gains_of_members(rows[client], sums, members, len(rows), prior)
-    if grow:
-        gains = torch.cat([gains, gains_of_new_neurons(rows[client], len(rows), prior)], dim=1)
-    return assign(gains).at
+class _Matching:
+    """The clients matched so far: g, m, and the global neurons of each client by its number."""
 
+    def __init__(self, rows: Sequence[Tensor], prior: Prior) -> None:
+        self.rows = rows
+        self.prior = prior
+        self.sums = rows[0].new_zeros(0, rows[0].shape[1])
+        self.members = rows[0].new_zeros(0)
+        self.at: dict[int, Tensor] = {}
 
-def _members(rows: Sequence[Tensor], at: Sequence[Tensor], prior: Prior) -> tuple[Tensor, Tensor]:
-    """Return g and m of each global neuron."""
-    size = 1 + max(int(own.max()) for own in at)
-    sums = rows[0].new_zeros(size, rows[0].shape[1])
-    members = rows[0].new_zeros(size)
-    # From the start each time: adding and taking out again would leave rounding errors.
-    for own, places in zip(rows, at, strict=True):
-        sums[places] += prior.precision * own
-        members[places] += 1
-    return sums, members
+    def best(self, client: int, grow: bool) -> Tensor:
+        """Return the best global neurons for a client that is not matched."""
+        rows, clients = self.rows[client], len(self.rows)
+        gains = gains_of_members(rows, self.sums, self.members, clients, self.prior)
+        if grow:
+            gains = torch.cat([gains, gains_of_new_neurons(rows, clients, self.prior)], dim=1)
+        return assign(gains).at
 
+    def add(self, client: int, at: Tensor) -> None:
+        """Match a client. Numbers above the last global neuron become new ones."""
+        # The first new neurons gain the most, so that no number is left out.
+        new = max(0, int(at.max()) + 1 - len(self.members))
+        self.sums = F.pad(self.sums, (0, 0, 0, new))
+        self.members = F.pad(self.members, (0, new))
 
-def _renumbered(at: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Return the places without those that have no member, in the same order."""
-    numbers = torch.unique(torch.cat(list(at.values())), return_inverse=True)[1]
-    parts = numbers.split([len(own) for own in at.values()])
-    return dict(zip(at, parts, strict=True))
+        self.at[client] = at
+        self.sums.index_add_(0, at, self.rows[client], alpha=self.prior.precision)
+        self.members[at] += 1
+
+    def remove(self, client: int) -> None:
+        """Take a client out, and drop global neurons that were its alone."""
+        at = self.at.pop(client)
+        self.sums.index_add_(0, at, self.rows[client], alpha=-self.prior.precision)
+        self.members[at] -= 1
+
+        kept = self.members > 0
+        numbers = kept.cumsum(0) - 1
+        self.sums, self.members = self.sums[kept], self.members[kept]
+        self.at = {other: numbers[own] for other, own in self.at.items()}
