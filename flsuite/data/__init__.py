@@ -1,13 +1,22 @@
 """Datasets as Lightning data modules, and the partitions that split them over clients."""
 
 from flsuite.data.augment import Augment, CropFlip
+from flsuite.data.datasets.cinic10 import CINIC10
 from flsuite.data.datasets.digits import Digits
 from flsuite.data.datasets.femnist import FEMNIST
 from flsuite.data.datasets.medmnist import MedMNIST
 from flsuite.data.datasets.nbaiot import NBaIoT
 from flsuite.data.datasets.synthetic import Synthetic
 from flsuite.data.datasets.table import Table
-from flsuite.data.datasets.vision import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, FashionMNIST
+from flsuite.data.datasets.vision import (
+    CIFAR10,
+    CIFAR100,
+    EMNIST,
+    GTSRB,
+    MNIST,
+    SVHN,
+    FashionMNIST,
+)
 from flsuite.data.federated import FederatedData
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import (
@@ -26,8 +35,10 @@ from flsuite.data.tasks import TaskSequence
 __all__ = [
     "CIFAR10",
     "CIFAR100",
+    "CINIC10",
     "EMNIST",
     "FEMNIST",
+    "GTSRB",
     "IID",
     "MNIST",
     "SVHN",

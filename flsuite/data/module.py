@@ -61,6 +61,10 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         server_samples: Number of training samples that the server holds for itself, uniformly at
             random by the seed, whatever the partition. Clients share the others: with the same seed
             and another number, a client has other samples. Default: none.
+        train_part: The part of the training split that is used at all, as start and end in a fixed
+            random order, the same whatever the seed. ``[0.0, 0.2]`` and ``[0.2, 1.0]`` share no
+            sample: a model can be pre-trained on one and federated on the other. ``train_samples``
+            counts within the part. Default: all.
 
     Attributes:
         federated: The dataset split over clients, after :meth:`setup`.
@@ -81,6 +85,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         train_samples: int | None = None,
         seed: int | None = None,
         server_samples: int = 0,
+        train_part: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
         self.clients = clients
@@ -96,6 +101,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         self.train_samples = train_samples
         self.seed = seed
         self.server_samples = server_samples
+        self.train_part = train_part
 
         # The result of setup(), the settings that it was made with, and the run's seed.
         self._federated: FederatedData | None = None
@@ -171,6 +177,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         require_at_least(own, 1, resize=self.resize, train_samples=self.train_samples)
         require_at_least(own, 0, server_samples=self.server_samples)
         require_below_one(own, val_fraction=self.val_fraction)
+        _check_part(own, self.train_part)
 
     def train_dataloader(self) -> TrainLoader:
         """Return the training samples of all clients together, for a plain Lightning Trainer."""
@@ -185,7 +192,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         """Read the published splits and split them over clients."""
         published = self.load()
         # The subset comes first, so that only the images that are kept are resized.
-        train = self._resized(fixed_subset(published.train, self.train_samples))
+        kept = fixed_subset(published.train, self.train_samples, self.train_part)
+        train = self._resized(kept)
         train, server = hold_out_for_server(
             train, self.server_samples, self.clients, self.partition_seed
         )
@@ -235,3 +243,14 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         if self.resize is None:
             return split
         return replace(split, x=resize_images(split.x, self.resize))
+
+
+def _check_part(owner: str, part: tuple[float, float] | None) -> None:
+    """Refuse a part that does not lie within the training split, or is empty."""
+    if part is None:
+        return
+    if len(part) != 2 or not 0 <= part[0] < part[1] <= 1:
+        raise FlsuiteError(
+            f"{owner}: train_part must be a start and an end with 0 <= start < end <= 1, got "
+            f"{list(part)}"
+        )

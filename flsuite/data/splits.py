@@ -21,15 +21,24 @@ _SUBSET_SEED = 0
 """Fixed: the subset is part of the problem, not of a run."""
 
 
-def fixed_subset(train: DataSplit, samples: int | None) -> DataSplit:
+def fixed_subset(
+    train: DataSplit, samples: int | None, part: tuple[float, float] | None = None
+) -> DataSplit:
     """Return a random part of the training split in its original order.
 
-    ``None`` is for all of it.
+    Args:
+        train: The training split.
+        samples: The largest number of samples. ``None`` is for all of the part.
+        part: Start and end of the part in a fixed random order, as fractions. ``None`` is for all
+            of the split.
     """
-    if samples is None or samples >= len(train):
+    start, end = (round(bound * len(train)) for bound in part or (0.0, 1.0))
+    kept = end - start if samples is None else min(samples, end - start)
+    if kept == len(train):
         return train
+
     order = numpy_generator(_SUBSET_SEED, "subset").permutation(len(train))
-    return train.take(torch.from_numpy(np.sort(order[:samples])))
+    return train.take(torch.from_numpy(np.sort(order[start : start + kept])))
 
 
 def hold_out_for_server(

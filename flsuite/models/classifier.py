@@ -1,6 +1,8 @@
 """A plain classifier over any backbone."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 from flsuite.data.spec import DataSpec
 from flsuite.models.backbones import Backbone, LeNet5
 from flsuite.models.base import ClientModel
+from flsuite.models.pretrained import file_digest, load_weights, read_weights
 
 __all__ = ["Classifier", "class_probabilities", "classification_loss", "mean_classification_loss"]
 
@@ -52,6 +55,14 @@ class Classifier(ClientModel):
         private: Entries of the state dict that stay with the client, by prefix or wildcard.
             ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
             normalisation of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
+        pretrained: A file with the weights to start from: ``checkpoints/model.ckpt`` of a run, any
+            Lightning checkpoint of this model, or a state dict of it or of its network. The last
+            linear layer starts at random if the file is for another number of classes. Default: all
+            layers start at random.
+
+    Attributes:
+        content_digests: Digests of the files that the weights come from, by the argument that names
+            the file.
     """
 
     def __init__(
@@ -59,14 +70,32 @@ class Classifier(ClientModel):
         backbone: Backbone | None = None,
         optimizer: OptimizerCallable = lambda params: torch.optim.SGD(params, lr=0.05),
         private: Sequence[str] = (),
+        pretrained: str | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.optimizer = optimizer
         self.private = tuple(private)
+        self.pretrained = pretrained
+        self.content_digests: dict[str, str] = {}
+        self._has_weights = False  # those of a checkpoint, which replace those of the file
 
     def build(self, spec: DataSpec) -> None:
         self.network = (self.backbone or LeNet5()).build(spec.shape, spec.num_classes)
+        if self.pretrained is not None and not self._has_weights:
+            self._start_from(self.pretrained)
+
+    def _start_from(self, path: str) -> None:
+        """Overwrite the network's weights with those of a file."""
+        weights = read_weights(path)
+        self.content_digests = {"pretrained": file_digest(path)}
+        # A state dict of the network alone has the same names without this prefix.
+        weights = {name.removeprefix("network."): value for name, value in weights.items()}
+        load_weights(self.network, weights, Path(path).name)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._has_weights = True
+        super().on_load_checkpoint(checkpoint)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x)

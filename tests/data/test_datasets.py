@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import math
 import pickle
+import shutil
 import struct
 import urllib.error
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from flsuite.data.datasets.cinic10 import CINIC10, CLASSES
 from flsuite.data.datasets.digits import Digits, read_digits
 from flsuite.data.datasets.medmnist import MedMNIST, read_medmnist
 from flsuite.data.datasets.synthetic import Synthetic, bayes_accuracy, make_mixture, simplex_means
@@ -21,10 +23,12 @@ from flsuite.data.datasets.vision import (
     CIFAR10,
     CIFAR100,
     EMNIST,
+    GTSRB,
     MNIST,
     SVHN,
     FashionMNIST,
 )
+from flsuite.data.images import resize_images
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.random import torch_generator
@@ -392,7 +396,7 @@ def test_mnist_labels_of_another_file(tmp_path: Path, rng: np.random.Generator) 
         read_torchvision("MNIST", tmp_path, download=False)
 
 
-@pytest.mark.parametrize("module", [MNIST, FashionMNIST, EMNIST, CIFAR10, CIFAR100, SVHN])
+@pytest.mark.parametrize("module", [MNIST, FashionMNIST, EMNIST, CIFAR10, CIFAR100, SVHN, GTSRB])
 def test_missing(module: type[MNIST], tmp_path: Path, offline: list[str]) -> None:
     name = module.__name__
     with pytest.raises(
@@ -566,6 +570,138 @@ def test_svhn(
     with pytest.raises(FlsuiteError, match=rf"files of SVHN in {tmp_path} are damaged"):
         read_torchvision("SVHN", tmp_path, download=True)
     assert not offline
+
+
+def save_image(file: Path, pixels: np.ndarray) -> None:
+    from PIL import Image
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(file)
+
+
+def write_gtsrb(root: Path, rng: np.random.Generator) -> None:
+    """Write a flat training image per class, of different sizes, and two test images."""
+    folder = root / "gtsrb" / "GTSRB"
+    for label in range(43):
+        size = (15 + 2 * label, 20 + label, 3)
+        file = folder / "Training" / f"{label:05d}" / "00000_00000.ppm"
+        save_image(file, np.full(size, 5 * label, np.uint8))
+    lines = ["Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"]
+    for row, label in enumerate((42, 7)):
+        pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        save_image(folder / "Final_Test" / "Images" / f"{row:05d}.ppm", pixels)
+        lines.append(f"{row:05d}.ppm;32;32;1;1;30;30;{label}")
+    (root / "gtsrb" / "GT-final_test.csv").write_text("\n".join(lines) + "\n")
+
+
+def test_gtsrb(tmp_path: Path, rng: np.random.Generator, offline: list[str]) -> None:
+    write_gtsrb(tmp_path, rng)
+    source = GTSRB(root=str(tmp_path)).load()
+    check(source, (3, 32, 32), train=43, test=2)
+    assert source.train.y.tolist() == list(range(43)) and source.test.y.tolist() == [42, 7]
+    assert (source.train.x == 5 * torch.arange(43).view(-1, 1, 1, 1)).all()
+    assert source.val is None and source.spec.num_classes == 43
+    assert GTSRB(size=20, root=str(tmp_path)).load().spec.shape == (3, 20, 20)
+    assert not offline
+
+
+def test_gtsrb_resizes_as_all_images_are_resized(tmp_path: Path, rng: np.random.Generator) -> None:
+    write_gtsrb(tmp_path, rng)
+    pixels = rng.integers(0, 256, (75, 51, 3), dtype=np.uint8)
+    save_image(tmp_path / "gtsrb" / "GTSRB" / "Training" / "00003" / "00000_00000.ppm", pixels)
+    ours = resize_images(torch.from_numpy(pixels)[None], 32)
+    theirs = GTSRB(root=str(tmp_path)).load().train.x[3]
+    assert (theirs.int() - ours[0].int()).abs().max() <= 2, "but for PIL's rounding between axes"
+
+
+def test_gtsrb_without_a_class(tmp_path: Path, rng: np.random.Generator) -> None:
+    write_gtsrb(tmp_path, rng)
+    (folder,) = (tmp_path / "gtsrb" / "GTSRB" / "Training").glob("00005")
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        FlsuiteError, match=r"GTSRB is not in .*\(gtsrb/GTSRB/Training/00005/ is mis"
+    ):
+        GTSRB(root=str(tmp_path), download=False).load()
+
+
+def test_gtsrb_damaged(tmp_path: Path, rng: np.random.Generator) -> None:
+    write_gtsrb(tmp_path, rng)
+    file = tmp_path / "gtsrb" / "GTSRB" / "Training" / "00005" / "00000_00000.ppm"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(FlsuiteError, match=r"files of GTSRB in .*gtsrb are damaged .*delete them"):
+        GTSRB(root=str(tmp_path)).load()
+    with pytest.raises(FlsuiteError, match="GTSRB: size must be at least 1, got 0"):
+        GTSRB(size=0)
+
+
+# CINIC-10
+
+
+def write_cinic10(root: Path, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Write two images per class and split, the second one in grey. Return all by split."""
+    images: dict[str, list[np.ndarray]] = {"train": [], "valid": [], "test": []}
+    for split, kept in images.items():
+        for name in CLASSES:
+            colour = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            grey = rng.integers(0, 256, (32, 32), dtype=np.uint8)
+            folder = root / "CINIC-10" / split / name
+            save_image(folder / f"cifar10-{split}-1.png", colour)
+            save_image(folder / "n02690373_1.png", grey)
+            kept += [colour, np.repeat(grey[..., None], 3, axis=2)]
+    return {split: np.stack(kept) for split, kept in images.items()}
+
+
+def test_cinic10(tmp_path: Path, rng: np.random.Generator) -> None:
+    images = write_cinic10(tmp_path, rng)
+    source = CINIC10(root=str(tmp_path)).load()
+    check(source, (3, 32, 32), train=20, val=20, test=20)
+    assert source.val is not None and source.spec.class_names == CLASSES
+    for split, arrays in (("train", source.train), ("valid", source.val), ("test", source.test)):
+        assert np.array_equal(arrays.x.numpy(), images[split])
+        assert arrays.y.tolist() == np.repeat(np.arange(10), 2).tolist()
+
+
+def test_cinic10_uses_of_its_validation_split(tmp_path: Path, rng: np.random.Generator) -> None:
+    images = write_cinic10(tmp_path, rng)
+    joined = CINIC10(valid="training", root=str(tmp_path)).load()
+    assert joined.val is None
+    both = np.concatenate([images["train"], images["valid"]])
+    assert np.array_equal(joined.train.x.numpy(), both)
+    shutil.rmtree(tmp_path / "CINIC-10" / "valid")
+    unused = CINIC10(valid="unused", root=str(tmp_path)).load()
+    assert unused.val is None and len(unused.train) == 20
+    with pytest.raises(FlsuiteError, match="CINIC10: valid must be one of validation, training,"):
+        CINIC10(valid="test")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("missing", ["valid", "test/ship", "train/airplane"])
+def test_cinic10_missing(missing: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    write_cinic10(tmp_path, rng)
+    shutil.rmtree(tmp_path / "CINIC-10" / missing)
+    message = (
+        rf"CINIC10 is not in {tmp_path}/CINIC-10 \({missing}\S* is missing\); download "
+        r"CINIC-10.tar.gz from https://\S+ and unpack it in CINIC-10 under data.root"
+    )
+    with pytest.raises(FlsuiteError, match=message):
+        CINIC10(root=str(tmp_path)).load()
+
+
+def test_cinic10_damaged(tmp_path: Path, rng: np.random.Generator) -> None:
+    write_cinic10(tmp_path, rng)
+    split = tmp_path / "CINIC-10" / "test"
+    file = split / "ship" / "n02690373_1.png"
+    whole = file.read_bytes()
+    for content in (whole[:80], b""):
+        file.write_bytes(content)
+        with pytest.raises(FlsuiteError, match=rf"images in {split} are damaged .*delete them, do"):
+            CINIC10(root=str(tmp_path)).load()
+    save_image(file, np.zeros((16, 16, 3), np.uint8))
+    with pytest.raises(FlsuiteError, match=r"are damaged \(all input arrays must have the same sh"):
+        CINIC10(root=str(tmp_path)).load()
+    file.write_bytes(whole)
+    save_image(split / "zebra" / "1.png", np.zeros((32, 32, 3), np.uint8))
+    with pytest.raises(FlsuiteError, match=r"are damaged \(the classes are airplane, .* zebra\)"):
+        CINIC10(root=str(tmp_path)).load()
 
 
 def test_missing_package(

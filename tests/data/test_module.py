@@ -176,6 +176,35 @@ def test_tasks_keep_the_servers_samples() -> None:
     assert module.federated.at(1).server is server
 
 
+# Parts of the training split
+
+
+def test_parts_of_the_training_split_share_no_sample() -> None:
+    bounds = [(0.0, 0.2), (0.2, 0.25), (0.25, 1.0)]
+    parts = [made(train_part=part, seed=seed).federated for seed, part in enumerate(bounds)]
+    assert [len(part.train) for part in parts] == [24, 6, 90]
+    together = torch.cat([part.train.x for part in parts]).flatten(1)
+    assert together.unique(dim=0).equal(made().federated.train.x.flatten(1).unique(dim=0))
+    assert all(part.test.x.equal(parts[0].test.x) for part in parts)
+
+
+def test_a_part_is_counted_before_its_samples() -> None:
+    first, whole = made(train_part=(0.5, 1.0), train_samples=20), made(train_part=(0.5, 1.0))
+    kept, all_of_it = first.federated.train.x.flatten(1), whole.federated.train.x.flatten(1)
+    assert len(kept) == 20
+    assert all((all_of_it == sample).all(1).any() for sample in kept)
+    assert made(train_samples=40).federated.train.x.equal(
+        made(train_part=(0.0, 1 / 3)).federated.train.x
+    ), "the first samples in the same order"
+    assert made(train_part=(0.0, 1.0)).federated.train.x.equal(made().federated.train.x)
+
+
+@pytest.mark.parametrize("part", [(0.5, 0.5), (0.6, 0.4), (-0.1, 0.5), (0.5, 1.1), (0.5,)])
+def test_impossible_parts_are_refused(part: Any) -> None:
+    with pytest.raises(FlsuiteError, match="Images: train_part must be a start and an end with"):
+        Images(train_part=part)
+
+
 # Test samples
 
 

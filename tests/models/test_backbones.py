@@ -26,6 +26,7 @@ GREY, COLOUR, LARGE, TINY = (1, 28, 28), (3, 32, 32), (3, 64, 64), (1, 8, 8)
 FEDFISHER_CNN = CNN(bias=False, hidden=(512, 128), padding=False)
 CONVOLUTIONAL = [LeNet5(), LeNet5(bias=False), CNN(), FEDFISHER_CNN]
 RESIDUAL = [kind(norm=norm) for kind in (ResNet20, ResNet18) for norm in get_args(Norm)]
+FEDFISHER_RESNET = ResNet18(norm="none", head=(1000, 200), bias=False, kernel=7)
 ALL = [*CONVOLUTIONAL, *RESIDUAL, MLP()]
 
 
@@ -70,6 +71,34 @@ def test_cnn_expresses_fedfishers() -> None:
     network = FEDFISHER_CNN.build(COLOUR, 10)
     linears = [m for m in network.modules() if isinstance(m, nn.Linear)]
     assert [m.in_features for m in linears] + [linears[-1].out_features] == [1600, 512, 128, 10]
+
+
+@pytest.mark.parametrize(
+    ("plain", "wide", "parameters"),
+    [
+        # 7*25 + 20*7*25 + 20*16*130 + 130*90 + 90*10
+        (LeNet5(bias=False), LeNet5(False, (7, 20), (130, 90)), 175 + 3500 + 41600 + 11700 + 900),
+        # 33*26 + 70*(33*25+1) + 600*(70*49+1) + 10*601
+        (CNN(), CNN(channels=(33, 70), hidden=(600,)), 858 + 57820 + 2058600 + 6010),
+    ],
+    ids=name,
+)
+def test_chains_take_a_width_per_layer(plain: Backbone, wide: Backbone, parameters: int) -> None:
+    network, wider = plain.build(GREY, 10), wide.build(GREY, 10)
+    assert count(wider) == parameters
+    assert wider.state_dict().keys() == network.state_dict().keys()
+    assert wider(batch(GREY)).shape == (4, 10)
+
+
+@pytest.mark.parametrize("backbone", [LeNet5(), LeNet5(bias=False), CNN()], ids=name)
+def test_default_widths(backbone: LeNet5 | CNN) -> None:
+    widths = {LeNet5: ((6, 16), (120, 84)), CNN: ((32, 64), (512,))}[type(backbone)]
+    explicit = type(backbone)(bias=backbone.bias, channels=widths[0], hidden=widths[1])
+    states = []
+    for made in (backbone, explicit):
+        torch.manual_seed(0)
+        states.append(nn.utils.parameters_to_vector(made.build(GREY, 10).parameters()))
+    assert torch.equal(*states)
 
 
 def test_two_layer_mlp_has_mcmahans_parameters() -> None:
@@ -118,8 +147,47 @@ def test_resnet18_chooses_its_stem() -> None:
     assert stem(ResNet18(small_images=True), LARGE) == (3, (3, 3), nn.Identity)
 
 
+def test_resnet18_expresses_fedfishers() -> None:
+    network = FEDFISHER_RESNET.build(COLOUR, 43)
+    assert not [key for key, _ in network.named_parameters() if key.endswith("bias")]
+    assert not list(network.buffers())
+    # stem 3*64*49; blocks 2*(2*64*64*9), 64*128*9 + 3*128*128*9, 128*256*9 + 3*256*256*9,
+    # 256*512*9 + 3*512*512*9; shortcuts 64*128 + 128*256 + 256*512; 512*1000 + 1000*200 + 200*43
+    blocks = 147_456 + 516_096 + 2_064_384 + 8_257_536
+    assert count(network) == 9408 + blocks + 172_032 + 720_600
+    features: list[Tensor] = []
+    network.conv1.register_forward_hook(lambda module, inputs, output: features.append(output))
+    assert network(batch(COLOUR, 2)).shape == (2, 43)
+    assert features[0].shape == (2, 64, 28, 28)
+
+
+def test_resnet18_adds_linear_layers_and_changes_nothing_else() -> None:
+    networks = []
+    for backbone in (ResNet18(norm="none"), ResNet18(norm="none", head=(30,))):
+        torch.manual_seed(0)
+        networks.append(backbone.build(COLOUR, 5))
+    plain, deep = networks
+    assert [key for key in deep.state_dict() if key.startswith("fc")] == [
+        "fc.0.weight",
+        "fc.0.bias",
+        "fc.1.weight",
+        "fc.1.bias",
+    ]
+    for key, value in plain.state_dict().items():
+        assert key.startswith("fc") or torch.equal(value, deep.state_dict()[key])
+    assert [type(m) for m in deep.fc] == [nn.Linear, nn.Linear], "no activation between"
+    single = ResNet18(norm="none", bias=False).build(COLOUR, 5).fc
+    assert isinstance(single, nn.Linear) and single.bias is None
+
+
+def test_resnet18_with_the_large_stem_takes_small_images() -> None:
+    for side in (8, 32):
+        network = ResNet18(norm="none", small_images=False).build((3, side, side), 5)
+        assert network(batch((3, side, side), 2)).shape == (2, 5)
+
+
 @pytest.mark.parametrize("shape", [GREY, COLOUR, LARGE, (2, 20, 24)], ids=name)
-@pytest.mark.parametrize("backbone", ALL, ids=name)
+@pytest.mark.parametrize("backbone", [*ALL, FEDFISHER_RESNET], ids=name)
 def test_output_shapes(backbone: Backbone, shape: tuple[int, ...]) -> None:
     with torch.inference_mode():
         assert backbone.build(shape, 7).eval()(batch(shape, 2)).shape == (2, 7)
@@ -186,7 +254,7 @@ def test_without_norms_the_blocks_start_as_their_shortcuts(backbone: Backbone) -
     assert not any(weight.any() for weight in last)
 
 
-@pytest.mark.parametrize("backbone", ALL, ids=name)
+@pytest.mark.parametrize("backbone", [*ALL, FEDFISHER_RESNET], ids=name)
 def test_a_gradient_step_reduces_the_loss(backbone: Backbone) -> None:
     torch.manual_seed(0)
     network = backbone.build(GREY, 3)
@@ -206,7 +274,7 @@ def test_the_input_is_left_alone(backbone: Backbone) -> None:
     assert torch.equal(x, batch(GREY))
 
 
-@pytest.mark.parametrize("backbone", ALL, ids=name)
+@pytest.mark.parametrize("backbone", [*ALL, FEDFISHER_RESNET], ids=name)
 def test_layers_take_backward_hooks(backbone: Backbone) -> None:
     """K-FAC hooks convolutions and linear layers, whose outputs must not be overwritten."""
     network, fired = backbone.build(GREY, 2), []
@@ -285,6 +353,18 @@ def test_bad_arguments_are_refused() -> None:
         MLP(hidden=(0,))
     with pytest.raises(FlsuiteError, match="hidden"):
         CNN(hidden=(8, -1))
+    with pytest.raises(FlsuiteError, match=r"CNN\(channels=\(8,\)\) must have 2 widths"):
+        CNN(channels=(8,))
+    with pytest.raises(FlsuiteError, match=r"LeNet5\(channels=\(0, 3\)\) has a layer without"):
+        LeNet5(channels=(0, 3))
+    with pytest.raises(FlsuiteError, match="hidden"):
+        LeNet5(hidden=(0,))
+    with pytest.raises(FlsuiteError, match="head"):
+        ResNet18(head=(0,))
+    with pytest.raises(FlsuiteError, match="ResNet18: kernel must be at least 1"):
+        ResNet18(kernel=0)
+    with pytest.raises(FlsuiteError, match="at least 11 x 11"):
+        ResNet18(kernel=11).build((3, 10, 10), 2)
     with pytest.raises(FlsuiteError, match="width"):
         ResNet20(width=0)
     with pytest.raises(FlsuiteError, match="norm must be one of batch, group, none, got 'layer'"):

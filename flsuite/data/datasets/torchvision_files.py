@@ -1,20 +1,24 @@
 """Small image sets through torchvision's readers, which know file layouts, addresses, checksums."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["READERS", "Reader", "read_torchvision"]
+__all__ = ["READERS", "Reader", "Unpacked", "read_torchvision", "split_of", "stacked"]
 
 Unpacked = tuple[Any, Any, "list[str]"]
 """Images ``(n, height, width, channels)``, labels, class names."""
+
+_SIGNS = 43
+"""Classes of GTSRB."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Reader:
         train: The keyword arguments that select the training split.
         test: The keyword arguments that select the test split.
         files: Returns the files that the reader needs, relative to the root, from the reader's
-            class and options.
+            class and options. A name that ends with a slash is a folder.
         unpack: Returns the content of a reader.
     """
 
@@ -61,7 +65,7 @@ def read_torchvision(name: str, root: Path, download: bool, **options: Any) -> P
     make = partial(cls, root, **options)
 
     # Checked here, so that existing files are read without a network for any value of download.
-    missing = [file for file in files if not (root / file).is_file()]
+    missing = [file for file in files if not _is_there(root, file)]
     if missing:
         what = f"{name} is not in {root} ({missing[0]} is missing)"
         if not download:
@@ -71,7 +75,7 @@ def read_torchvision(name: str, root: Path, download: bool, **options: Any) -> P
         _download(make, reader, what)
 
     try:
-        splits = [_arrays(*reader.unpack(make(**split))) for split in (reader.train, reader.test)]
+        splits = [split_of(*reader.unpack(make(**split))) for split in (reader.train, reader.test)]
     except ImportError as error:
         raise FlsuiteError(f"{name} needs a package that is not installed ({error})") from error
     except Exception as error:  # a damaged file may raise any type: pickle, zlib, scipy, asserts
@@ -102,8 +106,12 @@ def _download(make: Callable[..., Any], reader: Reader, what: str) -> None:
         ) from error
 
 
-def _arrays(images: Any, labels: Any, names: list[str]) -> tuple[DataSplit, tuple[str, ...]]:
-    """Return a reader's content as a checked split, and the class names."""
+def split_of(images: Any, labels: Any, names: list[str]) -> tuple[DataSplit, tuple[str, ...]]:
+    """Return a reader's content as a checked split, and the class names.
+
+    Raises:
+        ValueError: If images and labels do not fit each other or the names.
+    """
     x = torch.as_tensor(images).contiguous()
     y = torch.as_tensor(labels, dtype=torch.int64)
     if x.dtype != torch.uint8 or x.ndim != 4:
@@ -113,6 +121,23 @@ def _arrays(images: Any, labels: Any, names: list[str]) -> tuple[DataSplit, tupl
     if y.min() < 0 or y.max() >= len(names):
         raise ValueError(f"the labels run from {y.min()} to {y.max()} for {len(names)} classes")
     return DataSplit(x, y), tuple(names)
+
+
+def stacked(images: Iterable[Any]) -> np.ndarray:
+    """Return images in colour and of one size as one array uint8 ``(n, height, width, 3)``.
+
+    Args:
+        images: Images of PIL.
+
+    Raises:
+        ValueError: If two of them have different sizes.
+    """
+    return np.stack([np.asarray(image.convert("RGB")) for image in images])
+
+
+def _is_there(root: Path, name: str) -> bool:
+    """Return whether a file is under the root, or a folder if the name ends with a slash."""
+    return (root / name).is_dir() if name.endswith("/") else (root / name).is_file()
 
 
 def _idx_files(cls: Any) -> list[str]:
@@ -131,6 +156,12 @@ def _cifar_files(cls: Any) -> list[str]:
 
 def _svhn_files(cls: Any) -> list[str]:
     return [cls.split_list[split][1] for split in ("train", "test")]
+
+
+def _gtsrb_files(cls: Any, transform: Any) -> list[str]:
+    # All classes: torchvision numbers the folders that exist, from 0 without gaps.
+    folders = [f"gtsrb/GTSRB/Training/{label:05d}/" for label in range(_SIGNS)]
+    return ["gtsrb/GT-final_test.csv", "gtsrb/GTSRB/Final_Test/Images/", *folders]
 
 
 def _mnist(reader: Any) -> Unpacked:
@@ -158,12 +189,20 @@ def _svhn(reader: Any) -> Unpacked:
     return reader.data.transpose(0, 2, 3, 1), reader.labels, [str(digit) for digit in range(10)]
 
 
+def _gtsrb(reader: Any) -> Unpacked:
+    """Unpack GTSRB, whose reader gives images of one size with the option ``transform``."""
+    images, labels = zip(*(reader[row] for row in range(len(reader))), strict=True)
+    return stacked(images), labels, [str(sign) for sign in range(_SIGNS)]
+
+
 _FLAG: tuple[dict[str, Any], dict[str, Any]] = ({"train": True}, {"train": False})
+_SPLIT: tuple[dict[str, Any], dict[str, Any]] = ({"split": "train"}, {"split": "test"})
 READERS = {
     "MNIST": Reader(*_FLAG, _idx_files, _mnist),
     "FashionMNIST": Reader(*_FLAG, _idx_files, _mnist),
     "EMNIST": Reader(*_FLAG, _emnist_files, _emnist),
     "CIFAR10": Reader(*_FLAG, _cifar_files, _cifar),
     "CIFAR100": Reader(*_FLAG, _cifar_files, _cifar),
-    "SVHN": Reader({"split": "train"}, {"split": "test"}, _svhn_files, _svhn),
+    "SVHN": Reader(*_SPLIT, _svhn_files, _svhn),
+    "GTSRB": Reader(*_SPLIT, _gtsrb_files, _gtsrb),
 }

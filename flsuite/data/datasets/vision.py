@@ -3,17 +3,19 @@
 Sources: LeCun et al., "Gradient-based learning applied to document recognition", 1998 (MNIST); Xiao
 et al., arXiv:1708.07747 (FashionMNIST); Cohen et al., arXiv:1702.05373 (EMNIST); Krizhevsky,
 "Learning multiple layers of features from tiny images", 2009 (CIFAR); Netzer et al., "Reading
-digits in natural images with unsupervised feature learning", 2011 (SVHN).
+digits in natural images with unsupervised feature learning", 2011 (SVHN); Stallkamp et al., "The
+German Traffic Sign Recognition Benchmark: a multi-class classification competition", 2011 (GTSRB).
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from flsuite.data.datasets.torchvision_files import read_torchvision
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import PublishedSplits
-from flsuite.errors import require_one_of
+from flsuite.errors import require_at_least, require_one_of
 
-__all__ = ["CIFAR10", "CIFAR100", "EMNIST", "MNIST", "SVHN", "FashionMNIST"]
+__all__ = ["CIFAR10", "CIFAR100", "EMNIST", "GTSRB", "MNIST", "SVHN", "FashionMNIST"]
 
 DEFAULT_ROOT = "~/.cache/flsuite"
 EMNIST_SPLITS = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
@@ -80,3 +82,35 @@ class EMNIST(_Torchvision):
     def load(self) -> PublishedSplits:
         root = self.data_root(DEFAULT_ROOT)
         return read_torchvision(self.reader, root, self.download, split=self.split)
+
+
+class GTSRB(_Torchvision):
+    """German traffic signs: 26640 training and 12630 test images in colour, 43 classes.
+
+    The published images have sides from 15 to 250 pixels, and show the sign with a margin. Each is
+    resized bilinearly while it is read, to a square whatever its shape.
+
+    Args:
+        size: Side in pixels of all images. The default is that of FedFisher.
+        **kwargs: Arguments of ``FederatedDataModule``.
+    """
+
+    reader = "GTSRB"
+
+    def __init__(self, size: int = 32, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.size = size
+        require_at_least("GTSRB", 1, size=size)
+
+    def load(self) -> PublishedSplits:
+        root = self.data_root(DEFAULT_ROOT)
+        resize = partial(_resized, size=self.size)
+        return read_torchvision(self.reader, root, self.download, transform=resize)
+
+
+def _resized(image: Any, size: int) -> Any:
+    """Return an image of PIL in another size."""
+    from PIL.Image import Resampling
+
+    # PIL averages over all pixels where it shrinks, as resize_images does.
+    return image.resize((size, size), Resampling.BILINEAR)

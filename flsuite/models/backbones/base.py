@@ -4,7 +4,9 @@ from abc import ABC, abstractmethod
 
 from torch import nn
 
-__all__ = ["Backbone"]
+from flsuite.errors import FlsuiteError
+
+__all__ = ["Backbone", "check_widths"]
 
 
 class Backbone(ABC):
@@ -21,3 +23,23 @@ class Backbone(ABC):
         Raises:
             FlsuiteError: If the network does not fit this shape. The message names one that does.
         """
+
+
+def check_widths(owner: str, layers: int | None = None, **widths: tuple[int, ...]) -> None:
+    """Refuse a layer without units, and another number of layers than ``layers``.
+
+    Args:
+        owner: Name of the backbone.
+        layers: Number of widths that are needed. Default: any.
+        **widths: Tuples of widths, by the name of the argument.
+    """
+    for name, values in widths.items():
+        if any(width < 1 for width in values):
+            raise FlsuiteError(
+                f"{owner}({name}={tuple(values)}) has a layer without units; every width must be "
+                "at least 1"
+            )
+        if layers is not None and len(values) != layers:
+            raise FlsuiteError(
+                f"{owner}({name}={tuple(values)}) must have {layers} widths, one per convolution"
+            )

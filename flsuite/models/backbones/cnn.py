@@ -3,7 +3,7 @@
 from torch import nn
 
 from flsuite.errors import FlsuiteError
-from flsuite.models.backbones.base import Backbone
+from flsuite.models.backbones.base import Backbone, check_widths
 
 __all__ = ["CNN", "image_shape"]
 
@@ -25,7 +25,7 @@ def image_shape(backbone: Backbone, shape: tuple[int, ...], smallest: int) -> tu
 
 
 class CNN(Backbone):
-    """Two 5x5 convolutions with 32 and 64 channels and 2x2 max-pools, then fully connected layers.
+    """Two 5x5 convolutions with 2x2 max-pools, then fully connected layers.
 
     The defaults are the CNN of McMahan et al. 2017, Communication-Efficient Learning of Deep
     Networks from Decentralized Data: 1,663,370 parameters at ``(1, 28, 28)`` with ten classes.
@@ -37,18 +37,22 @@ class CNN(Backbone):
         hidden: Widths of the hidden fully connected layers.
         padding: Whether the convolutions keep the image's size. With padding an image has at least
             4 pixels per side, without padding 16.
+        channels: Channels of the two convolutions.
     """
 
     def __init__(
-        self, bias: bool = True, hidden: tuple[int, ...] = (512,), padding: bool = True
+        self,
+        bias: bool = True,
+        hidden: tuple[int, ...] = (512,),
+        padding: bool = True,
+        channels: tuple[int, ...] = (32, 64),
     ) -> None:
-        if any(width < 1 for width in hidden):
-            raise FlsuiteError(
-                f"CNN(hidden={hidden}) has a layer without units; every width must be at least 1"
-            )
+        check_widths("CNN", hidden=hidden)
+        check_widths("CNN", layers=2, channels=channels)
         self.bias = bias
         self.hidden = tuple(hidden)
         self.padding = padding
+        self.channels = tuple(channels)
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from ``(n, channels, height, width)`` to ``(n, outputs)``."""
@@ -58,7 +62,7 @@ class CNN(Backbone):
         # The pool comes before the ReLU, with which it commutes: the ReLU has a quarter of the
         # numbers.
         layers: list[nn.Module] = []
-        for maps in (32, 64):
+        for maps in self.channels:
             layers += [
                 nn.Conv2d(channels, maps, 5, padding=pad, bias=self.bias),
                 nn.MaxPool2d(2),

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from flsuite.models.backbones.base import Backbone
+from flsuite.models.backbones.base import Backbone, check_widths
 from flsuite.models.backbones.cnn import image_shape
 
 __all__ = ["LeNet5"]
@@ -18,32 +18,43 @@ class LeNet5(Backbone):
 
     Args:
         bias: Whether convolutions and linear layers have a bias.
+        channels: Channels of the two convolutions.
+        hidden: Widths of the hidden fully connected layers.
     """
 
-    def __init__(self, bias: bool = True) -> None:
+    def __init__(
+        self,
+        bias: bool = True,
+        channels: tuple[int, ...] = (6, 16),
+        hidden: tuple[int, ...] = (120, 84),
+    ) -> None:
+        check_widths("LeNet5", layers=2, channels=channels)
+        check_widths("LeNet5", hidden=hidden)
         self.bias = bias
+        self.channels = tuple(channels)
+        self.hidden = tuple(hidden)
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from images of at least 16 pixels per side to ``(n, outputs)``."""
         channels, height, width = image_shape(self, shape, smallest=16)
-        features = 16 * _after(height) * _after(width)
 
         # The pool comes before the ReLU, with which it commutes: the ReLU has a quarter of the
         # numbers.
-        return nn.Sequential(
-            nn.Conv2d(channels, 6, 5, bias=self.bias),
-            nn.MaxPool2d(2),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(6, 16, 5, bias=self.bias),
-            nn.MaxPool2d(2),
-            nn.ReLU(inplace=True),
-            nn.Flatten(),
-            nn.Linear(features, 120, bias=self.bias),
-            nn.ReLU(),
-            nn.Linear(120, 84, bias=self.bias),
-            nn.ReLU(),
-            nn.Linear(84, outputs, bias=self.bias),
-        )
+        layers: list[nn.Module] = []
+        for maps in self.channels:
+            layers += [
+                nn.Conv2d(channels, maps, 5, bias=self.bias),
+                nn.MaxPool2d(2),
+                nn.ReLU(inplace=True),
+            ]
+            channels = maps
+
+        layers.append(nn.Flatten())
+        features = channels * _after(height) * _after(width)
+        for units in self.hidden:
+            layers += [nn.Linear(features, units, bias=self.bias), nn.ReLU()]
+            features = units
+        return nn.Sequential(*layers, nn.Linear(features, outputs, bias=self.bias))
 
 
 def _after(side: int) -> int:

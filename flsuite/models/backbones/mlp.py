@@ -5,7 +5,7 @@ from math import prod
 from torch import nn
 
 from flsuite.errors import FlsuiteError, require_below_one
-from flsuite.models.backbones.base import Backbone
+from flsuite.models.backbones.base import Backbone, check_widths
 
 __all__ = ["MLP"]
 
@@ -25,10 +25,7 @@ class MLP(Backbone):
     def __init__(
         self, hidden: tuple[int, ...] = (64,), bias: bool = True, dropout: float = 0.0
     ) -> None:
-        if any(width < 1 for width in hidden):
-            raise FlsuiteError(
-                f"MLP(hidden={hidden}) has a layer without units; every width must be at least 1"
-            )
+        check_widths("MLP", hidden=hidden)
         require_below_one("MLP", dropout=dropout)
         self.hidden = tuple(hidden)
         self.bias = bias

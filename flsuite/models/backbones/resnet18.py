@@ -1,22 +1,27 @@
 """ResNet-18 of torchvision."""
 
 from functools import partial
+from itertools import pairwise
 
 from torch import Tensor, nn
 
-from flsuite.models.backbones.base import Backbone
+from flsuite.errors import require_at_least
+from flsuite.models.backbones.base import Backbone, check_widths
 from flsuite.models.backbones.cnn import image_shape
 from flsuite.models.backbones.norms import Norm, make_norm
 
 __all__ = ["ResNet18"]
 
+_FEATURES = 512  # channels of the last stage
 _SMALL = 64  # pixels per side from which the stem reduces the image fourfold
 
 
 class ResNet18(Backbone):
     """ResNet-18 with torchvision's parameter names.
 
-    He et al. 2016, Deep Residual Learning for Image Recognition, arXiv:1512.03385.
+    He et al. 2016, Deep Residual Learning for Image Recognition, arXiv:1512.03385. FedFisher's
+    network for pre-trained starts, which has neither norms nor biases, is
+    ``ResNet18(norm="none", head=(1000, 200), bias=False, kernel=7)``.
 
     Args:
         norm: ``batch``, ``group`` (32 groups, Wu and He 2018) or ``none``. Under label skew
@@ -24,34 +29,63 @@ class ResNet18(Backbone):
             is no norm and no bias in its place. The last convolution of each block then starts at
             zero. Every block thus starts as its shortcut, and the signal does not grow with the
             depth.
-        small_images: Whether the stem is one 3x3 convolution with stride 1 and no max-pool. The
-            other stem is torchvision's, which reduces the image fourfold. Default: below 64 pixels
-            per side.
+        small_images: Whether the stem is one convolution with stride 1 and no max-pool. The other
+            stem is torchvision's, which reduces the image fourfold. Default: below 64 pixels per
+            side.
+        head: Widths of further linear layers before the last one. There is no activation between
+            them, as in FedFisher's network.
+        bias: Whether the linear layers have a bias. Convolutions have none, so that with ``norm``
+            ``none`` and without ``bias`` there is no bias anywhere.
+        kernel: Side of the kernel of the stem for small images, whose padding is one pixel. With 7,
+            as in FedFisher's network, a side of 32 becomes 28.
     """
 
-    def __init__(self, norm: Norm = "batch", small_images: bool | None = None) -> None:
+    def __init__(
+        self,
+        norm: Norm = "batch",
+        small_images: bool | None = None,
+        head: tuple[int, ...] = (),
+        bias: bool = True,
+        kernel: int = 3,
+    ) -> None:
+        check_widths("ResNet18", head=head)
+        require_at_least("ResNet18", 1, kernel=kernel)
         self.norm: Norm = norm
         self.small_images = small_images
+        self.head = tuple(head)
+        self.bias = bias
+        self.kernel = kernel
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from images of at least 8 pixels per side to ``(n, outputs)``."""
         from torchvision.models import resnet18
 
-        channels, height, width = image_shape(self, shape, smallest=8)
+        channels, height, width = image_shape(self, shape, smallest=max(8, self.kernel))
         small = min(height, width) < _SMALL if self.small_images is None else self.small_images
 
         network: nn.Module = resnet18(num_classes=outputs, norm_layer=partial(make_norm, self.norm))
-        _fit_stem(network, channels, small)
+        _fit_stem(network, channels, self.kernel if small else None)
         if self.norm == "none":
             _remove_norms(network)
+        if self.head or not self.bias:
+            network.fc = self._linear_layers(outputs)
         return network
 
+    def _linear_layers(self, outputs: int) -> nn.Module:
+        """Return the layers from the pooled features to the logits."""
+        widths = (_FEATURES, *self.head, outputs)
+        layers = [nn.Linear(*pair, bias=self.bias) for pair in pairwise(widths)]
+        return nn.Sequential(*layers) if self.head else layers[0]
 
-def _fit_stem(network: nn.Module, channels: int, small: bool) -> None:
-    """Replace the stem if the image needs another one, initialised as torchvision does."""
-    if small:
+
+def _fit_stem(network: nn.Module, channels: int, kernel: int | None) -> None:
+    """Replace the stem if the image needs another one, initialised as torchvision does.
+
+    ``kernel`` is that of the stem for small images, and ``None`` for large ones.
+    """
+    if kernel is not None:
         # Reducing a small image fourfold would leave the last stage with a few pixels.
-        network.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        network.conv1 = nn.Conv2d(channels, 64, kernel, padding=1, bias=False)
         network.maxpool = nn.Identity()
     elif channels != 3:
         network.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)

@@ -1,0 +1,96 @@
+"""CINIC-10: CIFAR-10 made larger with images of ImageNet.
+
+Source: Darlow et al., "CINIC-10 is not ImageNet or CIFAR-10", arXiv:1810.03505.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from flsuite.data.datasets.torchvision_files import split_of, stacked
+from flsuite.data.datasets.vision import DEFAULT_ROOT
+from flsuite.data.module import FederatedDataModule
+from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
+from flsuite.errors import FlsuiteError, one_line, require_one_of
+
+__all__ = ["CINIC10"]
+
+FOLDER = "CINIC-10"
+CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+SIDE = 32
+REMEDY = f"download CINIC-10.tar.gz from https://doi.org/10.7488/ds/2448 and unpack it in {FOLDER}"
+
+Valid = Literal["validation", "training", "unused"]
+
+
+class CINIC10(FederatedDataModule):
+    """Objects and animals: 90000 training and 90000 test images, 32x32 in colour, 10 classes.
+
+    A published validation split of 90000 images comes with them. The files are the publisher's
+    folders ``train``, ``valid`` and ``test`` in ``CINIC-10`` under ``root``, by default under
+    ``~/.cache/flsuite``. They are not downloaded. Reading a split takes about ten seconds.
+
+    All images of CIFAR-10 are in CINIC-10, spread over its three splits. A model that has been
+    trained on CIFAR-10 has thus seen test images of CINIC-10.
+
+    Args:
+        valid: The use of the published validation split: ``validation``, ``training`` (it joins the
+            training split), or ``unused``.
+        **kwargs: Arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(self, valid: Valid = "validation", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.valid: Valid = valid
+        require_one_of("CINIC10", get_args(Valid), valid=valid)
+
+    def load(self) -> PublishedSplits:
+        folder = self.data_root(DEFAULT_ROOT) / FOLDER
+        names = ("train", "test") if self.valid == "unused" else ("train", "test", "valid")
+        for name in names:
+            _check_folders(folder / name)
+
+        splits = {name: _read(folder / name) for name in names}
+        train, test, valid = splits["train"], splits["test"], splits.get("valid")
+        if valid is not None and self.valid == "training":
+            train, valid = DataSplit.concat([train, valid]), None
+        spec = DataSpec((3, SIDE, SIDE), len(CLASSES), class_names=CLASSES)
+        return PublishedSplits(spec, train, test, valid)
+
+
+def _check_folders(split: Path) -> None:
+    """Refuse a split without one of its classes, whose labels would be wrong."""
+    missing = [split / name for name in CLASSES if not (split / name).is_dir()]
+    if missing:
+        raise FlsuiteError(
+            f"CINIC10 is not in {split.parent} ({missing[0].relative_to(split.parent)} is missing);"
+            f" {REMEDY} under data.root"
+        )
+
+
+def _read(split: Path) -> DataSplit:
+    """Return the images of a split, by class and then by file name."""
+    from torchvision.datasets import ImageFolder
+
+    try:
+        reader = ImageFolder(str(split))
+        if tuple(reader.classes) != CLASSES:
+            raise ValueError(f"the classes are {', '.join(reader.classes)}")
+        arrays, _ = split_of(stacked(image for image, _ in reader), reader.targets, reader.classes)
+        if arrays.x.shape[1:3] != (SIDE, SIDE):
+            raise ValueError(f"the images have {arrays.x.shape[1]} x {arrays.x.shape[2]} pixels")
+        return arrays
+    except Exception as error:  # a damaged image may raise any type
+        raise FlsuiteError(
+            f"the images in {split} are damaged ({one_line(error)}); delete them, {REMEDY} again"
+        ) from error

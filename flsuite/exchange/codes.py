@@ -1,0 +1,122 @@
+"""Integer codes of a tensor: symmetric quantization.
+
+With B bits the scale of a tensor x is ``s = max|x| / L``, ``L = 2^(B-1) - 1``, and its codes are
+``round(x / s)``, within ``[-L, L]``. The error is at most ``s / 2``. A message holds ``max|x|`` and
+not s, which can be too small for the dtype of x.
+
+A tensor without negative values has codes from 0 to L. They need no sign bit: the same values with
+B - 1 bits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flsuite.exchange.base import empty, require_keys, require_match
+from flsuite.exchange.packing import pack, packed_size, unpack
+
+__all__ = [
+    "decode_codes",
+    "decode_tensor",
+    "empty_codes",
+    "encode_codes",
+    "encode_tensor",
+    "largest_code",
+    "quantize",
+]
+
+_DTYPES = {8: torch.int8, 16: torch.int16}
+
+
+def largest_code(bits: int) -> int:
+    """Return L, the largest code."""
+    return 2 ** (bits - 1) - 1
+
+
+def quantize(values: Tensor, largest: Tensor, bits: int) -> Tensor:
+    """Return the int32 codes of finite values.
+
+    Args:
+        values: The tensor.
+        largest: Its largest absolute values, in a shape that broadcasts: one of the whole tensor,
+            or one per column.
+        bits: Bits per code.
+    """
+    levels = largest_code(bits)
+    # In float64, because the smallest float32 divided by L is 0 in float32.
+    scale = largest.double() / levels
+    codes = torch.round(values.double() / scale).clamp_(-levels, levels)
+    return torch.where(scale > 0, codes, 0.0).to(torch.int32)  # where all is zero: 0 / 0
+
+
+def encode_tensor(codes: Tensor, largest: Tensor, bits: int) -> dict[str, Tensor]:
+    """Return the message of a tensor: its codes, and its largest absolute value."""
+    if bool((codes < 0).any()):
+        return {"largest": largest, "codes": encode_codes(codes, bits)}
+    magnitudes = torch.from_numpy(pack(codes.numpy(), bits - 1))
+    return {"largest": largest, "magnitudes": magnitudes}
+
+
+def decode_tensor(message: Any, template: Tensor, bits: int, name: str) -> Tensor:
+    """Return the values of a tensor's message.
+
+    Args:
+        message: What :func:`encode_tensor` returned. It may be anything.
+        template: A tensor of the expected shape and dtype.
+        bits: Bits per code.
+        name: The tensor's name, for errors.
+
+    Raises:
+        ValueError: If this is no message of such a tensor.
+    """
+    count = template.numel()
+    has_signs = not isinstance(message, dict) or "codes" in message
+    kind = "codes" if has_signs else "magnitudes"
+    require_keys(message, ("largest", kind), name)
+    require_match(message["largest"], empty((), template.dtype), f"{name}.largest")
+    largest = float(message["largest"])
+    if not 0 <= largest < float("inf"):
+        raise ValueError(f"{name}.largest is {largest}; a finite number of at least 0 is expected")
+
+    if has_signs:
+        codes = decode_codes(message["codes"], template.shape, bits, name)
+    else:
+        expected = empty((packed_size(count, bits - 1),), torch.uint8)
+        require_match(message["magnitudes"], expected, f"{name}.magnitudes")
+        codes = torch.from_numpy(unpack(message["magnitudes"].numpy(), count, bits - 1))
+    values = codes.double().mul_(largest / largest_code(bits))
+    return values.reshape(template.shape).to(template.dtype)
+
+
+def encode_codes(codes: Tensor, bits: int) -> Tensor:
+    """Return codes as integers of 8 or 16 bits in their shape, or packed into bytes."""
+    if bits in _DTYPES:
+        return codes.to(_DTYPES[bits])
+    return torch.from_numpy(pack(codes.numpy() + largest_code(bits), bits))
+
+
+def decode_codes(encoded: Any, shape: torch.Size, bits: int, name: str) -> Tensor:
+    """Return what :func:`encode_codes` has encoded, as int32.
+
+    Raises:
+        ValueError: If there are not so many codes, or one is outside ``[-L, L]``.
+    """
+    levels = largest_code(bits)
+    require_match(encoded, empty_codes(shape, bits), f"{name}.codes")
+    if bits in _DTYPES:
+        codes = encoded.to(torch.int32)
+    else:
+        numbers = unpack(encoded.numpy(), shape.numel(), bits)
+        codes = torch.from_numpy(numbers - levels).reshape(shape)
+    # Two's complement has one number below -L, and the packed form one above L.
+    if bool((codes.abs() > levels).any()):
+        raise ValueError(f"{name}.codes has a code outside [-{levels}, {levels}]")
+    return codes
+
+
+def empty_codes(shape: torch.Size, bits: int) -> Tensor:
+    """Return the shape and dtype of what :func:`encode_codes` returns."""
+    if bits in _DTYPES:
+        return empty(shape, _DTYPES[bits])
+    return empty((packed_size(shape.numel(), bits),), torch.uint8)
