@@ -1,8 +1,9 @@
 """Updates on their way to the server: compressed, or masked so that only their sum is known."""
 
 from flsuite.exchange.base import Compression
+from flsuite.exchange.exchange import Exchange
 from flsuite.exchange.low_rank import LowRank
 from flsuite.exchange.quantize import Quantize
 from flsuite.exchange.top_k import TopK
 
-__all__ = ["Compression", "LowRank", "Quantize", "TopK"]
+__all__ = ["Compression", "Exchange", "LowRank", "Quantize", "TopK"]

@@ -1,9 +1,11 @@
 """The clients' devices of a secure sum, as a simulation needs them: they hold what is not shown."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from flsuite.errors import one_line
-from flsuite.exchange import SecureSum
+
+SecureSum = Any
 from flsuite.messages import ClientFailure, ClientUpdate, Outcome
 from flsuite.schedules import Clock
 from flsuite.server.round_log import RoundLog
