@@ -1,0 +1,103 @@
+"""The clients' trained models of one run as the start of another one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flsuite import FederatedTrainer, FlsuiteError
+from flsuite.aggregators import SCAFFOLD, FedAvg, FedProx, LocalOnly
+from flsuite.data import Digits, Dirichlet
+from flsuite.engines import Processes
+from flsuite.models import MLP, Classifier
+from flsuite.schedules import Synchronous
+
+
+def fitted(folder: Path | None = None, aggregator: Any = None, **kwargs: Any) -> FederatedTrainer:
+    data = Digits(clients=4, partition=Dirichlet(0.5), batch_size=kwargs.pop("batch_size", 64))
+    model = Classifier(
+        MLP(hidden=(16,)),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        private=kwargs.pop("private", ()),
+    )
+    trainer = FederatedTrainer(
+        kwargs.pop("rounds", 1),
+        aggregator or FedAvg(),
+        run_dir=str(folder) if folder else None,
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        **{"seed": 1, **kwargs},
+    )
+    trainer.fit(model, data, ckpt_path=None)
+    return trainer
+
+
+def assert_equal(a: FederatedTrainer, b: FederatedTrainer) -> None:
+    for client in [None, *range(4)]:
+        ours, theirs = (t.federation.client_state(client) for t in (a, b))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("engine", [None, Processes(workers=2)])
+def test_a_run_on_kept_models_is_the_run_that_trained_them(tmp_path: Path, engine: Any) -> None:
+    first = fitted(tmp_path / "a", keep_updates=True)
+    again = fitted(from_updates=str(tmp_path / "a"), engine=engine)
+    assert_equal(first, again)
+    names = ("samples", "steps", "bytes_up", "metrics")
+    for one, other in zip(first.federation.log.updates, again.federation.log.updates, strict=True):
+        assert all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def test_later_rounds_train_and_private_parts_and_optimizers_come_along(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"private": ["network.3"], "keep_optimizers": True, "rounds": 3}
+    first = fitted(tmp_path / "a", keep_updates=True, **settings)
+    again = fitted(from_updates=str(tmp_path / "a"), **settings)
+    assert_equal(first, again)
+
+
+def test_clients_that_were_not_kept_train(tmp_path: Path) -> None:
+    fitted(tmp_path / "a", keep_updates=True, schedule=Synchronous(2))
+    whole, again = fitted(), fitted(from_updates=str(tmp_path / "a"))
+    assert len(list((tmp_path / "a" / "updates" / "round-0001").iterdir())) == 2
+    assert_equal(whole, again)
+
+
+def test_other_training_is_refused(tmp_path: Path) -> None:
+    fitted(tmp_path / "a", keep_updates=True)
+    with pytest.raises(FlsuiteError, match=r"data.batch_size is 32 here and 64 there"):
+        fitted(from_updates=str(tmp_path / "a"), batch_size=32)
+    with pytest.raises(FlsuiteError, match="seed is 2 here and 1 there"):
+        fitted(from_updates=str(tmp_path / "a"), seed=2)
+    with pytest.raises(FlsuiteError, match="client.max_epochs is 3 here"):
+        fitted(from_updates=str(tmp_path / "a"), max_epochs=3)
+
+
+@pytest.mark.parametrize("aggregator", [FedProx(mu=0.1), SCAFFOLD()])
+def test_an_algorithm_that_takes_part_in_training_is_refused(
+    tmp_path: Path, aggregator: Any
+) -> None:
+    fitted(tmp_path / "a", keep_updates=True)
+    with pytest.raises(FlsuiteError, match="changes how clients train"):
+        fitted(aggregator=aggregator, from_updates=str(tmp_path / "a"))
+    with pytest.raises(FlsuiteError, match="changes how clients train"):
+        fitted(tmp_path / "b", aggregator=aggregator, keep_updates=True)
+
+
+def test_a_run_that_has_kept_nothing_is_named(tmp_path: Path) -> None:
+    fitted(tmp_path / "a")
+    with pytest.raises(FlsuiteError, match="fit it with --trainer.keep_updates true"):
+        fitted(from_updates=str(tmp_path / "a"))
+    with pytest.raises(FlsuiteError, match="is not the folder of a run"):
+        fitted(from_updates=str(tmp_path / "nowhere"))
+    with pytest.raises(FlsuiteError, match="LocalOnly has no clients whose models"):
+        fitted(aggregator=LocalOnly(), from_updates=str(tmp_path / "a"))
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    fitted(tmp_path / "a", keep_updates=True)
+    path = tmp_path / "a" / "updates" / "round-0001" / "client-00002.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(FlsuiteError, match=r"client-00002.pt cannot be read"):
+        fitted(from_updates=str(tmp_path / "a"))
