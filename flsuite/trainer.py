@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
-from typing import Any as SecureSum
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -18,7 +17,7 @@ from flsuite.client.trainer import quiet_lightning, require_one_device
 from flsuite.engines.base import Engine
 from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of
-from flsuite.exchange import Compression, Exchange
+from flsuite.exchange import Compression, Exchange, SecureSum
 from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.predictions import predict

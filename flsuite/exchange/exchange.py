@@ -3,11 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from flsuite.aggregators.base import Aggregator
 from flsuite.errors import FlsuiteError
 from flsuite.exchange.base import Compression
+from flsuite.exchange.secure import SecureSum, refuse_together
 
-SecureSum = Any
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, nbytes
 
@@ -28,20 +30,18 @@ class Exchange:
     ) -> None:
         self.compression = compression
         self.secure_sum = secure_sum
-        if compression is not None and secure_sum is not None:
-            raise FlsuiteError(
-                f"{type(secure_sum).__name__} sends masked integers of 32 bits, which "
-                f"{type(compression).__name__} cannot shorten; leave out trainer.compression or "
-                "trainer.secure_sum"
-            )
+        refuse_together(compression, secure_sum)
 
-    def configure(self, aggregator: Aggregator, state: State, extras: dict[str, Any]) -> None:
+    def configure(
+        self, aggregator: Aggregator, state: State, extras: dict[str, Any], cohort: int
+    ) -> None:
         """Prepare for an algorithm and a model.
 
         Args:
             aggregator: The algorithm, which has been configured.
             state: The shared state, as a template.
             extras: A template of the extras.
+            cohort: Clients per round.
 
         Raises:
             FlsuiteError: If the algorithm does not go together with the compression, or needs every
@@ -49,12 +49,16 @@ class Exchange:
         """
         if self.compression is not None:
             self.compression.configure(aggregator, state, extras)
-        if self.secure_sum is not None and not aggregator.works_from_sums:
+        if self.secure_sum is None:
+            return
+        if not aggregator.works_from_sums:
             raise FlsuiteError(
                 f"{type(self.secure_sum).__name__} shows the server a sum alone, and "
                 f"{type(aggregator).__name__} needs every client's own update; choose FedAvg, "
                 "FedProx or FedFisher, or leave out trainer.secure_sum"
             )
+        example = ClientUpdate(0, 1, 1, 1, torch.zeros(0, dtype=torch.int64), state, extras)
+        self.secure_sum.configure(aggregator.summands(example), cohort)
 
     def templates(
         self, aggregator: Aggregator, state: State, extras: dict[str, Any]

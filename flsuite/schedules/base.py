@@ -33,6 +33,8 @@ class Schedule(ABC):
         may_lose: Whether a client that starts may never come back.
         ended: Fits that have ended since the round began, in their order.
         in_flight: Fits that have started and not ended.
+        cohort: Clients that a round starts, after :meth:`configure`. It is 0 where there are no
+            rounds.
     """
 
     is_asynchronous: ClassVar[bool] = False
@@ -87,6 +89,10 @@ class Schedule(ABC):
             clock: It is moved on from event to event.
             requests: Returns the requests of clients that start in between.
         """
+
+    @property
+    def cohort(self) -> int:
+        return 0
 
     def numbers(self) -> dict[str, float]:
         """Return numbers about the round in progress, for the log."""

@@ -100,7 +100,7 @@ class Synchronous(Schedule):
                 f"Synchronous: participation {self.participation} of {clients} clients comes to "
                 f"{self._number} clients; {remedy}"
             )
-        started = self._started_number()
+        started = self.cohort
         if started > clients:
             raise FlsuiteError(
                 f"Synchronous: over_selection {self.over_selection} starts {started} clients, and "
@@ -131,7 +131,7 @@ class Synchronous(Schedule):
         """
         if clock.round != self._round:
             self._round, self._ended, self._lost = clock.round, [], 0
-        number = self._started_number()
+        number = self.cohort
         clients = self._launcher.draw(number, clock, self._lost, weights=self._weights)
         self._cohort = [self._launcher.launch(client, clock) for client in clients]
         return self._taken(clock.seconds)
@@ -175,8 +175,8 @@ class Synchronous(Schedule):
         self._launcher.load_state_dict(state)
         self._cohort, self._ends, self._ended, self._round = [], None, [], -1
 
-    def _started_number(self) -> int:
-        """Return how many clients a round starts."""
+    @property
+    def cohort(self) -> int:
         return int(self._number * self.over_selection + 0.5)
 
     def _taken(self, now: float) -> list[Fit]:

@@ -1,54 +1,94 @@
-"""The clients' devices of a secure sum, as a simulation needs them: they hold what is not shown."""
+"""The clients' devices of a secure sum, as a simulation needs them."""
 
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Collection, Sequence
 
-from flsuite.errors import one_line
-
-SecureSum = Any
-from flsuite.messages import ClientFailure, ClientUpdate, Outcome
-from flsuite.schedules import Clock
+from flsuite.exchange import Parties, SecureSum, SumReport
+from flsuite.messages import ClientFailure, ClientResult, ClientUpdate
 from flsuite.server.round_log import RoundLog
 from flsuite.state import State
 
 __all__ = ["Devices"]
 
+log = logging.getLogger("flsuite")
+
 
 class Devices:
     """Holds the clients' summands until all of a round are masked.
 
-    The aggregator never sees them. It receives their sum, which the server has made of masked
-    messages.
+    The aggregator never sees a summand. It receives the sum, which the server's side of the
+    protocol has made of masked messages.
 
     Args:
-        secure_sum: The protocol. ``None`` holds nothing.
+        secure_sum: The protocol.
     """
 
-    def __init__(self, secure_sum: SecureSum | None) -> None:
+    def __init__(self, secure_sum: SecureSum) -> None:
         self.secure_sum = secure_sum
         self._summands: dict[int, State] = {}
 
-    def held(self, outcome: Outcome) -> Outcome:
-        """Return the outcome without its summands, which the client's device keeps.
-
-        A device whose summands cannot be masked becomes a failure.
-        """
-        if self.secure_sum is None or isinstance(outcome, ClientFailure):
-            return outcome
-        update, summands = outcome.update, outcome.memory.pop("summands")
-        try:
-            self.secure_sum.check(summands)
-        except ValueError as error:
-            return ClientFailure(update.client, update.round, one_line(error))
-        self._summands[update.client] = summands
-        return outcome
+    def take(self, result: ClientResult) -> None:
+        """Take the summands out of what a client keeps, so that nothing else holds them."""
+        self._summands[result.update.client] = result.memory.pop("summands")
 
     def sums(
-        self, arrived: Sequence[ClientUpdate], lost: Sequence[int], log: RoundLog, clock: Clock
-    ) -> State:
-        """Return the sum of the summands of those that came back, and log what it has cost.
+        self, arrived: Sequence[ClientUpdate], cohort: Collection[int], round_log: RoundLog
+    ) -> tuple[State, list[ClientUpdate]]:
+        """Return the sum of the clients' summands, and the updates that are in it.
+
+        The costs of the protocol are added to the record of the round.
+
+        Args:
+            arrived: The updates of the round, without their summands.
+            cohort: All clients that have started, with those that were lost.
+            round_log: The record of the round.
 
         Raises:
             FederationError: If too few clients came back.
         """
-        raise NotImplementedError
+        summands, self._summands = self._summands, {}
+        parties = self.secure_sum.begin(sorted(cohort))
+        held = []
+        for update in arrived:
+            if fault := _hold(parties, update.client, summands.pop(update.client)):
+                _leave_out(update, fault, round_log)
+            else:
+                held.append(update)
+
+        sums, report = self.secure_sum.finish(parties, [update.client for update in held])
+        _count(report, round_log)
+        return sums, held
+
+
+def _hold(parties: Parties, client: int, summands: State) -> str | None:
+    """Leave summands on their device, or return why they cannot be masked."""
+    try:
+        parties.hold(client, summands)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _leave_out(update: ClientUpdate, fault: str, round_log: RoundLog) -> None:
+    """Record that a client drops out with its summands."""
+    failure = ClientFailure(update.client, update.round, fault, number=update.number)
+    round_log.updates[:] = [u for u in round_log.updates if u.client != update.client]
+    round_log.failures.append(failure)
+    round_log.lost_down += update.bytes_down
+    log.warning("round %d: client %d failed: %s", update.round, update.client, fault)
+
+
+def _count(report: SumReport, round_log: RoundLog) -> None:
+    """Add the costs of a secure sum to the record of the round."""
+    recorded = {update.client: update for update in round_log.updates}
+    for client, cost in report.costs.items():
+        sent, received = sum(cost.sent.values()), sum(cost.received.values())
+        if client in recorded:
+            recorded[client].bytes_up += sent
+            recorded[client].bytes_down += received
+            recorded[client].metrics["secure_sum_seconds"] = cost.seconds
+        else:
+            round_log.lost_up += sent
+            round_log.lost_down += received
+    round_log.server["secure_sum_server_seconds"] = report.server_seconds
+    round_log.server["secure_sum_dropped"] = float(len(report.dropped))

@@ -89,7 +89,8 @@ class Federation:
         self._started: dict[int, _Start] = {}
         self.trained: UpdateStore | None = None
         self.exchange = exchange or Exchange()
-        self._devices = Devices(self.exchange.secure_sum)
+        secure_sum = self.exchange.secure_sum
+        self._devices = None if secure_sum is None else Devices(secure_sum)
 
         _refuse_unused_patterns(model)
         whole = clone(model.state_dict())
@@ -106,7 +107,7 @@ class Federation:
         aggregator.configure(_layout(model, self.state, data.spec.shape, sizes))
         # After configure, which tells the aggregator what travels.
         extras = aggregator.expected_extras(self.state)
-        self.exchange.configure(aggregator, self.state, extras)
+        self.exchange.configure(aggregator, self.state, extras, schedule.cohort)
         self._bytes_up = self.exchange.bytes_up(self.state, extras)
         self._expected = self.exchange.templates(aggregator, self.state, extras)
 
@@ -172,7 +173,7 @@ class Federation:
         """
         sender = outcome.update if isinstance(outcome, ClientResult) else outcome
         start = self._started.pop(sender.client)
-        outcome = self._devices.held(self.check(outcome, start.broadcast.state))
+        outcome = self.check(outcome, start.broadcast.state)
         if isinstance(outcome, ClientFailure):
             outcome.number = start.number
             self._count_lost(start, sender)
@@ -187,6 +188,8 @@ class Federation:
         # 0 in a synchronous round, which is still in progress when its updates arrive.
         update.staleness = self.round - (start.broadcast.round - 1)
         update.number, update.base = start.number, self._base(start.broadcast)
+        if self._devices is not None:
+            self._devices.take(outcome)
         self.clients[update.client] = outcome.memory
         self.clock.client_updates += start.clients
         self.clock.bytes += update.bytes_up + update.bytes_down
@@ -243,13 +246,15 @@ class Federation:
         Raises:
             FederationError: If too few clients came back for a secure sum.
         """
-        if self.exchange.secure_sum is None:
+        if self._devices is None:
             return self.aggregator.aggregate(self.state, updates)
+
         arrived = list(updates)
-        lost = [failure.client for failure in self.log.failures]
-        lost += [fit.client for fit in self.schedule.ended if fit.outcome != "arrived"]
-        sums = self._devices.sums(arrived, lost, self.log, self.clock)
-        return self.aggregator.from_sums(self.state, sums, arrived)
+        cohort = {fit.client for fit in self.schedule.ended}
+        before = self.log.bytes
+        sums, summed = self._devices.sums(arrived, cohort, self.log)
+        self.clock.bytes += self.log.bytes - before
+        return self.aggregator.from_sums(self.state, sums, summed)
 
     def advance(self, state: State) -> None:
         """Make this the next version of the global model.

@@ -30,6 +30,11 @@ class RoundLog:
     lost_down: int = 0
     lost_up: int = 0
 
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the accepted updates, sent and received."""
+        return sum(update.bytes_up + update.bytes_down for update in self.updates)
+
     def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield scope and numbers, for each client and then for ``global``.
 
