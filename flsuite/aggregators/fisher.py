@@ -7,20 +7,17 @@ Fisher information: the mode of the product of the clients' Laplace posteriors. 
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
 from flsuite.aggregators.fisher_mean import FisherMean
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.metrics.fisher import Estimator, fisher_diagonal
-from flsuite.models import modes
+from flsuite.metrics.fisher import Estimator, fisher_diagonal, measuring
 from flsuite.models.protocols import LikelihoodModel
 from flsuite.state import RunningMean, State, StateLayout, clone
 
@@ -170,21 +167,9 @@ class _FisherPass(Callback):
             trainer.strategy.batch_to_device(batch) for batch in islice(loader, self.batches)
         )
         # bfloat16 and dropout would add noise to the squared gradients.
-        with evaluating(pl_module):
+        with measuring(pl_module):
             fisher = clone(fisher_diagonal(pl_module, self.names, batches, self.estimator))
 
         mass = sum(f.sum(dtype=torch.float64) for f in fisher.values())
         self.client.extras["fisher"] = fisher
         self.client.metrics["fisher_mass"] = float(mass)
-
-
-@contextmanager
-def evaluating(module: LightningModule) -> Iterator[None]:
-    """Compute in evaluation mode and float32, with gradients.
-
-    At the end, the modes and the random generators are restored.
-    """
-    float32 = torch.autocast(module.device.type, enabled=False)
-    # isolate_rng: the pass must not change the numbers that the run draws after it.
-    with modes.evaluating(module), isolate_rng(), torch.enable_grad(), float32:
-        yield

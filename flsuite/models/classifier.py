@@ -100,6 +100,10 @@ class Classifier(ClientModel):
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits ``(n, outputs)``."""
+        return self(x)
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         return mean_classification_loss(self(x), y)

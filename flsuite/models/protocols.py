@@ -9,7 +9,14 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["FlowModel", "FusedModel", "LatentModel", "LikelihoodModel", "PriorModel"]
+__all__ = [
+    "FlowModel",
+    "FusedModel",
+    "LatentModel",
+    "LikelihoodModel",
+    "LogitModel",
+    "PriorModel",
+]
 
 
 @runtime_checkable
@@ -45,6 +52,18 @@ class LikelihoodModel(Protocol):
         sample alone. To be vectorised by torch.func, the method has no in-place operation on
         tensors that it has made itself, and no control flow that depends on values.
         """
+        ...
+
+
+@runtime_checkable
+class LogitModel(Protocol):
+    """A model whose prediction is a function of logits alone.
+
+    With logits z, the probabilities are ``softmax(z)`` for classes and ``sigmoid(z)`` per label.
+    """
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of samples ``(n, *shape)``, ``(n, outputs)``, with gradients."""
         ...
 
 

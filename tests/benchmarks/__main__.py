@@ -22,12 +22,11 @@ import torch
 from lightning.pytorch import Callback
 
 from flsuite.aggregators import FedAvg, FedBuff
-from flsuite.aggregators.fisher import evaluating
 from flsuite.callbacks import FederationCallback
 from flsuite.callbacks.base import Affects
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.engines import Engine, InProcess, Processes
-from flsuite.metrics.fisher import fisher_diagonal
+from flsuite.metrics.fisher import fisher_diagonal, measuring
 from flsuite.models import (
     ACVAE,
     Classifier,
@@ -385,10 +384,10 @@ class FisherPasses(Callback):
         names = [f"flow.{name}" for name, _ in pl_module.flow.named_parameters()]
         for estimator in ("exact", "batch"):
             began = time.perf_counter()
-            with evaluating(pl_module):
+            with measuring(pl_module):
                 fisher_diagonal(pl_module, names, trainer.train_dataloader, estimator)
             self.seconds[estimator].append(time.perf_counter() - began)
-        with evaluating(pl_module):
+        with measuring(pl_module):
             self.seconds["loop"].append(
                 self._loop(pl_module, names, next(iter(trainer.train_dataloader)))
             )

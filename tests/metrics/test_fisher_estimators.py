@@ -81,7 +81,7 @@ def test_exact_is_a_loop_over_samples(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cover every kind of layer, batches of all sizes, and few samples at a time."""
-    monkeypatch.setattr("flsuite.metrics.fisher._NUMBERS_AT_ONCE", 1000)
+    monkeypatch.setattr("flsuite.metrics.fisher.per_sample._NUMBERS_AT_ONCE", 1000)
     table = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
     for model, (x, y) in (densities(), (flow_model(), table)):
         names = [
@@ -319,7 +319,7 @@ def test_the_flow_never_needs_the_gradient_of_a_single_sample(
     def refuse(*_: Any) -> Any:
         raise AssertionError("per-sample gradients")
 
-    monkeypatch.setattr("flsuite.metrics.fisher._squares_by_vmap", refuse)
+    monkeypatch.setattr("flsuite.metrics.fisher.empirical.sample_squares", refuse)
     untrained = NFClassifier(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)))
     untrained.ensure_built(DataSpec((5,), 3))
     for model in (flow_model(), untrained.eval()):

@@ -9,23 +9,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.metrics.linear_fisher import LinearLayers
+from flsuite.errors import FlsuiteError
+from flsuite.metrics.fisher.layers import ProductLayers
+from flsuite.metrics.fisher.per_sample import sample_squares
+from flsuite.metrics.fisher.products import layer_squares
+from flsuite.metrics.fisher.totals import Total
 from flsuite.state import State
 
 __all__ = ["Estimator", "fisher_diagonal"]
 
 Estimator = Literal["exact", "batch"]
 Batch = tuple[Tensor, ...]
-
-# Terms that are added in float32 before their sum goes to float64. They are few enough to keep
-# seven digits.
-_AT_ONCE = 8
-# Elements of per-sample gradients at a time, 64 MiB. More at once is far beyond a cache, and
-# slower.
-_NUMBERS_AT_ONCE = 2**24
 
 
 def fisher_diagonal(
@@ -60,8 +55,8 @@ def fisher_diagonal(
     first = {id(p): name for name, p in reversed(named.items())}
     own = {name: p for name, p in named.items() if first[id(p)] == name}
     trained = {name: p for name, p in own.items() if p.requires_grad}
-    totals = {name: _Total(p) for name, p in own.items()}
-    layers = LinearLayers(model, trained)
+    totals = {name: Total(p) for name, p in own.items()}
+    layers = ProductLayers(model, trained)
     weight = 0
 
     for batch in batches:
@@ -75,29 +70,6 @@ def fisher_diagonal(
 
     fisher = {name: (total.value() / max(weight, 1)).float() for name, total in totals.items()}
     return {name: fisher[first[id(p)]] for name, p in named.items()}
-
-
-class _Total:
-    """A sum of float32 tensors, added a few at a time in float32 and then in float64."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._sum = torch.zeros_like(like, dtype=torch.float64)
-        self._few = torch.zeros_like(like, dtype=torch.float32)
-        self._added = 0
-
-    def add(self, squares: Tensor) -> None:
-        self._few += squares
-        self._added += 1
-        if self._added % _AT_ONCE == 0:
-            self._flush()
-
-    def value(self) -> Tensor:
-        self._flush()
-        return self._sum
-
-    def _flush(self) -> None:
-        self._sum += self._few
-        self._few.zero_()
 
 
 def _squared_mean(
@@ -118,7 +90,7 @@ def _squared_mean(
 def _sum_of_squares(
     likelihood: "_LogLikelihood",
     parameters: Mapping[str, Tensor],
-    layers: LinearLayers,
+    layers: ProductLayers,
     batch: Batch,
     first: bool,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -126,50 +98,30 @@ def _sum_of_squares(
 
     Linear layers come first, then the other parameters.
     """
-    squares: State | None = {}
+    # One column: the log-likelihood itself.
+    column = torch.ones(1, len(batch[0]), device=batch[0].device)
+    done: set[str] = set()
     # The first batch is computed as a whole in any case, which reveals a faulty log-likelihood.
     if layers.layers or first:
-        squares = layers.squares(lambda: likelihood(batch))
-    if squares is None:
-        raise likelihood.independent()
-    yield from squares.items()
+        passes = layers.passes(lambda: likelihood(batch), column.to)
+        if passes is None:
+            raise likelihood.independent()
+        for part in passes:
+            squares = layer_squares(part)
+            done |= squares.keys()
+            yield from squares.items()
 
-    rest = {name: p.detach() for name, p in parameters.items() if name not in squares}
+    rest = {name: p.detach() for name, p in parameters.items() if name not in done}
     if rest:
-        yield from _squares_by_vmap(likelihood, rest, batch)
-
-
-def _squares_by_vmap(
-    likelihood: "_LogLikelihood", parameters: State, batch: Batch
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the sum of the samples' squared gradients for any parameters.
-
-    It takes as many per-sample gradients at a time as :data:`_NUMBERS_AT_ONCE` allows.
-    """
-
-    def of_one(parameters: State, *sample: Tensor) -> Tensor:
-        named = {f"model.{name}": value for name, value in parameters.items()}
-        return functional_call(likelihood, named, (tuple(part[None] for part in sample),))[0]
-
-    per_sample = vmap(grad(of_one), in_dims=(None, *(0 for _ in batch)), randomness="different")
-    at_once = max(1, _NUMBERS_AT_ONCE // sum(p.numel() for p in parameters.values()))
-
-    for chunk in zip(*(part.split(at_once) for part in batch), strict=True):
-        try:
-            gradients: State = per_sample(parameters, *chunk)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # a whole batch went through before: it is the vectorising
-            raise FlsuiteError(
-                f"{likelihood.owner}.log_likelihood cannot be vectorised over samples "
-                f"({one_line(error, longest=200)}); write it without in-place operations and "
-                ".item(), or set the Fisher's estimator to batch"
-            ) from error
-        yield from ((name, g.square().sum(0)) for name, g in gradients.items())
+        for squares in sample_squares(likelihood, rest, batch, column):
+            yield from squares.items()
 
 
 class _LogLikelihood(nn.Module):
     """The log-likelihood as a forward pass, for torch.func: a batch of n samples to ``(n,)``."""
+
+    needs = "log_likelihood"
+    otherwise = ", or set the Fisher's estimator to batch"
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -1,0 +1,33 @@
+"""Fisher information of a model on data: ``F = mean_n sum_c J_nc J_nc^T``.
+
+``J_nc`` is the gradient of scalar c of sample n in the parameters. The empirical Fisher has one
+scalar per sample, the log-likelihood of its label. The true Fisher of the model's prediction has
+one per output, see :mod:`~flsuite.metrics.fisher.columns`, and needs no labels.
+"""
+
+from flsuite.metrics.fisher.columns import Expectation, PredictionTask
+from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
+from flsuite.metrics.fisher.full import full_fisher, jacobian
+from flsuite.metrics.fisher.gram import gram_matrices
+from flsuite.metrics.fisher.measuring import measuring
+from flsuite.metrics.fisher.predictive import (
+    diagonal_and_kfac,
+    kfac_factors,
+    predictive_diagonal,
+    require_kfac,
+)
+
+__all__ = [
+    "Estimator",
+    "Expectation",
+    "PredictionTask",
+    "diagonal_and_kfac",
+    "fisher_diagonal",
+    "full_fisher",
+    "gram_matrices",
+    "jacobian",
+    "kfac_factors",
+    "measuring",
+    "predictive_diagonal",
+    "require_kfac",
+]

@@ -1,0 +1,99 @@
+"""The Fisher of a model's prediction as a whole matrix, for small models."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flsuite.errors import FlsuiteError
+from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
+from flsuite.metrics.fisher.per_sample import sample_gradients
+
+__all__ = ["full_fisher", "jacobian"]
+
+Batch = tuple[Tensor, ...]
+
+# The matrix of as many parameters has 1.6 GB in float32.
+_LARGEST = 20_000
+
+
+def full_fisher(
+    module: nn.Module,
+    names: Sequence[str],
+    batches: Iterable[Batch],
+    expectation: Expectation = "exact",
+    generator: torch.Generator | None = None,
+    task: PredictionTask | None = None,
+) -> Tensor:
+    """Return the Fisher ``(d, d)`` of the parameters ``names``, flattened in that order.
+
+    It has the dtype of the parameters, and its sum is in float64. The model runs as it is, as for
+    :func:`~flsuite.metrics.fisher.predictive.predictive_diagonal`, whose arguments are the same.
+
+    Raises:
+        FlsuiteError: If there are more than 20,000 parameters.
+    """
+    size = sum(module.get_parameter(name).numel() for name in names)
+    if size > _LARGEST:
+        raise FlsuiteError(
+            f"the full Fisher of {size:,} parameters would have {size**2:,} entries, and at most "
+            f"{_LARGEST:,} parameters are allowed; use the diagonal or K-FAC"
+        )
+
+    like = module.get_parameter(names[0])
+    total = torch.zeros(size, size, dtype=torch.float64, device=like.device)
+    samples = 0
+    for rows in _rows(module, names, batches, expectation, generator, task):
+        at_columns = rows.flatten(0, 1).double()
+        total.addmm_(at_columns.T, at_columns)
+        samples += len(rows)
+    return total.div_(max(samples, 1)).to(like.dtype)
+
+
+def jacobian(
+    module: nn.Module,
+    names: Sequence[str],
+    batches: Iterable[Batch],
+    expectation: Expectation = "exact",
+    generator: torch.Generator | None = None,
+    task: PredictionTask | None = None,
+) -> Tensor:
+    """Return the gradients of the Fisher's scalars, ``(n * columns, d)``, sample by sample.
+
+    The Fisher is ``J^T J / n``. The arguments are those of :func:`full_fisher`.
+    """
+    parts = list(_rows(module, names, batches, expectation, generator, task))
+    size = sum(module.get_parameter(name).numel() for name in names)
+    if not parts:
+        return module.get_parameter(names[0]).new_zeros(0, size)
+    return torch.cat(parts).flatten(0, 1)
+
+
+def _rows(
+    module: nn.Module,
+    names: Sequence[str],
+    batches: Iterable[Batch],
+    expectation: Expectation,
+    generator: torch.Generator | None,
+    task: PredictionTask | None,
+) -> Iterator[Tensor]:
+    """Yield gradients ``(n, columns, d)``. They are zero for frozen parameters."""
+    task, logits = task_of(module, task), Logits(module)
+    parameters = {name: module.get_parameter(name) for name in names}
+    trained = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
+
+    for batch in batches:
+        inputs = batch[:1]
+        with torch.no_grad():
+            at_logits = columns(logits(inputs), task, expectation, generator)
+        for found in sample_gradients(logits, trained, inputs, at_logits):
+            samples = len(next(iter(found.values())))
+            yield torch.cat(
+                [
+                    found[name].flatten(2)
+                    if name in found
+                    else p.new_zeros(samples, len(at_logits), p.numel())
+                    for name, p in parameters.items()
+                ],
+                2,
+            )

@@ -1,0 +1,279 @@
+"""Layers whose per-sample gradients are products of their inputs and their output's gradients.
+
+The gradient of a Linear or Conv2d layer's weight for a sample is ``sum_t g_t a_t^T`` over its
+positions t, with ``a_t`` its input there and ``g_t`` the gradient at its output. It is found from
+what goes into the layer and what comes back to it, without the gradient of any parameter: Dangel et
+al. 2020, BackPACK: Packing more into Backprop, arXiv:1912.10985.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+__all__ = ["LayerPass", "ProductLayers", "recorded", "uncovered", "unfolded"]
+
+
+class Call(NamedTuple):
+    """One call of a layer.
+
+    Attributes:
+        input: Its input.
+        version: The version of the input, which shows whether it is unchanged since.
+        before: What computed the input.
+        edge: Where the gradient at its output arrives. It is ``None`` without a gradient.
+        outputs: Number of elements of the output.
+    """
+
+    input: Tensor
+    version: int
+    before: Node | None
+    edge: GradientEdge | None
+    outputs: int
+
+
+class LayerPass(NamedTuple):
+    """What a batch leaves at a layer.
+
+    Attributes:
+        name: The layer's name in the model.
+        layer: The layer.
+        input: Its input, with one row per sample.
+        gradients: Gradients at its output, ``(columns, n, ...)``.
+    """
+
+    name: str
+    layer: nn.Linear | nn.Conv2d
+    input: Tensor
+    gradients: Tensor
+
+
+def uncovered(layer: nn.Module) -> str | None:
+    """Return why a layer's gradient is not the product that is assumed here, or ``None``."""
+    kind = type(layer).__name__
+    # The exact types: a subclass may compute something else.
+    if type(layer) is nn.Linear:
+        return None
+    if type(layer) is not nn.Conv2d:
+        return f"{kind} is neither Linear nor Conv2d"
+    if layer.groups != 1:
+        return f"its {kind} has {layer.groups} groups"
+    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+        padding = layer.padding if isinstance(layer.padding, str) else layer.padding_mode
+        return f"its {kind} pads by {padding!r} instead of a number of zeros"
+    return None
+
+
+def unfolded(layer: nn.Linear | nn.Conv2d, input: Tensor) -> Tensor:
+    """Return the inputs at the layer's positions, ``(n, in, positions)``.
+
+    ``in`` counts the columns of the weight as a matrix ``(out, in)``.
+    """
+    if isinstance(layer, nn.Linear):
+        return input.flatten(1, -2).mT if input.ndim > 2 else input[..., None]
+    return nn.functional.unfold(
+        input,
+        layer.kernel_size,
+        layer.dilation,
+        layer.padding,  # type: ignore[arg-type]  # a number, or uncovered would have named it
+        layer.stride,
+    )
+
+
+@contextmanager
+def recorded(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
+    """Record every call of the layers."""
+    calls: dict[str, list[Call]] = {name: [] for name in layers}
+
+    def record(name: str, layer: nn.Module, args: Sequence[Tensor], output: Tensor) -> None:
+        # A call by keyword has no positional input. The output takes its place, with a version that
+        # never matches, so that the layer does not qualify.
+        given = args[0] if args else output
+        version = given._version if args else -1
+        # The edge and not the output: an activation may overwrite the output later.
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        calls[name].append(Call(given.detach(), version, given.grad_fn, edge, output.numel()))
+
+    handles = [layer.register_forward_hook(partial(record, name)) for name, layer in layers.items()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class ProductLayers:
+    """The layers of a model whose per-sample gradients are products.
+
+    A layer qualifies in a batch if the layer is called once, on one row per sample, and if nothing
+    else uses its parameters. Every batch is checked, by the autograd graph and not by values:
+    gradients that happen to be zero prove nothing. A layer that fails once is out from then on, and
+    :attr:`failed` has the reason.
+
+    Args:
+        model: Module that computes the outputs.
+        parameters: Parameters that are wanted, by name. A layer takes part with all of its own.
+        positions: Whether a layer may have several positions per sample: a Conv2d, or a Linear on
+            more than a vector.
+
+    Attributes:
+        layers: The layers that still qualify.
+        failed: Why others do not.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, Tensor], positions: bool = False
+    ) -> None:
+        kinds = (nn.Linear, nn.Conv2d) if positions else (nn.Linear,)
+        self.positions = positions
+        self.failed: dict[str, str] = {}
+        self.layers: dict[str, nn.Linear | nn.Conv2d] = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, kinds)
+            and uncovered(layer) is None
+            and all(f"{name}.{own}" in parameters for own, _ in layer.named_parameters())
+        }
+
+        # The graph's end points, by which a parameter is recognised whatever module uses it.
+        leaves = {name: get_gradient_edge(p).node for name, p in parameters.items()}
+        self._leaves = frozenset(leaves.values())
+        self._leaves_of = {
+            name: [leaves[f"{name}.{own}"] for own, _ in layer.named_parameters()]
+            for name, layer in self.layers.items()
+        }
+        self._proven: set[tuple[str, int]] = set()
+
+    def passes(
+        self, forward: Callable[[], Tensor], columns: Callable[[Tensor], Tensor]
+    ) -> list[LayerPass] | None:
+        """Return what a batch leaves at the layers that qualify.
+
+        Args:
+            forward: Computes the outputs of the batch, ``(n, ...)``.
+            columns: Computes the gradients at the outputs that are traced back,
+                ``(columns, n, ...)``.
+
+        Returns:
+            One entry per layer, or ``None`` if the outputs depend on none of the parameters.
+        """
+        with recorded(self.layers) as calls:
+            outputs = forward()
+        if outputs.grad_fn is None:
+            return None
+        # An edge per use of a parameter, in any module or outside of one.
+        uses, reached = _uses(outputs.grad_fn, self._leaves)
+        if not any(uses.values()):
+            return None
+
+        for name in list(self.layers):
+            if why := self._fault(name, calls[name], len(outputs), uses, reached):
+                self._drop(name, why)
+        edges = {n: edge for n in self.layers if (edge := calls[n][0].edge) is not None}
+        gradients = self._gradients(outputs, columns(outputs), edges)
+        return [
+            LayerPass(name, layer, calls[name][0].input, gradients[name])
+            for name, layer in self.layers.items()
+        ]
+
+    def _fault(
+        self,
+        name: str,
+        calls: Sequence[Call],
+        rows: int,
+        uses: Mapping[Node, int],
+        reached: Collection[Node],
+    ) -> str | None:
+        """Return why a layer is not one product on one row per sample, or ``None``."""
+        if len(calls) != 1:
+            return f"it is called {len(calls)} times in a forward pass"
+        call = calls[0]
+        # A tensor that was changed in place after the call is no longer the layer's input.
+        if call.input._version != call.version:
+            return "its input is overwritten, or passed by keyword"
+        if call.edge is None or call.edge.node not in reached:
+            return "its output is not used"
+        samples = call.input.shape[0] if self.positions else call.input.shape[:-1]
+        if samples != (rows if self.positions else (rows,)) or call.input.ndim < 2:
+            return f"its input {tuple(call.input.shape)} has not one row per sample"
+        inside, _ = _uses(call.edge.node, self._leaves_of[name], stop=call.before)
+        if any(uses[leaf] != 1 or inside[leaf] != 1 for leaf in inside):
+            return "its weight is used elsewhere too"
+        return None
+
+    def _gradients(
+        self, outputs: Tensor, columns: Tensor, edges: Mapping[str, GradientEdge]
+    ) -> dict[str, Tensor]:
+        """Return the gradients at the outputs of the layers, for every column.
+
+        Row i of a layer's output must depend on sample i alone. The graph does not show this,
+        because a table with as many rows as the batch has samples has the right shape. With sample
+        i weighted by w_i, the gradient of row i is w_i times as large if the row depends on no
+        other sample. Whether it does depends only on the number of rows, so that one further
+        backward pass per layer and batch size is enough. Gradients that are all zero show nothing,
+        and leave the proof to a later batch.
+        """
+        rows = len(outputs)
+        unproven = [name for name in edges if rows > 1 and (name, rows) not in self._proven]
+        if not edges:
+            return {}
+        last = len(columns) - 1
+        found = [
+            torch.autograd.grad(
+                outputs, list(edges.values()), column, retain_graph=bool(unproven) or at < last
+            )
+            for at, column in enumerate(columns)
+        ]
+        gradients = {
+            name: torch.stack(g) for name, g in zip(edges, zip(*found, strict=True), strict=True)
+        }
+        if not unproven:
+            return gradients
+
+        # No two samples have the same weight, so that no exchange of rows goes unnoticed.
+        weights = torch.linspace(1, 2, rows, dtype=outputs.dtype, device=outputs.device)
+        scaled = _rows(weights, outputs) * columns.sum(0)
+        weighted = torch.autograd.grad(outputs, [edges[name] for name in unproven], scaled)
+        for name, g in zip(unproven, weighted, strict=True):
+            expected = _rows(weights, g) * gradients[name].sum(0)
+            error, scale = (g - expected).abs().max(), expected.abs().max()
+            # A tolerance for float32: two backward passes sum in different orders.
+            if error > 1e-4 * scale:
+                self._drop(name, "its rows depend on several samples")
+                del gradients[name]
+            elif scale > 0:
+                self._proven.add((name, rows))
+        return gradients
+
+    def _drop(self, name: str, why: str) -> None:
+        # A layer that fails once is not tried again: it would be likely to fail.
+        del self.layers[name]
+        self.failed[name] = why
+
+
+def _rows(weights: Tensor, like: Tensor) -> Tensor:
+    """Return one weight per row, with as many dimensions as ``like``."""
+    return weights.reshape(-1, *(1 for _ in like.shape[1:]))
+
+
+def _uses(
+    root: Node, leaves: Iterable[Node], stop: Node | None = None
+) -> tuple[dict[Node, int], set[Node]]:
+    """Return the number of edges to each leaf, and the nodes that the root reaches.
+
+    Nodes at and below ``stop`` are left out.
+    """
+    uses = dict.fromkeys(leaves, 0)
+    reached, waiting = {root}, [root]
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node in uses:
+                uses[node] += 1
+            elif node is not None and node is not stop and node not in reached:
+                reached.add(node)
+                waiting.append(node)
+    return uses, reached

@@ -1,0 +1,269 @@
+"""The true Fisher of a model's prediction: its diagonal, and its Kronecker factors.
+
+Both need no labels. The model runs as it is: the caller sets its modes, autocast and the random
+generators, see :func:`~flsuite.metrics.fisher.measuring.measuring`.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flsuite.errors import FlsuiteError
+from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
+from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded, uncovered
+from flsuite.metrics.fisher.per_sample import sample_squares
+from flsuite.metrics.fisher.products import gradient_factor, input_factor, layer_squares
+from flsuite.metrics.fisher.totals import Total
+from flsuite.state import Layer, State
+
+__all__ = ["diagonal_and_kfac", "kfac_factors", "predictive_diagonal", "require_kfac"]
+
+Batch = tuple[Tensor, ...]
+Factors = dict[str, dict[str, Tensor]]
+
+# Elements at a time of a layer's gradients over all columns, 16 MiB. More would leave the cache.
+_NUMBERS_AT_ONCE = 2**22
+
+
+def predictive_diagonal(
+    module: nn.Module,
+    names: Collection[str],
+    batches: Iterable[Batch],
+    expectation: Expectation = "exact",
+    generator: torch.Generator | None = None,
+    task: PredictionTask | None = None,
+) -> State:
+    """Return the diagonal of the Fisher for the parameters ``names``, in float32.
+
+    It is zero for a frozen parameter. Linear and Conv2d layers go by formulas, any other parameter
+    by per-sample gradients.
+
+    Args:
+        module: Gives logits ``(n, outputs)``, by its method ``logits`` or its forward pass.
+        names: Names of parameters of the module.
+        batches: Tuples of tensors with one row per sample. The first has the inputs.
+        expectation: ``exact`` takes one backward pass per output, ``sampled`` one, for a target
+            drawn from the prediction.
+        generator: Draws these targets. Default: torch's own.
+        task: The kind of prediction. Default: that of ``module.spec``.
+
+    Raises:
+        FlsuiteError: If the outputs depend on none of the parameters, are not one row per sample,
+            or cannot be vectorised over samples.
+    """
+    return _measured(module, names, (), batches, expectation, generator, task)[0]
+
+
+def kfac_factors(
+    module: nn.Module,
+    layers: Sequence[Layer],
+    batches: Iterable[Batch],
+    expectation: Expectation = "exact",
+    generator: torch.Generator | None = None,
+    task: PredictionTask | None = None,
+) -> Factors:
+    """Return the Kronecker factors of the Fisher by layer, in float32.
+
+    ``{"a": A, "g": G}`` approximates the Fisher of a layer's weight W ``(out, in)`` by
+    ``F vec(W) = G W A``. A convolution's inputs are unfolded, and a bias is the last column of W,
+    with input 1. A frozen layer has G = 0.
+
+    Args:
+        module: Gives logits ``(n, outputs)``, by its method ``logits`` or its forward pass.
+        layers: Layers of the module.
+        batches: Tuples of tensors with one row per sample. The first has the inputs.
+        expectation: ``exact`` takes one backward pass per output, ``sampled`` one, for a target
+            drawn from the prediction.
+        generator: Draws these targets. Default: torch's own.
+        task: The kind of prediction. Default: that of ``module.spec``.
+
+    Raises:
+        FlsuiteError: If K-FAC does not cover a layer.
+    """
+    return _measured(module, (), layers, batches, expectation, generator, task)[1]
+
+
+def diagonal_and_kfac(
+    module: nn.Module,
+    names: Collection[str],
+    layers: Sequence[Layer],
+    batches: Iterable[Batch],
+    expectation: Expectation = "exact",
+    generator: torch.Generator | None = None,
+    task: PredictionTask | None = None,
+) -> tuple[State, Factors]:
+    """Return :func:`predictive_diagonal` and :func:`kfac_factors` of one pass."""
+    return _measured(module, names, layers, batches, expectation, generator, task)
+
+
+def require_kfac(module: nn.Module, layers: Sequence[Layer]) -> None:
+    """Refuse layers that K-FAC does not cover, as far as a layer alone shows it.
+
+    Raises:
+        FlsuiteError: If there is one. :func:`kfac_factors` also refuses layers that are called
+            twice, or whose weight something else uses.
+    """
+    for layer in layers:
+        if why := uncovered(module.get_submodule(layer.name)):
+            raise _refusal(layer.name, why)
+
+
+class _Chunk(NamedTuple):
+    """A few samples: their tensors, their columns, and what they leave at the layers.
+
+    Attributes:
+        logits: The forward pass.
+        batch: The samples.
+        columns: Gradients at the logits, ``(columns, n, outputs)``.
+        passes: What the samples leave at the layers that qualify.
+        failed: Why other layers do not.
+    """
+
+    logits: Logits
+    batch: Batch
+    columns: Tensor
+    passes: list[LayerPass]
+    failed: Mapping[str, str]
+
+
+def _measured(
+    module: nn.Module,
+    names: Collection[str],
+    layers: Sequence[Layer],
+    batches: Iterable[Batch],
+    expectation: Expectation,
+    generator: torch.Generator | None,
+    task: PredictionTask | None,
+) -> tuple[State, Factors]:
+    require_kfac(module, layers)
+    task = task_of(module, task)
+    wanted = {
+        name: p for name, p in module.named_parameters(remove_duplicate=False) if name in names
+    }
+    # Tied weights have several names. Their Fisher is computed under the first of them.
+    first = {id(p): name for name, p in reversed(wanted.items())}
+    own = {name: p for name, p in wanted.items() if first[id(p)] == name}
+    trained = {name: p for name, p in own.items() if p.requires_grad}
+    kfac = _Factors(module, layers)
+    diagonal = {name: Total(p) for name, p in own.items()}
+    samples = 0
+
+    for chunk in _chunks(
+        Logits(module), {**trained, **kfac.parameters}, batches, expectation, generator, task
+    ):
+        samples += len(chunk.batch[0])
+        kfac.add(chunk)
+        for name, square in _squares(chunk, trained):
+            diagonal[name].add(square)
+
+    fisher = {name: (total.value() / max(samples, 1)).float() for name, total in diagonal.items()}
+    return {name: fisher[first[id(p)]] for name, p in wanted.items()}, kfac.mean(samples)
+
+
+def _chunks(
+    logits: Logits,
+    parameters: Mapping[str, Tensor],
+    batches: Iterable[Batch],
+    expectation: Expectation,
+    generator: torch.Generator | None,
+    task: PredictionTask,
+) -> Iterator[_Chunk]:
+    """Yield the samples a few at a time, so that the gradients of all columns stay small."""
+    if not parameters:
+        return
+    layers = ProductLayers(logits.model, parameters, positions=True)
+    at_once = 0
+
+    for batch in batches:
+        inputs = batch[0]
+        at_once = at_once or _samples_at_once(logits, layers, inputs, expectation)
+        for x in inputs.split(at_once):
+            made: list[Tensor] = []
+
+            def gradients(outputs: Tensor, made: list[Tensor] = made) -> Tensor:
+                made.append(columns(outputs, task, expectation, generator))
+                return made[0]
+
+            passes = layers.passes(partial(logits, (x,)), gradients)
+            if passes is None:
+                raise FlsuiteError(
+                    f"the logits of {logits.owner} depend on none of the parameters whose Fisher "
+                    "is wanted; compute them from these, with gradients"
+                )
+            yield _Chunk(logits, (x,), made[0], passes, layers.failed)
+
+
+def _samples_at_once(
+    logits: Logits, layers: ProductLayers, inputs: Tensor, expectation: Expectation
+) -> int:
+    """Return the number of samples whose gradients over all columns fit the bound."""
+    with torch.no_grad(), recorded(layers.layers) as calls:
+        outputs = logits((inputs[:1],))
+    sizes = [call.outputs for of_layer in calls.values() for call in of_layer]
+    per_sample = max(sizes, default=1) * (outputs.shape[1] if expectation == "exact" else 1)
+    return max(1, _NUMBERS_AT_ONCE // per_sample)
+
+
+def _squares(chunk: _Chunk, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield sums over samples and columns of squared gradients, by parameter."""
+    done: set[str] = set()
+    for part in chunk.passes:
+        if f"{part.name}.weight" in parameters:
+            squares = layer_squares(part)
+            done |= squares.keys()
+            yield from squares.items()
+
+    rest = {name: p.detach() for name, p in parameters.items() if name not in done}
+    if rest:
+        for squares in sample_squares(chunk.logits, rest, chunk.batch, chunk.columns):
+            yield from squares.items()
+
+
+class _Factors:
+    """The sums of K-FAC's factors over samples.
+
+    Args:
+        module: The model.
+        layers: Its layers whose factors are wanted.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[Layer]) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self._totals: dict[str, dict[str, Total]] = {}
+        for layer in layers:
+            own = dict(module.get_submodule(layer.name).named_parameters(layer.name))
+            self.parameters |= own
+            weight = own[layer.weight_name]
+            inputs = weight[0].numel() + int(layer.bias)
+            self._totals[layer.name] = {
+                "a": Total(weight.new_empty(inputs, inputs)),
+                "g": Total(weight.new_empty(len(weight), len(weight))),
+            }
+
+    def add(self, chunk: _Chunk) -> None:
+        """Add the sums of a few samples."""
+        passes = {part.name: part for part in chunk.passes}
+        for name, totals in self._totals.items():
+            if name not in passes:
+                raise _refusal(name, chunk.failed.get(name, "it is not part of the model"))
+            part = passes[name]
+            has_bias = part.layer.bias is not None
+            totals["a"].add(input_factor(part.layer, part.input, has_bias))
+            totals["g"].add(gradient_factor(part))
+
+    def mean(self, samples: int) -> Factors:
+        """Return the factors in float32."""
+        return {
+            name: {kind: (total.value() / max(samples, 1)).float() for kind, total in pair.items()}
+            for name, pair in self._totals.items()
+        }
+
+
+def _refusal(name: str, why: str) -> FlsuiteError:
+    return FlsuiteError(
+        f"K-FAC covers Linear and Conv2d layers that are called once, and layer {name!r} is not "
+        f"covered: {why}; change the model, or use the diagonal Fisher"
+    )
