@@ -6,14 +6,19 @@ from flsuite.aggregators.cmga import CMGA
 from flsuite.aggregators.fedasync import FedAsync
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.fedbuff import FedBuff
+from flsuite.aggregators.fedfisher import FedFisher
 from flsuite.aggregators.fedprox import FedProx
 from flsuite.aggregators.fisher import FisherAveraging
+from flsuite.aggregators.otfusion import OTFusion
+from flsuite.aggregators.pfnm import PFNM
+from flsuite.aggregators.regmean import RegMean
 from flsuite.aggregators.scaffold import SCAFFOLD
 from flsuite.aggregators.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from flsuite.aggregators.staleness import Constant, Hinge, Hyperbolic, Polynomial, Staleness
 
 __all__ = [
     "CMGA",
+    "PFNM",
     "SCAFFOLD",
     "Aggregator",
     "Centralized",
@@ -24,12 +29,15 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedBuff",
+    "FedFisher",
     "FedProx",
     "FedYogi",
     "FisherAveraging",
     "Hinge",
     "Hyperbolic",
     "LocalOnly",
+    "OTFusion",
     "Polynomial",
+    "RegMean",
     "Staleness",
 ]

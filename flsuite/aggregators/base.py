@@ -33,9 +33,6 @@ class Aggregator(ABC):
             the global model. The server half must then read ``update.base`` or mix with the global
             state: a mean of stale models would replace it. The federation refuses an asynchronous
             schedule for an aggregator that does not accept stale updates.
-        clear_extras: Names of the extras that are sent as they are where the rest of an update is
-            only summed up.
-        psd_extras: Names of the extras whose matrices are symmetric and positive semidefinite.
         memory: State of the server half from one round to the next: nested dicts of tensors and
             numbers. The checkpoint stores it, and no other attribute.
         metrics: Numbers about the current round, for the log. It is empty at the start of each
@@ -48,8 +45,6 @@ class Aggregator(ABC):
     private: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
     accepts_stale: ClassVar[bool] = False
-    clear_extras: tuple[str, ...] = ()
-    psd_extras: tuple[str, ...] = ()
     tools: ServerTools = ServerTools()
     layout: StateLayout
     memory: dict[str, Any]
@@ -119,6 +114,16 @@ class Aggregator(ABC):
         base = order.index(Aggregator)
         # A subclass with another aggregate would silently be its base class.
         return max(owners["summands"], owners["from_sums"]) <= min(owners["aggregate"], base - 1)
+
+    @property
+    def clear_extras(self) -> tuple[str, ...]:
+        """Return the names of the extras that are sent as they are beside a secure sum."""
+        return ()
+
+    @property
+    def psd_extras(self) -> tuple[str, ...]:
+        """Return the names of the extras whose matrices are symmetric positive semidefinite."""
+        return ()
 
     def summands(self, update: ClientUpdate) -> State:
         """Return what the server adds up over clients, float tensors by name.

@@ -8,8 +8,7 @@ import torch
 from flsuite.aggregators.base import Aggregator
 from flsuite.errors import FlsuiteError
 from flsuite.exchange.base import Compression
-from flsuite.exchange.secure import SecureSum, refuse_together
-
+from flsuite.exchange.secure import SecureSum
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, nbytes
 
@@ -30,7 +29,12 @@ class Exchange:
     ) -> None:
         self.compression = compression
         self.secure_sum = secure_sum
-        refuse_together(compression, secure_sum)
+        if compression is not None and secure_sum is not None:
+            raise FlsuiteError(
+                f"{type(secure_sum).__name__} adds up integers of 32 bits, and "
+                f"{type(compression).__name__} would send fewer; leave out trainer.compression or "
+                "trainer.secure_sum"
+            )
 
     def configure(
         self, aggregator: Aggregator, state: State, extras: dict[str, Any], cohort: int

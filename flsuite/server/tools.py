@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from flsuite.lightning_internals import detached
 from flsuite.metrics import scores
 from flsuite.models.base import ClientModel
 from flsuite.models.modes import evaluating
+from flsuite.models.protocols import LogitModel
 from flsuite.server.evaluation import Evaluator
 from flsuite.state import State, load_
 
@@ -53,7 +55,7 @@ def _missing(evaluator: Evaluator, private: Sequence[str]) -> dict[str, str]:
     if private:
         parts = f"the server has no whole {kind}, because clients keep {private[0]}"
         missing |= {"score": parts, "module": parts}
-    if not hasattr(model, "logits"):
+    if not isinstance(model, LogitModel):
         missing["module"] = missing["score_module"] = (
             f"{kind} does not offer its logits; add a method logits(x) -> (n, outputs)"
         )
@@ -96,7 +98,7 @@ class _Able:
         with detached(model):
             module: ClientModel = copy.deepcopy(model)
         load_(module.state_dict(), state)
-        module.forward = module.logits  # type: ignore[assignment, method-assign]
+        module.__class__ = _with_logits(type(module))  # type: ignore[assignment]
         return module.eval()
 
     def to_inputs(self, images: Tensor) -> Tensor:
@@ -107,3 +109,19 @@ class _Able:
         )
         # The scaling is that of stored bytes.
         return images * 255.0 * scale + shift
+
+
+def _with_logits(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of the same modules whose forward pass is their method ``logits``."""
+
+    def forward(self: Any, *args: Any) -> Any:
+        # The method may itself call the module.
+        if self.__dict__.get("_in_logits"):
+            return cls.forward(self, *args)
+        self._in_logits = True
+        try:
+            return self.logits(*args)
+        finally:
+            self._in_logits = False
+
+    return type(cls.__name__, (cls,), {"forward": forward})

@@ -1,0 +1,157 @@
+"""Secure sums in whole federations: what the aggregator sees, and what comes out."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flsuite import FederatedTrainer, FederationError, FlsuiteError
+from flsuite.aggregators import (
+    SCAFFOLD,
+    Aggregator,
+    FedAvg,
+    FedAvgM,
+    FedBuff,
+    FedFisher,
+    FedProx,
+    OTFusion,
+)
+from flsuite.callbacks import FederationCallback
+from flsuite.data import Digits, Dirichlet
+from flsuite.engines import Processes
+from flsuite.exchange import PairwiseMasks, Quantize
+from flsuite.messages import ClientUpdate
+from flsuite.models import MLP, Classifier
+from flsuite.schedules import Asynchronous, Bernoulli, LogNormal, Synchronous
+from flsuite.state import State
+
+
+def fitted(aggregator: Aggregator, rounds: int = 2, **kwargs: Any) -> FederatedTrainer:
+    trainer = FederatedTrainer(
+        rounds, aggregator, accelerator="cpu", enable_progress_bar=False,
+        **{"seed": 1, "enable_checkpointing": False, **kwargs},
+    )  # fmt: skip
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    data = Digits(clients=5, partition=Dirichlet(0.5), batch_size=32, server_samples=50)
+    ckpt_path = "last" if kwargs.get("run_dir") else None
+    trainer.fit(Classifier(MLP(hidden=(16,)), optimizer=optimizer), data, ckpt_path)
+    return trainer
+
+
+def distance(a: FederatedTrainer, b: FederatedTrainer) -> float:
+    return max(float((a.run.state[k] - b.run.state[k]).abs().max()) for k in a.run.state)
+
+
+EVERY = [
+    FedAvg,
+    partial(FedAvg, "uniform"),
+    partial(FedProx, mu=0.1),
+    partial(FedFisher, "diag", select=False),
+    partial(FedFisher, "kfac", select=False, steps=5),
+]
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_the_masked_sum_leads_to_the_model_of_the_plain_one(make: Callable[[], Aggregator]) -> None:
+    assert 0.0 <= distance(fitted(make()), fitted(make(), secure_sum=PairwiseMasks())) < 2e-4
+
+
+def test_results_depend_on_neither_the_keys_nor_the_engine() -> None:
+    once = fitted(FedAvg(), secure_sum=PairwiseMasks())
+    again = fitted(FedAvg(), secure_sum=PairwiseMasks())
+    there = fitted(FedAvg(), secure_sum=PairwiseMasks(), engine=Processes(workers=2))
+    assert distance(once, again) == distance(once, there) == 0.0
+
+
+class Watched(FedAvg):
+    """FedAvg that keeps all that its server half is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[ClientUpdate] = []
+
+    def aggregate(self, *args: Any) -> State:
+        raise AssertionError("the server half must not see single updates")
+
+    def summands(self, update: ClientUpdate) -> State:
+        return super().summands(update)
+
+    def from_sums(self, global_state: State, sums: State, updates: Sequence[ClientUpdate]) -> State:
+        self.seen += updates
+        return super().from_sums(global_state, sums, updates)
+
+
+def test_the_aggregator_sees_sums_and_no_client(tmp_path: Path) -> None:
+    aggregator = Watched()
+    trainer = fitted(aggregator, secure_sum=PairwiseMasks(), run_dir=str(tmp_path / "run"),
+                     enable_checkpointing=True)  # fmt: skip
+    assert len(aggregator.seen) == 10
+    assert all(not update.state and not update.extras for update in aggregator.seen)
+    # Nothing of a client is kept where it could be read later.
+    memories = [trainer.federation.clients[client] for client in range(5)]
+    assert all("summands" not in memory for memory in memories)
+    assert not list((tmp_path / "run").rglob("updates"))
+
+
+def test_clients_that_drop_out_are_taken_off_the_sum() -> None:
+    class Dropped(FederationCallback):
+        def __init__(self) -> None:
+            self.numbers: list[float] = []
+
+        def on_round_recorded(self, run: Any, round: int, named: dict[str, float]) -> None:
+            self.numbers.append(named["train/secure_sum_dropped"])
+
+    schedule = partial(Synchronous, speeds=LogNormal(), availability=Bernoulli(0.15))
+    plain, dropped = fitted(FedAvg(), 4, schedule=schedule()), Dropped()
+    masked = fitted(
+        FedAvg(), 4, schedule=schedule(), secure_sum=PairwiseMasks(), callbacks=[dropped]
+    )
+    assert distance(plain, masked) < 1e-5
+    assert sum(dropped.numbers) > 0
+
+
+def test_too_few_clients_fail_in_words() -> None:
+    schedule = Synchronous(speeds=LogNormal(), availability=Bernoulli(0.7))
+    with pytest.raises(FederationError, match="secure sum: .* are needed"):
+        fitted(FedAvg(), 6, schedule=schedule, secure_sum=PairwiseMasks(threshold=4))
+
+
+def test_a_number_out_of_range_costs_the_round_its_client() -> None:
+    with pytest.raises(FederationError, match="came back"):
+        fitted(FedAvg(), secure_sum=PairwiseMasks(ranges={"": 1e-3}))
+
+
+def test_the_bytes_are_those_of_masked_integers_and_shares() -> None:
+    trainer = fitted(FedAvg(), 1, secure_sum=PairwiseMasks())
+    parameters = sum(value.numel() for value in trainer.run.state.values())
+    for update in trainer.federation.log.updates:
+        assert 4 * parameters < update.bytes_up < 4 * parameters + 2000
+        assert update.metrics["secure_sum_seconds"] > 0
+    sent = sum(u.bytes_up + u.bytes_down for u in trainer.federation.log.updates)
+    assert trainer.run.clock.bytes == sent
+
+
+@pytest.mark.parametrize("make", [SCAFFOLD, FedAvgM, OTFusion, partial(FedFisher, "full")])
+def test_algorithms_that_need_single_updates_are_refused(make: Callable[[], Aggregator]) -> None:
+    if isinstance(made := make(), FedFisher):
+        assert distance(fitted(made), fitted(make(), secure_sum=PairwiseMasks())) < 1e-2
+        return
+    with pytest.raises(FlsuiteError, match="needs every client's own update"):
+        fitted(made, secure_sum=PairwiseMasks())
+
+
+def test_compression_and_asynchronous_schedules_are_refused() -> None:
+    with pytest.raises(FlsuiteError, match="leave out trainer.compression or"):
+        fitted(FedAvg(), secure_sum=PairwiseMasks(), compression=Quantize(16))
+    with pytest.raises(FlsuiteError, match="need a cohort that trains together|own update"):
+        fitted(FedBuff(), secure_sum=PairwiseMasks(), schedule=Asynchronous(2, 1))
+
+
+def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:
+    folder = {"run_dir": str(tmp_path / "run"), "enable_checkpointing": True}
+    whole = fitted(FedAvg(), 3, secure_sum=PairwiseMasks())
+    fitted(FedAvg(), 1, secure_sum=PairwiseMasks(), **folder)
+    assert distance(whole, fitted(FedAvg(), 3, secure_sum=PairwiseMasks(), **folder)) == 0.0

@@ -1,0 +1,100 @@
+"""What the server offers to an aggregator beside the updates."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from sklearn.metrics import accuracy_score
+
+from flsuite import FederatedTrainer
+from flsuite.aggregators import FedAvg
+from flsuite.data import Digits, Dirichlet, FashionMNIST
+from flsuite.engines import Processes
+from flsuite.messages import ClientUpdate
+from flsuite.models import MLP, Classifier
+from flsuite.models.backbones import LeNet5
+from flsuite.state import State
+
+
+class Curious(FedAvg):
+    """FedAvg that scores every client's model."""
+
+    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
+        kept = list(updates)
+        score = self.tools.score
+        assert score is not None
+        for update in kept:
+            self.metrics[f"score/{update.client}"] = score(update.state)
+        return super().aggregate(global_state, iter(kept))
+
+
+def fitted(aggregator: FedAvg, **kwargs: object) -> FederatedTrainer:
+    trainer = FederatedTrainer(
+        1, aggregator, accelerator="cpu", seed=1, enable_checkpointing=False,
+        enable_progress_bar=False, engine=kwargs.pop("engine", None),  # type: ignore[arg-type]
+    )  # fmt: skip
+    private = kwargs.pop("private", ())
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    model = Classifier(MLP(hidden=(16,)), optimizer=optimizer, private=private)  # type: ignore[arg-type]
+    trainer.fit(model, Digits(clients=3, partition=Dirichlet(0.5), batch_size=32, **kwargs))  # type: ignore[arg-type]
+    return trainer
+
+
+def test_the_score_is_the_accuracy_on_the_samples_that_only_the_server_has() -> None:
+    trainer = fitted(Curious(), server_samples=50)
+    run, tools, data = trainer.run, trainer.aggregator.tools, trainer.run.federation.data
+    assert len(data.server) == 50
+
+    model = tools.module(run.state)
+    with torch.no_grad():
+        predicted = model(data.scaling(data.server.x)).argmax(1)
+    expected = accuracy_score(data.server.y, predicted)
+    assert tools.score(run.state) == pytest.approx(expected)
+    assert tools.score_module(model) == pytest.approx(expected)
+    assert len([name for name in run.federation.log.server if name.startswith("score/")]) == 3
+
+
+def test_scoring_between_the_rounds_changes_no_weight() -> None:
+    plain, curious = fitted(FedAvg(), server_samples=50), fitted(Curious(), server_samples=50)
+    there = fitted(Curious(), server_samples=50, engine=Processes(workers=2))
+    for name, value in plain.run.state.items():
+        assert torch.equal(value, curious.run.state[name])
+        assert torch.equal(value, there.run.state[name])
+
+
+def test_modules_share_nothing() -> None:
+    tools = fitted(FedAvg()).aggregator.tools
+    state = {k: torch.zeros_like(v) for k, v in tools.module({}).state_dict().items()}
+    zeros, other = tools.module(state), tools.module({})
+    assert all(not value.any() for value in zeros.state_dict().values())
+    assert any(value.any() for value in other.state_dict().values())
+    assert not zeros.training
+
+
+def test_what_is_missing_is_said() -> None:
+    tools = fitted(FedAvg()).aggregator.tools
+    assert tools.score is None
+    assert "set data.server_samples" in str(tools.refusal("X", "score", "picks"))
+    tools = fitted(FedAvg(), server_samples=20, private=["network.3"]).aggregator.tools
+    assert tools.score is None and tools.module is None
+    assert "clients keep network.3" in str(tools.refusal("X", "module", "distils"))
+
+
+def test_images_become_inputs_as_the_clients_see_them() -> None:
+    trainer = FederatedTrainer(1, accelerator="cpu", enable_checkpointing=False)
+    trainer.prepare(Classifier(LeNet5()), _Pictures(clients=2))
+    tools, data = trainer.aggregator.tools, trainer.run.federation.data
+    stored = data.train.x[:4]
+    images = stored.permute(0, 3, 1, 2).float() / 255
+    assert torch.allclose(tools.to_inputs(images), data.scaling(stored), atol=1e-6)
+    assert (tools.shape, tools.outputs) == ((1, 28, 28), 10)
+
+
+class _Pictures(FashionMNIST):
+    def load(self):  # type: ignore[no-untyped-def]
+        from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
+
+        x = torch.randint(0, 256, (60, 28, 28, 1), dtype=torch.uint8)
+        split = DataSplit(x, torch.arange(60) % 10)
+        return PublishedSplits(DataSpec((1, 28, 28), 10), split, split)
