@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from flsuite.errors import FederationError
-from flsuite.exchange import shamir
 from flsuite.exchange.ciphers import (
     KEY_BYTES,
     add_keystream,
@@ -24,6 +23,7 @@ from flsuite.exchange.pairwise_messages import (
     RevealedShares,
     SealedShares,
 )
+from flsuite.exchange.shamir import SHARE_BYTES, split_secret
 from flsuite.state import State, mismatch, non_finite
 
 __all__ = ["PairwiseClient", "mask_purpose", "mask_sign", "point_of"]
@@ -79,8 +79,8 @@ class PairwiseClient:
         self._public, self._threshold = dict(public), threshold
 
         points = [point_of(client) for client in public]
-        seeds = shamir.share(self._seed, threshold, points)
-        keys_shares = shamir.share(self._masking_key, threshold, points)
+        seeds = split_secret(self._seed, threshold, points)
+        keys_shares = split_secret(self._masking_key, threshold, points)
         sealed = {}
         for other in public:
             point = point_of(other)
@@ -176,9 +176,9 @@ class PairwiseClient:
         for other in sorted(known):
             both = self._shares_of(other)
             if other in survivors:
-                seeds[other] = both[: shamir.SHARE_BYTES]
+                seeds[other] = both[:SHARE_BYTES]
             else:
-                keys[other] = both[shamir.SHARE_BYTES :]
+                keys[other] = both[SHARE_BYTES:]
         return RevealedShares(self.client, seeds, keys)
 
     def _shares_of(self, other: int) -> bytes:

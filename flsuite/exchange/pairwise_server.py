@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import numpy as np
 
 from flsuite.errors import FederationError
-from flsuite.exchange import shamir
 from flsuite.exchange.ciphers import KEY_BYTES, SEAL_BYTES, add_keystream, agree, public_key
 from flsuite.exchange.pairwise_client import mask_purpose, mask_sign, point_of
 from flsuite.exchange.pairwise_messages import (
@@ -17,6 +16,7 @@ from flsuite.exchange.pairwise_messages import (
     RevealedShares,
     SealedShares,
 )
+from flsuite.exchange.shamir import SHARE_BYTES, combine, weights_at_zero
 
 __all__ = ["PairwiseServer"]
 
@@ -92,7 +92,7 @@ class PairwiseServer:
         self.require_enough(len(self._revealed), "revealed their shares")
         # All secrets are shared at the same points, so that the weights are computed once.
         repliers = sorted(self._revealed)[: self.threshold]
-        weights = shamir.weights_at_zero([point_of(client) for client in repliers])
+        weights = weights_at_zero([point_of(client) for client in repliers])
 
         total = self._total.copy()
         for client in sorted(self.survivors):
@@ -132,7 +132,7 @@ class PairwiseServer:
             return _first(client, self.public, is_good, f"two keys of {KEY_BYTES} bytes")
         if isinstance(message, SealedShares):
             others = self.public.keys() - {client}
-            sizes = [2 * shamir.SHARE_BYTES + SEAL_BYTES] * len(others)
+            sizes = [2 * SHARE_BYTES + SEAL_BYTES] * len(others)
             is_good = message.sealed.keys() == others and _have(sizes, message.sealed.values())
             is_good &= client in self.public and not self.survivors
             return _first(client, self._sealed, is_good, "one sealed share per other client")
@@ -150,13 +150,13 @@ class PairwiseServer:
         dropped = self._sealed.keys() - self.survivors
         is_good = message.seeds.keys() == self.survivors and message.keys.keys() == dropped
         shares = [*message.seeds.values(), *message.keys.values()]
-        is_good &= _have([shamir.SHARE_BYTES] * len(shares), shares) and client in self.survivors
+        is_good &= _have([SHARE_BYTES] * len(shares), shares) and client in self.survivors
         return _first(client, self._revealed, is_good, "one share per client that took part")
 
 
 def _secret(owner: int, shares: Mapping[int, bytes], weights: Mapping[int, int]) -> bytes:
     try:
-        return shamir.combine(shares, weights)
+        return combine(shares, weights)
     except ValueError as error:
         raise _wrong_shares(owner) from error
 

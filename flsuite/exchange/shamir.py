@@ -8,7 +8,7 @@ its value at a point.
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["SECRET_BYTES", "SHARE_BYTES", "combine", "share", "weights_at_zero"]
+__all__ = ["SECRET_BYTES", "SHARE_BYTES", "combine", "split_secret", "weights_at_zero"]
 
 PRIME = 2**256 + 297
 """The smallest prime above all secrets of 32 bytes."""
@@ -17,7 +17,7 @@ SECRET_BYTES = 32
 SHARE_BYTES = 33  # the prime has 257 bits
 
 
-def share(secret: bytes, threshold: int, points: Iterable[int]) -> dict[int, bytes]:
+def split_secret(secret: bytes, threshold: int, points: Iterable[int]) -> dict[int, bytes]:
     """Return the shares of a secret at points other than 0.
 
     Args:

@@ -11,7 +11,7 @@ from flsuite.exchange.shamir import (
     SECRET_BYTES,
     SHARE_BYTES,
     combine,
-    share,
+    split_secret,
     weights_at_zero,
 )
 
@@ -39,12 +39,12 @@ def test_the_field_is_the_smallest_that_holds_every_secret() -> None:
     assert 2 ** (8 * SECRET_BYTES) < PRIME
 
 
-@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("secret", SECRETS, ids=("zeros", "ones", "random"))
 @pytest.mark.parametrize("threshold", range(1, 6))
 def test_any_subset_as_large_as_the_threshold_gives_the_secret(
     secret: bytes, threshold: int
 ) -> None:
-    shares = share(secret, threshold, (1, 2, 5, 100, 10**6))
+    shares = split_secret(secret, threshold, (1, 2, 5, 100, 10**6))
     assert all(len(value) == SHARE_BYTES for value in shares.values())
     for size in range(threshold, 6):
         for points in combinations(shares, size):
@@ -54,7 +54,7 @@ def test_any_subset_as_large_as_the_threshold_gives_the_secret(
 @pytest.mark.parametrize("threshold", range(2, 6))
 def test_fewer_shares_do_not_give_the_secret(threshold: int) -> None:
     secret = SECRETS[-1]
-    shares = share(secret, threshold, range(1, 6))
+    shares = split_secret(secret, threshold, range(1, 6))
     for size in range(1, threshold):
         for points in combinations(shares, size):
             # What they give may also lie outside the secrets.
@@ -64,7 +64,7 @@ def test_fewer_shares_do_not_give_the_secret(threshold: int) -> None:
 
 def test_fewer_shares_fit_every_secret() -> None:
     """With t - 1 shares there is a polynomial of degree t - 1 through them for any secret."""
-    shares = share(SECRETS[-1], 3, (1, 2, 3))
+    shares = split_secret(SECRETS[-1], 3, (1, 2, 3))
     other = secrets.token_bytes(32)
     # The value at 3 for which the shares at 1 and 2 give the other secret.
     weights = weights_at_zero((1, 2, 3))
@@ -75,5 +75,5 @@ def test_fewer_shares_fit_every_secret() -> None:
 
 
 def test_two_sharings_of_a_secret_have_nothing_in_common() -> None:
-    first, second = (share(SECRETS[0], 2, range(1, 5)) for _ in range(2))
+    first, second = (split_secret(SECRETS[0], 2, range(1, 5)) for _ in range(2))
     assert not set(first.values()) & set(second.values())
