@@ -102,11 +102,8 @@ class FedFisher(Aggregator):
         self.select = select
         self.epsilon_inside = epsilon_inside
         self._check_arguments()
-
-    @property
-    def psd_extras(self) -> tuple[str, ...]:
-        """Return the extras whose matrices are symmetric positive semidefinite."""
-        return ("fisher",) if self.fisher == "kfac" else ()
+        # The server needs every client's factors. The other forms are sums.
+        self.clear_extras = self.psd_extras = ("fisher",) if fisher == "kfac" else ()
 
     def expected_extras(self, global_state: State) -> dict[str, Any]:
         return {"fisher": self._form.template(global_state)}
@@ -115,8 +112,7 @@ class FedFisher(Aggregator):
         return [_FisherPass(client, self._form, self.samples, self.expectation)]
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        keep = ["fisher"] if self._form.in_the_clear else []
-        summed = sum_up(updates, self.summands, keep)
+        summed = sum_up(updates, self.summands, self.clear_extras)
         new = self.from_sums(global_state, summed.sums, summed.updates)
         self.metrics["server_seconds"] += summed.seconds
         return new
@@ -131,13 +127,6 @@ class FedFisher(Aggregator):
         return state_summands(update) | {n: value * update.samples for n, value in own.items()}
 
     def from_sums(self, global_state: State, sums: State, updates: Sequence[ClientUpdate]) -> State:
-        """Return the next global state.
-
-        Args:
-            global_state: The shared entries that the clients started from.
-            sums: The sums of the clients' summands.
-            updates: The updates, whose models are not read. For K-FAC they have the factors.
-        """
         started = time.perf_counter()
         mean = means(sums, updates)
         averaged = mean_state(mean, updates, global_state)

@@ -5,7 +5,7 @@ A form says what a client measures and sends, what the server sums, and the bloc
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -34,12 +34,7 @@ class FisherForm(ABC):
 
     Args:
         layout: The entries that travel.
-
-    Attributes:
-        in_the_clear: Whether the server needs the Fisher of every client, and not only sums.
     """
-
-    in_the_clear: ClassVar[bool] = False
 
     def __init__(self, layout: StateLayout) -> None:
         self.layout = layout
@@ -120,8 +115,6 @@ class KFACForm(FisherForm):
     The server needs every client's factors beside the sum of ``n_i G_i W_i A_i``.
     """
 
-    in_the_clear: ClassVar[bool] = True
-
     def fault(self) -> str | None:
         outside = [f"{name} ({kind}) is" for name, kind in self.layout.outside_layers.items()]
         covered = {name for layer in self.layout.layers for name in layer_matrices.names(layer)}
@@ -181,8 +174,8 @@ class FullForm(FisherForm):
         size = sum(state[name].numel() for name in self.layout.parameters)
         if size > _MOST_PARAMETERS:
             raise FlsuiteError(
-                f"FedFisher: the full Fisher has {size} x {size} entries, and at most "
-                f"{_MOST_PARAMETERS} parameters are allowed: use kfac or diag"
+                f"FedFisher: the full Fisher of {size:,} parameters is a square matrix, and at "
+                f"most {_MOST_PARAMETERS:,} parameters are allowed: use kfac or diag"
             )
         return _square(size)
 

@@ -6,7 +6,7 @@ Dataless Knowledge Fusion by Merging Weights of Language Models, arXiv:2212.0984
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -63,7 +63,7 @@ class RegMean(Aggregator):
             without augmentation. The original takes at most 16,000. Default: all.
     """
 
-    psd_extras: ClassVar[tuple[str, ...]] = ("gram",)
+    psd_extras = ("gram",)
 
     def __init__(
         self,
@@ -113,13 +113,6 @@ class RegMean(Aggregator):
         return summed
 
     def from_sums(self, global_state: State, sums: State, updates: Sequence[ClientUpdate]) -> State:
-        """Return the next global state.
-
-        Args:
-            global_state: The shared entries that the clients started from.
-            sums: The sums of the clients' summands.
-            updates: The updates, whose models and extras are not read.
-        """
         started = time.perf_counter()
         mean = means(sums, updates)
         averaged = mean_state(mean, updates, global_state)

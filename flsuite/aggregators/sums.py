@@ -31,8 +31,9 @@ class Summed(NamedTuple):
 
 
 def state_summands(update: ClientUpdate) -> State:
-    """Return ``n_i w_i`` by the names of the state's entries, in float64."""
-    return {STATE + name: value.double() * update.samples for name, value in update.state.items()}
+    """Return ``n_i w_i`` by the names of the state's entries, in float64. A counter is no sum."""
+    floats = {name: w for name, w in update.state.items() if w.is_floating_point()}
+    return {STATE + name: w.double() * update.samples for name, w in floats.items()}
 
 
 def sum_up(
@@ -75,20 +76,18 @@ def means(sums: State, updates: Sequence[ClientUpdate]) -> State:
 def mean_state(mean: State, updates: Sequence[ClientUpdate], like: State) -> State:
     """Return the mean of the clients' models by samples, as FedAvg does.
 
-    A counter takes the maximum. It takes the rounded mean where the updates do not have it: a sum
-    does not tell the maximum.
+    A counter takes the maximum, and stays as it was where the updates do not have it.
 
     Args:
         mean: The means, with the entries of the state under :data:`STATE`.
         updates: The updates without their models.
-        like: A state with the dtypes of the result.
+        like: The state that the clients started from.
     """
     new: State = {}
     for name, old in like.items():
-        value = mean[STATE + name]
-        counters = [update.state[name] for update in updates if name in update.state]
         if old.is_floating_point():
-            new[name] = value.to(old.dtype)
+            new[name] = mean[STATE + name].to(old.dtype)
         else:
-            new[name] = torch.stack(counters).amax(0) if counters else value.round().to(old.dtype)
+            counters = [update.state[name] for update in updates if name in update.state]
+            new[name] = torch.stack(counters).amax(0) if counters else old.clone()
     return new

@@ -93,6 +93,10 @@ class Compression(ABC):
             ValueError: If it is no message of this compression. The text says why.
         """
 
+    @abstractmethod
+    def size(self) -> int:
+        """Return the bytes of the largest message, which :meth:`configure` decides."""
+
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor that has a shape and a dtype, and no numbers."""

@@ -75,7 +75,7 @@ class LowRank(Compression):
     def configure(self, aggregator: Aggregator, state: State, extras: dict[str, Any]) -> None:
         super().configure(aggregator, state, extras)
         algorithm = type(aggregator).__name__
-        names = tuple(getattr(aggregator, "psd_extras", ()))
+        names = aggregator.psd_extras
         if not names:
             raise FlsuiteError(
                 f"LowRank compresses K-FAC factors and Gram matrices; {algorithm} sends none: use "
@@ -85,18 +85,23 @@ class LowRank(Compression):
         templates = self.extras_template
         self._matrices = {name: templates[name] for name in names}
         self._others = {name: value for name, value in templates.items() if name not in names}
-        sides = _sides(self._matrices, f"extras of {algorithm}")
-        self.largest_rank = self.rank or self._rank_within_budget(sides)
+        self._sides = _sides(self._matrices, f"extras of {algorithm}")
+        self.largest_rank = self.rank or self._rank_within_budget()
 
-    def _rank_within_budget(self, sides: list[int]) -> int:
-        """Return the largest rank whose message is no larger than the uncompressed state."""
+    def size(self) -> int:
+        return self._size(self.largest_rank)
+
+    def _size(self, rank: int) -> int:
+        """Return the bytes of a message whose matrices have this rank."""
         quantizer = TreeQuantizer(self.state_bits)
-        budget = nbytes(self.state_template)
-        budget -= quantizer.size(self.state_template) + quantizer.size(self._others)
+        others = quantizer.size(self.state_template) + quantizer.size(self._others)
+        return others + TreeEigen(rank, self.bits).size(self._sides)
 
+    def _rank_within_budget(self) -> int:
+        """Return the largest rank whose message is no larger than the uncompressed state."""
+        budget = nbytes(self.state_template)
         # One rank for all matrices: what a smaller one does not need is left to the others.
-        ranks = range(1, max(sides) + 1)
-        rank = sum(TreeEigen(rank, self.bits).size(sides) <= budget for rank in ranks)
+        rank = sum(self._size(rank) <= budget for rank in range(1, max(self._sides) + 1))
         if rank == 0:
             raise FlsuiteError(
                 "LowRank: not even one eigenvalue per matrix fits into the bytes of the state; set "

@@ -50,9 +50,13 @@ class Quantize(Compression):
         state = quantizer.decode(message["state"], self.state_template, "state")
         return state, quantizer.decode(message["extras"], self.extras_template, "extras")
 
+    def size(self) -> int:
+        quantizer = TreeQuantizer(self.bits)
+        return quantizer.size(self.state_template) + quantizer.size(self.extras_template)
+
     def configure(self, aggregator: Aggregator, state: State, extras: dict[str, Any]) -> None:
         super().configure(aggregator, state, extras)
-        if names := getattr(aggregator, "psd_extras", ()):
+        if names := aggregator.psd_extras:
             raise FlsuiteError(
                 f"Quantize: the matrices that {type(aggregator).__name__} sends "
                 f"({', '.join(names)}) would not stay positive semi-definite; set "

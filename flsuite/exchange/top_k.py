@@ -19,7 +19,7 @@ from flsuite.exchange.base import (
     require_keys,
     require_match,
 )
-from flsuite.state import State
+from flsuite.state import State, nbytes
 
 __all__ = ["TopK"]
 
@@ -109,6 +109,14 @@ class TopK(Compression):
         whole = {**parameters, **message["others"]}
         return {name: whole[name] for name in self.state_template}, message["extras"]
 
+    def size(self) -> int:
+        entry = 4 + self._dtype.itemsize
+        return self._count * entry + nbytes(self._others()) + nbytes(self.extras_template)
+
+    def _others(self) -> State:
+        """Return the templates of the entries that travel as they are."""
+        return {k: value for k, value in self.state_template.items() if k not in self._names}
+
     def _vector(self, state: State) -> Tensor:
         """Return all parameters as one new vector."""
         return torch.cat([state[name].reshape(-1) for name in self._names])
@@ -117,8 +125,7 @@ class TopK(Compression):
         require_keys(message, ("indexes", "values", "others", "extras"), "message")
         require_match(message["indexes"], empty((self._count,), torch.int32), "indexes")
         require_match(message["values"], empty((self._count,), self._dtype), "values")
-        others = {k: v for k, v in self.state_template.items() if k not in self._names}
-        require_match(message["others"], others, "state")
+        require_match(message["others"], self._others(), "state")
         require_match(message["extras"], self.extras_template, "extras")
         require_finite(values=message["values"], state=message["others"], extras=message["extras"])
 

@@ -72,8 +72,9 @@ class Diagonal(Block):
     """
 
     def __init__(self, mean: Tensor, target: Tensor, fisher: Tensor) -> None:
-        self.fisher = fisher
-        super().__init__(mean, target)
+        # A masked sum is rounded: b may have a digit left where S has none, and nothing solves it.
+        self.fisher = fisher.clamp(min=0)
+        super().__init__(mean, torch.where(fisher > 0, target, 0.0))
 
     def product(self, x: Tensor) -> Tensor:
         return self.fisher * x

@@ -1,0 +1,47 @@
+"""Numbers as integers modulo 2^32, so that masks hide them and sums are exact.
+
+With M clients and a public range R, ``u = round(x / s) mod 2^32``, ``s = 2R / (2^B - 1)`` and
+``B = 32 - ceil(log2 M)``. The sum of M such integers does not leave 32 bits, and decodes as a
+signed number. Its error is at most ``M s / 2``.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["bits_per_summand", "decode_sum", "encode_summand", "step"]
+
+
+def bits_per_summand(clients: int) -> int:
+    """Return B."""
+    return 32 - (clients - 1).bit_length()
+
+
+def step(largest: float, clients: int) -> float:
+    """Return s, for numbers within ``[-largest, largest]``."""
+    # largest / half and not 2 largest / whole, which can overflow.
+    return largest / ((2 ** bits_per_summand(clients) - 1) / 2)
+
+
+def encode_summand(values: Tensor, largest: float, clients: int) -> np.ndarray:
+    """Return the integers of a client's numbers, as a uint32 vector.
+
+    Raises:
+        ValueError: If a number is outside the range.
+    """
+    flat = values.detach().double().reshape(-1).numpy()
+    peak = float(np.abs(flat).max(initial=0.0))
+    if not peak <= largest:
+        raise ValueError(f"it has a value of size {peak:.6g}, outside its range of {largest:.6g}")
+
+    size = step(largest, clients)
+    if size == 0.0:
+        return np.zeros(flat.shape, np.uint32)
+    # x = R is halfway between two integers. The upper one, M times, would leave 32 bits.
+    top = 2 ** (bits_per_summand(clients) - 1) - 1
+    return np.clip(np.rint(flat / size), -top, top).astype(np.int32).view(np.uint32)
+
+
+def decode_sum(total: np.ndarray, largest: float, clients: int) -> Tensor:
+    """Return the sum of the clients' numbers in float64, from the sum of their integers."""
+    return torch.from_numpy(total.view(np.int32).astype(np.float64) * step(largest, clients))

@@ -1,0 +1,187 @@
+"""Secure sums by pairwise masks that survive dropouts.
+
+Bonawitz et al. 2017, Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS,
+doi:10.1145/3133956.3133982, figure 4, without the signatures of its active model.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from flsuite.errors import (
+    FederationError,
+    FlsuiteError,
+    require_at_least,
+    require_one_of,
+    require_positive,
+)
+from flsuite.exchange.base import shapes
+from flsuite.exchange.ciphers import require_cryptography
+from flsuite.exchange.fixed_point import decode_sum
+from flsuite.exchange.pairwise_client import PairwiseClient
+from flsuite.exchange.pairwise_parties import PairwiseParties
+from flsuite.exchange.pairwise_server import PairwiseServer
+from flsuite.exchange.secure import Parties, SecureSum, SumReport
+from flsuite.state import State, matches
+
+__all__ = ["PairwiseMasks"]
+
+
+class PairwiseMasks(SecureSum):
+    """Every pair of clients agrees on a mask that one adds and the other subtracts.
+
+    A client's summands become integers modulo 2^32 under its masks, uniform numbers to whoever does
+    not know the keys. In the sum the masks of the pairs cancel. The result does not depend on the
+    keys. Its error is at most ``M s / 2`` for M clients, where ``s = 2R / (2^B - 1)`` and ``B = 32
+    - ceil(log2 M)`` for numbers within ``[-R, R]``. A number takes four bytes.
+
+    Clients may drop out after they have agreed on keys. Each adds a mask of its own, too, and
+    shares the seed of that mask and its private key with the cohort, see
+    :mod:`flsuite.exchange.shamir`. For a client that came back the others reveal its seed. For one
+    that did not they reveal its key, which takes its pairwise masks off the sum. They never reveal
+    both, so that a vector that arrives too late stays hidden.
+
+    This protects from a server that follows the protocol and wants to know more. A server that
+    impersonates clients is not detected, because nothing signs the keys. The server knows who takes
+    part, the number of samples, and what an algorithm sends beside its sums.
+
+    Args:
+        threshold: Clients that must come back. An integer is their number, which must be a majority
+            of the cohort. A fraction, at least 0.5, means more than this share of the cohort.
+        ranges: The public range R of each summand. ``maxima``: every client tells the largest
+            absolute value of each of its summands, in the clear, and R is the largest of them. A
+            mapping of name patterns to numbers reveals nothing. The first pattern that matches
+            counts, and a client with a value outside its range is left out.
+    """
+
+    def __init__(
+        self,
+        threshold: int | float = 0.5,
+        ranges: dict[str, float] | Literal["maxima"] = "maxima",
+    ) -> None:
+        self.threshold = threshold
+        self.ranges = ranges
+        self._check_arguments()
+        require_cryptography("PairwiseMasks")
+
+    def configure(self, template: State, clients: int) -> None:
+        try:
+            self._needed(clients)
+        except FederationError as error:
+            raise FlsuiteError(f"PairwiseMasks: {error}") from error
+        self._template: State = shapes(template)
+        self._limits = None if isinstance(self.ranges, str) else self._limits_of(self.ranges)
+
+    def begin(self, clients: Sequence[int]) -> PairwiseParties:
+        threshold = self._needed(len(clients))
+        devices = {c: PairwiseClient(c, self._template, self._limits) for c in sorted(clients)}
+        sizes = [value.numel() for value in self._template.values()]
+        parties = PairwiseParties(devices, PairwiseServer(list(devices), threshold, sizes))
+
+        # Rounds 0 and 1 of the paper: keys, and sealed shares of the secrets.
+        for client in parties.clients:
+            parties.ask("keys", client, PairwiseClient.public_keys)
+        for client in parties.clients:
+            keys = dict(parties.server.public)
+            parties.ask("shares", client, PairwiseClient.share, keys, threshold)
+        for client in parties.clients:
+            parties.ask("shares", client, PairwiseClient.collect, parties.server.inbox(client))
+        return parties
+
+    def finish(self, parties: Parties, arrived: Collection[int]) -> tuple[State, SumReport]:
+        assert isinstance(parties, PairwiseParties)
+        survivors = tuple(sorted(arrived))
+        parties.server.require_enough(len(survivors), "came back")
+
+        if self._limits is None:
+            for client in survivors:
+                parties.ask("maxima", client, PairwiseClient.maxima)
+            ranges = parties.server.ranges()
+        else:
+            ranges = tuple(self._limits.values())
+        # Round 2, one client at a time: beside the sum, one masked vector is in memory.
+        for client in survivors:
+            parties.ask("masked", client, PairwiseClient.masked, ranges)
+        # Round 4. Round 3 belongs to the active model.
+        for client in survivors:
+            parties.ask("unmasking", client, PairwiseClient.reveal, survivors)
+
+        sums = self._decoded(parties.total(), ranges, len(parties.clients))
+        return sums, parties.report(survivors)
+
+    def _decoded(self, total: np.ndarray, ranges: Sequence[float], clients: int) -> State:
+        """Return the sum of all integers as named tensors in float64."""
+        sizes = [value.numel() for value in self._template.values()]
+        parts = np.split(total, np.cumsum(sizes)[:-1])
+        return {
+            name: decode_sum(part, largest, clients).reshape(value.shape)
+            for (name, value), part, largest in zip(
+                self._template.items(), parts, ranges, strict=True
+            )
+        }
+
+    def _needed(self, clients: int) -> int:
+        """Return how many of the clients of a round must come back.
+
+        Raises:
+            FlsuiteError: If the threshold is no majority of them.
+            FederationError: If there are too few clients.
+        """
+        if clients < 2:
+            raise FederationError(
+                f"secure sum: {clients} client takes part, and its sum would be its own summand; "
+                "let at least 2 take part"
+            )
+        # A share such as 0.29 of 100 can be a little less than 29 in floating point.
+        least = math.floor(self.threshold * clients + 1e-9) + 1
+        needed = self.threshold if isinstance(self.threshold, int) else least
+        if needed > clients:
+            raise FederationError(
+                f"secure sum: {clients} clients take part, and {needed} are needed; let more take "
+                "part, or lower trainer.secure_sum.threshold"
+            )
+        if 2 * needed <= clients:
+            raise FlsuiteError(
+                f"PairwiseMasks: threshold {needed} is no majority of {clients} clients: two "
+                "halves could be told of different dropouts and give a client's masks away; set "
+                f"it to at least {clients // 2 + 1}"
+            )
+        return needed
+
+    def _limits_of(self, ranges: Mapping[str, float]) -> dict[str, float]:
+        """Return the range of each summand."""
+        limits = {}
+        for name in self._template:
+            fitting = [pattern for pattern in ranges if matches(name, (pattern,))]
+            if not fitting:
+                raise FlsuiteError(
+                    f"PairwiseMasks: no pattern of ranges matches {name}; add one, or set "
+                    "trainer.secure_sum.ranges to maxima"
+                )
+            limits[name] = ranges[fitting[0]]
+
+        for pattern in ranges:
+            if not any(matches(name, (pattern,)) for name in self._template):
+                names = ", ".join(self._template)
+                raise FlsuiteError(
+                    f"PairwiseMasks: {pattern!r} of ranges matches no summand; there are "
+                    f"{names[:300]}"
+                )
+        return limits
+
+    def _check_arguments(self) -> None:
+        if isinstance(self.threshold, int):
+            require_at_least("PairwiseMasks", 2, threshold=self.threshold)
+        elif not 0.5 <= self.threshold < 1:
+            raise FlsuiteError(
+                "PairwiseMasks: threshold must be a number of clients, or a share of at least 0.5 "
+                f"and below 1, got {self.threshold}"
+            )
+        if isinstance(self.ranges, str):
+            require_one_of("PairwiseMasks", ("maxima",), ranges=self.ranges)
+        else:
+            require_positive(
+                "PairwiseMasks", **{f"ranges[{k!r}]": value for k, value in self.ranges.items()}
+            )

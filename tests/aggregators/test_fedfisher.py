@@ -1,0 +1,498 @@
+"""FedFisher against closed forms, and its client half in a federation."""
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import Updates, signature
+from torch import Tensor, nn
+
+from flsuite import FederatedTrainer, FlsuiteError
+from flsuite.aggregators import FedAvg
+from flsuite.aggregators.fedfisher import FedFisher
+from flsuite.aggregators.fisher_forms import FORMS
+from flsuite.aggregators.layer_matrices import matrix
+from flsuite.aggregators.tools import ServerTools
+from flsuite.data import DataSpec, FederatedDataModule
+from flsuite.data.partitions import Natural
+from flsuite.data.spec import DataSplit, PublishedSplits
+from flsuite.engines import Processes
+from flsuite.messages import ClientUpdate
+from flsuite.models import MLP, Classifier
+from flsuite.models.backbones import Backbone
+from flsuite.models.base import ClientModel
+from flsuite.runs.settings import init_args
+from flsuite.schedules import Synchronous
+from flsuite.state import Layer, State, StateLayout
+from tests.conftest import classifier, digits, equal_states, trainer
+
+FLAT = StateLayout(("w", "v"), 2)
+NET = StateLayout(
+    ("0.weight", "0.bias", "1.weight"),
+    3,
+    layers=(Layer("0", "conv2d", bias=True), Layer("1", "linear", bias=False)),
+)
+KINDS = ("diag", "kfac", "full")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def moments(size: int, seed: int, rank: int = 50) -> Tensor:
+    rows = random(rank, size, seed=seed)
+    return rows.T @ rows / rank
+
+
+def net_state(seed: int, dtype: torch.dtype = torch.float64) -> State:
+    return {
+        "0.weight": random(2, 1, 2, 2, seed=seed).to(dtype),
+        "0.bias": random(2, seed=seed + 1).to(dtype),
+        "1.weight": random(3, 2, seed=seed + 2).to(dtype),
+        "mean": random(2, seed=seed + 3).to(dtype),
+        "count": torch.tensor(seed),
+    }
+
+
+def fisher_of(kind: str, seed: int) -> Any:
+    """Return a Fisher of the small network, in float64."""
+    if kind == "diag":
+        return {name: net_state(seed)[name].square() for name in NET.parameters}
+    if kind == "full":
+        return moments(16, seed)
+    return {
+        "0": {"a": moments(5, seed), "g": moments(2, seed + 1)},
+        "1": {"a": moments(2, seed + 2), "g": moments(3, seed + 3)},
+    }
+
+
+def update(client: int, state: State, fisher: Any, samples: int = 1) -> ClientUpdate:
+    extras = {"fisher": fisher}
+    return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
+
+
+def merge(
+    layout: StateLayout,
+    updates: Sequence[ClientUpdate],
+    *args: Any,
+    tools: ServerTools | None = None,
+    **settings: Any,
+) -> tuple[State, FedFisher]:
+    made = FedFisher(*args, **{"select": tools is not None, **settings})
+    made.tools = tools or ServerTools()
+    made.configure(layout)
+    start = {name: torch.zeros_like(value) for name, value in updates[0].state.items()}
+    return made.aggregate(start, iter(updates)), made
+
+
+def fedavg(updates: Sequence[ClientUpdate]) -> State:
+    return FedAvg().aggregate(updates[0].state, iter(updates))
+
+
+def assert_close(a: State, b: State, tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=tolerance)
+
+
+# The server
+
+
+@pytest.mark.parametrize("solver", ["exact", "cg"])
+def test_linear_regression_with_the_full_fisher_is_pooled_least_squares(solver: Any) -> None:
+    layout, sizes = StateLayout(("w",), 3), (8, 20, 5)
+    inputs = [random(n, 4, seed=n) for n in sizes]
+    targets = [random(n, seed=50 + n) for n in sizes]
+    updates = [
+        update(i, {"w": torch.linalg.lstsq(x, y[:, None])[0][:, 0]}, x.T @ x / len(x), len(x))
+        for i, (x, y) in enumerate(zip(inputs, targets, strict=True))
+    ]
+    new, _ = merge(layout, updates, "full", solver)
+    pooled = torch.linalg.lstsq(torch.cat(inputs), torch.cat(targets)[:, None])[0][:, 0]
+    torch.testing.assert_close(new["w"], pooled, rtol=0, atol=1e-14)
+
+
+def test_the_diagonal_to_the_end_is_the_fisher_weighted_mean() -> None:
+    """It is FisherMerge with the floor 0, and wbar where no client has any Fisher."""
+    updates = [
+        update(
+            i,
+            {"w": random(4, seed=i), "v": random(1, seed=9 + i)},
+            {"w": torch.tensor([1.0, 0.0, 1e-12, 2.0 * i]).double(), "v": torch.zeros(1)},
+            samples,
+        )
+        for i, samples in enumerate((1, 3))
+    ]
+    new, made = merge(FLAT, updates, "diag", "exact")
+    n, w = torch.tensor([1.0, 3.0]).double(), [u.state["w"] for u in updates]
+    fishers = [u.extras["fisher"]["w"] for u in updates]
+    quotient = sum(n[i] * fishers[i] * w[i] for i in range(2)) / sum(
+        n[i] * fishers[i] for i in range(2)
+    )
+    expected = torch.where(torch.arange(4) == 1, (w[0] + 3 * w[1]) / 4, quotient)
+    torch.testing.assert_close(new["w"], expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(new["v"], fedavg(updates)["v"])
+    assert made.metrics["fisher_zero"] == 2 / 5
+    assert made.metrics["residual"] < 1e-12 and made.metrics["selected_step"] == 1.0
+
+
+@pytest.mark.parametrize("solver", ["cg", "gd"])
+def test_the_solvers_of_a_diagonal_reach_the_division(solver: Any) -> None:
+    updates = [
+        update(i, net_state(10 * i), fisher_of("diag", 3 + i), samples)
+        for i, samples in enumerate((2, 3, 4))
+    ]
+    exact, _ = merge(NET, updates, "diag", "exact")
+    new, _ = merge(NET, updates, "diag", solver, steps=20_000 if solver == "gd" else 500)
+    assert_close(new, exact, 1e-9)
+
+
+def test_kfac_reaches_the_pseudoinverse_of_the_whole_layer() -> None:
+    """With the bias as the last column and the kernel unfolded."""
+    samples = (2, 3, 5)
+    updates = [
+        update(i, net_state(10 * i), fisher_of("kfac", 3 + i), n) for i, n in enumerate(samples)
+    ]
+    new, _ = merge(NET, updates, "kfac", "exact")
+
+    matrix, target = torch.zeros(10, 10).double(), torch.zeros(10).double()
+    for u in updates:
+        pair = u.extras["fisher"]["0"]
+        fisher = u.samples / 10 * torch.kron(pair["g"], pair["a"])
+        weight = torch.cat([u.state["0.weight"].flatten(1), u.state["0.bias"][:, None]], 1)
+        matrix, target = matrix + fisher, target + fisher @ weight.flatten()
+    solution = (torch.linalg.pinv(matrix, hermitian=True) @ target).view(2, 5)
+    torch.testing.assert_close(new["0.weight"].flatten(1), solution[:, :-1], rtol=0, atol=1e-10)
+    torch.testing.assert_close(new["0.bias"], solution[:, -1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", ["cg", "gd", "adam", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_fishers_give_fedavg(kind: Any, solver: Any) -> None:
+    updates = [update(i, net_state(10 * i), fisher_of(kind, 3), n) for i, n in enumerate((2, 3, 5))]
+    new, made = merge(NET, updates, kind, solver, steps=100)
+    assert_close(new, fedavg(updates), 1e-12)
+    assert new["count"].item() == 20 and made.metrics["fisher_zero"] == 0
+
+
+@pytest.mark.parametrize("solver", ["cg", "gd", "adam", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_clients_return_the_same_model(kind: Any, solver: Any) -> None:
+    """Fishers of low rank and of tiny entries must not amplify the rounding of their sums."""
+    state = net_state(1, torch.float32)
+    updates = []
+    for i, samples in enumerate((1, 4, 9)):
+        fisher = fisher_of(kind, 3 + i)
+        if kind == "kfac":
+            fisher["0"] = {"a": moments(5, i, rank=1).float(), "g": 1e-9 * moments(2, i).float()}
+        updates.append(update(i, state, fisher, samples))
+    new, _ = merge(NET, updates, kind, solver, steps=200)
+    assert_close(new, state, 1e-7)
+
+
+def test_a_client_of_no_weight_does_no_harm() -> None:
+    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(2)]
+    empty = update(2, net_state(7), fisher_of("kfac", 9), 0)
+    without, _ = merge(NET, updates, "kfac")
+    new, _ = merge(NET, [*updates, empty], "kfac")
+    assert_close(
+        {k: v for k, v in new.items() if k != "count"},
+        {k: v for k, v in without.items() if k != "count"},
+        1e-12,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_all_that_the_server_needs(kind: Any) -> None:
+    """In the clear there are the samples, and the factors of K-FAC."""
+    updates = [
+        update(i, net_state(10 * i), fisher_of(kind, 3 + i), n) for i, n in enumerate((2, 3, 5))
+    ]
+    expected, made = merge(NET, updates, kind)
+    sums: State = {}
+    for u in updates:
+        for name, summand in made.summands(u).items():
+            assert summand.dtype == torch.float64
+            sums[name] = sums.get(name, torch.zeros(())) + summand
+    without = [
+        ClientUpdate(
+            u.client,
+            1,
+            u.samples,
+            1,
+            u.class_counts,
+            {},
+            {k: u.extras[k] for k in made.clear_extras},
+        )
+        for u in updates
+    ]
+    start = {name: torch.zeros_like(value) for name, value in updates[0].state.items()}
+    new = made.from_sums(start, sums, without)
+    # A counter is no sum.
+    assert new.pop("count").item() == 0 and expected.pop("count").item() == 20
+    assert_close(new, expected, 1e-14)
+    assert made.works_from_sums
+    assert made.clear_extras == made.psd_extras == (("fisher",) if kind == "kfac" else ())
+
+
+def test_no_more_than_one_model_is_held() -> None:
+    held: list[int] = []
+
+    def stream() -> Iterator[ClientUpdate]:
+        before: list[Any] = []
+        for i in range(3):
+            state = net_state(10 * i)
+            gone = [reference() is None for reference in before]
+            held.append(len(gone) - sum(gone))
+            before = [*before, weakref.ref(state["0.weight"])]
+            yield update(i, state, fisher_of("kfac", i))
+            del state
+
+    made = FedFisher(select=False)
+    made.configure(NET)
+    made.aggregate(net_state(1), stream())
+    assert max(held) <= 1
+
+
+# The choice
+
+
+def test_the_best_of_the_scored_models_is_taken_and_logged() -> None:
+    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(3)]
+    scored: list[State] = []
+
+    def score(state: State) -> float:
+        scored.append(state)
+        return (0.5, 0.7, 0.7, 0.2)[len(scored) - 1]
+
+    new, made = merge(NET, updates, "kfac", "gd", steps=30, tools=ServerTools(score=score))
+    # The mean, 10, 20 and 30 steps, each a whole model.
+    assert len(scored) == 4 and all(s.keys() == new.keys() for s in scored)
+    assert equal_states(scored[0], fedavg(updates)) and equal_states(new, scored[1])
+    assert made.metrics["selected_step"] == 10 and made.metrics["selected_score"] == 0.7
+    assert 0 < made.metrics["residual"] < 1 and made.metrics["server_seconds"] > 0
+
+
+def test_without_a_score_the_last_model_is_taken_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(3)]
+    tools = ServerTools(missing={"score": "the server has no samples"})
+    with caplog.at_level(logging.INFO, "flsuite"):
+        new, made = merge(NET, updates, "kfac", "gd", steps=7, tools=tools)
+    assert [r.message for r in caplog.records] == [
+        "FedFisher takes the last model of gd: the server has no samples"
+    ]
+    assert made.metrics["selected_step"] == 7 and "selected_score" not in made.metrics
+    caplog.clear()
+    other, _ = merge(NET, updates, "kfac", "gd", steps=7)
+    assert equal_states(new, other) and not caplog.records
+
+
+# Refusals
+
+
+def test_kfac_names_the_layer_that_it_does_not_cover() -> None:
+    layout = StateLayout(
+        ("0.weight", "network.1.weight"), 2, outside_layers={"network.1": "BatchNorm2d"}
+    )
+    expected = (
+        r"K-FAC covers Linear and Conv2d; network.1 \(BatchNorm2d\) is neither: remove it, or use "
+        "diag"
+    )
+    with pytest.raises(FlsuiteError, match=expected):
+        FedFisher().configure(layout)
+    FedFisher("diag").configure(layout)
+    with pytest.raises(FlsuiteError, match="w is of neither"):
+        FedFisher().configure(FLAT)
+
+
+def test_the_full_fisher_of_a_large_model_is_refused() -> None:
+    made = FedFisher("full")
+    made.configure(FLAT)
+    with pytest.raises(
+        FlsuiteError, match="at most 20,000 parameters are allowed: use kfac or diag"
+    ):
+        made.expected_extras({"w": torch.zeros(20_000), "v": torch.zeros(1)})
+    assert made.expected_extras({"w": torch.zeros(19_999), "v": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fisher": "block"},
+        {"solver": "newton"},
+        {"steps": 0},
+        {"samples": 0},
+        {"expectation": "empirical"},
+    ],
+)
+def test_a_bad_parameter_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(FlsuiteError, match=r"FedFisher: .* must be"):
+        FedFisher(**settings)
+
+
+def test_parameters_are_kept_under_their_names() -> None:
+    settings = {"fisher": "diag", "solver": "adam", "steps": 3, "samples": 5, "select": False}
+    kept = init_args(FedFisher(**settings))
+    assert settings.items() <= kept.items()
+    assert kept.keys() == {*settings, "expectation", "epsilon_inside"}
+
+
+# A federation
+
+
+def fit(aggregator: FedFisher, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
+    seen = Updates()
+    model = settings.pop("model", None) or classifier()
+    data = settings.pop("data", None) or digits(server_samples=100)
+    made = trainer(aggregator=aggregator, **{"rounds": 1, "callbacks": [seen], **settings})
+    made.fit(model, data)
+    return made, seen.all
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_federation_does_not_get_worse_by_the_servers_samples(kind: Any) -> None:
+    made, updates = fit(
+        FedFisher(kind, samples=50), model=Classifier(MLP(hidden=(6,))), max_epochs=2
+    )
+    metrics = made.aggregator.metrics
+    assert made.aggregator.tools.score is not None
+    assert metrics["selected_score"] >= made.aggregator.tools.score(fedavg(updates))
+    expected = made.aggregator.expected_extras(made.federation.state)
+    assert all(signature(u.extras) == signature(expected) for u in updates)
+    assert all(u.metrics["after_fit_seconds"] > 0 for u in updates)
+
+
+def test_the_pass_changes_nothing_of_the_fit() -> None:
+    _, measured = fit(FedFisher())
+    seen = Updates()
+    trainer(aggregator=FedAvg(), rounds=1, callbacks=[seen]).fit(
+        classifier(), digits(server_samples=100)
+    )
+    for a, b in zip(seen.all, measured, strict=True):
+        assert equal_states(a.state, b.state) and a.metrics["loss"] == b.metrics["loss"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"fisher": "diag", "expectation": "sampled"}])
+def test_few_shot_rounds_resume_and_workers_change_nothing(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    def run(rounds: int, **kwargs: Any) -> FederatedTrainer:
+        ckpt_path = kwargs.pop("ckpt_path", None)
+        made = trainer(aggregator=FedFisher(samples=60, **settings), rounds=rounds, **kwargs)
+        made.fit(classifier(), digits(server_samples=100), ckpt_path=ckpt_path)
+        return made
+
+    folder = str(tmp_path / "run")
+    whole = run(2, schedule=Synchronous(0.8))
+    run(1, schedule=Synchronous(0.8), run_dir=folder, engine=Processes(workers=2))
+    resumed = run(2, schedule=Synchronous(0.8), run_dir=folder, ckpt_path="last")
+    assert whole.aggregator.memory == {}
+    assert equal_states(whole.federation.state, resumed.federation.state)
+
+
+class Table(FederatedDataModule):
+    """Clients of three, one and forty samples, with a class or a label that nobody has."""
+
+    def __init__(self, multilabel: bool = False) -> None:
+        super().__init__(clients=3, partition=Natural(), batch_size=16, val_fraction=0.0)
+        self.multilabel = multilabel
+
+    def load(self) -> PublishedSplits:
+        owners = torch.tensor([0] * 3 + [1] + [2] * 40)
+        x = random(44, 5).float()
+        y = torch.arange(44) % 3
+        if self.multilabel:
+            y = nn.functional.one_hot(y, 4).to(torch.int64)
+        spec = DataSpec((5,), 4, task="multilabel" if self.multilabel else "multiclass")
+        return PublishedSplits(spec, DataSplit(x, y, owners), DataSplit(x, y))
+
+
+class Saturated(Classifier):
+    """A classifier whose logits are 300 times as large after its fit."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return 300 * super().logits(x)
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind_of_model", [Classifier, Saturated])
+def test_uneven_clients_with_an_empty_class_and_saturated_logits(
+    kind_of_model: type[Classifier], kind: Any, multilabel: bool
+) -> None:
+    made, updates = fit(
+        FedFisher(kind), model=kind_of_model(MLP(hidden=(4,))), data=Table(multilabel)
+    )
+    assert [u.samples for u in updates] == [3, 1, 40]
+    assert made.round == 1 and not made.federation.log.failures
+    assert all(value.isfinite().all() for value in made.federation.state.values())
+    # Lower than at the mean: a solver that diverges, or solves for rounding errors, is above.
+    assert quadratic(made.aggregator, updates, made.federation.state) < 0
+
+
+def quadratic(aggregator: FedFisher, updates: Sequence[ClientUpdate], state: State) -> float:
+    """Return ``Q(w) - Q(wbar)``, by sums over the clients' Fishers in float64."""
+    layout = aggregator.layout
+    total, samples, mean = 0.0, sum(u.samples for u in updates), fedavg(updates)
+    for u in updates:
+        for at, sign in ((state, 1), (mean, -1)):
+            away = {name: at[name].double() - u.state[name].double() for name in layout.parameters}
+            image = FORMS[aggregator.fisher](layout).summands(away, u.extras["fisher"])
+            pairs = products(image, away, layout, aggregator.fisher)
+            total += sign * u.samples / samples / 2 * sum(float((a * b).sum()) for a, b in pairs)
+    return total
+
+
+def products(
+    image: State, away: State, layout: StateLayout, kind: str
+) -> list[tuple[Tensor, Tensor]]:
+    """Return ``F d`` and ``d``, part by part."""
+    if kind == "diag":
+        return [(image[f"product/{name}"], away[name]) for name in layout.parameters]
+    if kind == "full":
+        flat = torch.cat([away[name].flatten() for name in layout.parameters])
+        return [(image["product/all"], flat)]
+    return [(image[f"product/{layer.name}"], matrix(away, layer)) for layer in layout.layers]
+
+
+class WithoutLogits(ClientModel):
+    """A model with a prediction of its own kind."""
+
+    def build(self, spec: DataSpec) -> None:
+        self.layer = nn.Linear(spec.shape[0], spec.num_classes)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_model_without_logits_is_refused_before_its_first_step() -> None:
+    with pytest.raises(
+        FlsuiteError, match="FedFisher needs the logits of the model, and WithoutLog"
+    ):
+        fit(FedFisher(), model=WithoutLogits(), data=Table())
+
+
+class Normalised(Backbone):
+    """A network with BatchNorm."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(shape[0], 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))
+
+
+def test_batch_norm_is_refused_by_kfac_and_covered_by_the_diagonal() -> None:
+    with pytest.raises(FlsuiteError, match=r"network.1 \(BatchNorm1d\) is neither"):
+        fit(FedFisher(), model=Classifier(Normalised()), data=Table())
+    made, updates = fit(FedFisher("diag"), model=Classifier(Normalised()), data=Table())
+    names = ("network.1.running_mean", "network.1.num_batches_tracked")
+    mean = fedavg(updates)
+    assert all(torch.equal(made.federation.state[name], mean[name]) for name in names)
