@@ -33,6 +33,8 @@ class Aggregator(ABC):
             the global model. The server half must then read ``update.base`` or mix with the global
             state: a mean of stale models would replace it. The federation refuses an asynchronous
             schedule for an aggregator that does not accept stale updates.
+        clear_extras: Names of the extras that are sent as they are beside a secure sum.
+        psd_extras: Names of the extras whose matrices are symmetric positive semidefinite.
         memory: State of the server half from one round to the next: nested dicts of tensors and
             numbers. The checkpoint stores it, and no other attribute.
         metrics: Numbers about the current round, for the log. It is empty at the start of each
@@ -45,6 +47,8 @@ class Aggregator(ABC):
     private: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
     accepts_stale: ClassVar[bool] = False
+    clear_extras: tuple[str, ...] = ()
+    psd_extras: tuple[str, ...] = ()
     tools: ServerTools = ServerTools()
     layout: StateLayout
     memory: dict[str, Any]
@@ -114,16 +118,6 @@ class Aggregator(ABC):
         base = order.index(Aggregator)
         # A subclass with another aggregate would silently be its base class.
         return max(owners["summands"], owners["from_sums"]) <= min(owners["aggregate"], base - 1)
-
-    @property
-    def clear_extras(self) -> tuple[str, ...]:
-        """Return the names of the extras that are sent as they are beside a secure sum."""
-        return ()
-
-    @property
-    def psd_extras(self) -> tuple[str, ...]:
-        """Return the names of the extras whose matrices are symmetric positive semidefinite."""
-        return ()
 
     def summands(self, update: ClientUpdate) -> State:
         """Return what the server adds up over clients, float tensors by name.
