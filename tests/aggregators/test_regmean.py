@@ -1,0 +1,338 @@
+"""RegMean against closed forms, and its client half in a federation."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import Updates, signature
+from torch import Tensor, nn
+
+from flsuite import FederatedTrainer, FlsuiteError
+from flsuite.aggregators import FedAvg
+from flsuite.aggregators.regmean import RegMean, solve_from
+from flsuite.aggregators.tools import ServerTools
+from flsuite.data import DataSpec
+from flsuite.messages import ClientUpdate
+from flsuite.models import Classifier
+from flsuite.models.backbones import Backbone
+from flsuite.models.base import ClientModel
+from flsuite.runs.settings import init_args
+from flsuite.state import Layer, State, StateLayout
+from tests.conftest import classifier, digits, equal_states, trainer
+
+LINEAR = StateLayout(("fc.weight", "fc.bias"), 3, layers=(Layer("fc", "linear", bias=True),))
+SIZES = (8, 20, 6)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def gram(x: Tensor) -> Tensor:
+    return x.T @ x / len(x)
+
+
+def update(client: int, state: State, grams: State, samples: int = 1) -> ClientUpdate:
+    extras = {"gram": grams}
+    return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
+
+
+def merge(
+    updates: Sequence[ClientUpdate],
+    layout: StateLayout = LINEAR,
+    tools: ServerTools | None = None,
+    **settings: Any,
+) -> tuple[State, RegMean]:
+    made = RegMean(**settings)
+    made.tools = tools or ServerTools()
+    made.configure(layout)
+    start = {name: torch.zeros_like(value) for name, value in updates[0].state.items()}
+    return made.aggregate(start, iter(updates)), made
+
+
+def fedavg(updates: Sequence[ClientUpdate]) -> State:
+    return FedAvg().aggregate(updates[0].state, iter(updates))
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-13) -> bool:
+    return float((a - b).abs().max()) < tolerance
+
+
+def regressions(bias: bool) -> tuple[list[ClientUpdate], Tensor]:
+    """Return clients that have solved their linear regressions, and the pooled solution."""
+    inputs = [random(n, 4, seed=n) for n in SIZES]
+    if bias:
+        inputs = [torch.cat([x, torch.ones(len(x), 1)], 1) for x in inputs]
+    targets = [random(n, 2, seed=50 + n) for n in SIZES]
+    updates = []
+    for i, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+        solution = torch.linalg.lstsq(x, y)[0].T
+        state = {"fc.weight": solution[:, :4], "fc.bias": solution[:, -1] if bias else y[0]}
+        updates.append(update(i, state, {"fc": gram(x)}, len(x)))
+    return updates, torch.linalg.lstsq(torch.cat(inputs), torch.cat(targets))[0].T
+
+
+# The server
+
+
+def test_with_alpha_one_a_linear_model_is_pooled_least_squares() -> None:
+    updates, pooled = regressions(bias=False)
+    new, made = merge(updates, alpha=1.0)
+    assert close(new["fc.weight"], pooled, 1e-14)
+    # The bias takes the mean by samples.
+    assert close(new["fc.bias"], fedavg(updates)["fc.bias"])
+    assert made.metrics["alpha"] == 1.0 and made.metrics["server_seconds"] > 0
+
+
+def test_with_alpha_one_a_bias_column_is_pooled_least_squares_too() -> None:
+    updates, pooled = regressions(bias=True)
+    new, _ = merge(updates, alpha=1.0, bias=True)
+    assert close(torch.cat([new["fc.weight"], new["fc.bias"][:, None]], 1), pooled, 1e-14)
+
+
+def test_uniform_weights_are_another_model() -> None:
+    updates, pooled = regressions(bias=False)
+    for u in updates:
+        u.samples = 1
+    new, _ = merge(updates, alpha=1.0)
+    assert float((new["fc.weight"] - pooled).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.9, 1.0])
+@pytest.mark.parametrize("rows", [2, 30])
+def test_equal_grams_give_fedavg(alpha: float, rows: int) -> None:
+    """Singular ones too, of fewer rows than inputs."""
+    same = gram(random(rows, 4))
+    updates = [
+        update(
+            i, {"fc.weight": random(2, 4, seed=i), "fc.bias": random(2, seed=i)}, {"fc": same}, n
+        )
+        for i, n in enumerate(SIZES)
+    ]
+    new, _ = merge(updates, alpha=alpha)
+    assert all(close(new[name], value) for name, value in fedavg(updates).items())
+
+
+def test_with_alpha_zero_it_is_the_mean_weighted_by_the_diagonal() -> None:
+    updates, _ = regressions(bias=False)
+    new, _ = merge(updates, alpha=0.0)
+    weights = [u.samples * u.extras["gram"]["fc"].diagonal() for u in updates]
+    total = sum(w * u.state["fc.weight"] for w, u in zip(weights, updates, strict=True))
+    assert close(new["fc.weight"], total / sum(weights))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.9])
+def test_the_formula(alpha: float) -> None:
+    updates, _ = regressions(bias=False)
+    new, _ = merge(updates, alpha=alpha)
+    product, total = torch.zeros(2, 4).double(), torch.zeros(4, 4).double()
+    for u in updates:
+        own = u.extras["gram"]["fc"]
+        reduced = alpha * own + (1 - alpha) * own.diagonal().diag()
+        product += u.samples * u.state["fc.weight"] @ reduced
+        total += u.samples * reduced
+    assert close(new["fc.weight"], product @ torch.linalg.inv(total))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0])
+def test_a_column_that_is_dead_everywhere_takes_the_mean(alpha: float) -> None:
+    """And one that is dead on all clients but one takes that client's value with alpha 0."""
+    updates, _ = regressions(bias=False)
+    for u in updates:
+        u.extras["gram"]["fc"][:, 2] = u.extras["gram"]["fc"][2] = 0.0
+    new, _ = merge(updates, alpha=alpha)
+    assert close(new["fc.weight"][:, 2], fedavg(updates)["fc.weight"][:, 2])
+    assert new["fc.weight"].isfinite().all()
+    updates[1].extras["gram"]["fc"][2, 2] = 1e-3
+    new, _ = merge(updates, alpha=0.0)
+    assert close(new["fc.weight"][:, 2], updates[1].state["fc.weight"][:, 2])
+
+
+def test_rounding_of_float32_grams_is_not_solved_for() -> None:
+    """Fewer rows than inputs: in the other directions the models stay at their mean."""
+    inputs = [random(3, 40, seed=i).abs() for i in range(2)]
+    updates = [
+        update(
+            i,
+            {"fc.weight": random(2, 40, seed=i).float(), "fc.bias": torch.zeros(2)},
+            {"fc": gram(x).float()},
+        )
+        for i, x in enumerate(inputs)
+    ]
+    new, _ = merge(updates, alpha=1.0)
+    basis = torch.linalg.svd(torch.cat(inputs))[2][6:]
+    away = (new["fc.weight"] - fedavg(updates)["fc.weight"]).double()
+    assert float((away @ basis.T).abs().max()) < 1e-3 and float(away.abs().max()) > 0.01
+
+
+def test_the_closest_solution_to_a_start() -> None:
+    x, target, start = random(2, 3), random(4, 3), random(4, 3, seed=1)
+    solution = solve_from(start, target @ gram(x), gram(x))
+    assert close(solution @ gram(x), target @ gram(x))
+    null = torch.linalg.svd(x)[2][2:]
+    assert close(solution @ null.T, start @ null.T)
+
+
+def test_convolutions_take_part_with_their_inputs_unfolded() -> None:
+    """A kernel of the size of the image is a linear layer."""
+    layout = StateLayout(("c.weight",), 3, layers=(Layer("c", "conv2d", bias=False),))
+    linear, pooled = regressions(bias=False)
+    updates = [
+        update(
+            u.client,
+            {"c.weight": u.state["fc.weight"].view(2, 1, 2, 2)},
+            {"c": u.extras["gram"]["fc"]},
+            u.samples,
+        )
+        for u in linear
+    ]
+    new, _ = merge(updates, layout, alpha=1.0, conv=True)
+    assert close(new["c.weight"].flatten(1), pooled, 1e-14)
+    new, made = merge(updates, layout, alpha=1.0)
+    assert close(new["c.weight"], fedavg(updates)["c.weight"])
+    assert made.expected_extras(new) == {"gram": {}}
+
+
+def test_sums_are_all_that_the_server_needs() -> None:
+    updates, _ = regressions(bias=False)
+    expected, made = merge(updates, alpha=0.5)
+    sums: State = {}
+    for u in updates:
+        for name, summand in made.summands(u).items():
+            assert summand.dtype == torch.float64
+            sums[name] = sums.get(name, torch.zeros(())) + summand
+    bare = [ClientUpdate(u.client, 1, u.samples, 1, u.class_counts, {}) for u in updates]
+    new = made.from_sums(updates[0].state, sums, bare)
+    assert all(close(new[name], value) for name, value in expected.items())
+    assert made.works_from_sums and made.psd_extras == ("gram",)
+
+
+# Alpha by score
+
+
+def test_the_alpha_with_the_better_score_is_taken_the_first_of_equals() -> None:
+    updates, _ = regressions(bias=False)
+    models = [merge(updates, alpha=alpha)[0] for alpha in (0.1, 0.9)]
+    for values, chosen in (((0.4, 0.5), 0.9), ((0.5, 0.4), 0.1), ((0.5, 0.5), 0.1)):
+        scores = iter(values)
+        new, made = merge(updates, tools=ServerTools(score=lambda state, s=scores: next(s)))
+        assert made.metrics["alpha"] == chosen and made.metrics["selected_score"] == 0.5
+        assert equal_states(new, models[(0.1, 0.9).index(chosen)])
+
+
+def test_without_a_score_alpha_must_be_set() -> None:
+    made = RegMean()
+    made.tools = ServerTools(missing={"score": "the server has no samples"})
+    expected = r"RegMean picks alpha by its score .*set alpha.*, and the server has no samples"
+    with pytest.raises(FlsuiteError, match=expected):
+        made.configure(LINEAR)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
+def test_a_bad_alpha_is_refused(alpha: float) -> None:
+    with pytest.raises(FlsuiteError, match=r"RegMean: alpha must be in \[0, 1\]"):
+        RegMean(alpha=alpha)
+
+
+def test_parameters_are_kept_under_their_names() -> None:
+    settings = {"alpha": 0.9, "conv": True, "bias": True, "samples": 7}
+    assert init_args(RegMean(**settings)) == settings
+    with pytest.raises(FlsuiteError, match="samples must be at least 1"):
+        RegMean(samples=0)
+
+
+# A federation
+
+
+def fit(aggregator: RegMean, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
+    seen = Updates()
+    model = settings.pop("model", None) or classifier()
+    made = trainer(aggregator=aggregator, **{"rounds": 1, "callbacks": [seen], **settings})
+    made.fit(model, digits(server_samples=100))
+    return made, seen.all
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_federation_picks_alpha_on_the_servers_samples(bias: bool) -> None:
+    made, updates = fit(RegMean(bias=bias, samples=50))
+    assert made.aggregator.metrics["alpha"] in (0.1, 0.9)
+    expected = made.aggregator.expected_extras(made.federation.state)
+    assert all(signature(u.extras) == signature(expected) for u in updates)
+    assert [len(g) for g in updates[0].extras["gram"].values()] == [64 + bias, 16 + bias]
+    if not bias:
+        mean = fedavg(updates)
+        for name, value in made.federation.state.items():
+            assert torch.allclose(value, mean[name]) == name.endswith("bias")
+
+
+class Twice(Backbone):
+    """A network that calls one of its layers twice."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        layer = nn.Linear(8, 8)
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8), _Repeated(layer), nn.Linear(8, outputs)
+        )
+
+
+class _Repeated(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).relu())
+
+
+def test_layers_that_take_the_mean_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "flsuite"):
+        made, updates = fit(RegMean(alpha=0.9), model=Classifier(Twice()))
+    messages = [r.message for r in caplog.records if r.message.startswith("RegMean takes the mean")]
+    assert messages == [
+        "RegMean takes the mean of network.2",
+        "RegMean takes the mean of network.3.layer: called twice, or all inputs are 0",
+    ]
+    mean, new = fedavg(updates), made.federation.state
+    means = [name for name in new if torch.allclose(new[name], mean[name], atol=1e-6)]
+    assert set(new) - set(means) == {"network.1.weight", "network.4.weight"}
+
+
+def test_two_rounds_resume(tmp_path: Path) -> None:
+    def run(rounds: int, **kwargs: Any) -> FederatedTrainer:
+        ckpt_path = kwargs.pop("ckpt_path", None)
+        made = trainer(aggregator=RegMean(samples=60), rounds=rounds, **kwargs)
+        made.fit(classifier(), digits(server_samples=100), ckpt_path=ckpt_path)
+        return made
+
+    folder = str(tmp_path / "run")
+    whole = run(2)
+    run(1, run_dir=folder)
+    resumed = run(2, run_dir=folder, ckpt_path="last")
+    assert equal_states(whole.federation.state, resumed.federation.state)
+
+
+class WithoutLogits(ClientModel):
+    """A model with a prediction of its own kind."""
+
+    def build(self, spec: DataSpec) -> None:
+        self.layer = nn.Linear(64, spec.num_classes)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0].flatten(1)).square().mean()
+
+    def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_model_without_logits_is_refused_before_its_first_step() -> None:
+    with pytest.raises(
+        FlsuiteError, match="RegMean needs the logits of the model, and WithoutLogi"
+    ):
+        fit(RegMean(alpha=0.1), model=WithoutLogits())
