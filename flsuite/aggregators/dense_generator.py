@@ -1,0 +1,121 @@
+"""The generator of DENSE, and the distance of its images to the statistics of BatchNorm layers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["ImageGenerator", "UpConv", "batch_norm_distances", "statistics_distance"]
+
+CHANNELS = (128, 64)
+"""Channels of the first and of the second convolution at width 1."""
+
+
+class ImageGenerator(nn.Module):
+    """A network from latent vectors ``(n, latent)`` to images ``(n, *shape)`` within [0, 1].
+
+    Args:
+        latent: Numbers per latent vector.
+        shape: ``(channels, height, width)`` of an image. Sides that 4 does not divide are cut.
+        width: Factor of the channels.
+    """
+
+    def __init__(self, latent: int, shape: tuple[int, ...], width: float = 1.0) -> None:
+        super().__init__()
+        self.shape = shape
+        first, second = (max(1, round(width * channels)) for channels in CHANNELS)
+        # Two steps of upsampling, each by 2.
+        height, length = (-(-side // 4) for side in shape[1:])
+
+        self.start = nn.Linear(latent, first * height * length)
+        self.unflatten = nn.Unflatten(1, (first, height, length))
+        self.body = nn.Sequential(
+            nn.BatchNorm2d(first),
+            UpConv(first, first),
+            nn.BatchNorm2d(first),
+            nn.LeakyReLU(0.2, inplace=True),
+            UpConv(first, second),
+            nn.BatchNorm2d(second),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(second, shape[0], 3, padding=1),
+            nn.Sigmoid(),
+        )
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.unflatten(self.start(z)).contiguous(memory_format=torch.channels_last)
+        images: Tensor = self.body(x)
+        return images[:, :, : self.shape[1], : self.shape[2]]
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Draw new weights, with standard deviation .02, and set the biases to 0."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d, nn.BatchNorm2d, UpConv)):
+                # Around 1 for BatchNorm, because its weights are factors.
+                mean = 1.0 if isinstance(module, nn.BatchNorm2d) else 0.0
+                drawn = torch.empty(module.weight.shape)
+                module.weight.copy_(drawn.normal_(mean, 0.02, generator=generator))
+                if module.bias is not None:
+                    module.bias.zero_()
+
+
+class UpConv(nn.Module):
+    """Upsampling by 2, each pixel repeated, then a 3x3 convolution without bias.
+
+    Both are one transposed convolution with a 4x4 kernel, which costs 16 instead of 36 products per
+    small pixel and pair of channels.
+    """
+
+    bias = None
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A small pixel reaches the output at an offset through each of its four copies.
+        outputs, inputs = self.weight.shape[:2]
+        flipped = self.weight.transpose(0, 1).flip(2, 3).reshape(-1, 1, 3, 3)
+        kernels = F.conv2d(flipped, flipped.new_ones(1, 1, 2, 2), padding=1)
+        return F.conv_transpose2d(x, kernels.view(inputs, outputs, 4, 4), stride=2, padding=1)
+
+
+def statistics_distance(norm: _BatchNorm, x: Tensor) -> Tensor:
+    """Return ``|running mean - mean| + |running variance - variance|`` of a batch, 2-norms.
+
+    Args:
+        norm: A BatchNorm layer with running statistics.
+        x: Its input, ``(n, channels, ...)``.
+    """
+    assert norm.running_mean is not None and norm.running_var is not None
+    # The biased variance, as the layer itself normalises by.
+    variance, mean = torch.var_mean(x.transpose(0, 1).flatten(1), dim=1, correction=0)
+    return (norm.running_mean - mean).norm() + (norm.running_var - variance).norm()
+
+
+@contextmanager
+def batch_norm_distances(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect :func:`statistics_distance` of every BatchNorm layer at each forward pass inside.
+
+    Layers without running statistics are left out.
+    """
+    distances: list[Tensor] = []
+
+    def measure(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(norm, _BatchNorm)
+        distances.append(statistics_distance(norm, inputs[0]))
+
+    hooks = [
+        norm.register_forward_pre_hook(measure)
+        for norm in module.modules()
+        if isinstance(norm, _BatchNorm) and norm.running_mean is not None
+    ]
+    try:
+        yield distances
+    finally:
+        for hook in hooks:
+            hook.remove()
