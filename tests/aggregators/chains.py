@@ -1,12 +1,21 @@
-"""Small chains of Conv2d and Linear layers, and permuted copies of them."""
+"""Small chains of Conv2d and Linear layers, permuted copies, and federations that train one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import torch
+from federations import assert_same_models, federation
 from torch import Tensor, nn
+from torch.optim import SGD
 
+from flsuite import FederatedTrainer
+from flsuite.aggregators import Aggregator
+from flsuite.models import Classifier
+from flsuite.models.backbones import CNN
 from flsuite.state import Layer, State, StateLayout
+from tests.conftest import digits
 
 CHAINS = ("linear", "conv")
 OUTPUTS = 3
@@ -82,3 +91,21 @@ def permuted(state: State, chain: Sequence[Layer], seed: int) -> State:
         columns = [c * following.positions + p for c in order for p in range(following.positions)]
         copy[following.weight_name] = copy[following.weight_name][:, columns]
     return copy
+
+
+def federate(
+    aggregator: Aggregator, rounds: int = 1, folder: Path | None = None, resume: bool = False
+) -> FederatedTrainer:
+    """Return a federation of three clients that has trained a small CNN on digits."""
+    place = {} if folder is None else {"run_dir": str(folder)}
+    made = federation(aggregator, rounds, max_epochs=1, **place)
+    model = Classifier(CNN(hidden=(16,)), optimizer=partial(SGD, lr=0.05))
+    made.fit(model, digits(3, server_samples=50), ckpt_path="last" if resume else None)
+    return made
+
+
+def assert_resumes(make: Callable[[], Aggregator], folder: Path) -> None:
+    """Compare two rounds with one round and a resumed one, bit for bit."""
+    whole = federate(make(), 2)
+    federate(make(), 1, folder)
+    assert_same_models(whole, federate(make(), 2, folder, resume=True))

@@ -4,11 +4,13 @@ import copy
 import logging
 import math
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from chains import OUTPUTS, SHAPE, chain_layout, image_batch, random_net
+from chains import OUTPUTS, SHAPE, assert_resumes, chain_layout, image_batch, random_net
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -334,6 +336,11 @@ def test_saturated_clients_give_finite_weights() -> None:
         one.state[last] = 300 * one.state[last]
     new = dense(net).aggregate({}, iter(updates))
     assert all(value.isfinite().all() for value in new.values())
+
+
+def test_rounds_in_a_federation_resume_exactly(tmp_path: Path) -> None:
+    """The generator draws by seed and round, and the server's samples choose the epoch."""
+    assert_resumes(partial(DENSE, **SMALL), tmp_path / "run")  # type: ignore[arg-type]
 
 
 # Refusals

@@ -3,11 +3,20 @@
 import copy
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from chains import CHAINS, OUTPUTS, chain_layout, image_batch, permuted, random_net
+from chains import (
+    CHAINS,
+    OUTPUTS,
+    assert_resumes,
+    chain_layout,
+    image_batch,
+    permuted,
+    random_net,
+)
 from federations import update
 from torch import Tensor, nn
 
@@ -165,3 +174,7 @@ def test_a_layer_that_reads_a_part_of_the_layer_before_is_named() -> None:
         FlsuiteError, match=r"network\.3 reads 2 columns, and the layer before has 4"
     ):
         move_inputs(torch.zeros(4, 2, 3, 3), layer, assign(torch.eye(4, dtype=torch.float64)))
+
+
+def test_rounds_in_a_federation_resume_exactly(tmp_path: Path) -> None:
+    assert_resumes(OTFusion, tmp_path / "run")

@@ -5,12 +5,22 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from chains import CHAINS, OUTPUTS, chain_layout, image_batch, permuted, random_net
+from chains import (
+    CHAINS,
+    OUTPUTS,
+    assert_resumes,
+    chain_layout,
+    federate,
+    image_batch,
+    permuted,
+    random_net,
+)
 from torch import Tensor, nn
 
 from flsuite import FlsuiteError
@@ -257,6 +267,19 @@ def test_a_grown_module_has_the_sizes_of_its_weights() -> None:
     assert (linear.in_features, linear.out_features) == (28, 9)
     assert grown(image_batch("conv", 2)).shape == (2, 3)
     assert net.get_submodule("0").weight.shape == (4, 2, 3, 3)  # type: ignore[union-attr]
+
+
+def test_in_a_federation_the_grown_network_is_scored() -> None:
+    made = PFNM(grow=True)
+    federate(made)
+    assert made.grown is not None and made.grown(torch.rand(2, 1, 8, 8)).shape == (2, 10)
+    assert 0 <= made.metrics["grown_accuracy"] <= 1
+    with pytest.raises(FlsuiteError, match=r"set trainer\.rounds to 1, got 2"):
+        federate(PFNM(grow=True), 2)
+
+
+def test_rounds_in_a_federation_resume_exactly(tmp_path: Path) -> None:
+    assert_resumes(PFNM, tmp_path / "run")
 
 
 def test_growing_needs_one_round_and_a_module() -> None:
