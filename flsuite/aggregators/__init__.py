@@ -3,6 +3,7 @@
 from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.baselines import Centralized, LocalOnly
 from flsuite.aggregators.cmga import CMGA
+from flsuite.aggregators.dense import DENSE
 from flsuite.aggregators.fedasync import FedAsync
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.fedbuff import FedBuff
@@ -18,6 +19,7 @@ from flsuite.aggregators.staleness import Constant, Hinge, Hyperbolic, Polynomia
 
 __all__ = [
     "CMGA",
+    "DENSE",
     "PFNM",
     "SCAFFOLD",
     "Aggregator",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from flsuite.aggregators import layer_matrices
+import flsuite.aggregators.layer_matrices as layer_matrices
 from flsuite.aggregators.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
 from flsuite.aggregators.sums import STATE
 from flsuite.data.loader import Batch

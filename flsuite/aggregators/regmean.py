@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from flsuite.aggregators import layer_matrices
+import flsuite.aggregators.layer_matrices as layer_matrices
 from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.logit_pass import LogitPass
 from flsuite.aggregators.sums import STATE, mean_state, means, state_summands, sum_up

@@ -109,10 +109,7 @@ class Exchange:
         return replace(update, state=state, extras=extras)
 
     def bytes_up(self, state: State, extras: dict[str, Any]) -> int:
-        """Return the bytes of an update of this kind, for the virtual clock.
-
-        A compressed one is about as long as that of the state itself.
-        """
+        """Return the largest number of bytes of an update of this kind, for the virtual clock."""
         if self.compression is None:
             return nbytes(state) + nbytes(extras)
-        return nbytes(self.compression.encode(state, extras, state, {})[0])
+        return self.compression.size()
