@@ -1,0 +1,29 @@
+"""How well a client's images can be reconstructed from what the server knows."""
+
+from flsuite.analysis.inversion.attack import Inversion, Reconstructions, share_recognised
+from flsuite.analysis.inversion.gan import GAN, GANTraining
+from flsuite.analysis.inversion.knowledge import (
+    Knowledge,
+    kept_models,
+    known_to_server,
+    mean_model,
+    sent_factors,
+)
+from flsuite.analysis.inversion.scenario import SoleOwner, public_images
+from flsuite.analysis.inversion.target import Target
+
+__all__ = [
+    "GAN",
+    "GANTraining",
+    "Inversion",
+    "Knowledge",
+    "Reconstructions",
+    "SoleOwner",
+    "Target",
+    "kept_models",
+    "known_to_server",
+    "mean_model",
+    "public_images",
+    "sent_factors",
+    "share_recognised",
+]

@@ -1,0 +1,114 @@
+"""Generative model inversion: Zhang et al. 2020.
+
+The Secret Revealer: Generative Model-Inversion Attacks Against Deep Neural Networks, CVPR,
+arXiv:1911.07135.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flsuite.analysis.inversion.gan import GAN
+from flsuite.analysis.inversion.target import Target
+from flsuite.errors import require_at_least, require_below_one, require_positive
+from flsuite.random import torch_generator
+
+__all__ = ["Inversion", "Reconstructions", "share_recognised"]
+
+
+class Reconstructions(NamedTuple):
+    """What an attack has found.
+
+    Attributes:
+        images: Within [0, 1], ``(n, channels, height, width)``.
+        losses: The target's cross-entropy of the label, ``(n,)``.
+    """
+
+    images: Tensor
+    losses: Tensor
+
+
+@dataclass(frozen=True)
+class Inversion:
+    """The attack: latents whose images look real to the critic and like the label to the target.
+
+    The loss of an image is ``-D(G(z)) + identity CE(T(G(z)), label)``. Where the server has the
+    client's K-FAC factors, ``factors (sum |A(G(z)) - A|^2 + |G(G(z)) - G|^2)`` is added, with the
+    factors of the images that are sought together.
+
+    Attributes:
+        steps: Steps of Nesterov's method per latent.
+        lr: Its learning rate.
+        momentum: Its momentum.
+        identity: Weight of the cross-entropy.
+        factors: Weight of the distance to the factors, the mu of the paper, whose value is not
+            known.
+        bound: Each number of a latent stays within ``[-bound, bound]``.
+        restarts: Attempts per image, of which the one with the lowest cross-entropy is kept.
+    """
+
+    steps: int = 1500
+    lr: float = 0.01
+    momentum: float = 0.9
+    identity: float = 100.0
+    factors: float = 1e-6
+    bound: float = 1.0
+    restarts: int = 5
+
+    def __post_init__(self) -> None:
+        require_at_least("Inversion", 1, steps=self.steps, restarts=self.restarts)
+        require_positive("Inversion", lr=self.lr, momentum=self.momentum, bound=self.bound)
+        require_below_one("Inversion", momentum=self.momentum)
+        require_at_least("Inversion", 0, identity=self.identity, factors=self.factors)
+
+    def __call__(
+        self, gan: GAN, target: Target, label: int, images: int, seed: int
+    ) -> Reconstructions:
+        """Return reconstructions of a class.
+
+        Args:
+            gan: The attacker's prior, trained without images of the class.
+            target: What the server has.
+            label: The class.
+            images: Number of reconstructions.
+            seed: Draws the latents that the search starts from.
+        """
+        require_at_least("Inversion", 1, images=images)
+        draws = torch_generator(seed, "inversion/latents")
+        device = next(target.model.parameters()).device
+        z = torch.randn(self.restarts, images, gan.latent, generator=draws).to(device)
+        z = z.clamp_(-self.bound, self.bound).requires_grad_()
+        labels = torch.full((self.restarts * images,), label, device=device)
+        optimizer = torch.optim.SGD([z], self.lr, self.momentum, nesterov=True)
+
+        for _ in range(self.steps):
+            x = gan.generator(z.flatten(0, 1))
+            optimizer.zero_grad()
+            loss = self.identity * F.cross_entropy(target.logits(x), labels, reduction="sum")
+            loss = loss - gan.critic(x).sum()
+            if self.factors and target.factors is not None:
+                # Times the images, so that the step of one does not depend on their number.
+                groups = x.unflatten(0, (self.restarts, images))
+                loss = loss + images * self.factors * target.distances(groups).sum()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                z.clamp_(-self.bound, self.bound)
+
+        with torch.no_grad():
+            x = gan.generator(z.flatten(0, 1))
+            losses = F.cross_entropy(target.logits(x), labels, reduction="none")
+            losses = losses.view(self.restarts, images)
+            best, of_image = losses.argmin(0), torch.arange(images, device=device)
+            return Reconstructions(
+                x.unflatten(0, (self.restarts, images))[best, of_image], losses[best, of_image]
+            )
+
+
+def share_recognised(judge: Target, images: Tensor, label: int) -> float:
+    """Return the share of images that a classifier takes for the label."""
+    with torch.no_grad():
+        return float((judge.logits(images).argmax(1) == label).float().mean())

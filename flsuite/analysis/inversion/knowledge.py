@@ -1,0 +1,130 @@
+"""What a server knows of a client: its model, or the mean of all, with or without its factors."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from flsuite.aggregators import Aggregator
+from flsuite.analysis.runs import read_partition
+from flsuite.data import FederatedData
+from flsuite.errors import FlsuiteError
+from flsuite.metrics.fisher import kfac_factors, measuring
+from flsuite.models.layers import read_layers
+from flsuite.models.protocols import LogitModel
+from flsuite.runs.reuse import UPDATES
+from flsuite.server.update_store import UpdateStore
+from flsuite.state import RunningMean, State
+
+__all__ = [
+    "Factors",
+    "Knowledge",
+    "kept_models",
+    "known_to_server",
+    "mean_model",
+    "require_logits",
+    "sent_factors",
+]
+
+Knowledge = Literal["client", "mean", "factors"]
+"""``client`` is the client's model, ``mean`` the mean of all clients' models, and ``factors`` that
+mean and the client's K-FAC factors."""
+
+Factors = Mapping[str, State]
+"""K-FAC's factors ``a`` and ``g`` by layer."""
+
+
+def known_to_server(aggregator: Aggregator, secure_sum: bool) -> tuple[Knowledge, ...]:
+    """Return what the server has to attack a client with.
+
+    Args:
+        aggregator: The algorithm. It is read for what its updates carry.
+        secure_sum: Whether the server learns sums over clients alone, beside the extras that the
+            algorithm sends in the clear.
+
+    Raises:
+        FlsuiteError: If the algorithm does not work from sums.
+    """
+    if secure_sum and not aggregator.works_from_sums:
+        raise FlsuiteError(
+            f"{type(aggregator).__name__} needs every client's own update, and does not go "
+            "together with secure sums"
+        )
+    # K-FAC factors are the one thing that is never summed up.
+    sends_factors = "fisher" in aggregator.clear_extras
+    return (
+        *(() if secure_sum else ("client",)),
+        "mean",
+        *(("factors",) if sends_factors else ()),
+    )
+
+
+def kept_models(run_dir: str | Path, round: int = 1) -> dict[int, State]:
+    """Return the clients' trained models of a round, by client.
+
+    Raises:
+        FlsuiteError: If the run has not kept them.
+    """
+    folder = Path(run_dir) / UPDATES
+    named = (re.fullmatch(r"client-(\d+)", p.stem) for p in folder.glob(f"round-{round:04d}/*.pt"))
+    clients = sorted(int(match[1]) for match in named if match)
+    if not clients:
+        raise FlsuiteError(
+            f"{run_dir} has no clients' models of round {round}; fit it with "
+            "--trainer.keep_updates true"
+        )
+    fits = {client: UpdateStore(folder).read(round, client) for client in clients}
+    return {client: fit.state for client, fit in fits.items() if fit is not None}
+
+
+def mean_model(run_dir: str | Path, round: int = 1) -> State:
+    """Return the mean of the clients' models by samples, FedAvg's model.
+
+    Raises:
+        FlsuiteError: If the run has not kept them.
+    """
+    models = kept_models(run_dir, round)
+    table = read_partition(run_dir)
+    samples = table[table["split"] == "train"].groupby("client")["samples"].sum()
+
+    mean = RunningMean()
+    for client, state in models.items():
+        mean.add(state, float(samples[client]))
+    return mean.mean()
+
+
+def sent_factors(
+    model: nn.Module, data: FederatedData, client: int, seed: int, samples: int | None = 2000
+) -> Factors:
+    """Return the K-FAC factors that a client of FedFisher sends in round 1.
+
+    Args:
+        model: A model with the client's trained weights.
+        data: The data of all clients.
+        client: The client's number.
+        seed: The run's seed, which picks the samples.
+        samples: ``samples`` of FedFisher, the largest number that the factors are computed over.
+
+    Raises:
+        FlsuiteError: If the model has no logits, or layers that K-FAC does not cover.
+    """
+    require_logits(model)
+    layers, _ = read_layers(model, model.state_dict())
+    batches = data.loader(client, seed, round=1).plain_batches(samples)
+    with measuring(model):
+        return kfac_factors(model, layers, batches)
+
+
+def require_logits(model: nn.Module) -> None:
+    """Refuse a model without a method ``logits``.
+
+    Raises:
+        FlsuiteError: If it has none.
+    """
+    if not isinstance(model, LogitModel):
+        raise FlsuiteError(
+            f"the inversion attack needs the logits of the model, and {type(model).__name__} has "
+            "none: add a method logits(x) -> (n, outputs)"
+        )

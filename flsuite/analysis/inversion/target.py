@@ -1,0 +1,171 @@
+"""The model that an attacker inverts, and the distance of images to a client's K-FAC factors."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+
+from flsuite.analysis.inversion.knowledge import Factors, require_logits
+from flsuite.data.images import Scaling
+from flsuite.lightning_internals import detached
+from flsuite.models.layers import read_layers
+from flsuite.state import Layer, State, load_
+
+__all__ = ["Target", "batch_factors"]
+
+
+class Target:
+    """A model that the server has, as a function of images within [0, 1].
+
+    Args:
+        model: A built model with a method ``logits``. It stays as it is.
+        state: The weights.
+        scaling: The map from stored images to the model's inputs.
+        factors: The K-FAC factors of the client under attack, if the server has them.
+
+    Raises:
+        FlsuiteError: If the model has no logits.
+    """
+
+    def __init__(
+        self, model: LightningModule, state: State, scaling: Scaling, factors: Factors | None = None
+    ) -> None:
+        require_logits(model)
+        with detached(model):
+            self.model = copy.deepcopy(model)
+        load_(self.model.state_dict(), state)
+        self.model.eval().requires_grad_(False)
+        self.scaling = scaling
+        self.factors = factors
+        self.layers: Sequence[Layer] = read_layers(self.model, state)[0]
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Return the logits of images ``(n, channels, height, width)``, ``(n, outputs)``."""
+        logits: Tensor = self.model.logits(self._inputs(images))  # type: ignore[operator]
+        return logits
+
+    def distances(self, images: Tensor) -> Tensor:
+        """Return the squared distances of the factors of groups of images to the client's.
+
+        They are ``sum |A(images) - A|^2 + |G(images) - G|^2`` over layers, 0 without factors.
+
+        Args:
+            images: ``(groups, n, channels, height, width)``.
+
+        Returns:
+            One per group, ``(groups,)``, with gradients at the images.
+        """
+        total = images.new_zeros(len(images))
+        if self.factors is None:
+            return total
+        found = batch_factors(
+            self.model, self.layers, self._inputs(images.flatten(0, 1)), len(images)
+        )
+        for layer in self.layers:
+            for kind, wanted in self.factors[layer.name].items():
+                difference = found[layer.name][kind] - wanted.to(images)
+                total = total + difference.square().sum((1, 2))
+        return total
+
+    def _inputs(self, images: Tensor) -> Tensor:
+        scale, shift = (
+            part.to(images)[:, None, None] for part in (self.scaling.scale, self.scaling.shift)
+        )
+        # The scaling is that of stored bytes.
+        scaled = images * 255 * scale + shift
+        return scaled.expand(-1, self.scaling.channels, -1, -1)
+
+
+def batch_factors(
+    model: nn.Module, layers: Sequence[Layer], inputs: Tensor, groups: int = 1
+) -> dict[str, State]:
+    """Return the K-FAC factors of groups of samples, with gradients at the samples.
+
+    They are those of :func:`flsuite.metrics.fisher.kfac_factors`, whose gradients nobody needs, of
+    a classifier. The predicted probabilities are not held constant.
+
+    Args:
+        model: A model with a method ``logits``.
+        layers: Its layers, each called once.
+        inputs: ``(groups * n, ...)``.
+        groups: Groups of samples, one after the other.
+
+    Returns:
+        ``a`` and ``g`` by layer, ``(groups, size, size)`` each.
+    """
+    inputs = inputs if inputs.requires_grad else inputs.clone().requires_grad_()
+    samples = len(inputs) // groups
+    with _calls(model, layers) as calls:
+        logits: Tensor = model.logits(inputs)  # type: ignore[operator]
+
+    p = logits.softmax(1)
+    columns = p.sqrt().T[..., None] * (torch.eye(p.shape[1]).to(p)[:, None] - p)
+    edges = [calls[layer.name][1] for layer in layers]
+    gradients = [torch.autograd.grad(logits, edges, c, create_graph=True) for c in columns]
+
+    found: dict[str, State] = {}
+    for layer, *of_columns in zip(layers, *gradients, strict=True):
+        module = model.get_submodule(layer.name)
+        a = _input_positions(module, calls[layer.name][0])
+        if layer.bias:
+            a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
+        # All columns of a sample count as positions.
+        g = torch.cat([_output_positions(module, column) for column in of_columns], 2)
+        found[layer.name] = {
+            "a": _products(a, groups) / samples,
+            "g": _products(g, groups) / (samples * a.shape[2]),
+        }
+    return found
+
+
+def _input_positions(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return what the layer's weight is multiplied by, ``(n, in, positions)``."""
+    if isinstance(layer, nn.Conv2d):
+        return F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
+    return x.flatten(1, -2).mT if x.ndim > 2 else x[..., None]
+
+
+def _output_positions(layer: nn.Module, y: Tensor) -> Tensor:
+    """Return the gradients at the layer's output, ``(n, out, positions)``."""
+    if isinstance(layer, nn.Conv2d):
+        return y.flatten(2)
+    return y.flatten(1, -2).mT if y.ndim > 2 else y[..., None]
+
+
+def _products(rows: Tensor, groups: int) -> Tensor:
+    """Return ``sum_n sum_t r_t r_t^T`` of each group of samples, ``(groups, size, size)``.
+
+    Args:
+        rows: ``(groups * n, size, positions)``.
+        groups: Groups of samples.
+    """
+    of_group = rows.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
+    return of_group @ of_group.mT
+
+
+@contextmanager
+def _calls(
+    model: nn.Module, layers: Sequence[Layer]
+) -> Iterator[dict[str, tuple[Tensor, GradientEdge]]]:
+    """Record the input of each layer, and where the gradient at its output arrives."""
+    calls: dict[str, tuple[Tensor, GradientEdge]] = {}
+
+    def record(name: str, layer: nn.Module, args: Sequence[Tensor], output: Tensor) -> None:
+        # The edge and not the output: an activation may overwrite the output later.
+        calls[name] = args[0], get_gradient_edge(output)
+
+    handles = [
+        model.get_submodule(layer.name).register_forward_hook(partial(record, layer.name))
+        for layer in layers
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,405 @@
+"""The inversion attack: its prior, its search, and what it reads of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from flsuite.aggregators import FedAvg, FedFisher, OTFusion
+from flsuite.analysis.inversion import (
+    GAN,
+    GANTraining,
+    Inversion,
+    SoleOwner,
+    Target,
+    kept_models,
+    known_to_server,
+    mean_model,
+    public_images,
+    sent_factors,
+    share_recognised,
+)
+from flsuite.analysis.inversion.gan import Critic, Generator, gradient_penalty
+from flsuite.analysis.inversion.target import batch_factors
+from flsuite.data import Digits
+from flsuite.data.images import Scaling
+from flsuite.data.spec import DataSpec
+from flsuite.errors import FlsuiteError
+from flsuite.metrics.fisher import kfac_factors
+from flsuite.models import MLP, Classifier, LeNet5
+from flsuite.models.layers import read_layers
+from flsuite.trainer import FederatedTrainer
+
+PLAIN = Scaling(torch.tensor([1 / 255]), torch.zeros(1), 1)  # images within [0, 1] as they are
+
+
+def classifier(backbone: Any, side: int = 16, classes: int = 4) -> Classifier:
+    """Return a built model whose weights come from a fixed seed."""
+    torch.manual_seed(0)
+    model = Classifier(backbone)
+    model.ensure_built(DataSpec((1, side, side), classes))
+    return model
+
+
+def images(n: int, side: int = 16, seed: int = 0) -> Tensor:
+    return torch.rand(n, 1, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+class Linear(LightningModule):
+    """A linear classifier of single pixels, with logits that are a function of the pixels."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        self.layer.weight.data.copy_(weight)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(1))
+
+
+class Affine(nn.Module):
+    """A generator that maps latents within [-1, 1] onto the pixels of an image within [0, 1]."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side = side
+
+    def forward(self, z: Tensor) -> Tensor:
+        return ((z + 1) / 2).view(-1, 1, self.side, self.side)
+
+
+class Indifferent(nn.Module):
+    """A critic that takes all images for equally real."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1).sum(1) * 0
+
+
+def pixels(side: int) -> GAN:
+    return GAN(Affine(side), Indifferent(), side * side)
+
+
+def test_the_gradient_penalty_of_a_linear_critic_is_its_closed_form() -> None:
+    weight = torch.randn(1, 9, generator=torch.Generator().manual_seed(0))
+    layer = nn.Linear(9, 1)
+    layer.weight.data.copy_(weight)
+    critic = nn.Sequential(nn.Flatten(), layer, nn.Flatten(0))
+
+    penalty = gradient_penalty(critic, images(5, side=3))
+    penalty.backward()
+
+    norm = weight.norm()
+    assert penalty.item() == pytest.approx(float((norm - 1) ** 2), rel=1e-6)
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, 2 * (norm - 1) * weight / norm)
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (1, 9, 13)])
+def test_generator_and_critic_fit_the_shape(shape: tuple[int, ...]) -> None:
+    made = Generator(shape, width=2, latent=5)(torch.randn(4, 5))
+    assert made.shape == (4, *shape)
+    assert made.min() >= 0
+    assert made.max() <= 1
+    assert Critic(shape, width=2)(made).shape == (4,)
+
+
+def test_a_gan_learns_where_the_ink_is() -> None:
+    """Train on images that are bright on the left alone."""
+    real = 0.2 * images(256, side=8)
+    real[..., :4] += 0.8
+    training = GANTraining(epochs=20, batch_size=32, width=4, latent=4, lr=5e-3, critic_steps=2)
+    gan = training.train(real, seed=0)
+
+    made = gan.generator(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
+    assert made[..., :4].mean() > 0.6
+    assert made[..., 4:].mean() < 0.4
+
+
+def test_gan_training_is_a_function_of_its_seed() -> None:
+    training = GANTraining(epochs=1, width=2, latent=3, batch_size=8, critic_steps=1)
+    before = torch.random.get_rng_state()
+    made = [training.train(images(16), seed).generator.state_dict() for seed in (0, 0, 1)]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+    name = "0.weight"
+    assert torch.equal(made[0][name], made[1][name])
+    assert not torch.equal(made[0][name], made[2][name])
+
+
+def test_the_attack_finds_the_optimum_of_a_linear_model() -> None:
+    """Two classes: the loss falls in every pixel, by the sign of the weights' difference."""
+    weight = torch.randn(2, 9, generator=torch.Generator().manual_seed(3))
+    model = Linear(weight)
+    attack = Inversion(steps=300, identity=100.0, lr=0.5)
+    found = attack(pixels(3), Target(model, model.state_dict(), PLAIN), 1, images=4, seed=0)
+
+    best = (weight[1] > weight[0]).float().view(1, 1, 3, 3)
+    torch.testing.assert_close(found.images, best.expand(4, -1, -1, -1))
+    lowest = nn.functional.cross_entropy(model.logits(best), torch.tensor([1]))
+    torch.testing.assert_close(found.losses, lowest.detach().expand(4))
+
+
+def test_the_critic_decides_where_the_target_says_nothing() -> None:
+    class Bright(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1).sum(1)
+
+    model = Linear(torch.zeros(2, 9))
+    gan = GAN(Affine(3), Bright(), 9)
+    found = Inversion(steps=50, lr=0.1)(gan, Target(model, model.state_dict(), PLAIN), 0, 2, 0)
+    torch.testing.assert_close(found.images, torch.ones(2, 1, 3, 3))
+
+
+def test_the_best_restart_is_kept() -> None:
+    model = classifier(MLP(hidden=(8,)), side=4)
+    target = Target(model, model.state_dict(), PLAIN)
+    one, five = (
+        Inversion(steps=3, restarts=restarts)(pixels(4), target, 2, images=6, seed=0).losses
+        for restarts in (1, 5)
+    )
+    assert (five <= one + 1e-6).all()
+    assert (five < one).any()
+
+
+def test_an_image_does_not_depend_on_the_others_without_factors() -> None:
+    model = classifier(MLP(hidden=(8,)), side=4)
+    target = Target(model, model.state_dict(), PLAIN)
+    attack = Inversion(steps=5, restarts=1)
+    few, many = (attack(pixels(4), target, 2, images=n, seed=0).images for n in (2, 6))
+    torch.testing.assert_close(few, many[:2])
+
+
+def test_the_attack_is_a_function_of_its_seed() -> None:
+    model = classifier(LeNet5(bias=False))
+    target = Target(model, model.state_dict(), PLAIN)
+    attack = Inversion(steps=2, restarts=2)
+    a, b, c = (attack(pixels(16), target, 0, images=2, seed=seed).images for seed in (0, 0, 1))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_factors_are_those_that_a_client_measures(bias: bool) -> None:
+    model = classifier(LeNet5(bias=bias)).eval()
+    layers, _ = read_layers(model, model.state_dict())
+    x = images(6)
+    found = batch_factors(model, layers, x, groups=2)
+
+    for group, part in enumerate(x.split(3)):
+        expected = kfac_factors(model, layers, [(part,)])
+        for name, pair in expected.items():
+            for kind, factor in pair.items():
+                torch.testing.assert_close(found[name][kind][group], factor)
+
+
+def test_the_distance_is_zero_for_images_with_the_clients_factors() -> None:
+    model = classifier(LeNet5(bias=False)).eval()
+    layers, _ = read_layers(model, model.state_dict())
+    own, others = images(4), images(4, seed=1)
+    target = Target(model, model.state_dict(), PLAIN, kfac_factors(model, layers, [(own,)]))
+
+    same, different = target.distances(torch.stack([own.flip(0), others])).tolist()
+    assert same == pytest.approx(0, abs=1e-6 * different)
+    assert different > 0
+
+
+def test_the_distance_has_the_gradient_of_its_finite_differences() -> None:
+    model = classifier(LeNet5(bias=False, channels=(2, 2), hidden=(4,))).double().eval()
+    layers, _ = read_layers(model, model.state_dict())
+    factors = kfac_factors(model, layers, [(images(3, seed=1).double(),)])
+    factors = {n: {k: v.double() for k, v in pair.items()} for n, pair in factors.items()}
+    target = Target(model, model.state_dict(), PLAIN, factors)
+    x = images(2).double()[None].requires_grad_()
+    (slope,) = torch.autograd.grad(target.distances(x).sum(), x)
+
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).double()
+    up, down = (target.distances(x.detach() + s * 1e-6 * direction) for s in (1, -1))
+    assert (slope * direction).sum().item() == pytest.approx((up - down).item() / 2e-6, rel=1e-4)
+
+
+def test_factors_pull_images_towards_the_clients() -> None:
+    """A model that says nothing about the label still has the inputs' second moments."""
+    model = Linear(torch.zeros(2, 4))
+    layers, _ = read_layers(model, model.state_dict())
+    model.spec = DataSpec((1, 2, 2), 2)  # type: ignore[assignment]
+    own = torch.tensor([0.9, 0.1, 0.1, 0.9]).view(1, 1, 2, 2)
+    factors = kfac_factors(model, layers, [(own,)])
+    found = Inversion(steps=300, factors=1.0, lr=0.05, restarts=1)(
+        pixels(2), Target(model, model.state_dict(), PLAIN, factors), 0, images=1, seed=0
+    )
+    torch.testing.assert_close(found.images, own, atol=1e-3, rtol=0)
+
+
+def test_the_owner_has_its_class_alone() -> None:
+    labels = np.arange(1000) % 10
+    parts = SoleOwner(label=3, share=0.1)(labels, 5, np.random.default_rng(0))
+
+    assert sorted(np.concatenate(parts)) == list(range(1000))
+    assert (labels[parts[0]] == 3).sum() == 100
+    assert [len(part) for part in parts] == [190, 203, 203, 202, 202]
+    assert not any((labels[part] == 3).any() for part in parts[1:])
+
+
+@pytest.mark.parametrize(("label", "clients"), [(11, 5), (3, 1)])
+def test_an_owner_that_cannot_be_is_refused(label: int, clients: int) -> None:
+    with pytest.raises(FlsuiteError, match="SoleOwner"):
+        SoleOwner(label=label)(np.arange(40) % 10, clients, np.random.default_rng(0))
+
+
+def digits(clients: int = 3) -> Digits:
+    return Digits(clients=clients, partition=SoleOwner(label=4), val_fraction=0.0)
+
+
+def test_the_servers_images_are_those_of_others() -> None:
+    data = digits()
+    data.setup()
+    public = public_images(data.federated, owner=0, label=4, samples=200)
+    assert public.shape == (200, 1, 8, 8)
+    assert public.max() == 1
+
+    def rows(x: Tensor) -> set[bytes]:
+        return {row.numpy().tobytes() for row in x}
+
+    stored = (public * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    federated = data.federated
+    assert not rows(stored) & rows(federated.train.x[federated.train_rows(0)])
+
+    with pytest.raises(FlsuiteError, match="public_images: samples must be within 1 and"):
+        public_images(federated, owner=0, label=4, samples=5000)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of FedAvg that has kept its clients' models."""
+    folder = tmp_path_factory.mktemp("run") / "kept"
+    trainer = FederatedTrainer(
+        rounds=1,
+        keep_updates=True,
+        run_dir=str(folder),
+        accelerator="cpu",
+        enable_progress_bar=False,
+        seed=1,
+    )
+    trainer.fit(Classifier(MLP(hidden=(8,))), digits())
+    assert trainer.run is not None
+    torch.save(trainer.run.federation.state, folder / "global.pt")
+    return folder
+
+
+def test_the_mean_of_the_kept_models_is_fedavgs(run_dir: Path) -> None:
+    models, mean = kept_models(run_dir), mean_model(run_dir)
+    assert list(models) == [0, 1, 2]
+    for name, value in torch.load(run_dir / "global.pt", weights_only=True).items():
+        assert torch.equal(mean[name], value)
+
+
+def test_factors_are_those_that_fedfisher_sends(run_dir: Path) -> None:
+    data = digits()
+    data.use_seed(1)
+    data.setup()
+    model = Classifier(MLP(hidden=(8,)))
+    model.ensure_built(data.spec)
+    model.load_state_dict(kept_models(run_dir)[1])
+    found = sent_factors(model, data.federated, client=1, seed=1, samples=50)
+
+    seen: dict[str, Any] = {}
+
+    class Listening(FedFisher):
+        def summands(self, update: Any) -> Any:
+            seen[update.client] = update.extras["fisher"]
+            return super().summands(update)
+
+    trainer = FederatedTrainer(
+        rounds=1,
+        aggregator=Listening(samples=50, select=False),
+        from_updates=str(run_dir),
+        enable_checkpointing=False,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        seed=1,
+    )
+    trainer.fit(Classifier(MLP(hidden=(8,))), digits())
+    for name, pair in found.items():
+        for kind, factor in pair.items():
+            assert torch.equal(factor, seen[1][name][kind])
+
+
+def test_a_run_without_kept_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FlsuiteError, match=r"--trainer\.keep_updates true"):
+        kept_models(tmp_path)
+    with pytest.raises(FlsuiteError, match=r"--trainer\.keep_updates true"):
+        mean_model(tmp_path)
+
+
+def test_a_round_that_was_not_kept_is_refused(run_dir: Path) -> None:
+    with pytest.raises(FlsuiteError, match="no clients' models of round 2"):
+        kept_models(run_dir, round=2)
+
+
+def test_a_model_without_logits_is_refused() -> None:
+    class Silent(LightningModule):
+        pass
+
+    with pytest.raises(FlsuiteError, match=r"Silent has none: add a method logits\(x\)"):
+        Target(Silent(), {}, PLAIN)
+
+
+def test_what_a_server_has_follows_from_the_algorithm() -> None:
+    kfac, diag = FedFisher("kfac"), FedFisher("diag")
+    assert known_to_server(FedAvg(), secure_sum=False) == ("client", "mean")
+    assert known_to_server(kfac, secure_sum=False) == ("client", "mean", "factors")
+    assert known_to_server(FedAvg(), secure_sum=True) == ("mean",)
+    assert known_to_server(diag, secure_sum=True) == ("mean",)
+    assert known_to_server(kfac, secure_sum=True) == ("mean", "factors")
+    with pytest.raises(FlsuiteError, match="OTFusion needs every client's own update"):
+        known_to_server(OTFusion(), secure_sum=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"restarts": 0}, "restarts must be at least 1"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\)"),
+        ({"identity": -1.0}, "identity must be at least 0"),
+        ({"factors": float("nan")}, "factors must be at least 0"),
+    ],
+)
+def test_bad_arguments_of_the_attack_are_refused(arguments: Any, text: str) -> None:
+    with pytest.raises(FlsuiteError, match=text):
+        Inversion(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"critic_steps": 0}, "critic_steps must be at least 1"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"penalty": -1.0}, "penalty must be at least 0"),
+    ],
+)
+def test_bad_arguments_of_the_gan_are_refused(arguments: Any, text: str) -> None:
+    with pytest.raises(FlsuiteError, match=text):
+        GANTraining(**arguments)
+
+
+def test_images_that_a_gan_cannot_take_are_refused() -> None:
+    with pytest.raises(FlsuiteError, match=r"\(4, 4\) is too small: set data.resize"):
+        GANTraining(epochs=1).train(images(4, side=4), 0)
+    with pytest.raises(FlsuiteError, match=r"with n above 0, got \(0, 1, 16, 16\)"):
+        GANTraining(epochs=1).train(images(0), 0)
+
+
+def test_the_share_recognised_is_the_accuracy_on_the_label() -> None:
+    judge = classifier(MLP(hidden=(8,)), side=4)
+    target = Target(judge, judge.state_dict(), PLAIN)
+    x = images(50, side=4)
+    predicted = target.logits(x).argmax(1)
+    expected = (predicted == 1).float().mean().item()
+    assert share_recognised(target, x, 1) == pytest.approx(expected)
