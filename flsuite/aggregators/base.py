@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
+from torch import nn
 
 from flsuite.aggregators.tools import ServerTools
 from flsuite.messages import ClientContext, ClientUpdate, FitAssignment
@@ -40,6 +41,8 @@ class Aggregator(ABC):
         metrics: Numbers about the current round, for the log. It is empty at the start of each
             round.
         layout: Names and groups of the entries that travel. :meth:`configure` sets it.
+        grown: A network with other widths than the model's, which :meth:`aggregate` has built
+            beside the global state. The run scores it and writes it to disk.
         tools: The other things that the server offers to :meth:`aggregate`. The federation sets
             them before :meth:`configure`. Clients do not have them.
     """
@@ -49,6 +52,7 @@ class Aggregator(ABC):
     accepts_stale: ClassVar[bool] = False
     clear_extras: tuple[str, ...] = ()
     psd_extras: tuple[str, ...] = ()
+    grown: nn.Module | None = None
     tools: ServerTools = ServerTools()
     layout: StateLayout
     memory: dict[str, Any]

@@ -120,6 +120,7 @@ def client_half(aggregator: Aggregator) -> Aggregator:
     # Shallow: parameters and layout are shared, and only the memory is replaced.
     half = copy.copy(aggregator)
     half.memory = _ServerMemory(type(aggregator).__name__)
+    half.grown = None
     half.tools = ServerTools()  # they hold the resident model and the data
     return half
 

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
+from torch import nn
 
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.setup import has_lightning_hooks
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FlsuiteError, one_line, require_at_least, require_one_of
-from flsuite.files import BackgroundTask
+from flsuite.files import BackgroundTask, replace_file
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.metrics import HIGHER_IS_BETTER
 from flsuite.models.base import ClientModel
@@ -37,7 +39,7 @@ from flsuite.schedules import Clock, Fit
 from flsuite.server.evaluation import GLOBAL, Evaluator, Scores, Split
 from flsuite.server.federation import Federation
 from flsuite.server.update_store import UpdateStore
-from flsuite.state import State
+from flsuite.state import State, clone
 
 __all__ = ["Run", "RunOptions"]
 
@@ -274,6 +276,8 @@ class Run:
         See :func:`score_round`.
         """
         self._improved = score_round(self)
+        if self.federation.aggregator.grown is not None:
+            self._record_grown(self.federation.aggregator.grown)
 
     def record(self) -> None:
         """Write the numbers of the round into the table and send them to the loggers."""
@@ -532,6 +536,15 @@ class Run:
             if self.status == "success":
                 raise
             log.warning("model.ckpt was not written: %s", one_line(error))
+
+    def _record_grown(self, grown: nn.Module) -> None:
+        """Score a network with other widths than the model's, and write it beside the model."""
+        for name, value in self.evaluator.of_module(grown, self.evaluator.data.test).items():
+            self.log_metric(f"grown/{name}", value, split="test")
+        if self.folder.checkpoints is not None:
+            state = clone(grown.state_dict())
+            path = self.folder.checkpoints / "grown.pt"
+            replace_file(lambda temporary: torch.save(state, temporary), path)
 
     def _run_callbacks(self) -> list[Callback]:
         """Return the callbacks that have a hook of the federation."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flsuite.data.federated import FederatedData
 from flsuite.data.ragged import RaggedIndex
@@ -14,6 +14,7 @@ from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import HIGHER_IS_BETTER, class_accuracy, scores, summary
 from flsuite.models.base import ClientModel
+from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import LatentModel
 from flsuite.server.federation import Federation
@@ -141,6 +142,20 @@ class Evaluator:
         classes = self._class_rows(outputs, samples.y) if details else {}
         whole = scores(outputs, samples.y, self.data.spec)
         return OwnScores(whole, local.get(str(client), {}), classes)
+
+    def of_module(self, module: nn.Module, samples: DataSplit) -> dict[str, float]:
+        """Score a module of its own, which maps inputs to logits, by what logits alone show."""
+        device = next(module.parameters()).device
+        with evaluating(module), torch.inference_mode():
+            parts = samples.x.split(self.batch_size)
+            logits = torch.cat([module(self.data.scaling(x).to(device)).cpu() for x in parts])
+
+        y = samples.y
+        outputs = {
+            "scores": class_probabilities(logits, y),
+            "loss": classification_loss(logits, y),
+        }
+        return scores(outputs, y, self.data.spec)
 
     def split(self, split: Split) -> DataSplit | None:
         """Return the samples of a split, or ``None`` where there is no validation data."""

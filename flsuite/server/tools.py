@@ -4,14 +4,12 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flsuite.aggregators.tools import ServerTools
 from flsuite.lightning_internals import detached
 from flsuite.metrics import scores
 from flsuite.models.base import ClientModel
-from flsuite.models.modes import evaluating
 from flsuite.models.protocols import LogitModel
 from flsuite.server.evaluation import Evaluator
 from flsuite.state import State, load_
@@ -79,17 +77,9 @@ class _Able:
 
     def score_module(self, module: nn.Module) -> float:
         """Return the accuracy of a module's logits on the server's samples."""
-        samples, data = self.evaluator.data.server, self.evaluator.data
+        samples = self.evaluator.data.server
         assert samples is not None
-        device = next(module.parameters()).device
-        with evaluating(module), torch.inference_mode():
-            parts = samples.x.split(self.evaluator.batch_size)
-            logits = torch.cat([module(data.scaling(part).to(device)).cpu() for part in parts])
-
-        is_multilabel = samples.y.ndim > 1
-        probabilities = logits.sigmoid() if is_multilabel else logits.softmax(1)
-        outputs = {"scores": probabilities.float(), "loss": torch.zeros(len(samples.y))}
-        return scores(outputs, samples.y, data.spec, auroc=False)["accuracy"]
+        return self.evaluator.of_module(module, samples)["accuracy"]
 
     def module(self, state: State) -> nn.Module:
         """Return a new module that holds a state."""
