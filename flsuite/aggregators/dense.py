@@ -122,8 +122,7 @@ class DENSE(Aggregator):
         for update in arrived:
             mean.add(update.state, update.samples)
 
-        # Dropout of the student draws from the global generators, which the run must find as they
-        # were.
+        # Dropout of the student draws from the global generators. They are restored at the end.
         with isolate_rng(), torch.enable_grad():
             seed_process(self.tools.seed, "dense", arrived[0].round)
             new = self._train(mean.mean(), arrived)

@@ -103,7 +103,8 @@ class FedFisher(Aggregator):
         self.epsilon_inside = epsilon_inside
         self._check_arguments()
         # The server needs every client's factors. The other forms are sums.
-        self.clear_extras = self.psd_extras = ("fisher",) if fisher == "kfac" else ()
+        self.clear_extras = ("fisher",) if fisher == "kfac" else ()
+        self.psd_extras = () if fisher == "diag" else ("fisher",)
 
     def expected_extras(self, global_state: State) -> dict[str, Any]:
         return {"fisher": self._form.template(global_state)}

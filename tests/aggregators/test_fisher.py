@@ -9,16 +9,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federations import Updates, signature
+from federations import Normalised, Updates, signature
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, FisherAveraging
+from flsuite.aggregators.fisher_merge import FisherMerge
 from flsuite.data import DataSpec, Dirichlet, Synthetic
 from flsuite.engines import Processes
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.models import NFClassifier
+from flsuite.metrics.fisher import predictive_diagonal
+from flsuite.models import Classifier, NFClassifier
 from flsuite.models.backbones import MLP
 from flsuite.models.base import ClientModel
 from flsuite.schedules import Synchronous
@@ -326,6 +328,11 @@ def test_any_model_with_a_likelihood_works() -> None:
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
+        ({"fisher": "true"}, "fisher"),
+        ({"samples": 5}, "samples is an argument of the predictive Fisher"),
+        ({"fisher": "predictive", "batches": 1}, "batches is an argument of the empirical Fisher"),
+        ({"fisher": "predictive", "samples": 0}, "samples"),
+        ({"fisher": "predictive", "expectation": "some"}, "expectation"),
         ({"groups": []}, "groups"),
         ({"groups": "flow"}, "groups"),
         ({"estimator": "loop"}, "estimator"),
@@ -337,3 +344,117 @@ def test_any_model_with_a_likelihood_works() -> None:
 def test_bad_settings_are_named(bad: dict[str, Any], said: str) -> None:
     with pytest.raises(FlsuiteError, match=f"FisherAveraging: {said}"):
         FisherAveraging(**bad)
+
+
+# FisherMerge: all parameters, and the Fisher of the model's own prediction
+
+
+def whole(client: int, w: float, fisher: float, samples: int = 1) -> ClientUpdate:
+    state = {"w": torch.tensor([w]), "mean": torch.tensor([w]), "steps": torch.tensor(client)}
+    extras = {"fisher": {"w": torch.tensor([fisher])}}
+    return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
+
+
+def merged(*updates: ClientUpdate, **settings: Any) -> tuple[State, FisherMerge]:
+    made = FisherMerge(**settings)
+    made.configure(StateLayout(("w",), len(updates)))
+    start = {"w": torch.zeros(1), "mean": torch.zeros(1), "steps": torch.tensor(0)}
+    return made.aggregate(start, iter(updates)), made
+
+
+def test_merging_weights_fishers_by_samples_and_buffers_as_fedavg() -> None:
+    """Weights 1 * 2 and 3 * 4, and 1 and 3."""
+    new, made = merged(whole(0, 1.0, 2.0, 1), whole(1, 8.0, 4.0, 3))
+    assert new["w"].item() == pytest.approx((2 + 12 * 8) / 14)
+    assert new["mean"].item() == pytest.approx((1 + 3 * 8) / 4) and new["steps"].item() == 1
+    assert made.metrics["fisher_floor"] == 0.0
+
+
+def test_merging_equal_fishers_is_fedavg_and_one_fisher_wins() -> None:
+    equal, _ = merged(whole(0, 1.0, 0.3, 1), whole(1, 8.0, 0.3, 3))
+    torch.testing.assert_close(equal["w"], equal["mean"])
+    won, _ = merged(whole(0, 1.0, 0.3, 1), whole(1, 8.0, 0.0, 3))
+    assert won["w"].item() == 1.0
+
+
+def test_on_the_floor_it_is_fedavg() -> None:
+    """The floor is one on sum p_i F_i, here (1 * 2 + 3 * 4) / 4 = 3.5."""
+    updates = whole(0, 1.0, 2.0, 1), whole(1, 8.0, 4.0, 3)
+    for floor, share in ((3.4, 0.0), (3.6, 1.0), (1e300, 1.0)):
+        new, made = merged(*updates, floor=floor)
+        assert made.metrics["fisher_floor"] == share
+        assert (new["w"].item() == new["mean"].item()) == bool(share)
+
+
+def test_merging_linear_regressions_of_orthogonal_inputs_is_least_squares_of_all() -> None:
+    """Their Fisher is diagonal. The clients have different numbers of samples."""
+    torch.manual_seed(0)
+    inputs = [torch.linalg.qr(torch.randn(n, 4))[0] * torch.rand(4) for n in (5, 9)]
+    targets = [torch.randn(len(x), 1) for x in inputs]
+    updates = []
+    for client, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+        model = nn.Linear(4, 1, bias=False)
+        model.weight.data = torch.linalg.lstsq(x, y).solution.T
+        fisher = predictive_diagonal(model, ["weight"], [(x,)], task="regression")
+        state = {"weight": model.weight.data}
+        updates.append(
+            ClientUpdate(client, 1, len(x), 1, torch.tensor([len(x)]), state, {"fisher": fisher})
+        )
+    made = FisherMerge(floor=0.0)
+    made.configure(StateLayout(("weight",), 2))
+    new = made.aggregate({"weight": torch.zeros(1, 4)}, iter(updates))
+    pooled = torch.linalg.lstsq(torch.cat(inputs), torch.cat(targets)).solution.T
+    torch.testing.assert_close(new["weight"], pooled, rtol=1e-4, atol=1e-5)
+
+
+def table_model() -> Classifier:
+    return Classifier(Normalised(), optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
+
+
+def merge_fit(aggregator: Any, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
+    seen = Updates()
+    made = trainer(aggregator=aggregator, **{"rounds": 1, "callbacks": [seen], **settings})
+    made.fit(table_model(), data())
+    return made, seen.all
+
+
+def test_merging_measures_the_trained_model_on_the_clients_own_samples() -> None:
+    """Norm layers too, in float32 although the fit was not, and the fits are FedAvg's."""
+    _, plain = merge_fit(FedAvg(), precision="bf16-mixed")
+    made, found = merge_fit(FisherMerge(samples=None), precision="bf16-mixed")
+    own = made.federation.data  # type: ignore[union-attr]
+    for before, update in zip(plain, found, strict=True):
+        assert equal_states(before.state, update.state)
+        built = table_model()
+        built.ensure_built(own.spec)
+        built.load_state_dict(update.state)
+        names = [name for name, _ in built.named_parameters()]
+        batch = own.plain_batch(own.train_rows(update.client))
+        expected = predictive_diagonal(built.eval(), names, [batch])
+        assert update.extras["fisher"].keys() == set(names)
+        assert update.metrics["fisher_mass"] > 0
+        for name in names:
+            torch.testing.assert_close(
+                update.extras["fisher"][name], expected[name], rtol=1e-4, atol=1e-8
+            )
+
+
+@pytest.mark.parametrize("settings", [{"samples": 20}, {"samples": 20, "expectation": "sampled"}])
+def test_merging_is_the_same_in_workers_and_after_a_resume(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    whole, _ = merge_fit(FisherMerge(**settings), rounds=2)
+    folder = str(tmp_path / "run")
+    workers = Processes(workers=2)
+    merge_fit(FisherMerge(**settings), rounds=1, run_dir=folder, engine=workers, callbacks=[])
+    resumed = trainer(aggregator=FisherMerge(**settings), rounds=2, run_dir=folder)
+    resumed.fit(table_model(), data(), ckpt_path="last")
+    assert equal_states(whole.federation.state, resumed.federation.state)  # type: ignore[union-attr]
+
+
+def test_merging_says_what_it_needs() -> None:
+    with pytest.raises(FlsuiteError, match=r"FisherMerge needs the logits.*Unlikely has none: add"):
+        trainer(aggregator=FisherMerge(), rounds=1).fit(Unlikely(), data())
+    for bad, said in (({"floor": -1.0}, "floor"), ({"samples": 0}, "samples")):
+        with pytest.raises(FlsuiteError, match=f"FisherMerge: {said}"):
+            FisherMerge(**bad)

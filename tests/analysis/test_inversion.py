@@ -20,6 +20,7 @@ from flsuite.analysis.inversion import (
     known_to_server,
     mean_model,
     public_images,
+    reconstruction_figure,
     sent_factors,
     share_recognised,
 )
@@ -403,3 +404,11 @@ def test_the_share_recognised_is_the_accuracy_on_the_label() -> None:
     predicted = target.logits(x).argmax(1)
     expected = (predicted == 1).float().mean().item()
     assert share_recognised(target, x, 1) == pytest.approx(expected)
+
+
+def test_the_figure_has_a_row_per_label() -> None:
+    figure = reconstruction_figure({"real": images(9), "found": images(2)}, columns=4)
+    assert [text.get_text() for panel in figure.axes for text in panel.texts] == ["real", "found"]
+    assert sum(len(panel.images) for panel in figure.axes) == 4 + 2
+    with pytest.raises(FlsuiteError, match="columns must be at least 1"):
+        reconstruction_figure({"real": images(9)}, columns=0)

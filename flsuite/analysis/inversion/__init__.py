@@ -1,6 +1,7 @@
 """How well a client's images can be reconstructed from what the server knows."""
 
 from flsuite.analysis.inversion.attack import Inversion, Reconstructions, share_recognised
+from flsuite.analysis.inversion.figure import reconstruction_figure
 from flsuite.analysis.inversion.gan import GAN, GANTraining
 from flsuite.analysis.inversion.knowledge import (
     Knowledge,
@@ -24,6 +25,7 @@ __all__ = [
     "known_to_server",
     "mean_model",
     "public_images",
+    "reconstruction_figure",
     "sent_factors",
     "share_recognised",
 ]

@@ -43,7 +43,7 @@ class LayerPass(NamedTuple):
         name: The layer's name in the model.
         layer: The layer.
         input: Its input, with one row per sample.
-        gradients: Gradients at its output, ``(columns, n, ...)``.
+        gradients: Gradients at its output, ``(n, columns, ...)``.
     """
 
     name: str
@@ -75,13 +75,18 @@ def unfolded(layer: nn.Linear | nn.Conv2d, input: Tensor) -> Tensor:
     """
     if isinstance(layer, nn.Linear):
         return input.flatten(1, -2).mT if input.ndim > 2 else input[..., None]
-    return nn.functional.unfold(
-        input,
-        layer.kernel_size,
-        layer.dilation,
-        layer.padding,  # type: ignore[arg-type]  # a number, or uncovered would have named it
-        layer.stride,
-    )
+    # uncovered has named a layer that pads by a word.
+    vertical, horizontal = (int(side) for side in layer.padding)
+    if vertical or horizontal:
+        input = nn.functional.pad(input, (horizontal, horizontal, vertical, vertical))
+
+    # Windows are a view on the image, whose copy is faster than nn.functional.unfold.
+    windows = input
+    for side, (size, step) in enumerate(zip(layer.kernel_size, layer.dilation, strict=True)):
+        span = step * (size - 1) + 1
+        windows = windows.unfold(2 + side, span, layer.stride[side])[..., ::step]
+    # From (n, channels, height, width, kernel height, kernel width).
+    return windows.permute(0, 1, 4, 5, 2, 3).flatten(1, 3).flatten(2)
 
 
 @contextmanager
@@ -229,7 +234,7 @@ class ProductLayers:
             for at, column in enumerate(columns)
         ]
         gradients = {
-            name: torch.stack(g) for name, g in zip(edges, zip(*found, strict=True), strict=True)
+            name: torch.stack(g, 1) for name, g in zip(edges, zip(*found, strict=True), strict=True)
         }
         if not unproven:
             return gradients
@@ -239,7 +244,7 @@ class ProductLayers:
         scaled = _rows(weights, outputs) * columns.sum(0)
         weighted = torch.autograd.grad(outputs, [edges[name] for name in unproven], scaled)
         for name, g in zip(unproven, weighted, strict=True):
-            expected = _rows(weights, g) * gradients[name].sum(0)
+            expected = _rows(weights, g) * gradients[name].sum(1)
             error, scale = (g - expected).abs().max(), expected.abs().max()
             # A tolerance for float32: two backward passes sum in different orders.
             if error > 1e-4 * scale:

@@ -4,6 +4,7 @@ Both need no labels. The model runs as it is: the caller sets its modes, autocas
 generators, see :func:`~flsuite.metrics.fisher.measuring.measuring`.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
+from flsuite.metrics.fisher.formats import fast_formats
 from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded, uncovered
 from flsuite.metrics.fisher.per_sample import sample_squares
 from flsuite.metrics.fisher.products import gradient_factor, input_factor, layer_squares
@@ -151,13 +153,13 @@ def _measured(
     diagonal = {name: Total(p) for name, p in own.items()}
     samples = 0
 
-    for chunk in _chunks(
-        Logits(module), {**trained, **kfac.parameters}, batches, expectation, generator, task
-    ):
-        samples += len(chunk.batch[0])
-        kfac.add(chunk)
-        for name, square in _squares(chunk, trained):
-            diagonal[name].add(square)
+    parameters = {**trained, **kfac.parameters}
+    with fast_formats(module):
+        for chunk in _chunks(Logits(module), parameters, batches, expectation, generator, task):
+            samples += len(chunk.batch[0])
+            kfac.add(chunk)
+            for name, square in _squares(chunk, trained):
+                diagonal[name].add(square)
 
     fisher = {name: (total.value() / max(samples, 1)).float() for name, total in diagonal.items()}
     return {name: fisher[first[id(p)]] for name, p in wanted.items()}, kfac.mean(samples)
@@ -178,9 +180,10 @@ def _chunks(
     at_once = 0
 
     for batch in batches:
-        inputs = batch[0]
+        inputs = batch[0].clone(memory_format=torch.contiguous_format)
         at_once = at_once or _samples_at_once(logits, layers, inputs, expectation)
-        for x in inputs.split(at_once):
+        # Parts of one size, because each new size costs a backward pass.
+        for x in inputs.chunk(math.ceil(len(inputs) / at_once)):
             made: list[Tensor] = []
 
             def gradients(outputs: Tensor, made: list[Tensor] = made) -> Tensor:

@@ -24,13 +24,13 @@ def layer_squares(part: LayerPass) -> State:
     layer, g = part.layer, part.gradients
     if part.input.ndim == 2:
         # sum_i (g_i a_i^T)^2 = (g^2)^T (a^2): one product, and no gradient of a sample.
-        squared = g.square().sum(0)
+        squared = g.square().sum(1)
         found = {f"{part.name}.weight": squared.T @ part.input.square()}
         bias = squared
     else:
         at = _at_positions(layer, g)
         products = torch.bmm(at.flatten(1, 2), unfolded(layer, part.input).mT)
-        weight = products.square_().sum(0).unflatten(0, (len(g), -1)).sum(0)
+        weight = products.square_().sum(0).unflatten(0, (g.shape[1], -1)).sum(0)
         found = {f"{part.name}.weight": weight.view_as(layer.weight)}
         bias = at.sum(-1).square().sum(1) if layer.bias is not None else at
 
@@ -47,9 +47,7 @@ def input_factor(layer: nn.Linear | nn.Conv2d, input: Tensor, bias: bool) -> Ten
         count = len(rows)
     else:
         columns = unfolded(layer, input)
-        product = torch.addbmm(
-            columns.new_zeros(columns.shape[1], columns.shape[1]), columns, columns.mT
-        )
+        product = _product(columns)
         total = columns.sum((0, 2))
         count = columns.shape[0] * columns.shape[2]
     if not bias:
@@ -65,12 +63,22 @@ def gradient_factor(part: LayerPass) -> Tensor:
         rows = part.gradients.flatten(0, 1)
         return rows.T @ rows
     at = _at_positions(part.layer, part.gradients)
-    rows = at.permute(2, 0, 1, 3).flatten(1)
-    return rows @ rows.T / at.shape[-1]
+    return _product(at.flatten(0, 1)) / at.shape[-1]
 
 
 def _at_positions(layer: nn.Linear | nn.Conv2d, gradients: Tensor) -> Tensor:
-    """Return the gradients ``(columns, n, ...)`` as ``(n, columns, out, positions)``."""
-    if isinstance(layer, nn.Linear):
-        return gradients.flatten(2, -2).transpose(0, 1).mT
-    return gradients.flatten(3).transpose(0, 1)
+    """Return the gradients ``(n, columns, ...)`` as ``(n, columns, out, positions)``."""
+    return gradients.flatten(2, -2).mT if isinstance(layer, nn.Linear) else gradients.flatten(3)
+
+
+def _product(rows: Tensor) -> Tensor:
+    """Return the sum over the batch and its positions of ``row row^T``.
+
+    Args:
+        rows: ``(batch, size, positions)``.
+    """
+    if rows.shape[1] <= rows.shape[2]:
+        # The products are smaller than the rows, which are not copied.
+        return torch.bmm(rows, rows.mT).sum(0)
+    joined = rows.transpose(0, 1).flatten(1)
+    return joined @ joined.T

@@ -1,0 +1,40 @@
+"""A figure of real images and of what attacks make of them."""
+
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from flsuite.errors import require_at_least
+
+__all__ = ["reconstruction_figure"]
+
+
+def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figure:
+    """Draw images in labelled rows.
+
+    Args:
+        rows: Label to images within [0, 1], ``(n, channels, height, width)``. A label may have
+            several lines.
+        columns: The largest number of images per row.
+    """
+    require_at_least("reconstruction_figure", 1, columns=columns)
+    shown = {label: images[:columns].detach().cpu() for label, images in rows.items()}
+    columns = max(len(images) for images in shown.values())
+    figure = Figure(figsize=(2.4 + 0.62 * columns, 0.72 * len(shown)), layout="constrained", dpi=80)
+    # The labels have a column of their own.
+    panels = figure.subplots(
+        len(shown), 1 + columns, squeeze=False, width_ratios=[4] + [1] * columns
+    )
+
+    for (label, images), line in zip(shown.items(), panels, strict=True):
+        for panel in line:
+            panel.axis("off")
+        line[0].text(0, 0.5, label, va="center", fontsize=9)
+        for panel, image in zip(line[1:], images, strict=False):
+            # Grey images are dark on white, as ink is.
+            if len(image) == 1:
+                panel.imshow(image[0], cmap="gray_r", vmin=0, vmax=1)
+            else:
+                panel.imshow(image.permute(1, 2, 0))
+    return figure

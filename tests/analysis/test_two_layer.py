@@ -1,0 +1,305 @@
+"""FedFisher's synthetic experiment, against gradient descent and closed forms."""
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flsuite.aggregators.solvers.blocks import Dense
+from flsuite.aggregators.solvers.iterations import gradient_descent
+from flsuite.analysis import two_layer
+from flsuite.analysis.two_layer import (
+    Clients,
+    Network,
+    draw_clients,
+    draw_network,
+    fuse,
+    jacobian,
+    outputs,
+    summary,
+    synthetic_figure,
+    synthetic_table,
+    train,
+    training_error,
+)
+from flsuite.errors import FlsuiteError
+from flsuite.metrics.fisher import full_fisher
+from flsuite.metrics.fisher import jacobian as jacobian_of_module
+from flsuite.random import torch_generator
+
+STORED = Path(__file__).parents[2] / "configs" / "one_shot" / "synthetic.csv"
+FIGURE = STORED.parent / "figures" / "synthetic.png"
+
+
+class Module(nn.Module):
+    """The network as a module that torch differentiates."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(network.weights.clone())
+        self.register_buffer("signs", network.signs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(nn.functional.linear(x, self.weights))
+        return (hidden * self.signs).sum(1, keepdim=True) / math.sqrt(len(self.signs))
+
+
+def random(*shape: int, client: int = 0) -> Tensor:
+    generator = torch_generator(7, "test", client=client)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def shares(jacobians: Sequence[Tensor]) -> Tensor:
+    samples = torch.tensor([len(rows) for rows in jacobians], dtype=torch.float64)
+    return samples / samples.sum()
+
+
+def descend(models: Sequence[Tensor], jacobians: Sequence[Tensor], steps: int) -> Tensor:
+    """Return the minimum by lemma 1: gradient descent from the mean, with the matrix S."""
+    fishers = [rows.T @ rows / len(rows) for rows in jacobians]
+    p = shares(jacobians)
+    mean = sum(share * w for share, w in zip(p, models, strict=True))
+    target = sum(s * f @ w for s, f, w in zip(p, fishers, models, strict=True))
+    block = Dense(mean, target, sum(s * f for s, f in zip(p, fishers, strict=True)))
+
+    path = gradient_descent(block.product, block.residual, block.largest())
+    return mean + next(islice(path, steps - 1, None))
+
+
+def test_the_network_and_its_jacobian_are_those_of_torch() -> None:
+    network, x = draw_network(1, width=12, kappa=1.0), draw_clients(1).x[0]
+    module = Module(network)
+    torch.testing.assert_close(outputs(network, x), module(x)[:, 0], rtol=1e-13, atol=1e-14)
+
+    rows = jacobian_of_module(module, ["weights"], [(x,)], task="regression")
+    torch.testing.assert_close(jacobian(network, x), rows, rtol=1e-13, atol=1e-14)
+    fisher = full_fisher(module, ["weights"], [(x,)], task="regression")
+    own = jacobian(network, x)
+    torch.testing.assert_close(own.T @ own / len(x), fisher, rtol=1e-12, atol=1e-13)
+
+
+def test_the_outputs_are_linear_in_the_weights_with_these_slopes() -> None:
+    network, x = draw_network(1, width=12, kappa=1.0), draw_clients(1).x
+    linear = jacobian(network, x) @ network.weights.flatten()
+    torch.testing.assert_close(outputs(network, x), linear, rtol=1e-12, atol=1e-13)
+
+
+def test_training_is_gradient_descent_of_each_client_alone() -> None:
+    clients, start = draw_clients(2), draw_network(2, width=8, kappa=1.0)
+    trained = train(start, clients, 3)
+    for weights, x, y in zip(trained.weights, clients.x, clients.y, strict=True):
+        module = Module(start)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ((module(x)[:, 0] - y).square().mean() / 2).backward()
+            optimizer.step()
+        torch.testing.assert_close(weights, module.weights.data, rtol=1e-12, atol=1e-13)
+
+
+def test_training_can_go_on() -> None:
+    clients, start = draw_clients(2), draw_network(2, width=8, kappa=1.0)
+    assert torch.equal(
+        train(train(start, clients, 2), clients, 3).weights, train(start, clients, 5).weights
+    )
+    assert torch.equal(train(start, clients, 0).weights[4], start.weights)
+
+
+@pytest.mark.parametrize("samples", [(4, 4, 4), (2, 3, 7)])
+def test_the_form_by_samples_is_gradient_descent_with_the_full_fisher(
+    samples: tuple[int, ...],
+) -> None:
+    # Inputs in random directions: gradient descent then converges within the test.
+    x = nn.functional.normalize(random(3, 7, 10), dim=2)
+    clients = Clients(x, random(3, 7, client=1))
+    local = train(draw_network(3, width=16, kappa=1.0), clients, 20)
+    models = list(local.weights.flatten(1))
+    jacobians = [own[:n] for own, n in zip(jacobian(local, x), samples, strict=True)]
+    assert sum(samples) < models[0].numel()
+
+    expected = descend(models, jacobians, steps=5_000)
+    assert (expected - descend(models, jacobians, steps=2_500)).abs().max() < 1e-11, "converged"
+    torch.testing.assert_close(fuse(models, jacobians), expected, rtol=0, atol=1e-11)
+
+
+def test_with_more_samples_than_parameters_it_is_the_one_minimum() -> None:
+    samples = (9, 14, 5)
+    jacobians = [random(n, 6, client=i) for i, n in enumerate(samples)]
+    models = [random(6, client=i) for i in range(3)]
+    fishers = [rows.T @ rows / len(rows) for rows in jacobians]
+    p = shares(jacobians)
+    s = sum(share * f for share, f in zip(p, fishers, strict=True))
+    b = sum(share * f @ w for share, f, w in zip(p, fishers, models, strict=True))
+    torch.testing.assert_close(
+        fuse(models, jacobians), torch.linalg.solve(s, b), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_of_linear_models_it_is_pooled_least_squares() -> None:
+    inputs = [random(n, 5, client=i) for i, n in enumerate((8, 20, 13))]
+    targets = [random(len(x), client=10 + i) for i, x in enumerate(inputs)]
+    models = [
+        torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+        for x, y in zip(inputs, targets, strict=True)
+    ]
+
+    pooled = torch.linalg.lstsq(torch.cat(inputs), torch.cat(targets)[:, None]).solution[:, 0]
+    torch.testing.assert_close(fuse(models, inputs), pooled, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("samples", [2, 30])
+def test_equal_clients_return_their_model(samples: int) -> None:
+    rows, model = random(samples, 12), random(12, client=1)
+    torch.testing.assert_close(fuse([model] * 3, [rows] * 3), model, rtol=0, atol=1e-13)
+
+
+def test_equal_models_with_other_data_stay_as_well() -> None:
+    model = random(12)
+    jacobians = [random(n, 12, client=n) for n in (1, 4, 9)]
+    torch.testing.assert_close(fuse([model] * 3, jacobians), model, rtol=0, atol=1e-13)
+
+
+def test_dependent_rows_and_dead_networks_keep_the_mean_where_nothing_is_known() -> None:
+    models, rows = [random(12, client=i) for i in range(2)], random(3, 12, client=5)
+    mean = (models[0] + models[1]) / 2
+    twice = fuse(models, [torch.cat([rows, rows]), torch.cat([rows, rows])])
+    torch.testing.assert_close(twice, fuse(models, [rows, rows]), rtol=0, atol=1e-13)
+    torch.testing.assert_close(fuse(models, [rows * 0, rows * 0]), mean, rtol=0, atol=1e-15)
+
+
+def test_inputs_have_norm_one_and_clients_differ() -> None:
+    clients = draw_clients(4)
+    assert clients.x.shape == (5, 20, 10) and clients.y.shape == (5, 20)
+    torch.testing.assert_close(clients.x.norm(dim=2), torch.ones(5, 20, dtype=torch.float64))
+    assert not torch.equal(clients.x[0], clients.x[1])
+    for x, y in zip(clients.x, clients.y, strict=True):
+        slope = torch.linalg.lstsq(x, y[:, None]).solution
+        torch.testing.assert_close(x @ slope, y[:, None], rtol=0, atol=1e-12)
+
+
+def test_the_training_error_is_the_mean_loss_over_all_clients() -> None:
+    clients, network = draw_clients(1), draw_network(1, width=4, kappa=0.5)
+    losses = [
+        nn.functional.mse_loss(outputs(network, x), y) / 2
+        for x, y in zip(clients.x, clients.y, strict=True)
+    ]
+    assert training_error(network, clients) == pytest.approx(float(sum(losses)) / 5, rel=1e-12)
+
+
+def test_a_row_depends_on_its_own_seed_width_and_steps_alone() -> None:
+    whole = synthetic_table([1, 2], widths=[4, 8], steps=[1, 3, 9])
+    part = synthetic_table([2], widths=[8], steps=[9], kappas=[0.3])
+    assert len(whole) == 2 * 2 * 2 * (2 + 3) and len(part) == 4
+    keys = ["kappa", "varied", "seed", "width", "steps", "method"]
+    both = part.merge(whole, on=keys, suffixes=("", "_whole"))
+    assert len(both) == len(part)
+    assert both["error"].tolist() == pytest.approx(both["error_whole"].tolist(), rel=1e-9)
+
+
+def test_more_steps_may_be_given_in_any_order() -> None:
+    one, other = (synthetic_table([1], widths=[], steps=steps) for steps in ([2, 5], [5, 2]))
+    pd.testing.assert_frame_equal(one, other)
+
+
+def test_the_summary_has_mean_spread_and_range() -> None:
+    table = pd.DataFrame(
+        {
+            "kappa": 1.0,
+            "varied": "width",
+            "seed": [1, 2],
+            "width": 4,
+            "steps": 256,
+            "method": "FedAvg",
+            "error": [0.1, 0.3],
+        }
+    )
+    row = summary(table).iloc[0]
+    assert row["seeds"] == 2
+    assert row[["mean", "std", "least", "largest"]].tolist() == pytest.approx(
+        [0.2, 0.1 * math.sqrt(2), 0.1, 0.3]
+    )
+
+
+def test_the_figure_has_a_row_per_kappa_with_both_methods() -> None:
+    table = synthetic_table([1, 2], widths=[4, 16], steps=[1, 4], kappas=[1.0, 0.3])
+    panels = synthetic_figure(table).axes
+    assert [panel.get_xlabel() for panel in panels] == ["", "", "width m", "local steps K"]
+
+    shown = [(1.0, "width"), (1.0, "steps"), (0.3, "width"), (0.3, "steps")]
+    for panel, (kappa, varied) in zip(panels, shown, strict=True):
+        rows = summary(table[(table["kappa"] == kappa) & (table["varied"] == varied)])
+        for line in panel.lines:
+            curve = rows[rows["method"] == line.get_label()]
+            assert line.get_xdata().tolist() == curve[varied].tolist()
+            assert line.get_ydata().tolist() == curve["mean"].tolist()
+        assert len(panel.lines) == len(panel.collections) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seeds": []}, "seeds must be at least 1, got 0"),
+        ({"seeds": [1], "widths": [0]}, "widths must be at least 1, got 0"),
+        ({"seeds": [1], "steps": [4, -1]}, "steps must be at least 0, got -1"),
+        ({"seeds": [1], "kappas": [0.0]}, "kappas must be positive, got 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        synthetic_table(**arguments)
+
+
+def test_the_command_writes_the_table_and_the_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = synthetic_table([1, 2, 3], widths=[4], steps=[1], kappas=[1.0])
+    monkeypatch.setattr(
+        two_layer, "synthetic_table", lambda seeds: small[small["seed"].isin(seeds)]
+    )
+
+    two_layer.main(["--output", str(tmp_path / "new"), "--seeds", "2"])
+    written = pd.read_csv(tmp_path / "new" / "synthetic.csv")
+    assert written["seeds"].tolist() == [2] * 4
+    assert (tmp_path / "new" / "figures" / "synthetic.png").stat().st_size > 1000
+    assert capsys.readouterr().out.splitlines() == [
+        str(tmp_path / "new" / "synthetic.csv"),
+        str(tmp_path / "new" / "figures" / "synthetic.png"),
+    ]
+
+
+def test_the_command_refuses_no_seeds_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        two_layer.main(["--output", "unused", "--seeds", "0"])
+    assert "seeds must be at least 1, got 0" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_stored_table_is_that_of_the_code() -> None:
+    """Compute some rows of it again, those that take no time."""
+    stored = pd.read_csv(STORED)
+    assert stored["seeds"].eq(10).all() and FIGURE.is_file()
+    again = summary(synthetic_table(range(1, 11), widths=[16, 64], steps=[1, 4, 16]))
+
+    keys = ["kappa", "varied", "width", "steps", "method"]
+    both = again.merge(stored, on=keys, suffixes=("", "_stored"))
+    assert len(both) == len(again)
+    for name in ("mean", "std", "least", "largest"):
+        # Four digits are stored. Another machine rounds otherwise.
+        assert both[name].tolist() == pytest.approx(both[f"{name}_stored"].tolist(), rel=5e-3)
+
+
+@pytest.mark.parametrize("kappa", [1.0, 0.3])
+def test_the_stored_error_falls_with_width_and_falls_then_rises_with_steps(kappa: float) -> None:
+    stored = pd.read_csv(STORED)
+    rows = stored[(stored["kappa"] == kappa) & (stored["method"] == "FedFisher")]
+    by_width = rows[rows["varied"] == "width"]["mean"].tolist()
+    by_steps = rows[rows["varied"] == "steps"]["mean"].tolist()
+    assert by_width == sorted(by_width, reverse=True)
+
+    lowest = by_steps.index(min(by_steps))
+    assert 0 < lowest < len(by_steps) - 1
+    assert by_steps[: lowest + 1] == sorted(by_steps[: lowest + 1], reverse=True)
