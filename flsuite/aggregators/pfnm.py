@@ -78,8 +78,7 @@ class PFNM(Aggregator):
         require_at_least("PFNM", 0, sweeps=sweeps)
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        started = time.perf_counter()
-        arrived = list(updates)
+        arrived, started = list(updates), time.perf_counter()
 
         new = self._fuse(arrived, grow=False)
         if self.grow:

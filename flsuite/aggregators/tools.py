@@ -26,6 +26,7 @@ class ServerTools:
             models see them.
         shape: Shape of a sample as the model receives it.
         outputs: Number of the model's outputs.
+        task: The kind of classification, see :class:`~flsuite.data.DataSpec`.
         seed: The run's seed.
         rounds: Rounds of the run, or ``None`` where another limit ends it.
         missing: The reason why a tool is missing, by the tool's name.
@@ -37,6 +38,7 @@ class ServerTools:
     to_inputs: Callable[[Tensor], Tensor] | None = None
     shape: tuple[int, ...] = ()
     outputs: int = 0
+    task: str = "multiclass"
     seed: int = 0
     rounds: int | None = None
     missing: Mapping[str, str] = field(default_factory=dict)

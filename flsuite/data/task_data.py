@@ -91,7 +91,8 @@ class TaskData(FederatedData):
             val_index=_among(self.val_index, train_labels, met),
             test=test,
             test_index=test_index,
-            val=None if self.val is None else self.val.take(_places(seen[self.val.y])),
+            val=_of_classes(self.val, seen),
+            server=_of_classes(self.server, seen),
             stage=Stage(task, tuple(_places(seen).tolist()), tuple(sorted(past))),
         )
 
@@ -122,6 +123,11 @@ def _places(mask: Tensor) -> Tensor:
 def _among(rows: RaggedIndex, y: Tensor, allowed: Tensor) -> RaggedIndex:
     """Keep each client's rows of the classes allowed to it, bool ``(clients, classes)``."""
     return rows.where(allowed[rows.owners(), y[rows.values]])
+
+
+def _of_classes(split: DataSplit | None, seen: Tensor) -> DataSplit | None:
+    """Keep the samples of the classes seen, where there is such a split."""
+    return None if split is None else split.take(_places(seen[split.y]))
 
 
 def _shrunk(split: DataSplit, rows: RaggedIndex, seen: Tensor) -> tuple[DataSplit, RaggedIndex]:

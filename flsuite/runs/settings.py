@@ -150,6 +150,8 @@ def describe(obj: Any) -> Any:
     # What an object has read from a file decides the result. The folder of the file does not.
     if (content := getattr(obj, "content_digest", None)) is not None:
         arguments["path"] = f"{Path(obj.path).name}, content {content}"
+    for name, content in getattr(obj, "content_digests", {}).items():
+        arguments[name] = f"{Path(getattr(obj, name)).name}, content {content}"
     return {"class_path": class_name(type(obj)), "init_args": arguments}
 
 

@@ -37,6 +37,7 @@ def make_tools(
         to_inputs=None if "to_inputs" in missing else able.to_inputs,
         shape=spec.shape,
         outputs=spec.num_classes,
+        task=spec.task,
         seed=seed,
         rounds=rounds,
         missing=missing,
@@ -88,7 +89,7 @@ class _Able:
         with detached(model):
             module: ClientModel = copy.deepcopy(model)
         load_(module.state_dict(), state)
-        module.__class__ = _with_logits(type(module))  # type: ignore[assignment]
+        module.forward = _Logits(module)  # type: ignore[method-assign]
         return module.eval()
 
     def to_inputs(self, images: Tensor) -> Tensor:
@@ -101,17 +102,19 @@ class _Able:
         return images * 255.0 * scale + shift
 
 
-def _with_logits(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of the same modules whose forward pass is their method ``logits``."""
+class _Logits:
+    """A module's forward pass that is its method ``logits``, and is copied with the module."""
 
-    def forward(self: Any, *args: Any) -> Any:
+    def __init__(self, module: ClientModel) -> None:
+        self.module: Any = module
+        self._is_inside = False
+
+    def __call__(self, *args: Any) -> Any:
         # The method may itself call the module.
-        if self.__dict__.get("_in_logits"):
-            return cls.forward(self, *args)
-        self._in_logits = True
+        if self._is_inside:
+            return type(self.module).forward(self.module, *args)
+        self._is_inside = True
         try:
-            return self.logits(*args)
+            return self.module.logits(*args)
         finally:
-            self._in_logits = False
-
-    return type(cls.__name__, (cls,), {"forward": forward})
+            self._is_inside = False
