@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "configs" / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "configs").rglob("*.md"))]
-RESULTS = ["asynchronous", "cmga", "fusedspacefed", "nf_fisher"]
+RESULTS = ["asynchronous", "cmga", "fusedspacefed", "nf_fisher", "one_shot"]
 MOST_WORDS = 900
 
 
