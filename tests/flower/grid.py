@@ -183,7 +183,7 @@ def state(made: FederatedTrainer) -> dict[str, Tensor]:
 
 def table(made: FederatedTrainer) -> dict[tuple[Any, ...], float]:
     """Return all numbers of a run but times, by round, scope, split and metric."""
-    timeless = (row for row in made.run.folder.table.rows if row[7] != "seconds")
+    timeless = (row for row in made.run.folder.table.rows if not row[7].endswith("seconds"))
     return {(row[0], *row[5:8]): row[8] for row in timeless}
 
 

@@ -9,10 +9,23 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'"
 
 from flwr.app import ArrayRecord
 
-from flsuite.aggregators import CMGA, SCAFFOLD, FedAdam, FedAvg, FedBuff, FedProx, LocalOnly
+from flsuite.aggregators import (
+    CMGA,
+    PFNM,
+    SCAFFOLD,
+    FedAdam,
+    FedAvg,
+    FedBuff,
+    FedFisher,
+    FedProx,
+    LocalOnly,
+    OTFusion,
+    RegMean,
+)
 from flsuite.callbacks import FederationCallback
 from flsuite.client.lr_decay import ExponentialDecay
 from flsuite.errors import FlsuiteError
+from flsuite.exchange import LowRank, PairwiseMasks, Quantize, TopK
 from flsuite.flower.records import to_arrays, to_state
 from flsuite.flower.server import serve
 from flsuite.flower.strategy import FlowerStrategy
@@ -55,6 +68,14 @@ from tests.flower.grid import (
         ),
         (autoencoder, CMGA, {}),
         (classifier, FedAvg, {"data": tasks}),
+        (classifier, FedFisher, {}),
+        (classifier, lambda: FedFisher("diag", samples=100, expectation="sampled"), {}),
+        (classifier, lambda: RegMean(alpha=0.9), {}),
+        (classifier, OTFusion, {}),
+        (classifier, PFNM, {}),
+        (classifier, SCAFFOLD, {"compression": Quantize(16)}),
+        (classifier, FedAvg, {"rounds": 3, "compression": TopK(0.1)}),
+        (classifier, FedFisher, {"rounds": 1, "compression": LowRank()}),
     ],
     ids=[
         "fedavg",
@@ -69,6 +90,14 @@ from tests.flower.grid import (
         "private_encoder_two_of_five",
         "cmga",
         "tasks",
+        "fedfisher",
+        "fedfisher_sampled",
+        "regmean",
+        "otfusion",
+        "pfnm",
+        "quantized_scaffold",
+        "top_k",
+        "low_rank",
     ],
 )
 def test_the_same_weights_and_scores_as_our_own_engine(
@@ -139,3 +168,19 @@ def test_training_starts_from_the_arrays_that_it_is_given() -> None:
     assert not first.any(), "a network of zeros with ReLUs learns nothing in its first layer"
     with pytest.raises(FlsuiteError, match="initial_arrays are not this model's: lacks"):
         strategy.start(grid, ArrayRecord(), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"secure_sum": PairwiseMasks()}, "a round of Flower has one message to a node"),
+        ({"keep_updates": True, "enable_checkpointing": True}, "models lie on their nodes"),
+    ],
+)
+def test_what_a_round_of_flower_has_no_messages_for_is_refused(
+    kwargs: dict[str, Any], message: str, tmp_path: Any
+) -> None:
+    made = trainer(aggregator=FedAvg(), rounds=1, **kwargs, run_dir=str(tmp_path / "run"))
+    run = made.prepare(classifier(), unscaled())
+    with pytest.raises(FlsuiteError, match=message):
+        FlowerStrategy(run)

@@ -1,0 +1,153 @@
+"""One round of every one-shot aggregator: engines, kept models, refusals."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flsuite import FederatedTrainer
+from flsuite.aggregators import DENSE, PFNM, Aggregator, FedAvg, FedFisher, OTFusion, RegMean
+from flsuite.commands.main import main
+from flsuite.data import Digits, Dirichlet
+from flsuite.engines import Processes
+from flsuite.models import CNN, MLP, Classifier, ResNet20
+from flsuite.models.backbones import Backbone
+
+CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+EVERY: dict[str, Callable[[], Aggregator]] = {
+    "kfac": FedFisher,
+    "diag": partial(FedFisher, "diag"),
+    "regmean": RegMean,
+    "otfusion": OTFusion,
+    "pfnm": PFNM,
+    "grown": partial(PFNM, grow=True),
+    "dense": partial(DENSE, epochs=2, generator_steps=2, batch_size=16, width=0.1),
+}
+
+
+def fitted(aggregator: Aggregator, **kwargs: Any) -> FederatedTrainer:
+    backbone: Backbone = kwargs.pop("backbone", None) or CNN(hidden=(8,))
+    trainer = FederatedTrainer(
+        kwargs.pop("rounds", 1),
+        aggregator,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        **{"seed": 1, "max_epochs": 2, "enable_checkpointing": False, **kwargs},
+    )
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    data = Digits(
+        clients=3, partition=Dirichlet(0.5), batch_size=32, server_samples=60, train_samples=300
+    )
+    trainer.fit(Classifier(backbone, optimizer=sgd), data)
+    return trainer
+
+
+def assert_equal(a: FederatedTrainer, b: FederatedTrainer) -> None:
+    assert all(torch.equal(value, b.run.state[name]) for name, value in a.run.state.items())
+
+
+@pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+def test_workers_and_kept_models_give_the_same_weights(
+    make: Callable[[], Aggregator], tmp_path: Path
+) -> None:
+    kept = str(tmp_path / "kept")
+    fitted(FedAvg(), keep_updates=True, enable_checkpointing=True, run_dir=kept)
+    here, there = fitted(make()), fitted(make(), engine=Processes(workers=2))
+    reused = fitted(make(), from_updates=kept)
+    assert_equal(here, there)
+    assert_equal(here, reused)
+
+
+@pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+def test_no_client_half_changes_the_training(make: Callable[[], Aggregator]) -> None:
+    plain, with_extras = (
+        fitted(aggregator).federation.log.updates for aggregator in (FedAvg(), make())
+    )
+    losses = [[update.metrics["loss"] for update in log] for log in (plain, with_extras)]
+    assert losses[0] == losses[1]
+
+
+def test_the_bytes_of_extras_are_counted() -> None:
+    plain, diag, gram = (
+        fitted(aggregator).federation.log.updates[0].bytes_up
+        for aggregator in (FedAvg(), FedFisher("diag"), RegMean(alpha=0.5))
+    )
+    assert diag == 2 * plain
+    assert plain < gram
+
+
+def test_kfac_covers_a_residual_network_without_norms() -> None:
+    trainer = fitted(FedFisher(samples=50, select=False), backbone=ResNet20(norm="none", width=4))
+    assert trainer.federation.log.server["residual"] < 1.0
+
+
+def test_a_grown_network_is_scored_and_written(tmp_path: Path) -> None:
+    trainer = fitted(PFNM(grow=True), enable_checkpointing=True, run_dir=str(tmp_path / "run"))
+    grown = trainer.aggregator.grown
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "grown.pt", weights_only=True)
+    assert all(torch.equal(saved[name], value) for name, value in grown.state_dict().items())
+    rows = (tmp_path / "run" / "metrics.csv").read_text()
+    assert ",test,grown/accuracy," in rows
+    assert saved["network.0.weight"].shape[0] >= 32
+
+
+BATCH_NORM = ["--model.backbone", "ResNet20"]
+KFAC = ["--trainer.aggregator", "FedFisher"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*KFAC, *BATCH_NORM], r"K-FAC covers Linear and Conv2d; .*\(BatchNorm2d\) is neither"),
+        (
+            ["--trainer.aggregator", "OTFusion", *BATCH_NORM],
+            "OTFusion needs a chain of Conv2d and Linear",
+        ),
+        (["--trainer.aggregator", "PFNM", "--trainer.aggregator.grow", "true"], "rounds"),
+        (
+            ["--trainer.compression", "Quantize", "--trainer.secure_sum", "PairwiseMasks"],
+            "leave out trainer.compression or trainer.secure_sum",
+        ),
+        ([*KFAC, "--trainer.compression", "Quantize"], "set trainer.compression to LowRank"),
+        (["--trainer.compression", "LowRank"], "FedAvg sends none: use Quantize"),
+        (["--trainer.aggregator", "RegMean"], "data.server_samples"),
+        ([*KFAC, "--trainer.aggregator.solver", "newton"], "newton"),
+        (["--trainer.aggregator", "SCAFFOLD", "--trainer.secure_sum", "PairwiseMasks"], "own"),
+        (["--from_updates", "nowhere"], "is not the folder of a run"),
+        (["--model.pretrained", "nowhere.ckpt"], "nowhere.ckpt"),
+    ],
+)
+def test_wrong_settings_are_one_line_before_training(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", str(CONFIG), *arguments, "--run_dir", "run"])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert exit.value.code == 2
+    assert error.startswith("flsuite: error:")
+    assert re.search(message, error), error
+    assert not (tmp_path / "run").exists()
+
+
+def test_few_shot_resumes_exactly(tmp_path: Path) -> None:
+    folder = {"run_dir": str(tmp_path / "run"), "enable_checkpointing": True}
+    whole = fitted(FedFisher(), rounds=3, backbone=MLP(hidden=(8,)))
+    fitted(FedFisher(), rounds=1, backbone=MLP(hidden=(8,)), **folder)
+    trainer = FederatedTrainer(
+        3, FedFisher(), accelerator="cpu", enable_progress_bar=False, seed=1, max_epochs=2, **folder
+    )
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    data = Digits(
+        clients=3, partition=Dirichlet(0.5), batch_size=32, server_samples=60, train_samples=300
+    )
+    trainer.fit(Classifier(MLP(hidden=(8,)), optimizer=sgd), data, ckpt_path="last")
+    assert_equal(whole, trainer)
