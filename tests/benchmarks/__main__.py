@@ -39,6 +39,7 @@ from flsuite.models import (
 from flsuite.models.backbones import Backbone
 from flsuite.schedules import Asynchronous, Bernoulli, Schedule, Stragglers, Synchronous
 from flsuite.trainer import FederatedTrainer
+from tests.benchmarks.fisher import SAMPLES, PredictivePasses
 from tests.benchmarks.loop import FusedLoop, HandWrittenLoop
 
 BATCH = 64
@@ -407,7 +408,7 @@ class FisherPasses(Callback):
         return (time.perf_counter() - began) / len(batch[1]) * FISHER_SAMPLES
 
 
-def fisher(rounds: int) -> None:
+def flow_fisher(rounds: int) -> None:
     """Measure the Fisher of NFClassifier's flow, in local epochs."""
     module = RandomImages(FISHER_SAMPLES, (1, 28, 28), clients=1)
     for task in (0, 1):
@@ -428,6 +429,31 @@ def fisher(rounds: int) -> None:
             print(f"    {estimator} is {share:.2f} of an epoch")
         times = ratio(seconds["loop"][1:], seconds["exact"][1:])
         print(f"    exact is {times:.1f} x as fast as the loop over samples")
+
+
+def predictive_fisher(rounds: int) -> None:
+    """Measure the diagonal and K-FAC Fisher of LeNet-5's prediction, in local epochs."""
+    module = RandomImages(SAMPLES, (1, 28, 28), clients=1)
+    for threads in (1, 2):
+        PredictivePasses.seconds = seconds = {}
+        federation(
+            module,
+            LeNet5(bias=False),
+            max(3, rounds // 3),
+            InProcess(threads),
+            Clock(),
+            user_callbacks=[PredictivePasses()],
+        )
+        title = f"LeNet-5 without bias, 1 client x {SAMPLES}, {threads} thread(s)"
+        report(title, **{name: times[1:] for name, times in seconds.items()})
+        for name, times in seconds.items():
+            if name != "epoch":
+                print(f"    {name} is {ratio(times[1:], seconds['epoch'][1:]):.2f} epochs")
+
+
+def fisher(rounds: int) -> None:
+    predictive_fisher(rounds)
+    flow_fisher(rounds)
 
 
 def _mlp() -> Backbone:

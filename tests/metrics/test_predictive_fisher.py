@@ -9,13 +9,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
+from flsuite import FlsuiteError
+from flsuite.data import DataSpec
 from flsuite.metrics.fisher import (
     diagonal_and_kfac,
     full_fisher,
+    gram_matrices,
     jacobian,
     kfac_factors,
     predictive_diagonal,
+    require_kfac,
 )
+from flsuite.models import MLP, Classifier, LeNet5
 from flsuite.state import Layer, State
 
 TASKS = ("multiclass", "multilabel", "regression")
@@ -172,3 +177,231 @@ def test_full_is_jacobian_squared_and_has_the_diagonal(task: Any) -> None:
     torch.testing.assert_close(whole, rows.T @ rows / len(x), rtol=1e-4, atol=1e-6)
     diagonal = predictive_diagonal(net, names, batches, task=task)
     torch.testing.assert_close(whole.diagonal(), flat(diagonal), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("expectation", ["exact", "sampled"])
+@pytest.mark.parametrize("task", TASKS)
+def test_saturated_predictions_have_finite_fishers(task: Any, expectation: Any) -> None:
+    """Logits of hundreds: the softmax has zeros and ones."""
+    net, x = convolutions(), images()
+    net[-1].weight.data *= 300 * 20
+    assert net(x).abs().max() > 300
+    names = [name for name, _ in net.named_parameters()]
+    settings: Any = {"expectation": expectation, "task": task}
+    diagonal, factors = diagonal_and_kfac(net, names, layers_of(net), [(x,)], **settings)
+    assert flat(diagonal).isfinite().all()
+    assert all(value.isfinite().all() for pair in factors.values() for value in pair.values())
+    assert full_fisher(net, names, [(x,)], **settings).isfinite().all()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_sampled_targets_have_the_exact_expectation(task: Any) -> None:
+    """Over many draws: the batch is one sample, repeated."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(2, 3)
+    names = [name for name, _ in net.named_parameters()]
+    many = [(x.repeat(5000, 1),) for _ in range(4)]
+    exact = diagonal_and_kfac(net, names, layers_of(net), [(x,)], task=task)
+    generator = torch.Generator().manual_seed(0)
+    drawn = diagonal_and_kfac(net, names, layers_of(net), many, "sampled", generator, task)
+    whole = full_fisher(net, names, many, "sampled", generator, task)
+
+    scale = flat(exact[0]).max()
+    assert (flat(drawn[0]) - flat(exact[0])).abs().max() < 0.05 * scale
+    assert (whole - full_fisher(net, names, [(x,)], task=task)).abs().max() < 0.05 * scale
+    for name, pair in exact[1].items():
+        torch.testing.assert_close(drawn[1][name]["a"], pair["a"], rtol=1e-4, atol=1e-5)
+        error = (drawn[1][name]["g"] - pair["g"]).abs().max()
+        assert error < 0.05 * pair["g"].max()
+
+
+def test_a_draw_depends_on_its_generator_alone() -> None:
+    net, x = convolutions(), images()
+    first, again, other = (
+        flat(
+            predictive_diagonal(
+                net, ["0.weight"], [(x,)], "sampled", torch.Generator().manual_seed(seed), TASKS[0]
+            )
+        )
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gram_matrices_are_means_over_rows_of_inputs(bias: bool) -> None:
+    net, x = convolutions(), images()
+    grams = gram_matrices(net, layers_of(net), [(part,) for part in x.split(4)], bias)
+    patches = F.unfold(net[:2](x), (2, 3), (2, 1), (1, 2)).transpose(1, 2).flatten(0, 1)
+    rows = {"2": patches, "5": net[:5](x), "7": net[:7](x)}
+    rows["0"] = F.unfold(x, 3, 1, 1, 2).transpose(1, 2).flatten(0, 1)
+    for layer in layers_of(net):
+        inputs = rows[layer.name]
+        if bias and layer.bias:
+            inputs = torch.cat([inputs, torch.ones(len(inputs), 1)], 1)
+        expected = inputs.T @ inputs / len(inputs)
+        torch.testing.assert_close(grams[layer.name], expected, rtol=1e-4, atol=1e-6)
+        assert not grams[layer.name].requires_grad
+
+
+class Uses(nn.Module):
+    """Two linear layers on vectors; each subclass uses them in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+
+
+class Twice(Uses):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.linear(torch.tanh(self.linear(x))))
+
+
+class Shared(Uses):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.linear(torch.tanh(self.linear(x)), self.linear.weight))
+
+
+class Ignored(Uses):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x)
+
+
+class Mixed(Uses):
+    """Its layers see rows that depend on all samples of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.linear(torch.arange(28.0).reshape(7, 4)[: len(x)] / 28)
+        return self.last(x * table.mean(0))
+
+
+class Tokens(Uses):
+    """Has several positions per sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.stack([x, x.square(), x.sin()], 1)
+        return self.last(torch.tanh(self.linear(tokens)).mean(1))
+
+
+@pytest.mark.parametrize("kind", [Twice, Shared, Mixed, Tokens])
+def test_the_diagonal_holds_however_a_layer_is_used(kind: type[Uses]) -> None:
+    net, x = kind(), torch.randn(7, 4)
+    names = [name for name, _ in net.named_parameters()]
+    found = predictive_diagonal(net, names, [(x,)], task="multiclass")
+    if kind is Mixed:
+        # The samples of a batch have no gradients of their own: only that nothing is assumed.
+        assert flat(found).isfinite().all()
+        return
+    expected = looped(net, names, x, "multiclass").square().mean(0) * 3
+    torch.testing.assert_close(flat(found), expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Twice, "it is called 2 times in a forward pass"),
+        (Shared, "its weight is used elsewhere too"),
+        (Mixed, "its rows depend on several samples"),
+    ],
+)
+def test_kfac_refuses_layers_that_are_not_one_product(kind: type[Uses], why: str) -> None:
+    net = kind()
+    with pytest.raises(FlsuiteError, match=f"layer 'linear' is not covered: {why}; change the mod"):
+        kfac_factors(net, layers_of(net), [(torch.randn(7, 4),)], task="multiclass")
+
+
+def test_kfac_counts_the_positions_of_a_linear_layer() -> None:
+    net, x = Tokens(), torch.randn(7, 4)
+    factors = kfac_factors(net, layers_of(net), [(x,)], task="multiclass")["linear"]
+    tokens = torch.cat([torch.stack([x, x.square(), x.sin()], 1), torch.ones(7, 3, 1)], 2)
+    torch.testing.assert_close(factors["a"], torch.einsum("nti,ntj->ij", tokens, tokens) / 7)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (nn.Conv2d(2, 2, 3, groups=2), "its Conv2d has 2 groups"),
+        (nn.Conv2d(2, 2, 3, padding="same"), "its Conv2d pads by 'same' instead of a number"),
+        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), "its Conv2d pads by 'reflect'"),
+        (nn.BatchNorm2d(2), "BatchNorm2d is neither Linear nor Conv2d"),
+    ],
+)
+def test_kfac_refuses_layers_without_its_formula(layer: nn.Module, why: str) -> None:
+    net = nn.Sequential(layer)
+    with pytest.raises(FlsuiteError, match=f"layer '0' is not covered: {why}.*use the diagonal"):
+        require_kfac(net, [Layer("0", "conv2d", True)])
+
+
+def test_grams_leave_out_layers_that_are_called_twice_or_have_no_formula() -> None:
+    net = Twice()
+    assert gram_matrices(net, layers_of(net), [(torch.randn(7, 4),)]).keys() == {"last"}
+    net = others()
+    assert gram_matrices(net, layers_of(net), [(images(),)]).keys() == {"7"}
+
+
+def test_a_frozen_parameter_has_no_fisher_and_changes_no_other() -> None:
+    net, x = convolutions(), images()
+    names = [name for name, _ in net.named_parameters()]
+    before = predictive_diagonal(net, names, [(x,)], task="multiclass")
+    net[5].requires_grad_(False)
+    after = predictive_diagonal(net, names, [(x,)], task="multiclass")
+    for name in names:
+        expected = torch.zeros_like(after[name]) if name.startswith("5.") else before[name]
+        torch.testing.assert_close(after[name], expected)
+    net.requires_grad_(False)
+    assert not flat(predictive_diagonal(net, names, [(x,)], task="multiclass")).any()
+
+
+def test_tied_weights_have_one_fisher_under_both_names() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    found = predictive_diagonal(
+        net, ["0.weight", "2.weight", "2.bias"], [(torch.randn(7, 4),)], task="multiclass"
+    )
+    assert torch.equal(found["0.weight"], found["2.weight"]) and found["2.weight"].any()
+
+
+def test_a_pass_leaves_the_model_as_it_is() -> None:
+    """Weights, their memory format, gradients and hooks."""
+    net = convolutions().to(memory_format=torch.channels_last)
+    before = {name: (p.data_ptr(), p.stride()) for name, p in net.named_parameters()}
+    names = list(before)
+    diagonal_and_kfac(net, names, layers_of(net), [(images(),)], task="multiclass")
+    assert before == {name: (p.data_ptr(), p.stride()) for name, p in net.named_parameters()}
+    assert all(p.grad is None for p in net.parameters())
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+def test_the_task_is_that_of_the_models_data() -> None:
+    """One sample is enough, and one class too few counts as any other."""
+    for task, logits in (("multilabel", 3), ("ordinal", 3), ("binary", 2)):
+        model = Classifier(MLP(hidden=(4,)))
+        model.ensure_built(DataSpec((5,), logits, task))
+        names = [name for name, _ in model.named_parameters()]
+        x = torch.randn(1, 5)
+        found = predictive_diagonal(model, names, [(x, torch.zeros(1))])
+        expected = looped(model, names, x, task).square().sum(0)
+        torch.testing.assert_close(flat(found), expected, rtol=1e-4, atol=1e-8)
+    with pytest.raises(FlsuiteError, match="the Fisher of Sequential needs its task"):
+        predictive_diagonal(convolutions(), ["0.weight"], [(images(),)])
+    with pytest.raises(FlsuiteError, match=r"task must be one of multiclass, .*got 'ranking'"):
+        predictive_diagonal(convolutions(), ["0.weight"], [(images(),)], task="ranking")  # type: ignore[arg-type]
+
+
+def test_bad_models_and_sizes_are_named() -> None:
+    x, net = images(), LeNet5().build((1, 28, 28), 10)
+    names = [name for name, _ in net.named_parameters()]
+    with pytest.raises(FlsuiteError, match=r"at most 20,000 parameters are allowed"):
+        full_fisher(net, names, [(x,)], task="multiclass")
+    with pytest.raises(FlsuiteError, match=r"logits of Conv2d must have one row per sample, \(1, "):
+        predictive_diagonal(nn.Conv2d(2, 2, 3), ["weight"], [(x,)], task="multiclass")
+    with pytest.raises(FlsuiteError, match="logits of Ignored depend on none of the parameters"):
+        predictive_diagonal(Ignored(), ["linear.weight"], [(torch.ones(2, 4),)], task="multiclass")
+
+
+def test_no_samples_have_no_fisher() -> None:
+    net = convolutions()
+    diagonal, factors = diagonal_and_kfac(net, ["0.weight"], layers_of(net), [], task="multiclass")
+    assert not flat(diagonal).any() and not factors["0"]["a"].any()

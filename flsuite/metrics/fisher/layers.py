@@ -239,18 +239,22 @@ class ProductLayers:
         if not unproven:
             return gradients
 
-        # No two samples have the same weight, so that no exchange of rows goes unnoticed.
-        weights = torch.linspace(1, 2, rows, dtype=outputs.dtype, device=outputs.device)
-        scaled = _rows(weights, outputs) * columns.sum(0)
+        # No two samples have the same weight, so that no exchange of rows goes unnoticed. No two
+        # columns have: those of a prediction may cancel.
+        weights, mixture = (
+            torch.linspace(1, 2, size, dtype=outputs.dtype, device=outputs.device)
+            for size in (rows, len(columns))
+        )
+        scaled = _rows(weights, outputs) * torch.tensordot(mixture, columns, 1)
         weighted = torch.autograd.grad(outputs, [edges[name] for name in unproven], scaled)
         for name, g in zip(unproven, weighted, strict=True):
-            expected = _rows(weights, g) * gradients[name].sum(1)
-            error, scale = (g - expected).abs().max(), expected.abs().max()
+            expected = _rows(weights, g) * torch.tensordot(gradients[name], mixture, ([1], [0]))
+            error, scale = (g - expected).abs().max(), gradients[name].abs().max()
             # A tolerance for float32: two backward passes sum in different orders.
             if error > 1e-4 * scale:
                 self._drop(name, "its rows depend on several samples")
                 del gradients[name]
-            elif scale > 0:
+            elif expected.any():
                 self._proven.add((name, rows))
         return gradients
 
