@@ -70,7 +70,7 @@ def test_other_training_is_refused(tmp_path: Path) -> None:
         fitted(from_updates=str(tmp_path / "a"), batch_size=32)
     with pytest.raises(FlsuiteError, match="seed is 2 here and 1 there"):
         fitted(from_updates=str(tmp_path / "a"), seed=2)
-    with pytest.raises(FlsuiteError, match="client.max_epochs is 3 here"):
+    with pytest.raises(FlsuiteError, match=r"client.max_epochs is 3 here"):
         fitted(from_updates=str(tmp_path / "a"), max_epochs=3)
 
 
@@ -87,7 +87,7 @@ def test_an_algorithm_that_takes_part_in_training_is_refused(
 
 def test_a_run_that_has_kept_nothing_is_named(tmp_path: Path) -> None:
     fitted(tmp_path / "a")
-    with pytest.raises(FlsuiteError, match="fit it with --trainer.keep_updates true"):
+    with pytest.raises(FlsuiteError, match=r"fit it with --trainer.keep_updates true"):
         fitted(from_updates=str(tmp_path / "a"))
     with pytest.raises(FlsuiteError, match="is not the folder of a run"):
         fitted(from_updates=str(tmp_path / "nowhere"))

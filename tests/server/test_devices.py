@@ -115,7 +115,7 @@ def test_clients_that_drop_out_are_taken_off_the_sum() -> None:
 
 def test_too_few_clients_fail_in_words() -> None:
     schedule = Synchronous(speeds=LogNormal(), availability=Bernoulli(0.7))
-    with pytest.raises(FederationError, match="secure sum: .* are needed"):
+    with pytest.raises(FederationError, match=r"secure sum: .* are needed"):
         fitted(FedAvg(), 6, schedule=schedule, secure_sum=PairwiseMasks(threshold=4))
 
 
@@ -144,9 +144,9 @@ def test_algorithms_that_need_single_updates_are_refused(make: Callable[[], Aggr
 
 
 def test_compression_and_asynchronous_schedules_are_refused() -> None:
-    with pytest.raises(FlsuiteError, match="leave out trainer.compression or"):
+    with pytest.raises(FlsuiteError, match=r"leave out trainer.compression or"):
         fitted(FedAvg(), secure_sum=PairwiseMasks(), compression=Quantize(16))
-    with pytest.raises(FlsuiteError, match="need a cohort that trains together|own update"):
+    with pytest.raises(FlsuiteError, match=r"need a cohort that trains together|own update"):
         fitted(FedBuff(), secure_sum=PairwiseMasks(), schedule=Asynchronous(2, 1))
 
 
