@@ -350,6 +350,13 @@ def test_a_frozen_parameter_has_no_fisher_and_changes_no_other() -> None:
     for name in names:
         expected = torch.zeros_like(after[name]) if name.startswith("5.") else before[name]
         torch.testing.assert_close(after[name], expected)
+    factors = kfac_factors(net, layers_of(net), [(x,)], task="multiclass")
+    assert not any(value.any() for value in factors["5"].values())
+    assert all(value.any() for name in "027" for value in factors[name].values())
+    net[5].bias.requires_grad_(True)
+    with pytest.raises(FlsuiteError, match="'5' is not covered: only a part of it is trained"):
+        kfac_factors(net, layers_of(net), [(x,)], task="multiclass")
+
     net.requires_grad_(False)
     assert not flat(predictive_diagonal(net, names, [(x,)], task="multiclass")).any()
 

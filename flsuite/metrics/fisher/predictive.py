@@ -71,7 +71,7 @@ def kfac_factors(
 
     ``{"a": A, "g": G}`` approximates the Fisher of a layer's weight W ``(out, in)`` by
     ``F vec(W) = G W A``. A convolution's inputs are unfolded, and a bias is the last column of W,
-    with input 1. A frozen layer has G = 0.
+    with input 1. The factors of a frozen layer are zero.
 
     Args:
         module: Gives logits ``(n, outputs)``, by its method ``logits`` or its forward pass.
@@ -238,7 +238,10 @@ class _Factors:
         self._totals: dict[str, dict[str, Total]] = {}
         for layer in layers:
             own = dict(module.get_submodule(layer.name).named_parameters(layer.name))
-            self.parameters |= own
+            trained = {name: p for name, p in own.items() if p.requires_grad}
+            if trained and len(trained) < len(own):
+                raise _refusal(layer.name, "only a part of it is trained")
+            self.parameters |= trained
             weight = own[layer.weight_name]
             inputs = weight[0].numel() + int(layer.bias)
             self._totals[layer.name] = {
@@ -250,6 +253,8 @@ class _Factors:
         """Add the sums of a few samples."""
         passes = {part.name: part for part in chunk.passes}
         for name, totals in self._totals.items():
+            if f"{name}.weight" not in self.parameters:
+                continue  # frozen
             if name not in passes:
                 raise _refusal(name, chunk.failed.get(name, "it is not part of the model"))
             part = passes[name]
