@@ -10,6 +10,7 @@ from flsuite.aggregators.fedbuff import FedBuff
 from flsuite.aggregators.fedfisher import FedFisher
 from flsuite.aggregators.fedprox import FedProx
 from flsuite.aggregators.fisher import FisherAveraging
+from flsuite.aggregators.fisher_merge import FisherMerge
 from flsuite.aggregators.otfusion import OTFusion
 from flsuite.aggregators.pfnm import PFNM
 from flsuite.aggregators.regmean import RegMean
@@ -35,6 +36,7 @@ __all__ = [
     "FedProx",
     "FedYogi",
     "FisherAveraging",
+    "FisherMerge",
     "Hinge",
     "Hyperbolic",
     "LocalOnly",

@@ -24,6 +24,7 @@ from flsuite.aggregators.solvers.selection import (
     best_iterate,
     default_steps,
     iterates,
+    solvers,
 )
 from flsuite.aggregators.sums import mean_state, means, state_summands, sum_up
 from flsuite.data.loader import Batch
@@ -57,6 +58,7 @@ class FedFisher(Aggregator):
 
     - ``server_seconds``: the time of the aggregation, without waiting for clients;
     - ``selected_step``: the solver's step whose model is taken, 0 for the mean;
+    - ``selected_solver``: 0, or 1 if ``gd`` of ``cg+gd`` is taken;
     - ``selected_score``: its accuracy on the server's samples;
     - ``residual``: the norm of Q's gradient there, relative to that at the mean;
     - ``fisher_zero``: the share of parameters that no client's Fisher determines.
@@ -66,20 +68,22 @@ class FedFisher(Aggregator):
             parameters. ``diag`` takes any parameter. ``full`` is the whole matrix, for models of at
             most 20,000 parameters.
         solver: ``cg`` takes conjugate gradients per layer. ``gd`` is lemma 1 of the paper, gradient
-            descent with the step ``1 / lambda_max`` per layer. ``adam`` is the one of the paper's
+            descent with the step ``1 / lambda_max`` per layer. ``cg+gd`` takes the better of both
+            by score. They have one limit, and reach it through other models. Without a score it is
+            ``cg``. ``adam`` is the one of the paper's
             tables. ``exact`` goes to the limit: a division for ``diag``, conjugate gradients until
             they converge for ``kfac``, and a pseudoinverse for ``full``.
-        steps: The solver's steps, for ``exact`` the most that ``kfac`` takes. Default: 200 for
-            ``cg`` if models are scored and 50 if not, because its limit overfits, and 2,000 for the
-            others.
+        steps: The solver's steps, for ``exact`` the most that ``kfac`` takes. Default: 100 for
+            ``cg+gd`` and 200 for ``cg`` if models are scored, and 50 for both if not, because the
+            limit overfits. It is 2,000 for the others.
         samples: The largest number of a client's samples that its Fisher is computed over, without
             augmentation. 2,000 cost a fraction of all, and ``null`` is all.
         expectation: ``exact`` is the expectation over the model's prediction, with a backward pass
             per output. ``sampled`` draws one label per sample, with one backward pass.
         select: Whether to take the model with the best score on the server's samples
             (``data.server_samples``). Without them, or without this, it is the last one. ``cg`` and
-            ``gd`` score the steps 0, 10, 20, 50, 100, 200 and so on, ``adam`` each hundredth, and
-            all of them the last.
+            ``gd`` score the steps 0, 1, 2, 5, 10, 20, 50, 100 and so on, ``adam`` each hundredth,
+            and all of them the last.
         epsilon_inside: Whether ``adam`` divides by ``sqrt(v + .01)``, as the public code does for
             K-FAC, instead of ``sqrt(v) + .01``.
     """
@@ -87,7 +91,7 @@ class FedFisher(Aggregator):
     def __init__(
         self,
         fisher: FormName = "kfac",
-        solver: SolverName = "cg",
+        solver: SolverName = "cg+gd",
         steps: int | None = None,
         samples: int | None = 2000,
         expectation: Expectation = "exact",
@@ -156,14 +160,20 @@ class FedFisher(Aggregator):
         """Return the solver's best model by score, or its last."""
         score = self.tools.score if self.select else None
         steps = default_steps(self.solver, score is not None) if self.steps is None else self.steps
-        path = iterates(blocks, self.solver, steps, self.epsilon_inside)
+        ways = solvers(self.solver, score is not None)
+        paths = {way: iterates(blocks, way, steps, self.epsilon_inside) for way in ways}
 
         if score is None:
             if self.select:
                 why = self.tools.missing.get("score", "nothing scores models here")
-                log.info("FedFisher takes the last model of %s: %s", self.solver, why)
-            return best_iterate(blocks, path, self.solver, None)
-        return best_iterate(blocks, path, self.solver, lambda d: score(model(d)))
+                log.info("FedFisher takes the last model of %s: %s", ways[0], why)
+            return best_iterate(blocks, paths[ways[0]], ways[0], None)
+
+        best = [best_iterate(blocks, paths[way], way, lambda d: score(model(d))) for way in ways]
+        # max returns the first of equals.
+        chosen = max(best, key=lambda iterate: iterate.score or 0.0)
+        self.metrics["selected_solver"] = float(best.index(chosen))
+        return chosen
 
     def _report(self, blocks: Sequence[Block], chosen: Iterate) -> None:
         before = sum(float(block.residual.square().sum()) for block in blocks)

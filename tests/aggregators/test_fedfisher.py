@@ -269,14 +269,33 @@ def test_the_best_of_the_scored_models_is_taken_and_logged() -> None:
 
     def score(state: State) -> float:
         scored.append(state)
-        return (0.5, 0.7, 0.7, 0.2)[len(scored) - 1]
+        return (0.5, 0.6, 0.6, 0.7, 0.7, 0.1, 0.2)[len(scored) - 1]
 
     new, made = merge(NET, updates, "kfac", "gd", steps=30, tools=ServerTools(score=score))
-    # The mean, 10, 20 and 30 steps, each a whole model.
-    assert len(scored) == 4 and all(s.keys() == new.keys() for s in scored)
-    assert equal_states(scored[0], fedavg(updates)) and equal_states(new, scored[1])
-    assert made.metrics["selected_step"] == 10 and made.metrics["selected_score"] == 0.7
+    # The mean, 1, 2, 5, 10, 20 and 30 steps, each a whole model.
+    assert len(scored) == 7 and all(s.keys() == new.keys() for s in scored)
+    assert equal_states(scored[0], fedavg(updates)) and equal_states(new, scored[3])
+    assert made.metrics["selected_step"] == 5 and made.metrics["selected_score"] == 0.7
     assert 0 < made.metrics["residual"] < 1 and made.metrics["server_seconds"] > 0
+
+
+def test_the_better_of_both_ways_is_taken() -> None:
+    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(3)]
+    states: list[State] = []
+
+    def score(state: State) -> float:
+        states.append(state)
+        return 1.0 if len(states) == best else 0.5
+
+    for best, solver, step in ((3, "cg", 2), (8, "gd", 2)):
+        states.clear()
+        # The mean, 1, 2, 5 and 7 steps of either.
+        new, made = merge(NET, updates, "kfac", "cg+gd", steps=7, tools=ServerTools(score=score))
+        assert len(states) == 10 and equal_states(new, states[best - 1])
+        alone, _ = merge(NET, updates, "kfac", solver, steps=step)
+        assert equal_states(new, alone)
+        assert made.metrics["selected_solver"] == (solver == "gd")
+        assert made.metrics["selected_step"] == step
 
 
 def test_without_a_score_the_last_model_is_taken_and_the_log_says_so(

@@ -20,6 +20,7 @@ from flsuite.aggregators.solvers.selection import (
     best_iterate,
     default_steps,
     is_scored,
+    solvers,
     iterates,
 )
 
@@ -184,24 +185,24 @@ def test_all_blocks_are_scored_at_one_step_and_the_first_of_the_best_is_taken() 
 
     def score(corrections: Corrections) -> float:
         seen.append([c.clone() for c in corrections])
-        return (0.1, 0.4, 0.3, 0.4, 0.2)[len(seen) - 1]
+        return (0.1, 0.1, 0.2, 0.2, 0.4, 0.3, 0.4, 0.2)[len(seen) - 1]
 
     best = best_iterate(blocks, iterates(blocks, "gd", 70), "gd", score)
     assert best.step == 10 and best.score == 0.4
-    # The mean, 10, 20, 50 and the last.
-    assert len(seen) == 5 and all(not c.any() for c in seen[0])
-    for step, corrections in zip((10, 20, 50, 70), seen[1:], strict=True):
+    # The mean, 1, 2, 5, 10, 20, 50 and the last.
+    assert len(seen) == 8 and all(not c.any() for c in seen[0])
+    for step, corrections in zip((1, 2, 5, 10, 20, 50, 70), seen[1:], strict=True):
         for block, correction in zip(blocks, corrections, strict=True):
             path = gradient_descent(block.product, block.residual, block.largest())
             assert torch.equal(correction, last(path, step))
-    assert all(torch.equal(a, b) for a, b in zip(best.corrections, seen[1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(best.corrections, seen[4], strict=True))
 
 
 def test_the_end_is_scored_once_wherever_it_is() -> None:
     blocks = two_blocks()
     for solver, steps, expected in (
-        ("gd", 20, 3),
-        ("gd", 21, 4),
+        ("gd", 20, 6),
+        ("gd", 21, 7),
         ("adam", 250, 4),
         ("exact", 9, 2),
     ):
@@ -233,7 +234,9 @@ def test_a_block_that_has_converged_waits_for_the_others() -> None:
 
 def test_default_steps_and_scored_steps() -> None:
     assert default_steps("cg", True) == 200 and default_steps("cg", False) == 50
+    assert default_steps("cg+gd", True) == 100 and default_steps("cg+gd", False) == 50
+    assert solvers("cg+gd", True) == ("cg", "gd") and solvers("cg+gd", False) == ("cg",)
     assert default_steps("adam", True) == default_steps("gd", False) == 2000
     names: tuple[SolverName, ...] = ("cg", "adam")
     scored = [[step for step in range(201) if is_scored(name, step)] for name in names]
-    assert scored == [[0, 10, 20, 50, 100, 200], [0, 100, 200]]
+    assert scored == [[0, 1, 2, 5, 10, 20, 50, 100, 200], [0, 100, 200]]

@@ -10,14 +10,22 @@ from torch import Tensor
 from flsuite.aggregators.solvers.blocks import Block
 from flsuite.aggregators.solvers.iterations import adam, conjugate_gradients, gradient_descent
 
-__all__ = ["Iterate", "SolverName", "best_iterate", "default_steps", "is_scored", "iterates"]
+__all__ = [
+    "Iterate",
+    "SolverName",
+    "best_iterate",
+    "default_steps",
+    "is_scored",
+    "iterates",
+    "solvers",
+]
 
-SolverName = Literal["cg", "gd", "adam", "exact"]
+SolverName = Literal["cg+gd", "cg", "gd", "adam", "exact"]
 
 Corrections = Sequence[Tensor]
 """What is added to the mean of each block."""
 
-_SPACED = frozenset(digit * 10**power for digit in (1, 2, 5) for power in range(1, 9)) | {0}
+_SPACED = frozenset(digit * 10**power for digit in (1, 2, 5) for power in range(9)) | {0}
 
 
 class Iterate(NamedTuple):
@@ -41,9 +49,21 @@ def default_steps(solver: SolverName, scored: bool) -> int:
         solver: Its name.
         scored: Whether the best of its iterates is taken, and not the last. Its limit overfits.
     """
-    if solver == "cg":
-        return 200 if scored else 50
-    return 2000
+    if not scored and solver in ("cg+gd", "cg"):
+        return 50
+    return {"cg+gd": 100, "cg": 200}.get(solver, 2000)
+
+
+def solvers(name: SolverName, scored: bool) -> tuple[SolverName, ...]:
+    """Return the solvers whose ways are tried, one after another.
+
+    Args:
+        name: The solver, or both of ``cg+gd``.
+        scored: Whether the best model is taken. Without a score one way must do.
+    """
+    if name != "cg+gd":
+        return (name,)
+    return ("cg", "gd") if scored else ("cg",)
 
 
 def is_scored(solver: SolverName, step: int) -> bool:
