@@ -171,9 +171,9 @@ class FedFisher(Aggregator):
 
         best = [best_iterate(blocks, paths[way], way, lambda d: score(model(d))) for way in ways]
         # max returns the first of equals.
-        chosen = max(best, key=lambda iterate: iterate.score or 0.0)
-        self.metrics["selected_solver"] = float(best.index(chosen))
-        return chosen
+        chosen = max(range(len(best)), key=lambda way: best[way].score or 0.0)
+        self.metrics["selected_solver"] = float(chosen)
+        return best[chosen]
 
     def _report(self, blocks: Sequence[Block], chosen: Iterate) -> None:
         before = sum(float(block.residual.square().sum()) for block in blocks)
