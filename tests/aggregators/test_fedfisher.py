@@ -285,18 +285,18 @@ def test_the_better_of_both_ways_is_taken() -> None:
 
     def score(state: State) -> float:
         states.append(state)
-        return 1.0 if len(states) == best else 0.7 if len(states) == second else 0.5
+        return marks.get(len(states), 0.5)
 
     # In the last case both ways are best after the same number of steps.
-    for best, second, solver, step in ((3, 0, "cg", 2), (8, 0, "gd", 2), (8, 3, "gd", 2)):
+    for marks, solver in (({3: 1.0}, "cg"), ({8: 1.0}, "gd"), ({8: 1.0, 3: 0.7}, "gd")):
         states.clear()
         # The mean, 1, 2, 5 and 7 steps of either.
         new, made = merge(NET, updates, "kfac", "cg+gd", steps=7, tools=ServerTools(score=score))
-        assert len(states) == 10 and equal_states(new, states[best - 1])
-        alone, _ = merge(NET, updates, "kfac", solver, steps=step)
+        assert len(states) == 10 and equal_states(new, states[max(marks) - 1])
+        alone, _ = merge(NET, updates, "kfac", solver, steps=2)
         assert equal_states(new, alone)
         assert made.metrics["selected_solver"] == (solver == "gd")
-        assert made.metrics["selected_step"] == step
+        assert made.metrics["selected_step"] == 2
 
 
 def test_without_a_score_the_last_model_is_taken_and_the_log_says_so(

@@ -20,8 +20,8 @@ from flsuite.aggregators.solvers.selection import (
     best_iterate,
     default_steps,
     is_scored,
-    solvers,
     iterates,
+    solvers,
 )
 
 SHARES = (0.2, 0.3, 0.5)
