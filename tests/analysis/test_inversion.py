@@ -206,6 +206,8 @@ def test_the_distance_is_zero_for_images_with_the_clients_factors() -> None:
     same, different = target.distances(torch.stack([own.flip(0), others])).tolist()
     assert same == pytest.approx(0, abs=1e-6 * different)
     assert different > 0
+    with torch.no_grad():
+        assert target.distances(others[None]).item() == pytest.approx(different, rel=1e-6)
 
 
 def test_the_distance_has_the_gradient_of_its_finite_differences() -> None:
@@ -222,6 +224,23 @@ def test_the_distance_has_the_gradient_of_its_finite_differences() -> None:
     assert (slope * direction).sum().item() == pytest.approx((up - down).item() / 2e-6, rel=1e-4)
 
 
+def test_a_relative_distance_counts_every_factor_alike() -> None:
+    """Images with no ink are at distance 1 from each factor of the inputs."""
+    model = classifier(LeNet5(bias=False)).eval()
+    layers, _ = read_layers(model, model.state_dict())
+    factors = kfac_factors(model, layers, [(images(4),)])
+    target = Target(model, model.state_dict(), PLAIN, factors)
+    black = torch.zeros(1, 2, 1, 16, 16)
+    found = batch_factors(model, layers, black[0])
+
+    of_gradients = sum(
+        ((found[name]["g"][0] - pair["g"]).square().sum() / pair["g"].square().sum()).item()
+        for name, pair in factors.items()
+    )
+    expected = len(layers) + of_gradients
+    assert target.distances(black, relative=True).item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_factors_pull_images_towards_the_clients() -> None:
     """A model that says nothing about the label still has the inputs' second moments."""
     model = Linear(torch.zeros(2, 4))
@@ -229,7 +248,7 @@ def test_factors_pull_images_towards_the_clients() -> None:
     model.spec = DataSpec((1, 2, 2), 2)  # type: ignore[assignment]
     own = torch.tensor([0.9, 0.1, 0.1, 0.9]).view(1, 1, 2, 2)
     factors = kfac_factors(model, layers, [(own,)])
-    found = Inversion(steps=300, factors=1.0, lr=0.05, restarts=1)(
+    found = Inversion(steps=300, factors=1.0, relative=False, lr=0.05, restarts=1)(
         pixels(2), Target(model, model.state_dict(), PLAIN, factors), 0, images=1, seed=0
     )
     torch.testing.assert_close(found.images, own, atol=1e-3, rtol=0)

@@ -46,6 +46,8 @@ class Inversion:
         identity: Weight of the cross-entropy.
         factors: Weight of the distance to the factors, the mu of the paper, whose value is not
             known.
+        relative: Whether the distance to each factor is relative to it. Otherwise, as in the paper,
+            the inputs of the layer with the largest ones are nearly all of the sum.
         bound: Each number of a latent stays within ``[-bound, bound]``.
         restarts: Attempts per image, of which the one with the lowest cross-entropy is kept.
     """
@@ -55,6 +57,7 @@ class Inversion:
     momentum: float = 0.9
     identity: float = 100.0
     factors: float = 1e-6
+    relative: bool = True
     bound: float = 1.0
     restarts: int = 5
 
@@ -92,7 +95,8 @@ class Inversion:
             if self.factors and target.factors is not None:
                 # Times the images, so that the step of one does not depend on their number.
                 groups = x.unflatten(0, (self.restarts, images))
-                loss = loss + images * self.factors * target.distances(groups).sum()
+                distances = target.distances(groups, self.relative)
+                loss = loss + images * self.factors * distances.sum()
             loss.backward()
             optimizer.step()
             with torch.no_grad():

@@ -34,7 +34,7 @@ def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figu
         for panel, image in zip(line[1:], images, strict=False):
             # Grey images are dark on white, as ink is.
             if len(image) == 1:
-                panel.imshow(image[0], cmap="gray_r", vmin=0, vmax=1)
+                panel.imshow(image[0].numpy(), cmap="gray_r", vmin=0, vmax=1)
             else:
-                panel.imshow(image.permute(1, 2, 0))
+                panel.imshow(image.permute(1, 2, 0).numpy())
     return figure

@@ -19,6 +19,8 @@ from flsuite.state import Layer, State, load_
 
 __all__ = ["Target", "batch_factors"]
 
+_TINY = torch.finfo(torch.float32).tiny
+
 
 class Target:
     """A model that the server has, as a function of images within [0, 1].
@@ -50,13 +52,14 @@ class Target:
         logits: Tensor = self.model.logits(self._inputs(images))  # type: ignore[operator]
         return logits
 
-    def distances(self, images: Tensor) -> Tensor:
+    def distances(self, images: Tensor, relative: bool = False) -> Tensor:
         """Return the squared distances of the factors of groups of images to the client's.
 
         They are ``sum |A(images) - A|^2 + |G(images) - G|^2`` over layers, 0 without factors.
 
         Args:
             images: ``(groups, n, channels, height, width)``.
+            relative: Whether each term is divided by ``|A|^2`` or ``|G|^2``.
 
         Returns:
             One per group, ``(groups,)``, with gradients at the images.
@@ -69,8 +72,11 @@ class Target:
         )
         for layer in self.layers:
             for kind, wanted in self.factors[layer.name].items():
-                difference = found[layer.name][kind] - wanted.to(images)
-                total = total + difference.square().sum((1, 2))
+                wanted = wanted.to(images)
+                squares = (found[layer.name][kind] - wanted).square().sum((1, 2))
+                # A client whose model is always certain may have a factor that is 0.
+                scale = wanted.square().sum().clamp_min(_TINY) if relative else 1.0
+                total = total + squares / scale
         return total
 
     def _inputs(self, images: Tensor) -> Tensor:
@@ -99,15 +105,15 @@ def batch_factors(
     Returns:
         ``a`` and ``g`` by layer, ``(groups, size, size)`` each.
     """
-    inputs = inputs if inputs.requires_grad else inputs.clone().requires_grad_()
     samples = len(inputs) // groups
-    with _calls(model, layers) as calls:
+    # Gradients at the layers' outputs are needed whether the caller wants any or not.
+    with torch.enable_grad(), _calls(model, layers) as calls:
+        inputs = inputs if inputs.requires_grad else inputs.clone().requires_grad_()
         logits: Tensor = model.logits(inputs)  # type: ignore[operator]
-
-    p = logits.softmax(1)
-    columns = p.sqrt().T[..., None] * (torch.eye(p.shape[1]).to(p)[:, None] - p)
-    edges = [calls[layer.name][1] for layer in layers]
-    gradients = [torch.autograd.grad(logits, edges, c, create_graph=True) for c in columns]
+        p = logits.softmax(1)
+        columns = p.sqrt().T[..., None] * (torch.eye(p.shape[1]).to(p)[:, None] - p)
+        edges = [calls[layer.name][1] for layer in layers]
+        gradients = [torch.autograd.grad(logits, edges, c, create_graph=True) for c in columns]
 
     found: dict[str, State] = {}
     for layer, *of_columns in zip(layers, *gradients, strict=True):
