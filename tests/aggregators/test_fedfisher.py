@@ -418,7 +418,7 @@ def test_few_shot_rounds_resume_and_workers_change_nothing(
     assert equal_states(whole.federation.state, resumed.federation.state)
 
 
-class Table(FederatedDataModule):
+class GivenTable(FederatedDataModule):
     """Clients of three, one and forty samples, with a class or a label that nobody has."""
 
     def __init__(self, multilabel: bool = False) -> None:
@@ -449,7 +449,7 @@ def test_uneven_clients_with_an_empty_class_and_saturated_logits(
     kind_of_model: type[Classifier], kind: Any, multilabel: bool
 ) -> None:
     made, updates = fit(
-        FedFisher(kind), model=kind_of_model(MLP(hidden=(4,))), data=Table(multilabel)
+        FedFisher(kind), model=kind_of_model(MLP(hidden=(4,))), data=GivenTable(multilabel)
     )
     assert [u.samples for u in updates] == [3, 1, 40]
     assert made.round == 1 and not made.federation.log.failures
@@ -500,7 +500,7 @@ def test_a_model_without_logits_is_refused_before_its_first_step() -> None:
     with pytest.raises(
         FlsuiteError, match="FedFisher needs the logits of the model, and WithoutLog"
     ):
-        fit(FedFisher(), model=WithoutLogits(), data=Table())
+        fit(FedFisher(), model=WithoutLogits(), data=GivenTable())
 
 
 class Normalised(Backbone):
@@ -512,8 +512,8 @@ class Normalised(Backbone):
 
 def test_batch_norm_is_refused_by_kfac_and_covered_by_the_diagonal() -> None:
     with pytest.raises(FlsuiteError, match=r"network.1 \(BatchNorm1d\) is neither"):
-        fit(FedFisher(), model=Classifier(Normalised()), data=Table())
-    made, updates = fit(FedFisher("diag"), model=Classifier(Normalised()), data=Table())
+        fit(FedFisher(), model=Classifier(Normalised()), data=GivenTable())
+    made, updates = fit(FedFisher("diag"), model=Classifier(Normalised()), data=GivenTable())
     names = ("network.1.running_mean", "network.1.num_batches_tracked")
     mean = fedavg(updates)
     assert all(torch.equal(made.federation.state[name], mean[name]) for name in names)

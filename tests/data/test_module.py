@@ -168,12 +168,19 @@ def test_the_server_leaves_a_sample_per_client() -> None:
         made(server_samples=None)
 
 
-def test_tasks_keep_the_servers_samples() -> None:
-    module = TaskSequence(Images(clients=2, server_samples=30), tasks=1, classes_per_task=3)
+def test_the_servers_samples_are_of_the_classes_seen() -> None:
+    module = TaskSequence(
+        Images(clients=2, server_samples=30), tasks=3, classes_per_task=1, arrangement="disjoint"
+    )
     module.setup()
-    server = module.federated.server
+    server, sizes = module.federated.server, []
     assert server is not None and len(server) == 30
-    assert module.federated.at(1).server is server
+    for round in (1, 11, 21):
+        view = module.federated.at(round)
+        assert view.stage is not None and view.server is not None
+        assert set(view.server.y.tolist()) == set(view.stage.seen)
+        sizes.append(len(view.server))
+    assert sizes == sorted(sizes) and sizes[-1] == 30
 
 
 # Parts of the training split
