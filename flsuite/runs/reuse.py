@@ -67,7 +67,10 @@ def require_plain_training(federation: Federation) -> None:
     aggregator, data = federation.aggregator, federation.data.at(1)
     name = type(aggregator).__name__
     if aggregator.pooled or aggregator.private:
-        raise FlsuiteError(f"{name} has no clients whose models another run could start from")
+        raise FlsuiteError(
+            f"{name} has no clients whose models another run could start "
+            "from; set trainer.keep_updates to false, and leave out from_updates"
+        )
 
     federation.begin_round()
     client = ClientContext(
@@ -81,6 +84,6 @@ def require_plain_training(federation: Federation) -> None:
     )
     if not all(isinstance(c, AfterFit) for c in aggregator.client_callbacks(client)):
         raise FlsuiteError(
-            f"{name} changes how clients train, so that their models fit no other aggregator; "
-            "leave out keep_updates and from_updates"
+            f"{name} changes how clients train, so that their models fit no other aggregator; set "
+            "trainer.keep_updates to false, and leave out from_updates"
         )

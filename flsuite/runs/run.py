@@ -223,7 +223,7 @@ class Run:
         if keep and (exchange.compression or exchange.secure_sum):
             raise FlsuiteError(
                 "keep_updates keeps the clients' models as they are, and compression or secure_sum "
-                "shows the server others; keep them in a run without these"
+                "shows the server others; set trainer.keep_updates to false"
             )
         if keep and self.folder.path is not None:
             self.updates = UpdateStore(self.folder.path / UPDATES)

@@ -29,7 +29,7 @@ class Devices:
 
     def take(self, result: ClientResult) -> None:
         """Take the summands out of what a client keeps, so that nothing else holds them."""
-        self._summands[result.update.client] = result.memory.pop("summands")
+        self._summands[result.update.client] = result.memory.pop("summands", {})
 
     def sums(
         self, arrived: Sequence[ClientUpdate], cohort: Collection[int], round_log: RoundLog

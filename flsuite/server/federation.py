@@ -29,7 +29,17 @@ from flsuite.server.devices import Devices
 from flsuite.server.round_log import RoundLog
 from flsuite.server.update_store import UpdateStore
 from flsuite.server.version_store import CopyCallbacks, VersionStore
-from flsuite.state import State, StateLayout, clone, matches, mismatch, nbytes, non_finite, split
+from flsuite.state import (
+    State,
+    StateLayout,
+    clone,
+    load_,
+    matches,
+    mismatch,
+    nbytes,
+    non_finite,
+    split,
+)
 
 __all__ = ["Federation"]
 
@@ -92,6 +102,7 @@ class Federation:
         secure_sum = self.exchange.secure_sum
         self._devices = None if secure_sum is None else Devices(secure_sum)
 
+        self._resident = model
         _refuse_unused_patterns(model)
         whole = clone(model.state_dict())
         self.state, private = split(whole, private_patterns(model, aggregator, buffers))
@@ -250,6 +261,8 @@ class Federation:
             return self.aggregator.aggregate(self.state, updates)
 
         arrived = list(updates)
+        # In this process clients train on the resident model, which still is the last one's.
+        load_(self._resident.state_dict(), {**self.initial, **self.state})
         cohort = {fit.client for fit in self.schedule.ended}
         before = self.log.bytes
         sums, summed = self._devices.sums(arrived, cohort, self.log)

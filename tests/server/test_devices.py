@@ -81,6 +81,9 @@ class Watched(FedAvg):
 
     def from_sums(self, global_state: State, sums: State, updates: Sequence[ClientUpdate]) -> State:
         self.seen += updates
+        # The resident model, on which clients train in this process, is no client's any more.
+        module = self.tools.module({})
+        assert all(torch.equal(module.state_dict()[k], v) for k, v in global_state.items())
         return super().from_sums(global_state, sums, updates)
 
 
