@@ -10,9 +10,16 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PICTURES = {"asynchronous": 5, "fedavg_by_hand": 1, "one_shot": 5, "quickstart": 2, "your_own": 1}
+PICTURES = {
+    "asynchronous": 5,
+    "fedavg_by_hand": 1,
+    "inversion": 1,
+    "one_shot": 5,
+    "quickstart": 2,
+    "your_own": 1,
+}
 # Committed with outputs. What they print is the same on every run.
-EXECUTED = {"asynchronous", "fedavg_by_hand", "one_shot"}
+EXECUTED = {"asynchronous", "fedavg_by_hand", "inversion", "one_shot"}
 
 
 def outputs(notebook: NotebookNode) -> list[NotebookNode]:
@@ -34,7 +41,10 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_draws(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs_and_draws(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLSUITE_SMALL_NOTEBOOKS", "1")  # a notebook of minutes runs in seconds
     notebook = nbformat.read(path, as_version=4)
     committed = printed(notebook)
     assert bool(outputs(notebook)) == (path.stem in EXECUTED), "committed with or without outputs"

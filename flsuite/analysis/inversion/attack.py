@@ -44,8 +44,9 @@ class Inversion:
         lr: Its learning rate.
         momentum: Its momentum.
         identity: Weight of the cross-entropy.
-        factors: Weight of the distance to the factors, the mu of the paper, whose value is not
-            known.
+        factors: Weight of the distance to the factors, the mu of FedFisher's experiment, whose
+            value is not known. On MNIST none of 0.01, 1, 10 and 100 finds much, and 10 no less
+            than the others.
         relative: Whether the distance to each factor is relative to it. Otherwise, as in the paper,
             the inputs of the layer with the largest ones are nearly all of the sum.
         bound: Each number of a latent stays within ``[-bound, bound]``.
@@ -56,7 +57,7 @@ class Inversion:
     lr: float = 0.01
     momentum: float = 0.9
     identity: float = 100.0
-    factors: float = 1e-6
+    factors: float = 10.0
     relative: bool = True
     bound: float = 1.0
     restarts: int = 5
