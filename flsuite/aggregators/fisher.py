@@ -131,8 +131,13 @@ class FisherAveraging(FedAvg):
         return self.damping
 
     def configure(self, layout: StateLayout) -> None:
-        """Prepare for a model, and refuse one without the groups."""
+        """Prepare for a model, and refuse one that does not share the groups."""
         super().configure(layout)
+        if self.groups is None and not layout.parameters:
+            raise FlsuiteError(
+                f"{type(self).__name__}: the clients share no parameters to average; keep fewer in "
+                "model.private, or set trainer.aggregator to LocalOnly"
+            )
         for group in self.groups or ():
             # A group that is private, or empty, shares nothing to average.
             if not layout.groups.get(group):

@@ -62,7 +62,13 @@ class Exchange:
                 "FedProx or FedFisher, or leave out trainer.secure_sum"
             )
         example = ClientUpdate(0, 1, 1, 1, torch.zeros(0, dtype=torch.int64), state, extras)
-        self.secure_sum.configure(aggregator.summands(example), cohort)
+        summands = aggregator.summands(example)
+        if not summands:
+            raise FlsuiteError(
+                f"{type(self.secure_sum).__name__}: clients of {type(aggregator).__name__} send "
+                "nothing to sum; leave out trainer.secure_sum"
+            )
+        self.secure_sum.configure(summands, cohort)
 
     def templates(
         self, aggregator: Aggregator, state: State, extras: dict[str, Any]

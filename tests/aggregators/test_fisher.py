@@ -316,6 +316,14 @@ def test_models_that_do_not_fit_are_told_what_to_add() -> None:
         trainer(aggregator=FisherAveraging(), rounds=1).fit(Unlikely(), data())
 
 
+@pytest.mark.parametrize("make", [FisherMerge, lambda: FisherAveraging(groups=None)])
+def test_clients_that_share_no_parameters_are_refused_before_training(make: Any) -> None:
+    made = trainer(rounds=1, aggregator=make())
+    with pytest.raises(FlsuiteError, match=r"^Fisher\w+: the clients share no parameters"):
+        made.fit(classifier(private=["network"]), digits())
+    assert made.round == 0
+
+
 def test_any_model_with_a_likelihood_works() -> None:
     """Over several rounds, in which a worker reuses its trainer."""
     seen = Updates()

@@ -18,6 +18,7 @@ from flsuite.aggregators import (
     FedFisher,
     FedProx,
     OTFusion,
+    RegMean,
 )
 from flsuite.callbacks import FederationCallback
 from flsuite.data import Digits, Dirichlet
@@ -30,14 +31,15 @@ from flsuite.state import State
 
 
 def fitted(aggregator: Aggregator, rounds: int = 2, **kwargs: Any) -> FederatedTrainer:
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    private = kwargs.pop("private", ())
+    model = Classifier(MLP(hidden=(16,)), optimizer=optimizer, private=private)
     trainer = FederatedTrainer(
         rounds, aggregator, accelerator="cpu", enable_progress_bar=False,
         **{"seed": 1, "enable_checkpointing": False, **kwargs},
     )  # fmt: skip
-    optimizer = partial(torch.optim.SGD, lr=0.1)
     data = Digits(clients=5, partition=Dirichlet(0.5), batch_size=32, server_samples=50)
-    ckpt_path = "last" if kwargs.get("run_dir") else None
-    trainer.fit(Classifier(MLP(hidden=(16,)), optimizer=optimizer), data, ckpt_path)
+    trainer.fit(model, data, ckpt_path="last" if kwargs.get("run_dir") else None)
     return trainer
 
 
@@ -144,6 +146,12 @@ def test_algorithms_that_need_single_updates_are_refused(make: Callable[[], Aggr
         return
     with pytest.raises(FlsuiteError, match="needs every client's own update"):
         fitted(made, secure_sum=PairwiseMasks())
+
+
+@pytest.mark.parametrize("make", [FedAvg, FedFisher, partial(RegMean, alpha=0.5)])
+def test_clients_with_nothing_to_sum_are_refused(make: Callable[[], Aggregator]) -> None:
+    with pytest.raises(FlsuiteError, match=r"send nothing to sum; leave out trainer.secure_sum"):
+        fitted(make(), secure_sum=PairwiseMasks(), private=("network",))
 
 
 def test_compression_and_asynchronous_schedules_are_refused() -> None:
