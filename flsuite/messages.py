@@ -146,7 +146,8 @@ class ClientUpdate:
         round: The round that it trained in, counted from 1. It started from version ``round - 1``.
         samples: Number of training samples.
         steps: Optimizer steps taken.
-        class_counts: Training samples per class, int64 ``(classes,)``.
+        class_counts: Training samples per class, int64 ``(classes,)``. It is empty under a secure
+            sum.
         state: The shared part of its model.
         extras: What the client half of the algorithm sends beside it.
         metrics: Numbers about the fit, for the log.

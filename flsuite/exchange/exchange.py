@@ -93,7 +93,9 @@ class Exchange:
         if self.secure_sum is not None:
             summands = aggregator.summands(update)
             clear = {name: update.extras[name] for name in aggregator.clear_extras}
-            update = replace(update, state={}, extras=clear)
+            # No algorithm that works from sums needs the counts, which say what a client's data is.
+            unknown = update.class_counts.new_zeros(0)
+            update = replace(update, state={}, extras=clear, class_counts=unknown)
         if self.compression is not None:
             message, numbers = self.compression.encode(update.state, update.extras, base, memory)
             metrics = {**update.metrics, **numbers}

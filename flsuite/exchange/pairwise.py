@@ -44,8 +44,17 @@ class PairwiseMasks(SecureSum):
     both, so that a vector that arrives too late stays hidden.
 
     This protects from a server that follows the protocol and wants to know more. A server that
-    impersonates clients is not detected, because nothing signs the keys. The server knows who takes
-    part, the number of samples, and what an algorithm sends beside its sums.
+    impersonates clients is not detected, because nothing signs the keys.
+
+    The server still sees these of every single client, in the clear:
+
+    - that it takes part, its number of training samples, its optimizer steps and its seconds;
+    - its metrics: the mean training loss, and all else that the model, the callbacks or the
+      algorithm logs during its fit;
+    - ``clear_extras`` of the algorithm, for FedFisher's ``kfac`` the client's factors;
+    - with ``ranges: maxima``, the largest absolute value of each of its summands.
+
+    It sees neither the client's model, nor its samples per class, nor any other extras.
 
     Args:
         threshold: Clients that must come back. An integer is their number, which must be a majority

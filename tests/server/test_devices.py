@@ -95,6 +95,9 @@ def test_the_aggregator_sees_sums_and_no_client(tmp_path: Path) -> None:
                      enable_checkpointing=True)  # fmt: skip
     assert len(aggregator.seen) == 10
     assert all(not update.state and not update.extras for update in aggregator.seen)
+    assert all(len(update.class_counts) == 0 for update in aggregator.seen)
+    # What the guide says that the server knows of each client.
+    assert all(u.samples and u.steps and "loss" in u.metrics for u in aggregator.seen)
     # Nothing of a client is kept where it could be read later.
     memories = [trainer.federation.clients[client] for client in range(5)]
     assert all("summands" not in memory for memory in memories)
