@@ -1,8 +1,9 @@
 """The clients' devices of a secure sum, as a simulation needs them."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import Parties, SecureSum, SumReport
 from flsuite.messages import ClientFailure, ClientResult, ClientUpdate
 from flsuite.server.round_log import RoundLog
@@ -44,18 +45,24 @@ class Devices:
             round_log: The record of the round.
 
         Raises:
-            FederationError: If too few clients came back.
+            FlsuiteError: If no summand of the first round can be masked: a setting is the reason.
+            FederationError: If too few clients came back, or their summands cannot be masked.
         """
         summands, self._summands = self._summands, {}
         parties = self.secure_sum.begin(sorted(cohort))
-        held = []
+        held, faults = [], {}
         for update in arrived:
             if fault := _hold(parties, update.client, summands.pop(update.client)):
+                faults[update.client] = fault
                 _leave_out(update, fault, round_log)
             else:
                 held.append(update)
 
-        sums, report = self.secure_sum.finish(parties, [update.client for update in held])
+        try:
+            sums, report = self.secure_sum.finish(parties, [update.client for update in held])
+        except FederationError as error:
+            # The remedy of the fault, and not that of clients which did not come back.
+            raise (_unusable(faults, len(arrived), round_log.round) if faults else error) from None
         _count(report, round_log)
         return sums, held
 
@@ -67,6 +74,24 @@ def _hold(parties: Parties, client: int, summands: State) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _unusable(faults: Mapping[int, str], arrived: int, round: int) -> Exception:
+    """Return the error of a round in which too few summands can be masked.
+
+    Args:
+        faults: Why they cannot, by client.
+        arrived: The number of clients that came back.
+        round: The round, from 1.
+    """
+    client, fault = next(iter(faults.items()))
+    what = (
+        f"round {round}: the summands of {len(faults)} of {arrived} clients cannot be masked, "
+        f"client {client}: {fault}"
+    )
+    if round == 1 and len(faults) == arrived:
+        return FlsuiteError(what)
+    return FederationError(f"{what}; the state of round {round - 1} is kept")
 
 
 def _leave_out(update: ClientUpdate, fault: str, round_log: RoundLog) -> None:

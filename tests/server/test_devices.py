@@ -127,9 +127,54 @@ def test_too_few_clients_fail_in_words() -> None:
         fitted(FedAvg(), 6, schedule=schedule, secure_sum=PairwiseMasks(threshold=4))
 
 
+def test_numbers_out_of_range_in_the_first_round_are_a_wrong_setting(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    message = (
+        r"round 1: the summands of 5 of 5 clients cannot be masked, client \d: summand .* "
+        r"outside its range of 0\.001; raise it in trainer\.secure_sum\.ranges$"
+    )
+    with pytest.raises(FlsuiteError, match=message):
+        fitted(FedAvg(), secure_sum=PairwiseMasks(ranges={"": 1e-3}), run_dir=str(folder),
+               enable_checkpointing=True)  # fmt: skip
+    assert not folder.exists()
+
+
+class Louder(FedAvg):
+    """FedAvg whose summands leave their range, from a round on and for some of the clients."""
+
+    def __init__(self, round: int, clients: tuple[int, ...]) -> None:
+        super().__init__()
+        self.round, self.clients = round, clients
+
+    def summands(self, update: ClientUpdate) -> State:
+        is_loud = update.round >= self.round and update.client in self.clients
+        scale = 1e9 if is_loud else 1.0
+        return {name: value * scale for name, value in super().summands(update).items()}
+
+    def from_sums(self, *args: Any) -> State:
+        return super().from_sums(*args)
+
+
+@pytest.mark.parametrize(
+    ("loud", "message"),
+    [
+        (
+            Louder(1, (1, 2, 4)),
+            "round 1: .* 3 of 5 clients .* client 1: .* round 0 is kept",
+        ),
+        (Louder(2, (0, 1, 2, 3, 4)), "round 2: the summands of 5 of 5 .* of round 1 is kept"),
+    ],
+)
+def test_a_sum_without_enough_usable_summands_names_the_first_fault(
+    loud: FedAvg, message: str
+) -> None:
+    with pytest.raises(FederationError, match=message):
+        fitted(loud, secure_sum=PairwiseMasks(ranges={"": 1e4}))
+
+
 def test_a_number_out_of_range_costs_the_round_its_client() -> None:
-    with pytest.raises(FederationError, match="came back"):
-        fitted(FedAvg(), secure_sum=PairwiseMasks(ranges={"": 1e-3}))
+    trainer = fitted(Louder(1, (1,)), secure_sum=PairwiseMasks(ranges={"": 1e4}))
+    assert [failure.client for failure in trainer.federation.log.failures] == [1]
 
 
 def test_the_bytes_are_those_of_masked_integers_and_shares() -> None:
