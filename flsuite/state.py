@@ -173,11 +173,13 @@ def non_finite(tree: Any, name: str = "") -> str | None:
 
 
 def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
-    """Return how nested data differs from a template in keys, shapes or dtypes, or ``None``.
+    """Return how nested data differs from a template, or ``None``.
+
+    Keys, shapes, dtypes and layouts are compared.
 
     Args:
         got: A tensor, a number, or nested dicts of them.
-        expected: The template. Only the shapes and dtypes of its tensors count.
+        expected: The template. The numbers in its tensors do not count.
         name: The name of ``got`` in the answer.
     """
     if isinstance(expected, Mapping):
@@ -193,6 +195,9 @@ def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
         return f"{what} has shape {tuple(got.shape)}; {tuple(expected.shape)} is expected"
     if got.dtype != expected.dtype:
         return f"{what} has dtype {got.dtype}; {expected.dtype} is expected"
+    if got.layout != expected.layout:
+        # Most functions that read a message know dense tensors alone.
+        return f"{what} has layout {got.layout}; {expected.layout} is expected"
     return None
 
 

@@ -182,6 +182,10 @@ def test_running_mean_of_nothing() -> None:
             {"decoder.weight": torch.zeros(3, dtype=torch.float64)},
             "decoder.weight has dtype torch.float64; torch.float32 is expected",
         ),
+        (
+            {"decoder.weight": torch.zeros(3).to_sparse()},
+            "decoder.weight has layout torch.sparse_coo; torch.strided is expected",
+        ),
     ],
 )
 def test_mismatch_in_words(change: dict[str, Tensor | None], words: str | None) -> None:

@@ -129,6 +129,8 @@ def test_a_message_of_another_form_is_refused() -> None:
         {**factor, "values": values.double()},
         {**factor, "values": values[:2]},
         {**factor, "values": values * float("nan")},
+        {**factor, "values": values.to_sparse()},
+        {**factor, "vectors": vectors.to_sparse()},
     )
     messages = [{**good, "matrices": {"gram": {"0": bad}}} for bad in bad_factors]
     messages += [{**good, "matrices": {}}, {**good, "others": {}}, {"state": good["state"]}]

@@ -134,6 +134,8 @@ def test_a_message_of_another_form_is_refused() -> None:
         ("values", torch.tensor([0.0, float("nan"), 0.0])),
         ("values", torch.zeros(3).double()),
         ("values", torch.zeros(2)),
+        ("values", torch.zeros(3).to_sparse()),
+        ("indexes", torch.tensor([0, 1, 2], dtype=int32).to_sparse()),
         ("others", {}),
         ("others", {"n": torch.tensor(4.0)}),
         ("others", {"n": torch.tensor(4), "w": BASE["w"]}),
