@@ -142,7 +142,8 @@ def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
     if isinstance(node, Mapping) and "class_path" in node:
         yield path, _Class(node["class_path"])
         for key, value in (node.get("init_args") or {}).items():
-            yield from _flatten(value, f"{path}.{key}")
+            # A mapping of plain values is one value: another group may have a word in its place.
+            yield from _flatten(repr(value) if _is_plain(value) else value, f"{path}.{key}")
     elif isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from _flatten(value, f"{path}.{key}" if path else str(key))
@@ -152,6 +153,15 @@ def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
             yield from _flatten(item, f"{path}.{name}")
     else:
         yield path, repr(node) if isinstance(node, (list, Mapping)) else node
+
+
+def _is_plain(node: Any) -> bool:
+    """Return whether an argument is a mapping of values that have no parts."""
+    return (
+        isinstance(node, Mapping)
+        and "class_path" not in node
+        and not any(isinstance(value, (Mapping, list)) for value in node.values())
+    )
 
 
 def _names(items: Sequence[Any]) -> list[str]:

@@ -98,6 +98,17 @@ def test_a_parameter_of_another_class_is_not_compared(tmp_path: Path) -> None:
     assert [group.label for group in group_runs(find_runs([tmp_path]))] == ["ACVAE", "Classifier"]
 
 
+def test_a_mapping_is_named_as_a_whole(tmp_path: Path) -> None:
+    for name, ranges in (("a", "maxima"), ("b", {"network.0": 30.0, "": 1.0}), ("c", {"": 2.0})):
+        masks = {"class_path": "flsuite.exchange.PairwiseMasks", "init_args": {"ranges": ranges}}
+        write(tmp_path / name, settings(1, secure_sum=masks), [0.1])
+    assert [group.label for group in group_runs(find_runs([tmp_path]))] == [
+        "ranges=maxima",
+        "ranges={'': 1.0, 'network.0': 30.0}",
+        "ranges={'': 2.0}",
+    ]
+
+
 def test_the_command_prints_and_writes(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
