@@ -8,12 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError
 
 __all__ = ["file_digest", "load_weights", "read_weights"]
 
 log = logging.getLogger("flsuite")
 
+_MUST_HOLD = (
+    "it must be checkpoints/model.ckpt of a run, another Lightning checkpoint with a state_dict, "
+    "or a state dict alone, as torch.save writes it"
+)
 _MOST_NAMED = 3
 """Entries that an error names."""
 
@@ -35,20 +39,15 @@ def read_weights(path: str) -> dict[str, Tensor]:
         # weights_only: a pickle from elsewhere could run code.
         content = torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:  # a damaged file may raise any type
-        reason = one_line(error, longest=200)
-        raise FlsuiteError(f"{file} cannot be read as pretrained weights: {reason}") from error
+        raise FlsuiteError(f"{file} cannot be read as pretrained weights: {_MUST_HOLD}") from error
 
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not isinstance(weights, Mapping) or not weights:
-        raise FlsuiteError(
-            f"{file} has no weights; give a Lightning checkpoint, such as checkpoints/model.ckpt "
-            "of a run, or a state dict"
-        )
+        raise FlsuiteError(f"{file} has no weights: {_MUST_HOLD}")
     others = [str(name) for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
         raise FlsuiteError(
-            f"{file} is not a state dict: {_some(others)} are no tensors; give a Lightning "
-            "checkpoint, such as checkpoints/model.ckpt of a run, or a state dict"
+            f"{file} is not a state dict: {_some(others)} are no tensors; {_MUST_HOLD}"
         )
     return dict(weights)
 

@@ -300,8 +300,11 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "there is no file .*weights.pt with pretrained weights; correct the path"),
-        (b"not a checkpoint", "weights.pt cannot be read as pretrained weights: "),
-        ({}, "weights.pt has no weights; give a Lightning checkpoint"),
+        (
+            b"not a checkpoint",
+            "weights.pt cannot be read as pretrained weights: it must be checkpoints/model.ckpt of",
+        ),
+        ({}, "weights.pt has no weights: it must be .* another Lightning checkpoint"),
         ([torch.zeros(1)], "weights.pt has no weights"),
         ({"format": 3, "round": 1}, "weights.pt is not a state dict: format, round are no tensors"),
     ],
@@ -312,8 +315,9 @@ def test_files_that_are_not_weights(content: object, message: str, tmp_path: Pat
         file.write_bytes(content)
     elif content is not None:
         torch.save(content, file)
-    with pytest.raises(FlsuiteError, match=message):
+    with pytest.raises(FlsuiteError, match=message) as told:
         built(file)
+    assert content is None or "or a state dict alone" in str(told.value)
 
 
 def test_a_file_of_weights_runs_no_code(tmp_path: Path) -> None:
