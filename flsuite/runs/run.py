@@ -225,8 +225,8 @@ class Run:
                 "keep_updates keeps the clients' models as they are, and compression or secure_sum "
                 "shows the server others; set trainer.keep_updates to false"
             )
-        if keep and self.folder.path is not None:
-            self.updates = UpdateStore(self.folder.path / UPDATES)
+        if keep:
+            self.updates = UpdateStore(self._path_to_keep() / UPDATES)
         if source is not None:
             self.federation.trained = trained_clients(Path(source), self.settings)
 
@@ -362,6 +362,15 @@ class Run:
             if checkpoint is not None:
                 self._resume(checkpoint)
             yield from self._running(is_resumed=checkpoint is not None)
+
+    def _path_to_keep(self) -> Path:
+        """Return the run's folder, which keeping the clients' models needs."""
+        if self.folder.path is None:
+            raise FlsuiteError(
+                "keep_updates keeps the clients' models in the run's folder, and "
+                "trainer.enable_checkpointing is false; set one of the two otherwise"
+            )
+        return self.folder.path
 
     def _create(self, is_restart: bool) -> None:
         """Begin in a new folder, or again in that of a run that was killed in its first round."""

@@ -43,16 +43,20 @@ class UpdateStore:
         """Return what a client's training has led to, or ``None`` if it is not kept.
 
         Raises:
-            FlsuiteError: If the file is damaged.
+            FlsuiteError: If the file is damaged, or another kind of file.
+            OSError: If the file cannot be opened.
         """
         path = self._path(round, client)
         if not path.exists():
             return None
         try:
             return TrainedFit(**torch.load(path, weights_only=True))
+        except OSError:
+            raise
         except Exception as error:  # torch, zip and pickle raise errors of their own
             raise FlsuiteError(
-                f"{path} cannot be read ({error}); train the clients again"
+                f"{path} cannot be read: it is damaged, or no client's trained model; delete it, "
+                "so that the client trains again"
             ) from error
 
     def _path(self, round: int, client: int) -> Path:

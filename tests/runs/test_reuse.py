@@ -95,9 +95,22 @@ def test_a_run_that_has_kept_nothing_is_named(tmp_path: Path) -> None:
         fitted(aggregator=LocalOnly(), from_updates=str(tmp_path / "a"))
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    fitted(tmp_path / "a", keep_updates=True)
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "other"])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+    first = fitted(tmp_path / "a", keep_updates=True)
     path = tmp_path / "a" / "updates" / "round-0001" / "client-00002.pt"
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(FlsuiteError, match=r"client-00002.pt cannot be read"):
+    if damage == "other":
+        torch.save({"state": {}}, path)
+    else:
+        path.write_bytes({"cut": path.read_bytes()[:100], "empty": b"", "text": b"xx"}[damage])
+    with pytest.raises(FlsuiteError, match=r"client-00002.pt cannot be read: .* delete it") as told:
         fitted(from_updates=str(tmp_path / "a"))
+    reason = str(told.value).removeprefix(str(path))
+    assert len(reason) < 120 and "torch" not in reason and "\n" not in reason
+    path.unlink()
+    assert_equal(first, fitted(from_updates=str(tmp_path / "a")))
+
+
+def test_models_are_not_kept_without_a_folder() -> None:
+    with pytest.raises(FlsuiteError, match=r"keep_updates .*enable_checkpointing is false"):
+        fitted(keep_updates=True)
