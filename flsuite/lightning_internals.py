@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 __all__ = [
     "INTERNALS",
+    "attach_to_fit",
     "detached",
     "detects_anomalies",
     "enter_hook",
@@ -21,6 +22,7 @@ __all__ = [
     "make_slim",
     "restore_settings",
     "rewind",
+    "run_stage",
     "set_train_loader",
     "steps_taken",
     "train_loader",
@@ -37,10 +39,12 @@ INTERNALS = (
     "Trainer._checkpoint_connector.restore_training_state",
     "Trainer._checkpoint_connector.resume_end",
     "Trainer.fit_loop._data_source.dataloader",
+    "Trainer.fit_loop._data_source.instance",
     "Trainer.fit_loop._combined_loader",
     "Trainer.fit_loop.epoch_loop._batches_that_stepped",
     "Trainer.fit_loop.epoch_loop.batch_progress.is_last_batch",
     "LightningModule._current_fx_name",
+    "LightningModule._metric_attributes",
     "LightningModule._trainer",
     "LightningCLI._get",
     "LightningCLI._parse_ckpt_path",
@@ -137,6 +141,19 @@ def train_loader(trainer: Trainer) -> Any:
     return trainer.fit_loop._data_source.dataloader()
 
 
+def attach_to_fit(trainer: Trainer, loader: Any) -> None:
+    """Connect the loader and the callbacks to a fit, as ``Trainer.fit`` does."""
+    trainer.fit_loop._data_source.instance = loader
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callback.log = trainer.lightning_module.log
+        callback.log_dict = trainer.lightning_module.log_dict
+
+
+def run_stage(trainer: Trainer) -> None:
+    """Run the part of a fit between its hooks ``on_fit_start`` and ``on_fit_end``."""
+    trainer._run_stage()
+
+
 def set_train_loader(trainer: Trainer, loader: Any) -> None:
     """Set what ``trainer.train_dataloader`` and ``trainer.num_training_batches`` return."""
     trainer.fit_loop._combined_loader = CombinedLoader(loader, "max_size_cycle")
@@ -156,6 +173,8 @@ def enter_hook(module: LightningModule, name: str) -> None:
 def leave_hooks(module: LightningModule) -> None:
     """Tell ``self.log`` that no hook is running."""
     module._current_fx_name = None
+    # Metrics that a hook has made would be known from the fit before.
+    module._metric_attributes = None
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 import logging
 import signal
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from flsuite.client.loop import LocalLoop
+from flsuite.client.loop import LocalLoop, NeedsLightningLoopError
+from flsuite.client.refit import PlainFit
 from flsuite.client.setup import refuse_callbacks
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import (
@@ -49,6 +51,8 @@ class ClientTrainer(Trainer):
         # max_epochs itself changes with every fit that has a warm-up.
         self.local_epochs = self.max_epochs or 1
         self.use_local_loop = use_local_loop
+        self._was_plain = False
+        self._plain_fit: PlainFit | None = None
 
         make_slim(self)
         self._settings = trainer_settings(self)
@@ -60,19 +64,29 @@ class ClientTrainer(Trainer):
         """
         rewind(self, self.local_epochs + extra_epochs, self._settings)
 
-    def fit(self, *args: Any, **kwargs: Any) -> None:
+    def fit(  # type: ignore[override]
+        self, model: LightningModule, train_dataloaders: Iterable[Any]
+    ) -> None:
         """Fit one client.
+
+        Lightning sets up the first fit, and those that are not the plain case.
 
         Raises:
             KeyboardInterrupt: On Ctrl-C. Lightning would exit and ignore the next Ctrl-C, but the
                 federation still has to close its run.
         """
+        if self._plain_fit is not None and self._plain_fit.module is model:
+            self._plain_fit.run(train_dataloaders)
+            return
+
         try:
-            super().fit(*args, **kwargs)
+            super().fit(model, train_dataloaders)
         except SystemExit:
             # Lightning has set Ctrl-C to be ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt from None
+        if self._was_plain:
+            self._plain_fit = PlainFit(self, model)
 
     def _run_stage(self) -> None:
         # The resident model still has the gradients of the client before.
@@ -80,8 +94,11 @@ class ClientTrainer(Trainer):
         self.lightning_module.zero_grad()
         local_loop = LocalLoop(self)
         with torch.autograd.set_detect_anomaly(detects_anomalies(self)):
-            if self.use_local_loop and local_loop.is_plain():
+            self._was_plain = self.use_local_loop and local_loop.is_plain()
+            if self._was_plain:
                 local_loop.run()
+            elif self._plain_fit is not None:
+                raise NeedsLightningLoopError("this fit is not the plain case that the first was")
             else:
                 self.fit_loop.run()
         leave_hooks(self.lightning_module)
