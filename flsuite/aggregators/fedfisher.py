@@ -28,7 +28,7 @@ from flsuite.aggregators.solvers.selection import (
 )
 from flsuite.aggregators.sums import mean_state, means, state_summands, sum_up
 from flsuite.data.loader import Batch
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of
+from flsuite.errors import FlsuiteError, require_one_of, require_whole
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Expectation
 from flsuite.state import State, StateLayout
@@ -192,7 +192,7 @@ class FedFisher(Aggregator):
         require_one_of("FedFisher", get_args(FormName), fisher=self.fisher)
         require_one_of("FedFisher", get_args(SolverName), solver=self.solver)
         require_one_of("FedFisher", get_args(Expectation), expectation=self.expectation)
-        require_at_least("FedFisher", 1, steps=self.steps, samples=self.samples)
+        require_whole("FedFisher", 1, steps=self.steps, samples=self.samples)
 
 
 class _FisherPass(LogitPass):
