@@ -14,6 +14,7 @@ __all__ = [
     "require_instance",
     "require_one_of",
     "require_positive",
+    "require_whole",
 ]
 
 
@@ -53,6 +54,18 @@ def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
     for name, value in numbers.items():
         if value is not None and not least <= value < math.inf:
             raise FlsuiteError(f"{owner}: {name} must be at least {least}, got {value}")
+
+
+def require_whole(owner: str, least: int, **numbers: int | None) -> None:
+    """Refuse an argument that is no integer, or is below ``least``.
+
+    ``None`` is an argument left out. Annotations alone refuse a fraction in a config, not in a
+    call.
+    """
+    for name, value in numbers.items():
+        if value is not None and type(value) is not int:
+            raise FlsuiteError(f"{owner}: {name} must be a whole number, got {value!r}")
+    require_at_least(owner, least, **numbers)
 
 
 def require_positive(owner: str, **numbers: float | None) -> None:

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from flsuite import FederatedTrainer
-from flsuite.aggregators import DENSE, PFNM, Aggregator, FedAvg, FedFisher, OTFusion, RegMean
+from flsuite.aggregators import (
+    DENSE,
+    PFNM,
+    Aggregator,
+    FedAvg,
+    FedFisher,
+    FisherMerge,
+    OTFusion,
+    RegMean,
+)
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import Processes
@@ -21,6 +30,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 EVERY: dict[str, Callable[[], Aggregator]] = {
     "kfac": FedFisher,
     "diag": partial(FedFisher, "diag"),
+    "merge": FisherMerge,
     "regmean": RegMean,
     "otfusion": OTFusion,
     "pfnm": PFNM,

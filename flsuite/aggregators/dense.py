@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.aggregators.base import Aggregator
-from flsuite.aggregators.dense_generator import ImageGenerator, batch_norm_distances
+from flsuite.aggregators.dense_generator import CHANNELS, ImageGenerator, batch_norm_distances
 from flsuite.aggregators.distillation import Ensemble, adversarial_loss, distillation_loss
 from flsuite.data.augment import CropFlip
 from flsuite.errors import (
@@ -23,6 +23,7 @@ from flsuite.errors import (
     require_below_one,
     require_one_of,
     require_positive,
+    require_whole,
 )
 from flsuite.messages import ClientUpdate
 from flsuite.random import seed_process, torch_generator
@@ -64,7 +65,8 @@ class DENSE(Aggregator):
         generator_steps: Steps of Adam per epoch, on the generator and the latent vectors.
         batch_size: Images per epoch, and per step of the student.
         latent: Numbers per latent vector.
-        width: Factor of the generator's channels. Half of them cost about a quarter of the time.
+        width: Factor of the generator's channels, at least 1/64. Half of them cost about a quarter
+            of the time.
         generator_lr: The generator's learning rate.
         betas: Decays of the generator's Adam.
         bn_weight: Weight of the distance to the BatchNorm statistics.
@@ -248,14 +250,16 @@ class DENSE(Aggregator):
             log.info("%s", reason)
 
     def _check_arguments(self) -> None:
-        require_at_least("DENSE", 1, epochs=self.epochs, generator_steps=self.generator_steps)
+        require_whole("DENSE", 1, epochs=self.epochs, generator_steps=self.generator_steps)
         # BatchNorm cannot train on one image.
-        require_at_least("DENSE", 2, batch_size=self.batch_size)
-        require_at_least("DENSE", 1, latent=self.latent)
+        require_whole("DENSE", 2, batch_size=self.batch_size)
+        require_whole("DENSE", 1, latent=self.latent)
         require_at_least("DENSE", 0, bn_weight=self.bn_weight, adv_weight=self.adv_weight)
-        require_at_least("DENSE", 0, generator_crop=self.generator_crop)
-        require_at_least("DENSE", 0, student_crop=self.student_crop)
+        require_whole("DENSE", 0, generator_crop=self.generator_crop)
+        require_whole("DENSE", 0, student_crop=self.student_crop)
         require_positive("DENSE", width=self.width, generator_lr=self.generator_lr)
+        # A smaller generator would be that of the least width.
+        require_at_least("DENSE", 1 / min(CHANNELS), width=self.width)
         require_positive("DENSE", student_lr=self.student_lr, temperature=self.temperature)
         require_below_one("DENSE", momentum=self.momentum)
         require_one_of("DENSE", get_args(Precision), precision=self.precision)

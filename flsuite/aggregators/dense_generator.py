@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["ImageGenerator", "UpConv", "batch_norm_distances", "statistics_distance"]
+__all__ = ["CHANNELS", "ImageGenerator", "UpConv", "batch_norm_distances", "statistics_distance"]
 
 CHANNELS = (128, 64)
 """Channels of the first and of the second convolution at width 1."""

@@ -28,7 +28,7 @@ from flsuite.aggregators.solvers.selection import (
 )
 from flsuite.aggregators.sums import mean_state, means, state_summands, sum_up
 from flsuite.data.loader import Batch
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of
+from flsuite.errors import FlsuiteError, require_one_of, require_whole
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Expectation
 from flsuite.state import State, StateLayout
@@ -70,9 +70,11 @@ class FedFisher(Aggregator):
         solver: ``cg`` takes conjugate gradients per layer. ``gd`` is lemma 1 of the paper, gradient
             descent with the step ``1 / lambda_max`` per layer. ``cg+gd`` takes the better of both
             by score. They have one limit, and reach it through other models. Without a score it is
-            ``cg``. ``adam`` is the one of the paper's
-            tables. ``exact`` goes to the limit: a division for ``diag``, conjugate gradients until
-            they converge for ``kfac``, and a pseudoinverse for ``full``.
+            ``cg``. ``adam`` is the one of the paper's tables. ``exact`` goes to the limit: a
+            division for ``diag``, conjugate gradients until they converge for ``kfac``, and a
+            pseudoinverse for ``full``. A secure sum is rounded to fixed steps. ``exact`` amplifies
+            that error where the Fishers are as small as the steps, and parameters there may end far
+            from those of the plain sum. The other solvers stop before.
         steps: The solver's steps, for ``exact`` the most that ``kfac`` takes. Default: 100 for
             ``cg+gd`` and 200 for ``cg`` if models are scored, and 50 for both if not, because the
             limit overfits. It is 2,000 for the others.
@@ -192,7 +194,7 @@ class FedFisher(Aggregator):
         require_one_of("FedFisher", get_args(FormName), fisher=self.fisher)
         require_one_of("FedFisher", get_args(SolverName), solver=self.solver)
         require_one_of("FedFisher", get_args(Expectation), expectation=self.expectation)
-        require_at_least("FedFisher", 1, steps=self.steps, samples=self.samples)
+        require_whole("FedFisher", 1, steps=self.steps, samples=self.samples)
 
 
 class _FisherPass(LogitPass):

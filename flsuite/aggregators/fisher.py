@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from flsuite.aggregators.fedavg import FedAvg, Weighting
 from flsuite.aggregators.fisher_mean import FisherMean
 from flsuite.aggregators.fisher_passes import EmpiricalPass, PredictivePass
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of
+from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_whole
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Estimator, Expectation
 from flsuite.state import RunningMean, State, StateLayout
@@ -185,7 +185,7 @@ class FisherAveraging(FedAvg):
         require_one_of(owner, get_args(Estimator), estimator=self.estimator)
         require_one_of(owner, get_args(Expectation), expectation=self.expectation)
         require_at_least(owner, 0, damping=self.damping)
-        require_at_least(owner, 1, batches=self.batches, samples=self.samples)
+        require_whole(owner, 1, batches=self.batches, samples=self.samples)
 
         chosen: dict[FisherKind, dict[str, bool]] = {
             "empirical": {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.beta_process import Prior, match_neurons, posterior_mean
 from flsuite.aggregators.matching import Places, neurons, read_layer, require_chain
-from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.errors import FlsuiteError, require_positive, require_whole
 from flsuite.messages import ClientUpdate
 from flsuite.random import numpy_generator
 from flsuite.state import Layer, State, StateLayout
@@ -75,7 +75,7 @@ class PFNM(Aggregator):
         self.grow = grow
         self.grown: nn.Module | None = None
         require_positive("PFNM", sigma=sigma, sigma0=sigma0, gamma=gamma)
-        require_at_least("PFNM", 0, sweeps=sweeps)
+        require_whole("PFNM", 0, sweeps=sweeps)
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
         arrived, started = list(updates), time.perf_counter()

@@ -17,7 +17,7 @@ from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.logit_pass import LogitPass
 from flsuite.aggregators.sums import STATE, mean_state, means, state_summands, sum_up
 from flsuite.data.loader import Batch
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError, require_whole
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import gram_matrices
 from flsuite.state import Layer, State, StateLayout, clone
@@ -76,7 +76,7 @@ class RegMean(Aggregator):
         self.conv = conv
         self.bias = bias
         self.samples = samples
-        require_at_least("RegMean", 1, samples=samples)
+        require_whole("RegMean", 1, samples=samples)
         if alpha is not None and not 0 <= alpha <= 1:
             raise FlsuiteError(f"RegMean: alpha must be in [0, 1], got {alpha}")
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flsuite.aggregators.base import Aggregator
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError, require_whole
 from flsuite.exchange.base import Compression, require_finite, require_keys
 from flsuite.exchange.tree_eigen import TreeEigen
 from flsuite.exchange.tree_quantizer import TreeQuantizer, require_bits
@@ -47,7 +47,7 @@ class LowRank(Compression):
         self.rank = rank
         self.state_bits = state_bits
         require_bits("LowRank", bits=bits, state_bits=state_bits)
-        require_at_least("LowRank", 1, rank=rank)
+        require_whole("LowRank", 1, rank=rank)
 
     def encode(
         self, state: State, extras: dict[str, Any], base: State, memory: dict[str, Any]

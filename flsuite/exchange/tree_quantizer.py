@@ -102,7 +102,7 @@ class TreeQuantizer:
 
 
 def require_bits(owner: str, **numbers: int) -> None:
-    """Refuse bits of a code outside 2 to 16."""
+    """Refuse bits of a code that are no integer from 2 to 16."""
     for name, bits in numbers.items():
-        if not 2 <= bits <= 16:
-            raise FlsuiteError(f"{owner}: {name} must be from 2 to 16, got {bits}")
+        if type(bits) is not int or not 2 <= bits <= 16:
+            raise FlsuiteError(f"{owner}: {name} must be a whole number from 2 to 16, got {bits!r}")

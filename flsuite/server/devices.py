@@ -1,17 +1,14 @@
 """The clients' devices of a secure sum, as a simulation needs them."""
 
-import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import Parties, SecureSum, SumReport
-from flsuite.messages import ClientFailure, ClientResult, ClientUpdate
+from flsuite.messages import ClientFailure, ClientResult, Outcome
 from flsuite.server.round_log import RoundLog
 from flsuite.state import State
 
 __all__ = ["Devices"]
-
-log = logging.getLogger("flsuite")
 
 
 class Devices:
@@ -26,81 +23,79 @@ class Devices:
 
     def __init__(self, secure_sum: SecureSum) -> None:
         self.secure_sum = secure_sum
-        self._summands: dict[int, State] = {}
+        self._parties: Parties | None = None  # of the round in progress
+        self._round = 0
+        self._faults: dict[int, str] = {}
 
-    def take(self, result: ClientResult) -> None:
-        """Take the summands out of what a client keeps, so that nothing else holds them."""
-        self._summands[result.update.client] = result.memory.pop("summands", {})
+    def take(self, result: ClientResult, cohort: Collection[int]) -> Outcome:
+        """Leave a client's summands on its device, so that nothing else holds them.
 
-    def sums(
-        self, arrived: Sequence[ClientUpdate], cohort: Collection[int], round_log: RoundLog
-    ) -> tuple[State, list[ClientUpdate]]:
-        """Return the sum of the clients' summands, and the updates that are in it.
+        Args:
+            result: The client's result. The summands are taken out of its memory.
+            cohort: All clients of the round, with those that are lost.
+
+        Returns:
+            The result, or a failure if the summands cannot be masked.
+
+        Raises:
+            FederationError: If the cohort is too small.
+        """
+        update, summands = result.update, result.memory.pop("summands", {})
+        parties = self._of_round(update.round, cohort)
+        try:
+            parties.hold(update.client, summands)
+        except ValueError as error:
+            self._faults[update.client] = str(error)
+            return ClientFailure(update.client, update.round, str(error))
+        return result
+
+    def sums(self, arrived: Collection[int], round_log: RoundLog) -> State:
+        """Return the sum of the clients' summands.
 
         The costs of the protocol are added to the record of the round.
 
         Args:
-            arrived: The updates of the round, without their summands.
-            cohort: All clients that have started, with those that were lost.
+            arrived: The clients of the round whose summands are on their devices.
             round_log: The record of the round.
 
         Raises:
-            FlsuiteError: If no summand of the first round can be masked: a setting is the reason.
             FederationError: If too few clients came back, or their summands cannot be masked.
         """
-        summands, self._summands = self._summands, {}
-        parties = self.secure_sum.begin(sorted(cohort))
-        held, faults = [], {}
-        for update in arrived:
-            if fault := _hold(parties, update.client, summands.pop(update.client)):
-                faults[update.client] = fault
-                _leave_out(update, fault, round_log)
-            else:
-                held.append(update)
-
+        assert self._parties is not None, "no client of this round has been taken"
+        parties, self._parties = self._parties, None
         try:
-            sums, report = self.secure_sum.finish(parties, [update.client for update in held])
+            sums, report = self.secure_sum.finish(parties, arrived)
         except FederationError as error:
             # The remedy of the fault, and not that of clients which did not come back.
-            raise (_unusable(faults, len(arrived), round_log.round) if faults else error) from None
+            raise (self.failure(len(arrived)) or error) from None
         _count(report, round_log)
-        return sums, held
+        return sums
 
+    def failure(self, held: int) -> Exception | None:
+        """Return the error of a round in which too few summands can be masked.
 
-def _hold(parties: Parties, client: int, summands: State) -> str | None:
-    """Leave summands on their device, or return why they cannot be masked."""
-    try:
-        parties.hold(client, summands)
-    except ValueError as error:
-        return str(error)
-    return None
+        It is ``None`` if all can. If none of the first round can, a setting is the reason.
 
+        Args:
+            held: The number of clients whose summands can be masked.
+        """
+        if not self._faults:
+            return None
+        client, fault = next(iter(self._faults.items()))
+        what = (
+            f"round {self._round}: the summands of {len(self._faults)} of "
+            f"{len(self._faults) + held} clients cannot be masked, client {client}: {fault}"
+        )
+        if self._round == 1 and not held:
+            return FlsuiteError(what)
+        return FederationError(f"{what}; the state of round {self._round - 1} is kept")
 
-def _unusable(faults: Mapping[int, str], arrived: int, round: int) -> Exception:
-    """Return the error of a round in which too few summands can be masked.
-
-    Args:
-        faults: Why they cannot, by client.
-        arrived: The number of clients that came back.
-        round: The round, from 1.
-    """
-    client, fault = next(iter(faults.items()))
-    what = (
-        f"round {round}: the summands of {len(faults)} of {arrived} clients cannot be masked, "
-        f"client {client}: {fault}"
-    )
-    if round == 1 and len(faults) == arrived:
-        return FlsuiteError(what)
-    return FederationError(f"{what}; the state of round {round - 1} is kept")
-
-
-def _leave_out(update: ClientUpdate, fault: str, round_log: RoundLog) -> None:
-    """Record that a client drops out with its summands."""
-    failure = ClientFailure(update.client, update.round, fault, number=update.number)
-    round_log.updates[:] = [u for u in round_log.updates if u.client != update.client]
-    round_log.failures.append(failure)
-    round_log.lost_down += update.bytes_down
-    log.warning("round %d: client %d failed: %s", update.round, update.client, fault)
+    def _of_round(self, round: int, cohort: Collection[int]) -> Parties:
+        """Return the devices of a round. They agree on keys when the first of them is needed."""
+        if self._parties is None or self._round != round:
+            self._round, self._faults = round, {}
+            self._parties = self.secure_sum.begin(sorted(cohort))
+        return self._parties
 
 
 def _count(report: SumReport, round_log: RoundLog) -> None:

@@ -185,6 +185,9 @@ class Federation:
         sender = outcome.update if isinstance(outcome, ClientResult) else outcome
         start = self._started.pop(sender.client)
         outcome = self.check(outcome, start.broadcast.state)
+        if isinstance(outcome, ClientResult) and self._devices is not None:
+            fits = (*self.schedule.ended, *self.schedule.in_flight)
+            outcome = self._devices.take(outcome, {fit.client for fit in fits})
         if isinstance(outcome, ClientFailure):
             outcome.number = start.number
             self._count_lost(start, sender)
@@ -199,8 +202,6 @@ class Federation:
         # 0 in a synchronous round, which is still in progress when its updates arrive.
         update.staleness = self.round - (start.broadcast.round - 1)
         update.number, update.base = start.number, self._base(start.broadcast)
-        if self._devices is not None:
-            self._devices.take(outcome)
         self.clients[update.client] = outcome.memory
         self.clock.client_updates += start.clients
         self.clock.bytes += update.bytes_up + update.bytes_down
@@ -237,6 +238,8 @@ class Federation:
         step. After that round, it is known that clients can train.
         """
         failures = self.log.failures
+        if self._devices is not None and (error := self._devices.failure(held=0)):
+            return error
         if not failures:
             return FederationError(f"round {self.round + 1}: no client took part")
 
@@ -263,11 +266,10 @@ class Federation:
         arrived = list(updates)
         # In this process clients train on the resident model, which still is the last one's.
         load_(self._resident.state_dict(), {**self.initial, **self.state})
-        cohort = {fit.client for fit in self.schedule.ended}
         before = self.log.bytes
-        sums, summed = self._devices.sums(arrived, cohort, self.log)
+        sums = self._devices.sums([update.client for update in arrived], self.log)
         self.clock.bytes += self.log.bytes - before
-        return self.aggregator.from_sums(self.state, sums, summed)
+        return self.aggregator.from_sums(self.state, sums, arrived)
 
     def advance(self, state: State) -> None:
         """Make this the next version of the global model.

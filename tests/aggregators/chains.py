@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from federations import assert_same_models, federation
@@ -94,11 +95,15 @@ def permuted(state: State, chain: Sequence[Layer], seed: int) -> State:
 
 
 def federate(
-    aggregator: Aggregator, rounds: int = 1, folder: Path | None = None, resume: bool = False
+    aggregator: Aggregator,
+    rounds: int = 1,
+    folder: Path | None = None,
+    resume: bool = False,
+    **settings: Any,
 ) -> FederatedTrainer:
     """Return a federation of three clients that has trained a small CNN on digits."""
     place = {} if folder is None else {"run_dir": str(folder)}
-    made = federation(aggregator, rounds, max_epochs=1, **place)
+    made = federation(aggregator, rounds, max_epochs=1, **place, **settings)
     model = Classifier(CNN(hidden=(16,)), optimizer=partial(SGD, lr=0.05))
     made.fit(model, digits(3, server_samples=50), ckpt_path="last" if resume else None)
     return made

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import federate
 from federations import (
     MINIMA,
     Quadratic,
@@ -27,6 +28,8 @@ from lightning.pytorch import Callback
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import (
+    DENSE,
+    PFNM,
     SCAFFOLD,
     Aggregator,
     Centralized,
@@ -38,7 +41,9 @@ from flsuite.aggregators import (
     FedBuff,
     FedProx,
     FedYogi,
+    FisherMerge,
     LocalOnly,
+    OTFusion,
 )
 from flsuite.engines import Processes
 from flsuite.messages import ClientContext, ClientUpdate
@@ -57,10 +62,18 @@ EVERY: list[Callable[[], Aggregator]] = [
     partial(FedBuff, "mix"),
     SCAFFOLD,
     partial(SCAFFOLD, lr=0.5, weighting="samples", control="mean_gradient"),
+    FisherMerge,
     LocalOnly,
     Centralized,
 ]
-SHARING = [make for make in EVERY if make not in (LocalOnly, Centralized)]
+# FisherMerge refuses the model whose fits fail, which has no logits.
+SHARING = [make for make in EVERY if make not in (FisherMerge, LocalOnly, Centralized)]
+# These need a chain of layers, or images.
+ON_IMAGES: list[Callable[[], Aggregator]] = [
+    OTFusion,
+    PFNM,
+    partial(DENSE, epochs=1, generator_steps=2, batch_size=8, latent=8, width=0.1),
+]
 
 
 @pytest.mark.parametrize("make", [FedAvgM, FedAdagrad, FedAdam, FedYogi, SCAFFOLD])
@@ -145,6 +158,7 @@ def test_aggregate_changes_nothing_that_it_was_given(make: Callable[[], Aggregat
             {"w": torch.tensor([2.0 + i]), "count": torch.tensor(3 - i)},
             2,
             control_change={"w": torch.ones(1)},
+            fisher={"w": torch.ones(1)},
         )
         for i in range(2)
     ]
@@ -154,7 +168,21 @@ def test_aggregate_changes_nothing_that_it_was_given(make: Callable[[], Aggregat
     assert_equal(old, before[0])
     for now, then in zip(updates, before[1], strict=True):
         assert_equal(now.state, then.state)
-        assert_equal(now.extras["control_change"], then.extras["control_change"])
+        for name in ("control_change", "fisher"):
+            assert_equal(now.extras[name], then.extras[name])
+
+
+@pytest.mark.parametrize("make", ON_IMAGES)
+def test_aggregate_changes_nothing_of_a_round_on_images(make: Callable[[], Aggregator]) -> None:
+    seen = Updates()
+    trainer = federate(make(), callbacks=[seen])
+    state, before = clone(trainer.federation.state), copy.deepcopy(seen.all)
+    first = trainer.aggregator.aggregate(trainer.federation.state, iter(seen.all))
+    again = trainer.aggregator.aggregate(trainer.federation.state, iter(seen.all))
+    assert_equal(trainer.federation.state, state)
+    assert_equal(first, again)
+    for now, then in zip(seen.all, before, strict=True):
+        assert_equal(now.state, then.state)
 
 
 @pytest.mark.parametrize("make", EVERY)
@@ -168,6 +196,17 @@ def test_updates_carry_the_extras_that_the_server_expects(
     assert all(signature(update.extras) == signature(expected) for update in seen.all)
 
 
+@pytest.mark.parametrize("make", ON_IMAGES)
+def test_methods_on_images_ask_nothing_of_clients(make: Callable[[], Aggregator]) -> None:
+    """A client sends its model alone, and its fit has no callback of the method."""
+    seen = Updates()
+    trainer = federate(make(), callbacks=[seen])
+    client = ClientContext(0, 1, 1, torch.ones(1), trainer.federation.state, {}, {})
+    assert trainer.aggregator.client_callbacks(client) == []
+    assert trainer.aggregator.expected_extras(trainer.federation.state) == {}
+    assert len(seen.all) == 3 and not any(update.extras for update in seen.all)
+
+
 @pytest.mark.parametrize("make", EVERY)
 def test_the_client_half_needs_no_memory(make: Callable[[], Aggregator]) -> None:
     """It runs where the server's memory is not: in workers and on other machines."""
@@ -178,7 +217,7 @@ def test_the_client_half_needs_no_memory(make: Callable[[], Aggregator]) -> None
     assert all(isinstance(callback, Callback) for callback in callbacks)
 
 
-@pytest.mark.parametrize("make", EVERY)
+@pytest.mark.parametrize("make", [make for make in EVERY if make is not FisherMerge])
 def test_only_one_update_is_held_at_a_time(make: Callable[[], Aggregator]) -> None:
     """The memory of a round does not grow with its cohort."""
     aggregator = configured(make(), "w")

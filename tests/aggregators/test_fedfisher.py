@@ -349,7 +349,9 @@ def test_the_full_fisher_of_a_large_model_is_refused() -> None:
         {"fisher": "block"},
         {"solver": "newton"},
         {"steps": 0},
+        {"steps": 10.5},
         {"samples": 0},
+        {"samples": 99.5},
         {"expectation": "empirical"},
     ],
 )

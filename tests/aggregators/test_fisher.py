@@ -347,6 +347,7 @@ def test_any_model_with_a_likelihood_works() -> None:
         ({"damping": -1.0}, "damping"),
         ({"damping": math.nan}, "damping"),
         ({"batches": 0}, "batches"),
+        ({"batches": 1.5}, "batches must be a whole number"),
     ],
 )
 def test_bad_settings_are_named(bad: dict[str, Any], said: str) -> None:
@@ -463,6 +464,11 @@ def test_merging_is_the_same_in_workers_and_after_a_resume(
 def test_merging_says_what_it_needs() -> None:
     with pytest.raises(FlsuiteError, match=r"FisherMerge needs the logits.*Unlikely has none: add"):
         trainer(aggregator=FisherMerge(), rounds=1).fit(Unlikely(), data())
-    for bad, said in (({"floor": -1.0}, "floor"), ({"samples": 0}, "samples")):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"floor": -1.0}, "floor"),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"samples": 9.5}, "samples must be a whole number"),
+    ]
+    for bad, said in wrong:
         with pytest.raises(FlsuiteError, match=f"FisherMerge: {said}"):
             FisherMerge(**bad)

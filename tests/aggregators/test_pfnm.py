@@ -306,6 +306,7 @@ def test_growing_needs_one_round_and_a_module() -> None:
         ({"sigma0": math.inf}, "sigma0 must be positive"),
         ({"gamma": -1.0}, "gamma must be positive"),
         ({"sweeps": -1}, "sweeps must be at least 0"),
+        ({"sweeps": 1.5}, "sweeps must be a whole number"),
     ],
 )
 def test_bad_arguments_are_named(settings: dict[str, float], reason: str) -> None:

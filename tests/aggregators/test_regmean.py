@@ -243,6 +243,8 @@ def test_parameters_are_kept_under_their_names() -> None:
     assert init_args(RegMean(**settings)) == settings
     with pytest.raises(FlsuiteError, match="samples must be at least 1"):
         RegMean(samples=0)
+    with pytest.raises(FlsuiteError, match=r"samples must be a whole number, got 99\.5"):
+        RegMean(samples=99.5)
 
 
 # A federation

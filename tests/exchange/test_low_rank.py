@@ -158,6 +158,6 @@ def test_what_cannot_be_compressed_is_refused() -> None:
     ):
         with pytest.raises(FlsuiteError, match=match):
             configured(LowRank(), weight, {"gram": {"0": matrix}}, psd_extras=("gram",))
-    for arguments in ({"bits": 1}, {"state_bits": 17}, {"rank": 0}):
+    for arguments in ({"bits": 1}, {"state_bits": 17}, {"rank": 0}, {"rank": 2.5}):
         with pytest.raises(FlsuiteError, match="LowRank: "):
             LowRank(**arguments)

@@ -187,9 +187,9 @@ def test_a_state_that_is_not_finite_cannot_be_sent(bad: float) -> None:
         quantize.encode({"w": values(1.0, 2.0)}, {"c": values(bad)}, {}, {})
 
 
-@pytest.mark.parametrize("bits", [1, 17, 0, -3])
+@pytest.mark.parametrize("bits", [1, 17, 0, -3, 8.5, 8.0, float("nan"), True])
 def test_bits_outside_2_to_16_are_refused(bits: int) -> None:
-    with pytest.raises(FlsuiteError, match="bits must be from 2 to 16"):
+    with pytest.raises(FlsuiteError, match="bits must be a whole number from 2 to 16"):
         Quantize(bits)
 
 

@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord
 
 from flsuite.aggregators import (
     CMGA,
+    DENSE,
     PFNM,
     SCAFFOLD,
     FedAdam,
@@ -18,6 +19,7 @@ from flsuite.aggregators import (
     FedBuff,
     FedFisher,
     FedProx,
+    FisherMerge,
     LocalOnly,
     OTFusion,
     RegMean,
@@ -73,6 +75,12 @@ from tests.flower.grid import (
         (classifier, lambda: RegMean(alpha=0.9), {}),
         (classifier, OTFusion, {}),
         (classifier, PFNM, {}),
+        (classifier, FisherMerge, {}),
+        (
+            classifier,
+            lambda: DENSE(epochs=1, generator_steps=2, batch_size=8, latent=8, width=0.1),
+            {},
+        ),
         (classifier, SCAFFOLD, {"compression": Quantize(16)}),
         (classifier, FedAvg, {"rounds": 3, "compression": TopK(0.1)}),
         (classifier, FedFisher, {"rounds": 1, "compression": LowRank()}),
@@ -95,6 +103,8 @@ from tests.flower.grid import (
         "regmean",
         "otfusion",
         "pfnm",
+        "fisher_merge",
+        "dense",
         "quantized_scaffold",
         "top_k",
         "low_rank",

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -24,13 +25,13 @@ from flsuite.callbacks import FederationCallback
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import Processes
 from flsuite.exchange import PairwiseMasks, Quantize
-from flsuite.messages import ClientUpdate
+from flsuite.messages import ClientFailure, ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, Bernoulli, LogNormal, Synchronous
-from flsuite.state import State
+from flsuite.state import State, nbytes
 
 
-def fitted(aggregator: Aggregator, rounds: int = 2, **kwargs: Any) -> FederatedTrainer:
+def fitted(aggregator: Aggregator, rounds: int | None = 2, **kwargs: Any) -> FederatedTrainer:
     optimizer = partial(torch.optim.SGD, lr=0.1)
     private = kwargs.pop("private", ())
     model = Classifier(MLP(hidden=(16,)), optimizer=optimizer, private=private)
@@ -175,6 +176,62 @@ def test_a_sum_without_enough_usable_summands_names_the_first_fault(
 def test_a_number_out_of_range_costs_the_round_its_client() -> None:
     trainer = fitted(Louder(1, (1,)), secure_sum=PairwiseMasks(ranges={"": 1e4}))
     assert [failure.client for failure in trainer.federation.log.failures] == [1]
+
+
+class Told(FederationCallback):
+    """Notes the kind of every outcome."""
+
+    def __init__(self) -> None:
+        self.failed: list[int] = []
+        self.arrived: list[int] = []
+
+    def on_client_end(self, run: Any, result: Any) -> None:
+        if isinstance(result, ClientFailure):
+            self.failed.append(result.client)
+        else:
+            self.arrived.append(result.update.client)
+
+
+class LouderFisher(Louder, FedFisher):
+    """FedFisher whose curvature travels in the clear, beside summands that leave their range."""
+
+    def __init__(self) -> None:
+        Louder.__init__(self, 1, (1, 3))
+        FedFisher.__init__(self, "kfac", select=False, steps=5)
+
+
+def test_a_client_out_of_range_is_a_failed_one_in_every_record(tmp_path: Path) -> None:
+    told = Told()
+    trainer = fitted(
+        Louder(1, (1, 3)), 2, secure_sum=PairwiseMasks(ranges={"": 1e4}), callbacks=[told],
+        run_dir=str(tmp_path), enable_checkpointing=True,
+    )  # fmt: skip
+    assert told.failed == [1, 3] * 2 and told.arrived == [0, 2, 4] * 2
+    clock = trainer.run.clock
+    assert clock.client_updates == 6
+    table = pd.read_csv(tmp_path / "metrics.csv")
+    shared = table[(table["scope"] == "global") & (table["split"] == "train")]
+    totals = shared.groupby("metric")["value"].sum()
+    assert totals["failed"] == 4 and totals["clients"] == 6
+    assert totals["bytes_up"] + totals["bytes_down"] == clock.bytes
+    outcomes = pd.read_csv(tmp_path / "timeline.csv").groupby("outcome")["client"].unique()
+    assert sorted(outcomes["failed"]) == [1, 3] and sorted(outcomes["merged"]) == [0, 2, 4]
+
+
+def test_what_a_client_out_of_range_has_sent_in_the_clear_counts() -> None:
+    trainer = fitted(LouderFisher(), 1, secure_sum=PairwiseMasks(ranges={"": 1e4}))
+    federation = trainer.run.federation
+    factors = nbytes(federation.aggregator.expected_extras(federation.state)["fisher"])
+    # Of the two clients, and the rest are keys and shares.
+    assert 2 * factors < federation.log.lost_up < 2 * factors + 2000
+
+
+def test_the_budget_of_updates_counts_those_that_are_used() -> None:
+    trainer = fitted(
+        Louder(1, (1, 3)), None, max_client_updates=7,
+        secure_sum=PairwiseMasks(ranges={"": 1e4}),
+    )  # fmt: skip
+    assert trainer.round == 3
 
 
 def test_the_bytes_are_those_of_masked_integers_and_shares() -> None:
