@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from flsuite.state import State, mismatch, non_finite
+from flsuite.state import RunningMean, State, mismatch, non_finite
 
 __all__ = [
     "POOLED",
@@ -91,6 +91,8 @@ class FitRequest:
         repeat: Fits that the client has started from the same version before. Each has randomness
             of its own.
         trained: What this very fit has led to in another run. The client then does not train again.
+        part: The part of the cohort that the client is in. One worker may train a whole part.
+            Default: it trains for itself.
     """
 
     number: int
@@ -99,6 +101,7 @@ class FitRequest:
     memory: dict[str, Any]
     repeat: int = 0
     trained: TrainedFit | None = None
+    part: int | None = None
 
     def failure(
         self, reason: str, details: str = "", before_first_step: bool = False
@@ -159,6 +162,10 @@ class ClientUpdate:
             it, to 0 in a synchronous round.
         base: The shared state that the client started from. The server sets it. Without staleness
             it is the global state. It must not be changed.
+        part: The part of the cohort that the client is in. The server sets it.
+        partial: The sum of the models of the client's part, where a worker has added them up. The
+            last update of the part has it and the others have an empty one. None of them has a
+            state then.
     """
 
     client: int
@@ -175,6 +182,8 @@ class ClientUpdate:
     number: int = 0
     staleness: int = 0
     base: State = field(default_factory=dict)
+    part: int | None = None
+    partial: RunningMean | None = None
 
     def fault(self, state: State, extras: dict[str, Any] | None = None) -> str | None:
         """Return why this update must not reach the aggregator, or ``None`` if it may.
@@ -203,7 +212,7 @@ class ClientUpdate:
 
         It shares ``metrics``, so that an aggregator can still add the weight that it gives.
         """
-        return replace(self, state={}, extras={}, base={})
+        return replace(self, state={}, extras={}, base={}, partial=None)
 
 
 @dataclass

@@ -162,6 +162,8 @@ def nbytes(tree: Any) -> int:
 
 def non_finite(tree: Any, name: str = "") -> str | None:
     """Return the name of the first entry of nested data with a NaN or an infinity, or ``None``."""
+    if isinstance(tree, Mapping) and _has_finite_sum(tree):
+        return None
     if isinstance(tree, Tensor):
         is_bad = tree.is_floating_point() and not bool(torch.isfinite(tree).all())
         return (name or "value") if is_bad else None
@@ -170,6 +172,18 @@ def non_finite(tree: Any, name: str = "") -> str | None:
         return next((bad for bad in names if bad is not None), None)
     # inf - inf and NaN - NaN are NaN, which is not equal to 0.
     return (name or "value") if isinstance(tree, float) and tree - tree != 0.0 else None
+
+
+def _has_finite_sum(state: Mapping[Any, Any]) -> bool:
+    """Return whether all entries are tensors whose floats have a finite sum.
+
+    It is several times faster than a look at every number, and never right about a NaN or an
+    infinity by mistake: neither leaves a sum.
+    """
+    if not all(isinstance(value, Tensor) for value in state.values()):
+        return False
+    sums = [value.sum(dtype=torch.float32) for value in state.values() if value.is_floating_point()]
+    return not sums or bool(torch.isfinite(torch.stack(sums).sum()))
 
 
 def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
@@ -275,6 +289,17 @@ class RunningMean:
                 self._sums[name].add_(value, alpha=weight)
             else:
                 torch.maximum(self._sums[name], value, out=self._sums[name])
+
+    def merge(self, other: "RunningMean") -> None:
+        """Add all that another mean has been given."""
+        self.weight += other.weight
+        for name, total in other._sums.items():
+            if name not in self._sums:
+                self._sums[name], self._dtypes[name] = total.clone(), other._dtypes[name]
+            elif total.dtype == torch.float64:
+                self._sums[name].add_(total)
+            else:
+                torch.maximum(self._sums[name], total, out=self._sums[name])
 
     def mean(self) -> State:
         """Return the mean, in the dtypes of the states.

@@ -264,6 +264,7 @@ class FederatedTrainer(Trainer):
             keep_optimizers=self.keep_optimizers,
             channels_last=self.channels_last,
             lr_decay=self.options.lr_decay,
+            sums_parts=run.sums_parts,
         )
 
     def _restored(

@@ -109,19 +109,41 @@ class Aggregator(ABC):
         """
 
     @property
+    def works_from_mean(self) -> bool:
+        """Return whether the mean of the clients' models is all that the server half needs.
+
+        It has :meth:`weight` and :meth:`from_mean`, and no other rule of its own in between.
+        """
+        mean, weight = self._owner("from_mean"), self._owner("weight")
+        # A weight that a subclass has changed may be one that only the server knows.
+        return mean <= min(self._owner("aggregate"), self._base - 1) and mean <= weight
+
+    def weight(self, update: ClientUpdate) -> float:
+        """Return the weight of an update in the mean. It is part of the client half."""
+        raise NotImplementedError
+
+    def from_mean(self, global_state: State, mean: State, updates: Sequence[ClientUpdate]) -> State:
+        """Return the next global state from the mean of the clients' models.
+
+        An aggregator that has it works the faster, the more clients there are: workers add up
+        models where they are trained.
+
+        Args:
+            global_state: The shared entries that the clients started from.
+            mean: The mean by :meth:`weight`. Integer entries have their maximum.
+            updates: The clients' updates without their models.
+        """
+        raise NotImplementedError
+
+    @property
     def works_from_sums(self) -> bool:
         """Return whether sums over clients are all that the server half needs of their updates.
 
         It has :meth:`summands` and :meth:`from_sums`, and no other rule of its own in between.
         """
-        order = type(self).__mro__
-        owners = {
-            name: next(place for place, cls in enumerate(order) if name in vars(cls))
-            for name in ("aggregate", "summands", "from_sums")
-        }
-        base = order.index(Aggregator)
+        sums = max(self._owner("summands"), self._owner("from_sums"))
         # A subclass with another aggregate would silently be its base class.
-        return max(owners["summands"], owners["from_sums"]) <= min(owners["aggregate"], base - 1)
+        return sums <= min(self._owner("aggregate"), self._base - 1)
 
     def summands(self, update: ClientUpdate) -> State:
         """Return what the server adds up over clients, float tensors by name.
@@ -140,6 +162,14 @@ class Aggregator(ABC):
             updates: The clients' updates without their states, and with :attr:`clear_extras` alone.
         """
         raise NotImplementedError
+
+    @property
+    def _base(self) -> int:
+        return type(self).__mro__.index(Aggregator)
+
+    def _owner(self, method: str) -> int:
+        """Return the place in the order of classes of the one that defines a method."""
+        return next(n for n, cls in enumerate(type(self).__mro__) if method in vars(cls))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory."""

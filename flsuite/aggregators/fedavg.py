@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from flsuite.aggregators.base import Aggregator
+from flsuite.aggregators.parts import mean_by_parts
 from flsuite.errors import require_one_of
 from flsuite.messages import ClientUpdate
-from flsuite.state import RunningMean, State
+from flsuite.state import State
 
 __all__ = ["FedAvg", "Weighting"]
 
@@ -29,10 +30,10 @@ class FedAvg(Aggregator):
         require_one_of(type(self).__name__, get_args(Weighting), weighting=weighting)
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        mean = RunningMean()
-        for update in updates:
-            mean.add(update.state, self.weight(update))
-        return mean.mean()
+        return self.from_mean(global_state, *mean_by_parts(updates, self.weight))
+
+    def from_mean(self, global_state: State, mean: State, updates: Sequence[ClientUpdate]) -> State:
+        return mean
 
     def summands(self, update: ClientUpdate) -> State:
         weight = self.weight(update)
@@ -48,5 +49,4 @@ class FedAvg(Aggregator):
         }
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight of an update in the mean."""
         return update.samples if self.weighting == "samples" else 1.0

@@ -6,7 +6,7 @@ Visual Classification, arXiv:1909.06335, section 4.3. FedAdagrad, FedYogi, FedAd
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -70,9 +70,13 @@ class ServerOptimizer(FedAvg):
         # Buffers are statistics and counters, no direction to step along: they keep the mean. Where
         # nothing is damped it is FedAvg's, counters included.
         undamped = changes.damping == 1.0
-        new = changes.mean() if undamped else changes.applied(changes.damping)
+        mean = changes.mean() if undamped else changes.applied(changes.damping)
+        return self.from_mean(global_state, mean, ())
+
+    def from_mean(self, global_state: State, mean: State, updates: Sequence[ClientUpdate]) -> State:
+        new = dict(mean)
         for name in self.layout.parameters:
-            delta = new[name] - global_state[name]
+            delta = mean[name] - global_state[name]
             new[name] = global_state[name] + self.step(name, delta)
         return new
 

@@ -29,9 +29,12 @@ class FederationCallback(Callback):
             run lasts) belong to the settings of a run: a report groups runs by them, and a resume
             refuses other callbacks that affect weights. Callbacks that affect ``nothing`` only
             observe.
+        reads_updates: Whether :meth:`on_client_end` reads the client's model. If no callback does,
+            workers may send the sum of several models, and ``outcome.update.state`` is empty.
     """
 
     affects: ClassVar[Affects] = "weights"
+    reads_updates: ClassVar[bool] = True
 
     def on_federation_start(self, run: Run) -> None:
         """Handle the start of a run.

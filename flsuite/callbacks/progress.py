@@ -32,6 +32,7 @@ class RoundProgress(FederationCallback):
     """
 
     affects: ClassVar[Affects] = "nothing"
+    reads_updates: ClassVar[bool] = False
 
     def __init__(self, interval: float = 5.0) -> None:
         self.interval = interval

@@ -17,6 +17,7 @@ from flsuite.lightning_internals import attach_to_fit, enter_hook, leave_hooks, 
 
 __all__ = ["PlainFit"]
 
+
 class PlainFit:
     """Fits one model with the calls of ``Trainer.fit``, in its order.
 

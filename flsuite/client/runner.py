@@ -33,7 +33,7 @@ from flsuite.messages import (
 )
 from flsuite.models.base import ClientModel
 from flsuite.random import seed_process
-from flsuite.state import State, clone, load_, nbytes, split
+from flsuite.state import RunningMean, State, clone, load_, nbytes, split
 
 __all__ = ["ClientRunner"]
 
@@ -76,6 +76,30 @@ class ClientRunner:
             return self._failure(request, error, before_first_step=not loss.steps)
         finally:
             self._restore_trainable()
+
+    def run_job(self, requests: Sequence[FitRequest]) -> list[Outcome]:
+        """Train several clients, one after another, and add up their models.
+
+        A faulty update keeps its model and is not added: the server refuses it by name. The model
+        of a single client is sent as it is.
+        """
+        if len(requests) == 1:
+            return [self.run(requests[0])]
+
+        total, outcomes = RunningMean(), []
+        last: ClientUpdate | None = None
+        for request in requests:
+            outcome = self.run(request)
+            if isinstance(outcome, ClientResult):
+                update = outcome.update
+                if update.fault(request.broadcast.state) is None:
+                    total.add(update.state, self.setup.aggregator.weight(update))
+                    update.state, update.partial, last = {}, RunningMean(), update
+            outcomes.append(outcome)
+
+        if last is not None:
+            last.partial = total
+        return outcomes
 
     def _fit(self, request: FitRequest, loss: MeanLoss) -> ClientResult:
         started = time.perf_counter()

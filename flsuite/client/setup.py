@@ -74,6 +74,8 @@ class WorkerSetup:
         channels_last: Whether images and convolutions use that memory format.
         lr_decay: How learning rates change from round to round. Default: they do not.
         exchange: How updates are packed for their way to the server. Default: not at all.
+        sums_parts: Whether a worker sends the sum of the models of a part of the cohort, and not
+            each of them.
     """
 
     model: ClientModel
@@ -87,6 +89,7 @@ class WorkerSetup:
     channels_last: bool = True
     lr_decay: LRDecay | None = None
     exchange: Exchange = field(default_factory=Exchange)
+    sums_parts: bool = False
 
 
 class _ServerMemory(dict[str, Any]):

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 from flsuite.client.setup import WorkerSetup
 from flsuite.messages import FitRequest, Outcome
@@ -46,6 +47,20 @@ class Engine(ABC):
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
         """
+
+    @staticmethod
+    def jobs(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:
+        """Yield what one worker trains at a time: a part of the cohort, or one client.
+
+        Args:
+            requests: The requests, those of one part next to each other.
+            sums_parts: Whether a worker is to add up the models of a part.
+        """
+        for part, members in groupby(requests, key=lambda request: request.part):
+            if sums_parts and part is not None:
+                yield list(members)
+            else:
+                yield from ([request] for request in members)
 
     def stop(self) -> None:
         """Release what :meth:`start` took, and drop pending requests.

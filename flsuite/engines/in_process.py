@@ -26,26 +26,33 @@ class InProcess(Engine):
     def __init__(self, threads: int = 1) -> None:
         require_at_least("InProcess", 1, threads=threads)
         self.threads = threads
-        self._requests: dict[int, FitRequest] = {}
+        self.stop()
 
     def start(self, setup: WorkerSetup) -> None:
-        self._requests = {}
+        self.stop()
+        self._sums_parts = setup.sums_parts
         self._runner = ClientRunner(setup)
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
-        self._requests.update((request.number, request) for request in requests)
+        for job in self.jobs(requests, self._sums_parts):
+            self._jobs.update((request.number, job) for request in job)
 
     @property
     def pending(self) -> Sequence[int]:
-        return list(self._requests)
+        return list(self._jobs)
 
     def collect(self, number: int) -> Outcome:
-        # Sums depend on the number of threads, so it is set here and not left to torch.
-        with _threads(self.threads):
-            return self._runner.run(self._requests.pop(number))
+        job = self._jobs.pop(number)
+        if number not in self._outcomes:
+            # Sums depend on the number of threads, so it is set here and not left to torch.
+            with _threads(self.threads):
+                outcomes = self._runner.run_job(job)
+            self._outcomes.update(zip((r.number for r in job), outcomes, strict=True))
+        return self._outcomes.pop(number)
 
     def stop(self) -> None:
-        self._requests = {}
+        self._jobs: dict[int, list[FitRequest]] = {}
+        self._outcomes: dict[int, Outcome] = {}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -33,7 +33,7 @@ class _Worker:
     """A worker process as the engine sees it.
 
     Attributes:
-        request: The request that it is training.
+        job: The requests that it is training.
         broadcast: The last broadcast that it was sent.
         is_ready: Whether it has been set up. A fit's time counts from then.
         alarm: Kills it when its fit takes too long.
@@ -42,7 +42,7 @@ class _Worker:
 
     process: Any
     connection: Connection
-    request: FitRequest | None = None
+    job: list[FitRequest] = field(default_factory=list)
     broadcast: Broadcast | None = None
     is_ready: bool = False
     alarm: threading.Timer | None = None
@@ -78,6 +78,7 @@ class Processes(Engine):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         prepare_workers()
+        self._sums_parts = setup.sums_parts
         names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
         rest = {name: getattr(setup, name) for name in names}
         # Serialized on its own: every worker gets a model that it may change, and all share the
@@ -107,9 +108,11 @@ class Processes(Engine):
             self._payload = None
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
-        for request in requests:
-            self._pending[request.number] = request
-            self._queue.append(request.number)
+        # With a timeout, a client that takes too long must not take others with it.
+        sums_parts = self._sums_parts and self.timeout is None
+        for job in self.jobs(requests, sums_parts):
+            self._pending.update((request.number, job) for request in job)
+            self._queue.append(job[0].number)
         self._hand_out()
 
     @property
@@ -129,38 +132,42 @@ class Processes(Engine):
 
         The urgent request is handed out even when many outcomes wait for their turn.
         """
-        if urgent is not None and urgent in self._queue:
-            self._queue.remove(urgent)
-            self._queue.appendleft(urgent)
+        first = None if urgent is None else self._pending[urgent][0].number
+        if first is not None and first in self._queue:
+            self._queue.remove(first)
+            self._queue.appendleft(first)
         for position, worker in enumerate(self._pool):
-            # Requests that are training, or trained and not collected.
-            in_hand = len(self._pending) - len(self._queue)
-            is_full = in_hand >= _AHEAD * len(self._pool)
-            if not self._queue or (is_full and self._queue[0] != urgent):
+            is_full = self._in_hand() >= _AHEAD * len(self._pool)
+            if not self._queue or (is_full and self._queue[0] != first):
                 return
-            if worker.request is None:
+            if not worker.job:
                 if not worker.process.is_alive():
                     worker = self._replace(position)
                 self._assign(worker, self._pending[self._queue.popleft()])
 
-    def _assign(self, worker: _Worker, request: FitRequest) -> None:
-        worker.request = request
+    def _in_hand(self) -> int:
+        """Return the number of jobs that are training, or trained and not collected."""
+        return len({id(job) for job in self._pending.values()}) - len(self._queue)
+
+    def _assign(self, worker: _Worker, job: list[FitRequest]) -> None:
+        worker.job = job
         if worker.is_ready:
             self._arm(worker)
         try:
-            self._send_request(worker, request)
+            self._send_job(worker, job)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise _unsendable("a callback or what a client keeps", error) from error
 
     @staticmethod
-    def _send_request(worker: _Worker, request: FitRequest) -> None:
+    def _send_job(worker: _Worker, job: list[FitRequest]) -> None:
+        broadcast = job[0].broadcast
         with suppress(OSError):  # it died just now, and its connection will show it
             # Once per round and worker: the global model is most of what is sent.
-            if worker.broadcast is not request.broadcast:
-                send(worker.connection, request.broadcast)
-                worker.broadcast = request.broadcast
-            order = (request.number, request.assignment, request.memory, request.repeat)
-            send(worker.connection, order)
+            if worker.broadcast is not broadcast:
+                send(worker.connection, broadcast)
+                worker.broadcast = broadcast
+            orders = [(r.number, r.assignment, r.memory, r.repeat, r.trained) for r in job]
+            send(worker.connection, orders)
 
     def _arm(self, worker: _Worker) -> None:
         """Kill the worker if it does not answer in time, even if it hangs while it sends."""
@@ -177,18 +184,17 @@ class Processes(Engine):
 
     def _readable(self) -> list[_Worker]:
         """Wait until at least one busy worker has sent something or has died."""
-        busy = {worker.connection: worker for worker in self._pool if worker.request is not None}
+        busy = {worker.connection: worker for worker in self._pool if worker.job}
         ready = wait(list(busy))
         return [busy[connection] for connection in ready if isinstance(connection, Connection)]
 
     def _take_answer(self, worker: _Worker) -> None:
         """Store an outcome, or replace the worker if it died."""
-        request = worker.request
-        assert request is not None
+        job = worker.job
         try:
             answer = receive(worker.connection)
         except (EOFError, OSError):  # OSError: the pipe was cut in the middle of a message
-            self._take_death(worker, request)
+            self._take_death(worker, job)
             return
         if isinstance(answer, Ready):
             worker.is_ready = True
@@ -200,14 +206,31 @@ class Processes(Engine):
             if answer.is_user_error:
                 raise FlsuiteError(answer.message)
             raise RuntimeError(f"a worker process failed:\n{answer.message}")
-        worker.request = None
-        self._outcomes[request.number] = answer
+        worker.job = []
+        numbers = [request.number for request in job]
+        self._outcomes.update(zip(numbers, answer, strict=True))
         if worker.timed_out:  # the alarm went off just after the answer
             self._replace(self._pool.index(worker))
 
-    def _take_death(self, worker: _Worker, request: FitRequest) -> None:
+    def _take_death(self, worker: _Worker, job: list[FitRequest]) -> None:
         _disarm(worker)
         worker.process.join(timeout=5)
+        # Backwards, so that the first client of the job is again the first in the queue.
+        for request in reversed(job):
+            self._fail_or_retry(worker, request)
+
+        log.warning(
+            "round %d: the worker process of client%s %s %s and was replaced",
+            job[0].broadcast.round,
+            "s" if len(job) > 1 else "",
+            ", ".join(str(request.assignment.client) for request in job),
+            "ran out of time"
+            if worker.timed_out
+            else f"died (exit code {worker.process.exitcode})",
+        )
+        self._replace(self._pool.index(worker))
+
+    def _fail_or_retry(self, worker: _Worker, request: FitRequest) -> None:
         if worker.timed_out:
             reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
             self._outcomes[request.number] = request.failure(reason)
@@ -215,19 +238,10 @@ class Processes(Engine):
             self._outcomes[request.number] = request.failure("its worker process died twice")
         else:
             # A worker may die for a reason of the machine, such as memory, so that one more try is
-            # worth it.
+            # worth it. Each client has it alone, so that no client takes others with it.
             self._retried.add(request.number)
+            self._pending[request.number] = [request]
             self._queue.appendleft(request.number)
-
-        log.warning(
-            "round %d: the worker process of client %d %s and was replaced",
-            request.broadcast.round,
-            request.assignment.client,
-            "ran out of time"
-            if worker.timed_out
-            else f"died (exit code {worker.process.exitcode})",
-        )
-        self._replace(self._pool.index(worker))
 
     def _replace(self, position: int) -> _Worker:
         self._pool[position].connection.close()
@@ -249,8 +263,8 @@ class Processes(Engine):
         return _Worker(process, ours)
 
     def _forget_requests(self) -> None:
-        self._pending: dict[int, FitRequest] = {}
-        self._queue: deque[int] = deque()
+        self._pending: dict[int, list[FitRequest]] = {}
+        self._queue: deque[int] = deque()  # by the first request of each job
         self._outcomes: dict[int, Outcome] = {}
         self._retried: set[int] = set()
 

@@ -46,9 +46,9 @@ def serve(
     """Answer requests until the other side closes the connection.
 
     Args:
-        connection: Brings a :class:`Broadcast` or ``(number, assignment, memory, repeat)``. The
-            first answer is :class:`Ready`. The answer to every request is its outcome, or
-            :class:`Fatal`.
+        connection: Brings a :class:`Broadcast`, or a list of requests without it, one after
+            another to be trained. The first answer is :class:`Ready`. The answer to every list are
+            its outcomes, or :class:`Fatal`.
         descriptor, head, places: The setup, as :func:`~flsuite.engines.wire.dump_shared` wrote it.
         threads: Threads of torch.
     """
@@ -86,11 +86,11 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
             # It holds for all requests that follow, until the next one.
             continue
 
-        number, assignment, memory, repeat = message
         assert broadcast is not None, "a request came before its broadcast"
-        request = FitRequest(number, assignment, broadcast, memory, repeat)
-        outcome = runner.run(request)
+        job = [FitRequest(number, fit, broadcast, *rest) for number, fit, *rest in message]
+        outcomes = runner.run_job(job)
         try:
-            send(connection, outcome)
+            send(connection, outcomes)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
-            send(connection, request.failure(f"its update cannot be sent: {one_line(error, 300)}"))
+            reason = f"its update cannot be sent: {one_line(error, 300)}"
+            send(connection, [request.failure(reason) for request in job])

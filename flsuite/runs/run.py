@@ -230,6 +230,12 @@ class Run:
         if source is not None:
             self.federation.trained = trained_clients(Path(source), self.settings)
 
+    @property
+    def sums_parts(self) -> bool:
+        """Return whether workers add up the models of their clients, which nobody else reads."""
+        reads = any(_reads_updates(callback) for callback in self._run_callbacks())
+        return self.federation.may_sum_parts and self.updates is None and not reads
+
     # One round: the steps of FederatedTrainer.fit
 
     def requests(self, starting: Sequence[Fit]) -> list[FitRequest]:
@@ -558,6 +564,13 @@ class Run:
     def _run_callbacks(self) -> list[Callback]:
         """Return the callbacks that have a hook of the federation."""
         return [c for c in self.callbacks if any(hasattr(c, hook) for hook in _HOOKS)]
+
+
+def _reads_updates(callback: Callback) -> bool:
+    """Return whether a callback may read the models of clients."""
+    own = getattr(type(callback), "on_client_end", None)
+    is_empty = getattr(own, "__module__", "") == "flsuite.callbacks.base"
+    return own is not None and not is_empty and getattr(callback, "reads_updates", True)
 
 
 def _copied(callback: Callback) -> Callback:

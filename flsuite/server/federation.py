@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from flsuite.aggregators import Aggregator
+from flsuite.aggregators.parts import mean_by_parts, part_size
 from flsuite.aggregators.tools import ServerTools
 from flsuite.client.setup import Buffers, buffer_names, private_patterns
 from flsuite.data.federated import FederatedData
@@ -121,6 +122,7 @@ class Federation:
         self.exchange.configure(aggregator, self.state, extras, schedule.cohort)
         self._bytes_up = self.exchange.bytes_up(self.state, extras)
         self._expected = self.exchange.templates(aggregator, self.state, extras)
+        self._averages = aggregator.works_from_mean and not schedule.is_asynchronous
 
     @property
     def round(self) -> int:
@@ -149,6 +151,12 @@ class Federation:
         self.begin_round()
         samples = self._fit_samples(self.data.at(self.round + 1).samples(client))
         return Work(client, number, started, samples, *self._traffic)
+
+    @property
+    def may_sum_parts(self) -> bool:
+        """Return whether a worker may add up the models of a part of the cohort."""
+        is_plain = self._devices is None and self.exchange.compression is None
+        return self._averages and is_plain and not self._expected[1]
 
     def begin_round(self) -> None:
         """Begin the record of the next round, unless it has begun."""
@@ -202,6 +210,7 @@ class Federation:
         # 0 in a synchronous round, which is still in progress when its updates arrive.
         update.staleness = self.round - (start.broadcast.round - 1)
         update.number, update.base = start.number, self._base(start.broadcast)
+        update.part = start.part
         self.clients[update.client] = outcome.memory
         self.clock.client_updates += start.clients
         self.clock.bytes += update.bytes_up + update.bytes_down
@@ -223,8 +232,11 @@ class Federation:
             update = self.exchange.unpack(update, base)
         except ValueError as error:
             fault = one_line(error)
-        # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
-        fault = fault or update.fault(*self._expected) or _private_fault(outcome)
+        # Checked before the aggregator sees it: one NaN would spoil the mean of all clients. What a
+        # worker has added up, it has checked.
+        if update.partial is None:
+            fault = fault or update.fault(*self._expected)
+        fault = fault or _private_fault(outcome)
         if fault is None:
             return replace(outcome, update=update)
         if fault.startswith("extras"):
@@ -260,6 +272,9 @@ class Federation:
         Raises:
             FederationError: If too few clients came back for a secure sum.
         """
+        if self._devices is None and self._averages:
+            mean, seen = mean_by_parts(updates, self.aggregator.weight)
+            return self.aggregator.from_mean(self.state, mean, seen)
         if self._devices is None:
             return self.aggregator.aggregate(self.state, updates)
 
@@ -346,11 +361,12 @@ class Federation:
             )
 
         requests = []
-        stands_for = len(fits) if self.aggregator.pooled else 1
-        for fit, assignment in zip(fits, plan, strict=False):
-            self._started[assignment.client] = _Start(fit.number, broadcast, stands_for)
+        stands_for, size = len(fits) if self.aggregator.pooled else 1, part_size(len(fits))
+        for place, (fit, assignment) in enumerate(zip(fits, plan, strict=False)):
+            part = None if self.schedule.is_asynchronous else place // size
+            self._started[assignment.client] = _Start(fit.number, broadcast, stands_for, part)
             memory = self.clients.request_memory(assignment.client)
-            request = FitRequest(fit.number, assignment, broadcast, memory, fit.repeat)
+            request = FitRequest(fit.number, assignment, broadcast, memory, fit.repeat, part=part)
             requests.append(replace(request, trained=self._trained(request)))
         return requests
 
@@ -378,11 +394,13 @@ class _Start(NamedTuple):
         number: Number of the fit in the run.
         broadcast: The version that it started from.
         clients: Clients that it stands for: more than one if a cohort is pooled.
+        part: The part of the cohort that it is in.
     """
 
     number: int
     broadcast: Broadcast
     clients: int
+    part: int | None
 
 
 def _private_fault(result: ClientResult) -> str | None:
