@@ -74,7 +74,7 @@ class FedFisher(Aggregator):
             division for ``diag``, conjugate gradients until they converge for ``kfac``, and a
             pseudoinverse for ``full``. A secure sum is rounded to fixed steps. ``exact`` amplifies
             that error where the Fishers are as small as the steps, and parameters there may end far
-            from those of the plain sum. The other solvers stop before.
+            from those of the plain sum. The early steps of the other solvers hardly amplify it.
         steps: The solver's steps, for ``exact`` the most that ``kfac`` takes. Default: 100 for
             ``cg+gd`` and 200 for ``cg`` if models are scored, and 50 for both if not, because the
             limit overfits. It is 2,000 for the others.
