@@ -458,6 +458,12 @@ def test_the_command_itself_prints_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_usual_logger_writes_into_the_runs_folder(tmp_path: Path) -> None:
+    assert cli(*SHORT, "--trainer.logger", "true", "--run_dir", "run") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert list((tmp_path / "run" / "lightning_logs").glob("version_0/*"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
