@@ -100,6 +100,7 @@ class FederatedTrainer(Trainer):
         require_at_least("trainer", 1, max_epochs=max_epochs)
         require_one_of("trainer", get_args(Buffers), buffers=buffers)
         self.client_kwargs = {**client_arguments(kwargs), "max_epochs": max_epochs}
+        kwargs["default_root_dir"] = kwargs.get("default_root_dir") or run_dir
         quiet_lightning()
         super().__init__(
             max_epochs=max_epochs,
@@ -143,7 +144,7 @@ class FederatedTrainer(Trainer):
             FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
             FederationError: If a round fails. The run's folder keeps the state before it.
         """
-        run = self.prepare(model, datamodule)
+        run = self.prepare(model, datamodule, ckpt_path)
         with run.opened(ckpt_path), self.engine.running(self.worker_setup(run)):
             while not run.finished:
                 # 1. Who starts training now, from the current version of the global model.
@@ -214,18 +215,25 @@ class FederatedTrainer(Trainer):
         """Return the number of rounds done."""
         return self.run.round if self.run else 0
 
-    def prepare(self, model: LightningModule, datamodule: LightningDataModule) -> Run:
+    def prepare(
+        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
+    ) -> Run:
         """Build all that a round needs, without writing anything.
+
+        With a checkpoint to be restored, no file with weights to start from is read.
 
         Raises:
             FlsuiteError: If the request cannot be met.
         """
         options, seed = self.options, self.options.seed
-        model, datamodule, own_weights = make_ready(model, datamodule, seed, self.channels_last)
-        data = datamodule.federated
-
         name = f"{type(datamodule).__name__}-{type(self.aggregator).__name__}".lower()
         folder = RunFolder((self.run_dir or new_run_dir(name, seed)) if self.writes else None)
+        is_restored = folder.find_checkpoint(ckpt_path) is not None
+        model, datamodule, own_weights = make_ready(
+            model, datamodule, seed, self.channels_last, is_restored
+        )
+        data = datamodule.federated
+
         samples = fit_samples(self.client_kwargs, data.batch_size, model.extra_epochs)
         device, precision = self.strategy.root_device, self.precision_plugin.forward_context
         evaluator = Evaluator(model, data, device, precision)
@@ -233,15 +241,9 @@ class FederatedTrainer(Trainer):
         chosen = self.aggregator, self.schedule, self.buffers, exchange
         federation = make_federation(evaluator, *chosen, folder, options, samples)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        settings = run_settings(
-            options,
-            model,
-            datamodule,
-            client=describe_chosen(self.client_kwargs, Trainer),
-            callbacks=callbacks,
-            own_weights=own_weights,
-            **{name: getattr(self, name) for name in OF_THE_TRAINER},
-        )
+        others = {name: getattr(self, name) for name in OF_THE_TRAINER}
+        others = {"client": describe_chosen(self.client_kwargs, Trainer), **others}
+        settings = run_settings(options, model, datamodule, callbacks, own_weights, **others)
         config = self.config or settings
         self.run = Run(
             federation, evaluator, folder, options, settings, config, callbacks, self.loggers
@@ -280,7 +282,7 @@ class FederatedTrainer(Trainer):
                 raise FlsuiteError("nothing has been fitted yet: pass model, datamodule, ckpt_path")
             if self.run_dir is None and ckpt_path not in (None, "last", "best"):
                 self.run_dir = Path(str(ckpt_path)).parent.parent
-            run = self.prepare(model, datamodule)
+            run = self.prepare(model, datamodule, ckpt_path or "last")
         elif model not in (None, self._model) or datamodule not in (None, self._datamodule):
             raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer")
         elif ckpt_path is None and run.round:

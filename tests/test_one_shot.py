@@ -127,6 +127,14 @@ KFAC = ["--trainer.aggregator", "FedFisher"]
         (["--trainer.aggregator", "RegMean"], "data.server_samples"),
         ([*KFAC, "--trainer.aggregator.solver", "newton"], "newton"),
         (["--trainer.aggregator", "SCAFFOLD", "--trainer.secure_sum", "PairwiseMasks"], "own"),
+        (
+            ["--model.private", "[network]", "--trainer.aggregator", "FisherMerge"],
+            "FisherMerge: the clients share no parameters",
+        ),
+        (
+            ["--model.private", "[network]", "--trainer.secure_sum", "PairwiseMasks"],
+            "send nothing to sum; leave out trainer.secure_sum",
+        ),
         (["--from_updates", "nowhere"], "is not the folder of a run"),
         (["--model.pretrained", "nowhere.ckpt"], "nowhere.ckpt"),
     ],

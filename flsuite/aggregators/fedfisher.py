@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.fisher_forms import FORMS, FisherForm, FormName
@@ -30,7 +30,7 @@ from flsuite.aggregators.sums import mean_state, means, state_summands, sum_up
 from flsuite.data.loader import Batch
 from flsuite.errors import FlsuiteError, require_one_of, require_whole
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.metrics.fisher import Expectation
+from flsuite.metrics.fisher import Expectation, measuring
 from flsuite.state import State, StateLayout
 
 __all__ = ["FedFisher"]
@@ -74,7 +74,7 @@ class FedFisher(Aggregator):
             division for ``diag``, conjugate gradients until they converge for ``kfac``, and a
             pseudoinverse for ``full``. A secure sum is rounded to fixed steps. ``exact`` amplifies
             that error where the Fishers are as small as the steps, and parameters there may end far
-            from those of the plain sum. The other solvers stop before.
+            from those of the plain sum. The early steps of the other solvers hardly amplify it.
         steps: The solver's steps, for ``exact`` the most that ``kfac`` takes. Default: 100 for
             ``cg+gd`` and 200 for ``cg`` if models are scored, and 50 for both if not, because the
             limit overfits. It is 2,000 for the others.
@@ -206,6 +206,14 @@ class _FisherPass(LogitPass):
         super().__init__(client, "FedFisher", samples)
         self.form = form
         self.expectation: Expectation = expectation
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        spec: Any = pl_module.spec  # every client's model is built for its data
+        # Now, because the training would be lost.
+        with measuring(pl_module):
+            x = torch.zeros(1, *spec.shape, device=pl_module.device)
+            self.form.require(pl_module, x)
 
     def extras(
         self, module: LightningModule, batches: Iterator[Batch], generator: torch.Generator

@@ -16,7 +16,13 @@ from flsuite.aggregators.sums import STATE
 from flsuite.data.loader import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
-from flsuite.metrics.fisher import Expectation, full_fisher, kfac_factors, predictive_diagonal
+from flsuite.metrics.fisher import (
+    Expectation,
+    full_fisher,
+    kfac_factors,
+    predictive_diagonal,
+    require_kfac,
+)
 from flsuite.state import State, StateLayout, clone
 
 __all__ = ["FORMS", "DiagonalForm", "FisherForm", "FormName", "FullForm", "KFACForm"]
@@ -42,6 +48,19 @@ class FisherForm(ABC):
     def fault(self) -> str | None:
         """Return why the form does not cover the model, or ``None`` if it does."""
         return None
+
+    def require(self, module: nn.Module, x: Tensor) -> None:
+        """Refuse a model that the form does not cover, as its pass over a sample shows it.
+
+        Args:
+            module: The model, under the conditions of :meth:`measure`.
+            x: An input of one sample, ``(1, *shape)``.
+
+        Raises:
+            FlsuiteError: If it is not covered.
+        """
+        # Nothing: the other forms hold however a parameter is used.
+        return
 
     @abstractmethod
     def template(self, state: State) -> Any:
@@ -122,6 +141,9 @@ class KFACForm(FisherForm):
         if not outside:
             return None
         return f"K-FAC covers Linear and Conv2d; {outside[0]} neither: remove it, or use diag"
+
+    def require(self, module: nn.Module, x: Tensor) -> None:
+        require_kfac(module, self.layout.layers, x)
 
     def template(self, state: State) -> dict[str, State]:
         return {

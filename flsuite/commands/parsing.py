@@ -21,7 +21,12 @@ _NOISE = re.compile(
 )
 _ABSTRACT = re.compile(r"Expected an instantiatable class, but (flsuite[\w.]*)\.(\w+) is abstract")
 _REQUIRED = re.compile(r"the following arguments are required: (.+)")
-_NESTED = re.compile(r"[a-z_.]+: there is no ")  # a nested parser has said where already
+# A nested parser has said where already.
+_NESTED = re.compile(r"[\w.]+: (there is no |expected )")
+_OPTION = re.compile(r"Given value: NestedArg\(key='([^']+)'")  # given as --KEY.OPTION
+_KIND = re.compile(r"Expected a (?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.+)\])(?:\. Got|$)")
+_VALUE = re.compile(r"(?:Given|Got) value: (.*)")
+_NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
 _KEY = re.compile(r'Parser key "([^"]+)":?')
 
 
@@ -48,7 +53,7 @@ def essence(message: str) -> str:
 
     jsonargparse explains each of its attempts to read a value, over many lines.
     """
-    if found := re.search(r"Expected a dot import path string: (\S+)", message):
+    if (found := _NO_PATH.search(message)) and not re.search(r"<class '(int|float)'>", message):
         return _unknown_class(found[1], message)
 
     path, reasons = [], []
@@ -64,6 +69,9 @@ def essence(message: str) -> str:
     if lacking and path:
         return f"{'.'.join(path)}: set {lacking[0]} too; it has no default"
 
+    if kind := _wrong_kind(reasons, message):
+        return f"{'.'.join(path)}: {kind}" if path else kind
+
     expected = [reason for reason in reasons if reason.startswith("Expected a")]
     # Several readings were possible: all are named. Otherwise the last reason is the most specific.
     text = _readable(
@@ -76,7 +84,23 @@ def essence(message: str) -> str:
 
     if not path:
         return text
+    if (option := _OPTION.search(message)) and (nested := re.search(r"(?<=: )expected .*", text)):
+        return f"{'.'.join(path)}.{option[1]}: {nested[0]}"
     return f"{'.'.join(path)}{'.' if _NESTED.match(text) else ': '}{text}"
+
+
+def _wrong_kind(reasons: list[str], message: str) -> str | None:
+    """Return what a value should be and what it is, or ``None`` if there is more to say."""
+    kinds = []
+    for reason in reasons:
+        if found := _KIND.match(reason):
+            kinds.append(found[1] or f"one of {found[2]}")
+        elif not _NO_PATH.match(reason):
+            return None
+    value = _VALUE.search(message)
+    if not kinds or value is None:
+        return None
+    return f"expected {' or '.join(kinds)}, got {value[1][:100]!r}"
 
 
 def _readable(reason: str) -> str:

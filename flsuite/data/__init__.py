@@ -28,6 +28,7 @@ from flsuite.data.partitions import (
     Partition,
     Pathological,
     QuantitySkew,
+    SoleOwner,
 )
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.tasks import TaskSequence
@@ -60,6 +61,7 @@ __all__ = [
     "Pathological",
     "PublishedSplits",
     "QuantitySkew",
+    "SoleOwner",
     "Synthetic",
     "Table",
     "TaskSequence",

@@ -55,7 +55,7 @@ class FlowerStrategy(Strategy):
                 "Flower has one message to a node and one answer; leave out trainer.secure_sum, or "
                 "run it with flsuite fit"
             )
-        if federation.trained is not None or run.updates is not None:
+        if run.source is not None or run.updates is not None:
             raise FlsuiteError(
                 "under Flower the clients' models lie on their nodes; leave out keep_updates and "
                 "from_updates"

@@ -32,6 +32,8 @@ class ClientModel(LightningModule):
         extra_epochs: Warm-up epochs of a client's fit, before the epochs that the trainer is set
             to.
         spec: The data that the model is built for. It is ``None`` before.
+        weights_follow: Whether weights of a checkpoint are loaded after :meth:`build`, which then
+            needs no file with weights to start from.
     """
 
     private: Sequence[str] = ()
@@ -42,6 +44,7 @@ class ClientModel(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.spec: DataSpec | None = None
+        self.weights_follow = False
 
     @abstractmethod
     def build(self, spec: DataSpec) -> None:
@@ -136,6 +139,7 @@ class ClientModel(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build before the weights are loaded, so that ``load_from_checkpoint`` needs no data."""
         if _SPEC_KEY in checkpoint:
+            self.weights_follow = True
             # The constructor's arguments say everything but the shape of the data.
             self.ensure_built(DataSpec.from_dict(checkpoint[_SPEC_KEY]))
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -62,7 +61,7 @@ class Classifier(ClientModel):
 
     Attributes:
         content_digests: Digests of the files that the weights come from, by the argument that names
-            the file.
+            the file. ``None`` is a file that was not read, because other weights follow.
     """
 
     def __init__(
@@ -77,12 +76,13 @@ class Classifier(ClientModel):
         self.optimizer = optimizer
         self.private = tuple(private)
         self.pretrained = pretrained
-        self.content_digests: dict[str, str] = {}
-        self._has_weights = False  # those of a checkpoint, which replace those of the file
+        self.content_digests: dict[str, str | None] = {}
 
     def build(self, spec: DataSpec) -> None:
         self.network = (self.backbone or LeNet5()).build(spec.shape, spec.num_classes)
-        if self.pretrained is not None and not self._has_weights:
+        if self.pretrained is not None and self.weights_follow:
+            self.content_digests = {"pretrained": None}
+        elif self.pretrained is not None:
             self._start_from(self.pretrained)
 
     def _start_from(self, path: str) -> None:
@@ -92,10 +92,6 @@ class Classifier(ClientModel):
         # A state dict of the network alone has the same names without this prefix.
         weights = {name.removeprefix("network."): value for name, value in weights.items()}
         load_weights(self.network, weights, Path(path).name)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._has_weights = True
-        super().on_load_checkpoint(checkpoint)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x)

@@ -86,6 +86,24 @@ class RunFolder:
         """Return the files that grow from round to round."""
         return [path for path in (self.table.path, self.timeline.path) if path]
 
+    def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
+        """Return the file that a request means.
+
+        It is ``None`` if there is nothing to go on from.
+        """
+        if ckpt_path not in ("last", "best"):
+            return None if ckpt_path is None else Path(ckpt_path)
+        if self.checkpoints is None:
+            raise FlsuiteError(
+                f"ckpt_path {ckpt_path} means a file in the run's folder, but "
+                "trainer.enable_checkpointing is false"
+            )
+
+        path = self.checkpoints / f"{ckpt_path}.ckpt"
+        if path.exists() or ckpt_path == "best":
+            return path
+        return None
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from writing to this run, until this one ends.

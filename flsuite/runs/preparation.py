@@ -24,7 +24,11 @@ __all__ = ["make_federation", "make_ready"]
 
 
 def make_ready(
-    model: LightningModule, datamodule: LightningDataModule, seed: int, channels_last: bool
+    model: LightningModule,
+    datamodule: LightningDataModule,
+    seed: int,
+    channels_last: bool,
+    is_restored: bool,
 ) -> tuple[ClientModel, FederatedDataModule, bool]:
     """Split the data and build the model, both as the run's seed decides.
 
@@ -33,6 +37,7 @@ def make_ready(
         datamodule: The data of all clients.
         seed: The run's seed.
         channels_last: Whether convolutions use this memory format.
+        is_restored: Whether the weights of a checkpoint follow, so that the model reads none.
 
     Returns:
         Model, data module, and whether the model had its weights before.
@@ -48,6 +53,7 @@ def make_ready(
 
     # Before the model is built: a model without a spec has no weights yet.
     own_weights = model.spec is not None
+    model.weights_follow = is_restored
     seed_process(seed, "model")
     model.ensure_built(datamodule.federated.spec)
     if channels_last:

@@ -33,6 +33,7 @@ from flsuite.runs.checkpoint import (
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.reuse import UPDATES, require_plain_training, trained_clients
 from flsuite.runs.scoring import score_round
+from flsuite.runs.settings import with_contents
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.timeline import timeline_rows
 from flsuite.schedules import Clock, Fit
@@ -98,6 +99,7 @@ class Run:
         summary: The scores of the last round and of the picked round.
         status: ``running``, then ``success`` or ``failed``.
         updates: Where the clients' trained models are kept, if they are.
+        source: Folder of the run whose trained models stand for the first round, if there is one.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Run:
         self.summary = RunSummary(options.monitor)
         self.status: Status = "running"
         self.updates: UpdateStore | None = None
+        self.source: Path | None = None
         self._is_stopping = False
         self._is_useless = False  # a setting was wrong, and nothing has been trained
         self._improved = False
@@ -211,11 +214,10 @@ class Run:
 
         Args:
             keep: Whether to keep them.
-            source: Folder of the other run.
+            source: Folder of the other run. It is read when the first round is about to train.
 
         Raises:
-            FlsuiteError: If the algorithm takes part in training, or the clients of the other run
-                train otherwise.
+            FlsuiteError: If the algorithm takes part in training, or nothing is written.
         """
         if keep or source is not None:
             require_plain_training(self.federation)
@@ -227,8 +229,7 @@ class Run:
             )
         if keep:
             self.updates = UpdateStore(self._path_to_keep() / UPDATES)
-        if source is not None:
-            self.federation.trained = trained_clients(Path(source), self.settings)
+        self.source = None if source is None else Path(source)
 
     @property
     def sums_parts(self) -> bool:
@@ -360,21 +361,31 @@ class Run:
         Raises:
             FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
         """
-        checkpoint = self.find_checkpoint(ckpt_path)
+        checkpoint = self.folder.find_checkpoint(ckpt_path)
         with ExitStack() as stack:
             if checkpoint is None:
+                self._read_source()
                 self._create(is_restart=ckpt_path is not None)
             stack.enter_context(self.folder.locked())
             if checkpoint is not None:
                 self._resume(checkpoint)
             yield from self._running(is_resumed=checkpoint is not None)
 
+    def _read_source(self) -> None:
+        """Find the trained models of the other run.
+
+        Raises:
+            FlsuiteError: If it has kept none, or its clients train otherwise.
+        """
+        if self.source is not None:
+            self.federation.trained = trained_clients(self.source, self.settings)
+
     def _path_to_keep(self) -> Path:
         """Return the run's folder, which keeping the clients' models needs."""
         if self.folder.path is None:
             raise FlsuiteError(
-                "keep_updates keeps the clients' models in the run's folder, and "
-                "trainer.enable_checkpointing is false; set one of the two otherwise"
+                "keep_updates keeps the clients' models in the run's folder, and this run writes "
+                "none; set trainer.enable_checkpointing to true, or trainer.keep_updates to false"
             )
         return self.folder.path
 
@@ -418,32 +429,13 @@ class Run:
         clock, federation.state = self._saved
         federation.clock = replace(clock)
 
-    def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
-        """Return the file that a request means.
-
-        It is ``None`` if there is nothing to go on from.
-        """
-        if ckpt_path not in ("last", "best"):
-            return None if ckpt_path is None else Path(ckpt_path)
-        folder = self.folder.checkpoints
-        if folder is None:
-            raise FlsuiteError(
-                f"ckpt_path {ckpt_path} means a file in the run's folder, but "
-                "trainer.enable_checkpointing is false"
-            )
-
-        path = folder / f"{ckpt_path}.ckpt"
-        if path.exists() or ckpt_path == "best":
-            return path
-        return None
-
     def existing_checkpoint(self, ckpt_path: str) -> Path:
         """Return the file that a request means, which must exist.
 
         Raises:
             FlsuiteError: If there is no checkpoint.
         """
-        path = self.find_checkpoint(ckpt_path)
+        path = self.folder.find_checkpoint(ckpt_path)
         if path is None:
             raise FlsuiteError(
                 f"there is no checkpoint in {self.folder.checkpoints}: fit first, or name one with "
@@ -462,6 +454,7 @@ class Run:
             FlsuiteError: If the checkpoint cannot be read, or was written with other settings.
         """
         content = load_checkpoint(checkpoint)
+        self.settings = with_contents(self.settings, content["settings"])
         # Settings of either side: one that is missing here or there differs.
         names = [
             name
@@ -514,7 +507,12 @@ class Run:
                 f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}"
             )
         content = self.restore(checkpoint, to_train=True)
-        self.federation.versions.restore(self.federation.versions_in_flight)
+        in_flight = self.federation.versions_in_flight
+        self.federation.versions.restore(in_flight)
+        # The other run may be gone. Clients of the first version that are still in flight then
+        # train, which leads to the same models.
+        if self.source is not None and self.source.exists() and 0 in in_flight:
+            self._read_source()
         self.folder.table.resume(content["table"])
         self.folder.timeline.resume(content["timeline"])
         log.info("resumed after round %d from %s", self.round, checkpoint)

@@ -29,6 +29,7 @@ __all__ = [
     "init_args",
     "run_settings",
     "weights_digest",
+    "with_contents",
 ]
 
 OF_THE_TRAINER = (
@@ -41,6 +42,7 @@ OF_THE_TRAINER = (
     "channels_last",
 )
 """The settings that a :class:`~flsuite.FederatedTrainer` keeps under their own names."""
+_UNREAD = ", content not read"
 _SCALARS = (str, int, float, bool, type(None))
 _MISSING = object()
 
@@ -151,8 +153,21 @@ def describe(obj: Any) -> Any:
     if (content := getattr(obj, "content_digest", None)) is not None:
         arguments["path"] = f"{Path(obj.path).name}, content {content}"
     for name, content in getattr(obj, "content_digests", {}).items():
-        arguments[name] = f"{Path(getattr(obj, name)).name}, content {content}"
+        file = Path(getattr(obj, name)).name
+        arguments[name] = f"{file}{_UNREAD}" if content is None else f"{file}, content {content}"
     return {"class_path": class_name(type(obj)), "init_args": arguments}
+
+
+def with_contents(ours: Any, theirs: Any) -> Any:
+    """Return our description, with their digests of the files that were not read.
+
+    A name that is another one there keeps its place, so that it is a difference.
+    """
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return {name: with_contents(value, theirs.get(name)) for name, value in ours.items()}
+    if not (isinstance(ours, str) and ours.endswith(_UNREAD) and isinstance(theirs, str)):
+        return ours
+    return theirs if theirs.startswith(ours.removesuffix("not read")) else ours
 
 
 def describe_data(datamodule: Any) -> Any:

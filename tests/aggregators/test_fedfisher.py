@@ -519,3 +519,37 @@ def test_batch_norm_is_refused_by_kfac_and_covered_by_the_diagonal() -> None:
     names = ("network.1.running_mean", "network.1.num_batches_tracked")
     mean = fedavg(updates)
     assert all(torch.equal(made.federation.state[name], mean[name]) for name in names)
+
+
+class Twice(Backbone):
+    """A network that calls a layer twice, and counts its batches of training."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        owner = self
+
+        class Network(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(shape[0], 4)
+                self.layer = nn.Linear(4, 4)
+                self.last = nn.Linear(4, outputs)
+
+            def forward(self, x: Tensor) -> Tensor:
+                owner.batches += self.training
+                x = self.first(x).relu()
+                return self.last(self.layer(self.layer(x).relu()))
+
+        return Network()
+
+
+def test_a_layer_that_is_called_twice_is_refused_by_kfac_before_the_first_step() -> None:
+    backbone = Twice()
+    message = r"layer 'network.layer' is not covered: it is called 2 times in a forward pass; .*"
+    with pytest.raises(FlsuiteError, match=message + "use the diagonal Fisher"):
+        fit(FedFisher(), model=Classifier(backbone), data=GivenTable())
+    assert backbone.batches == 0
+    fit(FedFisher("diag"), model=Classifier(backbone), data=GivenTable())
+    assert backbone.batches > 0

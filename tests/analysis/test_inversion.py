@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -14,7 +13,6 @@ from flsuite.analysis.inversion import (
     GAN,
     GANTraining,
     Inversion,
-    SoleOwner,
     Target,
     kept_models,
     known_to_server,
@@ -26,7 +24,7 @@ from flsuite.analysis.inversion import (
 )
 from flsuite.analysis.inversion.gan import Critic, Generator, gradient_penalty
 from flsuite.analysis.inversion.target import batch_factors
-from flsuite.data import Digits
+from flsuite.data import Digits, SoleOwner
 from flsuite.data.images import Scaling
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
@@ -252,22 +250,6 @@ def test_factors_pull_images_towards_the_clients() -> None:
         pixels(2), Target(model, model.state_dict(), PLAIN, factors), 0, images=1, seed=0
     )
     torch.testing.assert_close(found.images, own, atol=1e-3, rtol=0)
-
-
-def test_the_owner_has_its_class_alone() -> None:
-    labels = np.arange(1000) % 10
-    parts = SoleOwner(label=3, share=0.1)(labels, 5, np.random.default_rng(0))
-
-    assert sorted(np.concatenate(parts)) == list(range(1000))
-    assert (labels[parts[0]] == 3).sum() == 100
-    assert [len(part) for part in parts] == [190, 203, 203, 202, 202]
-    assert not any((labels[part] == 3).any() for part in parts[1:])
-
-
-@pytest.mark.parametrize(("label", "clients"), [(11, 5), (3, 1)])
-def test_an_owner_that_cannot_be_is_refused(label: int, clients: int) -> None:
-    with pytest.raises(FlsuiteError, match="SoleOwner"):
-        SoleOwner(label=label)(np.arange(40) % 10, clients, np.random.default_rng(0))
 
 
 def digits(clients: int = 3) -> Digits:

@@ -283,8 +283,24 @@ BAD_ARGUMENTS = {
         ("--data.partition.alfa", "3"),
         "data.partition: there is no key 'alfa'",
     ),
-    "not_a_number": (("--trainer.max_epochs", "x"), "trainer.max_epochs"),
-    "not_a_choice": (("--trainer.buffers", "mean"), "trainer.buffers"),
+    "not_a_number": (("--trainer.max_epochs", "x"), "trainer.max_epochs: expected int, got 'x'"),
+    "not_a_number_or_none": (("--trainer.rounds", "x"), "trainer.rounds: expected int, got 'x'"),
+    "not_a_number_or_tensor": (
+        ("--model.optimizer.lr", "abc"),
+        "model.optimizer.lr: expected float, got 'abc'",
+    ),
+    "not_a_nested_number": (
+        ("--data.partition.alpha", "x"),
+        "data.partition.alpha: expected float, got 'x'",
+    ),
+    "not_one_of_two_kinds": (
+        ("--trainer.schedule.participation", "x"),
+        "trainer.schedule.participation: expected int or float, got 'x'",
+    ),
+    "not_a_choice": (
+        ("--trainer.buffers", "mean"),
+        "trainer.buffers: expected one of 'average', 'local', 'reset', got 'mean'",
+    ),
     "unknown_class": (("--trainer.aggregator", "FedAvgg"), "did you mean FedAvg?"),
     "unknown_model": (("--model", "Klassifier"), "did you mean Classifier?"),
     "unknown_class_of_others": (("--trainer.logger", "WandLogger"), "there is no class WandLogger"),
@@ -360,7 +376,7 @@ BAD_LINES = {
         "class_path: MLPP",
         "model.backbone: there is no class MLPP",
     ),
-    "value": ("clients: 10", "clients: ten", "clients: Expected a <class 'int'>"),
+    "value": ("clients: 10", "clients: ten", "data.clients: expected int, got 'ten'"),
     "not_yaml": ("model:", "model: [", "is not valid YAML"),
 }
 
@@ -456,6 +472,12 @@ def test_the_command_itself_prints_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "flsuite: error: trainer: rounds must be at least 1, got 0\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_the_usual_logger_writes_into_the_runs_folder(tmp_path: Path) -> None:
+    assert cli(*SHORT, "--trainer.logger", "true", "--run_dir", "run") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert list((tmp_path / "run" / "lightning_logs").glob("version_0/*"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from flsuite.data.partitions import (
     Partition,
     Pathological,
     QuantitySkew,
+    SoleOwner,
     partition_labels,
 )
 from flsuite.data.partitions.counts import assign_by_counts
@@ -286,6 +287,22 @@ def test_quantity_skew_min_samples() -> None:
     )
     sizes = [len(part) for part in parts]
     assert min(sizes) == 9 and max(sizes) > 15
+
+
+def test_the_owner_has_its_class_alone() -> None:
+    labels = np.arange(1000) % 10
+    parts = SoleOwner(label=3, share=0.1)(labels, 5, np.random.default_rng(0))
+
+    assert sorted(np.concatenate(parts)) == list(range(1000))
+    assert (labels[parts[0]] == 3).sum() == 100
+    assert [len(part) for part in parts] == [190, 203, 203, 202, 202]
+    assert not any((labels[part] == 3).any() for part in parts[1:])
+
+
+@pytest.mark.parametrize(("label", "clients"), [(11, 5), (3, 1)])
+def test_an_owner_that_cannot_be_is_refused(label: int, clients: int) -> None:
+    with pytest.raises(FlsuiteError, match="SoleOwner"):
+        SoleOwner(label=label)(np.arange(40) % 10, clients, np.random.default_rng(0))
 
 
 def test_natural_one_client_per_owner() -> None:

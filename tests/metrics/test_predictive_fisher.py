@@ -312,6 +312,19 @@ def test_kfac_refuses_layers_that_are_not_one_product(kind: type[Uses], why: str
         kfac_factors(net, layers_of(net), [(torch.randn(7, 4),)], task="multiclass")
 
 
+@pytest.mark.parametrize("kind", [Twice, Shared])
+def test_one_sample_of_zeros_shows_how_layers_are_used(kind: type[Uses]) -> None:
+    net, zeros = kind(), torch.zeros(1, 4)
+    require_kfac(net, layers_of(net))
+    with pytest.raises(FlsuiteError, match="layer 'linear' is not covered: it"):
+        require_kfac(net, layers_of(net), zeros)
+    net = Tokens()
+    require_kfac(net, layers_of(net), zeros)
+    assert all(p.grad is None for p in net.parameters())
+    net.requires_grad_(False)
+    require_kfac(net, layers_of(net), zeros)
+
+
 def test_kfac_counts_the_positions_of_a_linear_layer() -> None:
     net, x = Tokens(), torch.randn(7, 4)
     factors = kfac_factors(net, layers_of(net), [(x,)], task="multiclass")["linear"]

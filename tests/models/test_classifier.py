@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -342,6 +343,34 @@ def test_a_loaded_model_needs_the_file_no_more(tmp_path: Path) -> None:
     loaded = Classifier.load_from_checkpoint(tmp_path / "run" / "checkpoints" / "model.ckpt")
     assert loaded.pretrained == str(file)
     assert equal_states(dict(loaded.state_dict()), made.federation.state)
+
+
+def test_a_run_needs_the_file_only_to_start(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    donor = classifier()
+    donor.ensure_built(digits_spec())
+    torch.save(donor.state_dict(), file)
+
+    def fitted(rounds: int, name: str, ckpt_path: str | None = None) -> FederatedTrainer:
+        made = trainer(rounds=rounds, run_dir=tmp_path / name)
+        made.fit(classifier(pretrained=str(file)), digits(), ckpt_path)
+        return made
+
+    whole, first = fitted(2, "whole"), fitted(1, "run")
+    settings = yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())
+    file.unlink()
+
+    other = trainer(run_dir=tmp_path / "run")
+    scores = other.test(classifier(pretrained=str(file)), digits(), ckpt_path="last")
+    assert scores == first.test()
+    assert equal_states(fitted(2, "run", "last").federation.state, whole.federation.state)
+    resumed = yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())
+    assert resumed == settings | {"rounds": 2}, "with the digest of the file"
+    other = trainer(run_dir=tmp_path / "run")
+    with pytest.raises(FlsuiteError, match=r"pretrained is 'b.pt, content not read' here"):
+        other.test(classifier(pretrained="b.pt"), digits(), ckpt_path="last")
+    with pytest.raises(FlsuiteError, match=r"there is no file .*weights.pt"):
+        fitted(1, "new", "last")
 
 
 # Private parts and buffers

@@ -1,5 +1,7 @@
 """The clients' trained models of one run as the start of another one."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +9,11 @@ import pytest
 import torch
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import SCAFFOLD, FedAvg, FedProx, LocalOnly
+from flsuite.aggregators import SCAFFOLD, FedAvg, FedBuff, FedProx, LocalOnly
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import Processes
 from flsuite.models import MLP, Classifier
-from flsuite.schedules import Synchronous
+from flsuite.schedules import Asynchronous, LogNormal, Synchronous
 
 
 def fitted(folder: Path | None = None, aggregator: Any = None, **kwargs: Any) -> FederatedTrainer:
@@ -21,6 +23,7 @@ def fitted(folder: Path | None = None, aggregator: Any = None, **kwargs: Any) ->
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         private=kwargs.pop("private", ()),
     )
+    ckpt_path = kwargs.pop("ckpt_path", None)
     trainer = FederatedTrainer(
         kwargs.pop("rounds", 1),
         aggregator or FedAvg(),
@@ -30,7 +33,7 @@ def fitted(folder: Path | None = None, aggregator: Any = None, **kwargs: Any) ->
         accelerator="cpu",
         **{"seed": 1, **kwargs},
     )
-    trainer.fit(model, data, ckpt_path=None)
+    trainer.fit(model, data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -95,6 +98,42 @@ def test_a_run_that_has_kept_nothing_is_named(tmp_path: Path) -> None:
         fitted(aggregator=LocalOnly(), from_updates=str(tmp_path / "a"))
 
 
+def test_a_run_needs_the_other_one_only_while_its_first_round_trains(tmp_path: Path) -> None:
+    fitted(tmp_path / "a", keep_updates=True)
+    source = {"from_updates": str(tmp_path / "a")}
+    whole = fitted(tmp_path / "b", rounds=2, **source)
+    first = fitted(tmp_path / "c", **source)
+    shutil.rmtree(tmp_path / "a")
+
+    data, model = first._datamodule, first._model
+    again = FederatedTrainer(1, run_dir=str(tmp_path / "c"), accelerator="cpu", seed=1,
+                             enable_progress_bar=False, **source)  # fmt: skip
+    assert again.test(model, data, ckpt_path="last") == first.test()
+    assert torch.equal(again.predict(), first.predict())
+    assert_equal(fitted(tmp_path / "c", rounds=2, ckpt_path="last", **source), whole)
+    with pytest.raises(FlsuiteError, match="is not the folder of a run"):
+        fitted(tmp_path / "d", **source)
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_resume_takes_the_models_of_fits_in_flight_if_they_are_there(
+    tmp_path: Path, is_gone: bool
+) -> None:
+    fitted(tmp_path / "a", keep_updates=True)
+    schedule = partial(Asynchronous, 3, 1, speeds=LogNormal())
+    source: dict[str, Any] = {"from_updates": str(tmp_path / "a")}
+    whole = fitted(None, FedBuff(), rounds=3, schedule=schedule(), **source)
+    fitted(tmp_path / "b", FedBuff(), rounds=1, schedule=schedule(), **source)
+    if is_gone:
+        shutil.rmtree(tmp_path / "a")
+    resumed = fitted(
+        tmp_path / "b", FedBuff(), rounds=3, schedule=schedule(), ckpt_path="last", **source
+    )
+    assert (resumed.federation.trained is None) == is_gone
+    assert_equal(resumed, whole)
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "other"])
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     first = fitted(tmp_path / "a", keep_updates=True)
@@ -112,5 +151,5 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_models_are_not_kept_without_a_folder() -> None:
-    with pytest.raises(FlsuiteError, match=r"keep_updates .*enable_checkpointing is false"):
+    with pytest.raises(FlsuiteError, match=r"keep_updates .*enable_checkpointing to true"):
         fitted(keep_updates=True)

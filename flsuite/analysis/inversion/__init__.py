@@ -10,7 +10,7 @@ from flsuite.analysis.inversion.knowledge import (
     mean_model,
     sent_factors,
 )
-from flsuite.analysis.inversion.scenario import SoleOwner, public_images
+from flsuite.analysis.inversion.scenario import public_images
 from flsuite.analysis.inversion.target import Target
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Inversion",
     "Knowledge",
     "Reconstructions",
-    "SoleOwner",
     "Target",
     "kept_models",
     "known_to_server",

@@ -8,6 +8,7 @@ from flsuite.data.partitions.iid import IID
 from flsuite.data.partitions.natural import Natural
 from flsuite.data.partitions.pathological import Pathological
 from flsuite.data.partitions.quantity import QuantitySkew
+from flsuite.data.partitions.sole_owner import SoleOwner
 
 __all__ = [
     "IID",
@@ -18,5 +19,6 @@ __all__ = [
     "Partition",
     "Pathological",
     "QuantitySkew",
+    "SoleOwner",
     "partition_labels",
 ]

@@ -28,6 +28,7 @@ Factors = dict[str, dict[str, Tensor]]
 
 # Elements at a time of a layer's gradients over all columns, 16 MiB. More would leave the cache.
 _NUMBERS_AT_ONCE = 2**22
+_NO_PART = "it is not part of the model"
 
 
 def predictive_diagonal(
@@ -101,16 +102,36 @@ def diagonal_and_kfac(
     return _measured(module, names, layers, batches, expectation, generator, task)
 
 
-def require_kfac(module: nn.Module, layers: Sequence[Layer]) -> None:
-    """Refuse layers that K-FAC does not cover, as far as a layer alone shows it.
+def require_kfac(module: nn.Module, layers: Sequence[Layer], x: Tensor | None = None) -> None:
+    """Refuse layers that K-FAC does not cover, before samples are there.
+
+    Args:
+        module: Gives logits ``(n, outputs)``, by its method ``logits`` or its forward pass.
+        layers: Layers of the module.
+        x: An input of one sample, such as zeros. The model's pass over it also shows layers that
+            are called twice, or whose weight something else uses. Default: only what a layer alone
+            shows is refused here, and :func:`kfac_factors` refuses the rest.
 
     Raises:
-        FlsuiteError: If there is one. :func:`kfac_factors` also refuses layers that are called
-            twice, or whose weight something else uses.
+        FlsuiteError: If there is one.
     """
     for layer in layers:
         if why := uncovered(module.get_submodule(layer.name)):
             raise _refusal(layer.name, why)
+    if x is None:
+        return
+
+    trained: dict[str, Tensor] = {}
+    for layer in layers:
+        trained |= _trained(module, layer)
+    if not trained:
+        return
+    products = ProductLayers(module, trained, positions=True)
+    passes = products.passes(partial(Logits(module), (x,)), lambda z: torch.ones_like(z)[None])
+    # Without a pass the logits depend on no layer, which the Fisher itself says in other words.
+    for name in (layer.name for layer in layers if layer.weight_name in trained):
+        if passes is not None and name not in products.layers:
+            raise _refusal(name, products.failed.get(name, _NO_PART))
 
 
 class _Chunk(NamedTuple):
@@ -237,12 +258,8 @@ class _Factors:
         self.parameters: dict[str, Tensor] = {}
         self._totals: dict[str, dict[str, Total]] = {}
         for layer in layers:
-            own = dict(module.get_submodule(layer.name).named_parameters(layer.name))
-            trained = {name: p for name, p in own.items() if p.requires_grad}
-            if trained and len(trained) < len(own):
-                raise _refusal(layer.name, "only a part of it is trained")
-            self.parameters |= trained
-            weight = own[layer.weight_name]
+            self.parameters |= _trained(module, layer)
+            weight = module.get_parameter(layer.weight_name)
             inputs = weight[0].numel() + int(layer.bias)
             self._totals[layer.name] = {
                 "a": Total(weight.new_empty(inputs, inputs)),
@@ -256,7 +273,7 @@ class _Factors:
             if f"{name}.weight" not in self.parameters:
                 continue  # frozen
             if name not in passes:
-                raise _refusal(name, chunk.failed.get(name, "it is not part of the model"))
+                raise _refusal(name, chunk.failed.get(name, _NO_PART))
             part = passes[name]
             has_bias = part.layer.bias is not None
             totals["a"].add(input_factor(part.layer, part.input, has_bias))
@@ -268,6 +285,15 @@ class _Factors:
             name: {kind: (total.value() / max(samples, 1)).float() for kind, total in pair.items()}
             for name, pair in self._totals.items()
         }
+
+
+def _trained(module: nn.Module, layer: Layer) -> dict[str, Tensor]:
+    """Return the parameters of a layer, none if it is frozen."""
+    own = dict(module.get_submodule(layer.name).named_parameters(layer.name))
+    trained: dict[str, Tensor] = {name: p for name, p in own.items() if p.requires_grad}
+    if trained and len(trained) < len(own):
+        raise _refusal(layer.name, "only a part of it is trained")
+    return trained
 
 
 def _refusal(name: str, why: str) -> FlsuiteError:
