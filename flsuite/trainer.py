@@ -118,8 +118,7 @@ class FederatedTrainer(Trainer):
         self.engine = engine or InProcess()
         self.compression, self.secure_sum = compression, secure_sum
         self.buffers: Buffers = buffers
-        self.keep_optimizers = keep_optimizers
-        self.channels_last = channels_last
+        self.keep_optimizers, self.channels_last = keep_optimizers, channels_last
         self.run_dir = Path(run_dir) if run_dir else None
         self.writes = enable_checkpointing
         self.keep_updates, self.from_updates = keep_updates, from_updates
