@@ -170,9 +170,10 @@ def _prepare(args: list[str]) -> None:
         _engine(config) for config in configs
     ]  # overrides the config
     if "Processes" in str(chosen) and "--print_config" not in args and "--help" not in args:
-        from flsuite.engines.forkserver import prepare_workers
+        from flsuite.engines.forkserver import can_fork_later, prepare_workers
 
-        prepare_workers()
+        if not can_fork_later():
+            prepare_workers()
 
     if "" not in sys.path:
         sys.path.insert(0, "")  # finds a user's package in the working folder, as python -m does

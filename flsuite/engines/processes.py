@@ -15,7 +15,7 @@ from typing import Any
 
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
-from flsuite.engines.forkserver import prepare_workers, without_main
+from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, without_main
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
 from flsuite.errors import FlsuiteError, one_line, require_at_least, require_positive
@@ -74,6 +74,7 @@ class Processes(Engine):
         self._pool: list[_Worker] = []
         self._payload: tuple[int, bytes, list[tuple[int, int]]] | None = None
         self._forget_requests()
+        prepare_workers_early()
 
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
