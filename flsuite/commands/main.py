@@ -4,9 +4,12 @@ Importing torch and Lightning takes seconds. Nothing here imports them before th
 known to need them.
 """
 
+import atexit
+import gc
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -138,7 +141,8 @@ def _guarded(command: str, args: list[str]) -> int:
 
             schedule(args)
         else:
-            from flsuite.commands.fit import run
+            with _collecting_later():
+                from flsuite.commands.fit import run
 
             run(command, args)
     except FlsuiteError as error:
@@ -152,6 +156,24 @@ def _guarded(command: str, args: list[str]) -> int:
             "interrupted; fit goes on from the last finished round with --ckpt_path last", 130
         )
     return 0
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Import without garbage collection, and leave what has been imported out of it for good.
+
+    Nothing of it is garbage, and a collection takes half a second to see that.
+    """
+    if "torch" in sys.modules:  # this process does more than this command
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # some libraries complain of what is left at the very end
 
 
 def _complain(message: str, status: int) -> int:

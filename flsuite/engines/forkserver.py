@@ -109,12 +109,12 @@ def _quiet_forks() -> Iterator[None]:
 @contextmanager
 def _forking() -> Iterator[None]:
     """Let multiprocessing start its fork server as a fork of this process."""
-    spawn = util.spawnv_passfds  # type: ignore[attr-defined]
-    util.spawnv_passfds = _run_in_fork  # type: ignore[attr-defined]
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _run_in_fork  # type: ignore[assignment]
     try:
         yield
     finally:
-        util.spawnv_passfds = spawn  # type: ignore[attr-defined]
+        util.spawnv_passfds = spawn
 
 
 def _run_in_fork(path: Any, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -151,11 +151,11 @@ def _be_new(descriptors: Sequence[int]) -> None:
     sys.settrace(None)
     sys.setprofile(None)
     # New ones: a thread that was printing holds the locks of the old ones.
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    for which in signal.valid_signals():
+        if callable(signal.getsignal(which)):
+            signal.signal(which, signal.SIG_DFL)
 
     # Other processes wait until these files are closed. The numbers stay taken, because objects of
     # the parent may close them at any time.
