@@ -137,6 +137,7 @@ def _run_in_fork(path: Any, arguments: Sequence[str], descriptors: Sequence[int]
     try:
         _be_new(descriptors)
         exec(arguments[-1], {})
+        status = 0
     except SystemExit:
         status = 0
     except BaseException:

@@ -53,8 +53,10 @@ class Processes(Engine):
     """Trains in worker processes.
 
     Workers are forked from a server process that has imported everything and computed nothing, so
-    that starting or replacing one takes milliseconds. The dataset is in memory once. A worker that
-    dies is replaced, and its client is tried once more.
+    that starting or replacing one takes milliseconds. The server starts when the first engine is
+    constructed. On Linux without a GPU it is a fork of this process: construct the engine before
+    the data is loaded. The dataset is in memory once. A worker that dies is replaced, and its
+    client is tried once more.
 
     Args:
         workers: Number of processes. Default: the cores that this process may use.
