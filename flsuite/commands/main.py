@@ -7,9 +7,12 @@ known to need them.
 import atexit
 import gc
 import importlib
+import io
+import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -114,7 +117,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif command in _HELPS and {"-h", "--help"} & set(args):
         print(_HELPS[command], end="")
     elif command in _LIGHTNING_COMMANDS or command in _HELPS:
-        sys.exit(_guarded(command, args[1:]))
+        status = _guarded(command, args[1:])
+        if argv is None:
+            _end(status)
+        sys.exit(status)
     else:
         known = ", ".join((*_LIGHTNING_COMMANDS, *_HELPS))
         sys.exit(_complain(f"unknown command {command!r}; there are: {known}", 2))
@@ -174,6 +180,33 @@ def _collecting_later() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # some libraries complain of what is left at the very end
+
+
+def _end(status: int) -> None:
+    """End this process without taking apart what torch and Lightning have made.
+
+    The system frees it anyway, and Python would take more than a second for it. What a user may
+    rely on at an exit happens: functions of :mod:`atexit`, and open files are written to the disk.
+    Where others wait for the end of this function, as a thread or a debugger, it just returns.
+    """
+    watched = sys.gettrace() or sys.getprofile() or _is_monitored() or sys.flags.inspect
+    if watched or threading.active_count() > 1:
+        return
+    atexit._run_exitfuncs()
+    # A text file writes into a binary one, which comes after it.
+    objects = gc.get_objects()
+    texts = [file for file in objects if isinstance(file, io.TextIOWrapper)]
+    binaries = [file for file in objects if isinstance(file, io.BufferedWriter | io.BufferedRandom)]
+    for file in (*texts, *binaries):
+        with suppress(AttributeError, ValueError, OSError):  # closed, or not for writing
+            file.flush()
+    os._exit(status)
+
+
+def _is_monitored() -> bool:
+    """Return whether a profiler or a debugger has registered, which it can from Python 3.12 on."""
+    monitoring = getattr(sys, "monitoring", None)
+    return monitoring is not None and any(monitoring.get_tool(place) for place in range(6))
 
 
 def _complain(message: str, status: int) -> int:

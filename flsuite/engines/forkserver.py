@@ -1,13 +1,12 @@
 """The process that workers are forked from.
 
 It starts in one of two ways. A fork of this process has everything imported, shares its memory and
-is there at once, but works only where no other thread and no accelerator is in use. A new process
-works everywhere. It imports torch and Lightning while this process goes on with other work.
+is there at once, but works only where no pool of threads and no accelerator is in use. Elsewhere it
+is a new process. It imports torch and Lightning while this process goes on with other work.
 
 This module imports nothing heavy, so that the new process can be started before anything else.
 """
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -71,6 +70,7 @@ def _can_fork() -> bool:
 
 
 def _is_importing() -> bool:
+    """Return whether a module is in the middle of its import, in any thread."""
     specs = [
         # A module that is loaded when it is first used must stay as it is.
         object.__getattribute__(module, "__dict__").get("__spec__")
@@ -94,7 +94,8 @@ def _dummy_fork() -> bool:
         child = os.fork()
     if child == 0:
         os._exit(0)
-    os.waitpid(child, 0)
+    with suppress(ChildProcessError):  # this process ignores the end of its children
+        os.waitpid(child, 0)
     return True
 
 
@@ -148,7 +149,6 @@ def _run_in_fork(path: Any, arguments: Sequence[str], descriptors: Sequence[int]
 
 def _be_new(descriptors: Sequence[int]) -> None:
     """Drop what a new process would not have."""
-    gc.freeze()  # a collection would write to the shared memory of each object, and so copy it
     sys.settrace(None)
     sys.setprofile(None)
     # New ones: a thread that was printing holds the locks of the old ones.
