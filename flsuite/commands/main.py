@@ -20,7 +20,7 @@ from typing import Any
 from flsuite import __version__
 from flsuite.errors import FederationError, FlsuiteError, one_line
 
-__all__ = ["import_plugins", "main"]
+__all__ = ["console", "import_plugins", "main"]
 
 _HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch Lightning
 
@@ -103,6 +103,16 @@ _HELPS = {"partition": _PARTITION_HELP, "schedule": _SCHEDULE_HELP, "report": _R
 _LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 
 
+def console() -> None:
+    """Run the command in a process that has nothing else to do."""
+    try:
+        main()
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            _end(end.code)
+        raise
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
@@ -117,10 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif command in _HELPS and {"-h", "--help"} & set(args):
         print(_HELPS[command], end="")
     elif command in _LIGHTNING_COMMANDS or command in _HELPS:
-        status = _guarded(command, args[1:])
-        if argv is None:
-            _end(status)
-        sys.exit(status)
+        sys.exit(_guarded(command, args[1:]))
     else:
         known = ", ".join((*_LIGHTNING_COMMANDS, *_HELPS))
         sys.exit(_complain(f"unknown command {command!r}; there are: {known}", 2))
@@ -292,4 +299,4 @@ def _engine(config: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    console()
