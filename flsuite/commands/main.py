@@ -9,6 +9,7 @@ import gc
 import importlib
 import io
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -100,6 +101,7 @@ each point.
 """
 
 _HELPS = {"partition": _PARTITION_HELP, "schedule": _SCHEDULE_HELP, "report": _REPORT_HELP}
+_BINARY = (io.BufferedWriter, io.BufferedRandom)
 _LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -199,11 +201,13 @@ def _end(status: int) -> None:
     watched = sys.gettrace() or sys.getprofile() or _is_monitored() or sys.flags.inspect
     if watched or threading.active_count() > 1:
         return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing left to stop
     atexit._run_exitfuncs()
-    # A text file writes into a binary one, which comes after it.
+    # A text file writes into a binary one, which comes after it. Asking an object itself for its
+    # class may call code of its own.
     objects = gc.get_objects()
-    texts = [file for file in objects if isinstance(file, io.TextIOWrapper)]
-    binaries = [file for file in objects if isinstance(file, io.BufferedWriter | io.BufferedRandom)]
+    texts = [file for file in objects if issubclass(type(file), io.TextIOWrapper)]
+    binaries = [file for file in objects if issubclass(type(file), _BINARY)]
     for file in (*texts, *binaries):
         with suppress(AttributeError, ValueError, OSError):  # closed, or not for writing
             file.flush()
