@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from flsuite.aggregators.after_fit import AfterFit
 from flsuite.client.callbacks import KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
+from flsuite.client.scorer import Scorer
 from flsuite.client.setup import WorkerSetup, buffer_names, private_patterns
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
@@ -29,6 +30,8 @@ from flsuite.messages import (
     ClientUpdate,
     FitRequest,
     Outcome,
+    OwnScores,
+    ScoreRequest,
     TrainedFit,
 )
 from flsuite.models.base import ClientModel
@@ -100,6 +103,22 @@ class ClientRunner:
         if last is not None:
             last.partial = total
         return outcomes
+
+    def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
+        """Score one client's own model.
+
+        The result is ``None`` where there is no such split, and a failure after an error.
+        """
+        self._restore_attributes()
+        try:
+            trainer, _ = self._rewound_trainer([])
+            data = self.setup.data.at(request.broadcast.round)
+            device, precision = trainer.strategy.root_device, trainer.precision_plugin
+            scorer = Scorer(self.model, data, device, precision.forward_context)
+            state = {**self.setup.initial, **request.private, **request.broadcast.state}
+            return scorer.own(request.client, state, request.split, request.details)
+        except Exception as error:
+            return request.failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _fit(self, request: FitRequest, loss: MeanLoss) -> ClientResult:
         started = time.perf_counter()

@@ -8,10 +8,10 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar
 
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
@@ -19,7 +19,14 @@ from flsuite.engines.forkserver import prepare_workers, without_main
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
 from flsuite.errors import FlsuiteError, one_line, require_at_least, require_positive
-from flsuite.messages import Broadcast, FitRequest, Outcome
+from flsuite.messages import (
+    Broadcast,
+    ClientFailure,
+    FitRequest,
+    Outcome,
+    OwnScores,
+    ScoreRequest,
+)
 
 __all__ = ["Processes"]
 
@@ -28,12 +35,15 @@ log = logging.getLogger("flsuite")
 _AHEAD = 4  # outcomes per worker that may wait for their turn: bounds memory, hides uneven clients
 
 
+_Job = Sequence[FitRequest | ScoreRequest]
+
+
 @dataclass
 class _Worker:
     """A worker process as the engine sees it.
 
     Attributes:
-        job: The requests that it is training.
+        job: The requests that it is working on.
         broadcast: The last broadcast that it was sent.
         is_ready: Whether it has been set up. A fit's time counts from then.
         alarm: Kills it when its fit takes too long.
@@ -42,7 +52,7 @@ class _Worker:
 
     process: Any
     connection: Connection
-    job: list[FitRequest] = field(default_factory=list)
+    job: _Job = ()
     broadcast: Broadcast | None = None
     is_ready: bool = False
     alarm: threading.Timer | None = None
@@ -62,6 +72,8 @@ class Processes(Engine):
         timeout: Seconds that one client's fit may take. A worker that takes longer is replaced, and
             its client counts as failed. Default: no limit.
     """
+
+    can_score: ClassVar[bool] = True
 
     def __init__(
         self, workers: int | None = None, threads: int = 1, timeout: float | None = None
@@ -111,15 +123,29 @@ class Processes(Engine):
         # With a timeout, a client that takes too long must not take others with it.
         sums_parts = self._sums_parts and self.timeout is None
         for job in self.jobs(requests, sums_parts):
-            self._pending.update((request.number, job) for request in job)
-            self._queue.append(job[0].number)
+            self._enqueue(job)
         self._hand_out()
+
+    def score(self, requests: Iterable[ScoreRequest]) -> list[OwnScores | ClientFailure | None]:
+        scored: list[Any] = []
+        waiting: deque[int] = deque()
+        for request in requests:
+            self._enqueue([request])
+            self._hand_out()
+            waiting.append(request.number)
+            if len(waiting) > _AHEAD * len(self._pool):
+                scored.append(self.collect(waiting.popleft()))
+        return [*scored, *map(self.collect, waiting)]
+
+    def _enqueue(self, job: _Job) -> None:
+        self._pending.update((request.number, job) for request in job)
+        self._queue.append(job[0].number)
 
     @property
     def pending(self) -> Sequence[int]:
         return list(self._pending)
 
-    def collect(self, number: int) -> Outcome:
+    def collect(self, number: int) -> Any:
         while number not in self._outcomes:
             self._hand_out(urgent=number)
             for worker in self._readable():
@@ -149,7 +175,7 @@ class Processes(Engine):
         """Return the number of jobs that are training, or trained and not collected."""
         return len({id(job) for job in self._pending.values()}) - len(self._queue)
 
-    def _assign(self, worker: _Worker, job: list[FitRequest]) -> None:
+    def _assign(self, worker: _Worker, job: _Job) -> None:
         worker.job = job
         if worker.is_ready:
             self._arm(worker)
@@ -159,19 +185,20 @@ class Processes(Engine):
             raise _unsendable("a callback or what a client keeps", error) from error
 
     @staticmethod
-    def _send_job(worker: _Worker, job: list[FitRequest]) -> None:
+    def _send_job(worker: _Worker, job: _Job) -> None:
         broadcast = job[0].broadcast
         with suppress(OSError):  # it died just now, and its connection will show it
             # Once per round and worker: the global model is most of what is sent.
             if worker.broadcast is not broadcast:
                 send(worker.connection, broadcast)
                 worker.broadcast = broadcast
-            orders = [(r.number, r.assignment, r.memory, r.repeat, r.trained) for r in job]
+            # The worker adds the broadcast that it has.
+            orders = [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
             send(worker.connection, orders)
 
     def _arm(self, worker: _Worker) -> None:
         """Kill the worker if it does not answer in time, even if it hangs while it sends."""
-        if self.timeout is None:
+        if self.timeout is None or isinstance(worker.job[0], ScoreRequest):
             return
 
         def kill() -> None:
@@ -206,13 +233,13 @@ class Processes(Engine):
             if answer.is_user_error:
                 raise FlsuiteError(answer.message)
             raise RuntimeError(f"a worker process failed:\n{answer.message}")
-        worker.job = []
+        worker.job = ()
         numbers = [request.number for request in job]
         self._outcomes.update(zip(numbers, answer, strict=True))
         if worker.timed_out:  # the alarm went off just after the answer
             self._replace(self._pool.index(worker))
 
-    def _take_death(self, worker: _Worker, job: list[FitRequest]) -> None:
+    def _take_death(self, worker: _Worker, job: _Job) -> None:
         _disarm(worker)
         worker.process.join(timeout=5)
         # Backwards, so that the first client of the job is again the first in the queue.
@@ -223,14 +250,14 @@ class Processes(Engine):
             "round %d: the worker process of client%s %s %s and was replaced",
             job[0].broadcast.round,
             "s" if len(job) > 1 else "",
-            ", ".join(str(request.assignment.client) for request in job),
+            ", ".join(str(request.client) for request in job),
             "ran out of time"
             if worker.timed_out
             else f"died (exit code {worker.process.exitcode})",
         )
         self._replace(self._pool.index(worker))
 
-    def _fail_or_retry(self, worker: _Worker, request: FitRequest) -> None:
+    def _fail_or_retry(self, worker: _Worker, request: FitRequest | ScoreRequest) -> None:
         if worker.timed_out:
             reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
             self._outcomes[request.number] = request.failure(reason)
@@ -263,9 +290,9 @@ class Processes(Engine):
         return _Worker(process, ours)
 
     def _forget_requests(self) -> None:
-        self._pending: dict[int, list[FitRequest]] = {}
+        self._pending: dict[int, _Job] = {}
         self._queue: deque[int] = deque()  # by the first request of each job
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, Outcome | OwnScores | None] = {}
         self._retried: set[int] = set()
 
 

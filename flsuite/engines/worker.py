@@ -5,7 +5,7 @@ import pickle
 import signal
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -87,8 +87,9 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
             continue
 
         assert broadcast is not None, "a request came before its broadcast"
-        job = [FitRequest(number, fit, broadcast, *rest) for number, fit, *rest in message]
-        outcomes = runner.run_job(job)
+        job = [replace(request, broadcast=broadcast) for request in message]
+        is_fit = isinstance(job[0], FitRequest)
+        outcomes = runner.run_job(job) if is_fit else [runner.score(request) for request in job]
         try:
             send(connection, outcomes)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
