@@ -1,0 +1,132 @@
+"""An actor of a Ray cluster that trains clients, and the form in which objects reach it.
+
+Ray reads NumPy arrays from its object store without a copy, and torch's tensors much more slowly.
+So every tensor travels as an array of bytes.
+"""
+
+import pickle
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from flsuite.client.runner import ClientRunner
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines.wire import dumps
+from flsuite.engines.worker import Fatal
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.messages import Broadcast, FitAssignment, FitRequest, Outcome, TrainedFit
+
+__all__ = ["Order", "Parts", "RayWorker", "pack", "unpack"]
+
+Parts = list[Any]
+"""An object on its way: the serialized rest as bytes, and an array of bytes for each tensor."""
+
+Order = tuple[int, FitAssignment, dict[str, Any], int, TrainedFit | None]
+"""A request without its broadcast: number, assignment, memory, repeat, trained."""
+
+
+def pack(obj: Any) -> Parts:
+    """Return an object in parts. The memory of its tensors is not copied."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = bytes(dumps(obj, buffers))
+    return [head, *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
+
+
+def unpack(parts: Parts, share: bool = False) -> Any:
+    """Return the object that :func:`pack` took apart.
+
+    Args:
+        parts: What came out of the store.
+        share: Whether tensors stay in the store. Nobody may write to them: NumPy would refuse it,
+            torch would change them for all processes of the node.
+    """
+    head, *arrays = parts
+    if not share:
+        return pickle.loads(head, buffers=[array.copy() for array in arrays])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return pickle.loads(head, buffers=arrays)
+
+
+class RayWorker:
+    """Trains clients, one after another, on the same model and Trainer.
+
+    Every answer is in parts. It may be :class:`Fatal`.
+
+    Args:
+        threads: Threads of torch.
+        path: The folders in which the driver finds its modules.
+    """
+
+    def __init__(self, threads: int, path: Sequence[str]) -> None:
+        # A user's own package may lie in the folder where the run was started.
+        sys.path.extend(folder for folder in path if folder not in sys.path)
+        torch.set_num_threads(threads)
+        self._broadcast: tuple[int, Broadcast] | None = None
+
+    def prepare(self, setup: Parts) -> Parts:
+        """Set the worker up, and return ``None``.
+
+        Args:
+            setup: The data, and the model with the rest as bytes: the data is shared by all workers
+                of the node, and each has a model of its own.
+        """
+        try:
+            data, model_and_rest = unpack(setup, share=True)
+            model, rest = pickle.loads(model_and_rest)
+            self._runner = ClientRunner(WorkerSetup(model=model, data=data, **rest))
+        except Exception as error:
+            return pack(_fatal(error))
+        return pack(None)
+
+    def train(self, version: int, broadcast: Parts, orders: Parts) -> Parts:
+        """Return the outcomes of several requests that start from one broadcast.
+
+        Args:
+            version: Number of the broadcast. It is unpacked once.
+            broadcast: The broadcast.
+            orders: A list of :data:`Order`.
+        """
+        try:
+            if self._broadcast is None or self._broadcast[0] != version:
+                self._broadcast = (version, unpack(broadcast))
+            return _pack_outcomes(*self._train(self._broadcast[1], unpack(orders)))
+        except Exception as error:
+            return pack(_fatal(error))
+
+    def _train(
+        self, broadcast: Broadcast, orders: Sequence[Order]
+    ) -> tuple[list[FitRequest], list[Outcome]]:
+        requests = [
+            FitRequest(number, assignment, broadcast, memory, repeat, trained)
+            for number, assignment, memory, repeat, trained in orders
+        ]
+        return requests, [self._runner.run(request) for request in requests]
+
+
+def _pack_outcomes(requests: Sequence[FitRequest], outcomes: Sequence[Outcome]) -> Parts:
+    try:
+        return pack(outcomes)
+    except (TypeError, AttributeError, pickle.PicklingError):
+        sendable = [_sendable(*pair) for pair in zip(requests, outcomes, strict=True)]
+        return pack(sendable)
+
+
+def _sendable(request: FitRequest, outcome: Outcome) -> Outcome:
+    """Return the outcome, or a failure if it cannot be sent."""
+    try:
+        dumps(outcome, [])
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        return request.failure(f"its update cannot be sent: {one_line(error, 300)}")
+    return outcome
+
+
+def _fatal(error: Exception) -> Fatal:
+    if isinstance(error, FlsuiteError):
+        return Fatal(str(error), is_user_error=True)
+    return Fatal(traceback.format_exc(), is_user_error=False)
