@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -372,7 +373,8 @@ class Ray(Engine):
         else:
             settings["address"] = self.address
 
-        with _signal_handlers_kept():
+        with _signal_handlers_kept(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Tip: In future versions of Ray", FutureWarning)
             try:
                 ray.init(**settings)
             except (ConnectionError, ValueError, RuntimeError) as error:
@@ -415,7 +417,7 @@ class Ray(Engine):
             scheduling_strategy="SPREAD",
         )
         path = [str(Path(folder).resolve()) for folder in sys.path]
-        actor = _Actor(actor_class.remote(self.threads, path))
+        actor = _Actor(actor_class.remote(self.threads, path, self.gpus_per_worker > 0))
         self._actors.append(actor)
         self._waiting[actor.handle.prepare.remote(self._setup)] = (actor, None)
 

@@ -4,6 +4,7 @@ Ray reads NumPy arrays from its object store without a copy, and torch's tensors
 So every tensor travels as an array of bytes.
 """
 
+import os
 import pickle
 import sys
 import traceback
@@ -61,12 +62,15 @@ class RayWorker:
     Args:
         threads: Threads of torch.
         path: The folders in which the driver finds its modules.
+        sees_gpus: Whether it may use the GPUs that the cluster has reserved for it.
     """
 
-    def __init__(self, threads: int, path: Sequence[str]) -> None:
+    def __init__(self, threads: int, path: Sequence[str], sees_gpus: bool) -> None:
         # A user's own package may lie in the folder where the run was started.
         sys.path.extend(folder for folder in path if folder not in sys.path)
         torch.set_num_threads(threads)
+        if not sees_gpus:  # versions of Ray differ in what an actor without GPUs sees
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._broadcast: tuple[int, Broadcast] | None = None
 
     def prepare(self, setup: Parts) -> Parts:
