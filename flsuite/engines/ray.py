@@ -39,7 +39,8 @@ _BYTES = 2**26  # of the models that one call sends back: bounds memory
 _CALLS = 2  # in flight per worker: it finds its next call when it has answered one
 _AHEAD = 4  # calls per worker that may be in flight or wait for their turn
 _STARTS = 3  # workers in a row that may die while they start
-_PATIENCE = 10.0  # seconds without an answer after which the cluster is looked at
+_GLANCE = 10.0  # seconds without an answer after which the cluster is looked at
+_PATIENCE = 6  # glances before the user is told that no worker has started
 
 
 @dataclass(eq=False)
@@ -125,7 +126,7 @@ class Ray(Engine):
         self._setup: Any = None
         self._versions = 0
         self._failed_starts = 0
-        self._said_waiting = False
+        self._glances = 0
 
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
@@ -270,7 +271,7 @@ class Ray(Engine):
 
         if not self._waiting:
             raise FederationError("Ray: no worker is left")
-        ready, _ = ray.wait(list(self._waiting), timeout=_PATIENCE)
+        ready, _ = ray.wait(list(self._waiting), timeout=_GLANCE)
         if not ready:
             self._look_at_cluster()
             return
@@ -348,8 +349,8 @@ class Ray(Engine):
             raise FederationError(
                 f"Ray: no node of the cluster has room for a worker any more ({self._needs_text()})"
             )
-        if not self._said_waiting:
-            self._said_waiting = True
+        self._glances += 1
+        if self._glances == _PATIENCE:
             log.warning("no worker of Ray has started yet; others may be using the cluster")
 
     # The cluster
