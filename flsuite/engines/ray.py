@@ -307,7 +307,7 @@ class Ray(Engine):
         self._waiting = {
             ref: entry for ref, entry in self._waiting.items() if entry[0] is not actor
         }
-        reason = one_line(error, longest=200)
+        reason = _reason(error)
         if not actor.is_ready:
             self._take_failed_start(reason)
             return
@@ -369,7 +369,6 @@ class Ray(Engine):
                 "address": "local",
                 "num_cpus": _cores(),
                 "include_dashboard": False,
-                "_node_ip_address": "127.0.0.1",
             }
         else:
             settings["address"] = self.address
@@ -433,6 +432,12 @@ def _pack_setup(setup: WorkerSetup) -> Any:
 def _clients_per_call(request: FitRequest) -> int:
     size = nbytes(request.broadcast.state) + nbytes(request.memory)
     return max(1, min(_CLIENTS, _BYTES // max(1, size)))
+
+
+def _reason(error: Exception) -> str:
+    """Return the first sentence of the last line, which has the cause after Ray's own numbers."""
+    lines = str(error).split("\n")
+    return lines[-1].split(". ")[0][:200]
 
 
 def _clients(requests: Sequence[FitRequest]) -> str:

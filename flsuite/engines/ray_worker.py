@@ -9,11 +9,13 @@ import pickle
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
@@ -82,6 +84,8 @@ class RayWorker:
         """
         try:
             data, model_and_rest = unpack(setup, share=True)
+            self._shared = list(_tensors(data))
+            self._writes = [tensor._version for tensor in self._shared]
             model, rest = pickle.loads(model_and_rest)
             self._runner = ClientRunner(WorkerSetup(model=model, data=data, **rest))
         except Exception as error:
@@ -99,7 +103,9 @@ class RayWorker:
         try:
             if self._broadcast is None or self._broadcast[0] != version:
                 self._broadcast = (version, unpack(broadcast))
-            return _pack_outcomes(*self._train(self._broadcast[1], unpack(orders)))
+            requests, outcomes = self._train(self._broadcast[1], unpack(orders))
+            self._refuse_writes(requests)
+            return _pack_outcomes(requests, outcomes)
         except Exception as error:
             return pack(_fatal(error))
 
@@ -111,6 +117,24 @@ class RayWorker:
             for number, assignment, memory, repeat, trained in orders
         ]
         return requests, [self._runner.run(request) for request in requests]
+
+    def _refuse_writes(self, requests: Sequence[FitRequest]) -> None:
+        """Raise an error if a fit wrote to the data, which all workers of the node share."""
+        if [tensor._version for tensor in self._shared] != self._writes:
+            clients = ", ".join(str(request.assignment.client) for request in requests)
+            raise FlsuiteError(
+                f"a fit of client(s) {clients} wrote to the dataset in place, which other clients "
+                "share; clone the tensor first"
+            )
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Return the tensors in the attributes of dataclasses, however deep."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif is_dataclass(tree):
+        for value in vars(tree).values():
+            yield from _tensors(value)
 
 
 def _pack_outcomes(requests: Sequence[FitRequest], outcomes: Sequence[Outcome]) -> Parts:

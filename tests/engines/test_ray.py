@@ -20,6 +20,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientFailure, ClientResult, Outcome
 from tests.conftest import equal_states, trainer
 from tests.engines.test_engines import (
+    LINUX,
     SIZES,
     TENSORS,
     Unreadable,
@@ -132,6 +133,31 @@ class Hangs(Trouble):
         time.sleep(600)
 
 
+class Maps(Callback):
+    """Fails unless the training tensors lie in the store's memory, which the node shares."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        if not all(_in_store(t.data_ptr()) for t in (loader.data.train.x, loader.data.train.y)):
+            raise RuntimeError("a copy")
+
+
+def _in_store(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if low <= address < high:
+            return "plasma" in line
+    return False
+
+
+class Writes(Callback):
+    """Writes to the training data."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        loader.data.train.x[0].zero_()
+
+
 def states(results: list[Outcome]) -> dict[int, Any]:
     return {o.update.client: o.update.state for o in results if isinstance(o, ClientResult)}
 
@@ -198,6 +224,13 @@ def test_an_outcome_belongs_to_this_process(both_ready: Ray) -> None:
     assert isinstance(again, ClientResult) and any(
         tensor.any() for tensor in again.update.state.values()
     )
+
+
+@LINUX
+def test_workers_share_the_dataset(both_ready: Ray) -> None:
+    _, state = worker_setup()
+    results = outcomes(both_ready, requests(state, callbacks=(Maps(),)))
+    assert len(states(results)) == len(SIZES), results
 
 
 # Deaths
@@ -291,6 +324,18 @@ def test_a_worker_that_cannot_start_ends_the_run(machines: Machines, engine: Ray
             outcomes(broken, requests(state))
     finally:
         broken.stop()
+
+
+def test_a_fit_that_writes_to_the_dataset_ends_the_run(machines: Machines, engine: Ray) -> None:
+    engine.stop()
+    made, state = worker_setup()
+    writing = machines.engine(workers=1)
+    writing.start(made)
+    try:
+        with pytest.raises(FlsuiteError, match=r"client\(s\) 0 wrote to the dataset in place"):
+            outcomes(writing, requests(state, (0,), callbacks=(Writes(),)))
+    finally:
+        writing.stop()
 
 
 # A cluster of this machine alone
