@@ -15,9 +15,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import flsuite.engines.ray as ray_engine
 from flsuite.commands.main import main
 from flsuite.engines import InProcess, Ray
-from flsuite.engines.ray_worker import pack, unpack
+from flsuite.engines.ray_worker import RayWorker, pack, unpack
+from flsuite.engines.worker import Fatal
 from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientFailure, ClientResult, Outcome
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitAssignment, Outcome
 from tests.conftest import equal_states, trainer
 from tests.engines.test_engines import (
     LINUX,
@@ -326,18 +327,6 @@ def test_a_worker_that_cannot_start_ends_the_run(machines: Machines, engine: Ray
         broken.stop()
 
 
-def test_a_fit_that_writes_to_the_dataset_ends_the_run(machines: Machines, engine: Ray) -> None:
-    engine.stop()
-    made, state = worker_setup()
-    writing = machines.engine(workers=1)
-    writing.start(made)
-    try:
-        with pytest.raises(FlsuiteError, match=r"client\(s\) 0 wrote to the dataset in place"):
-            outcomes(writing, requests(state, (0,), callbacks=(Writes(),)))
-    finally:
-        writing.stop()
-
-
 # A cluster of this machine alone
 
 
@@ -372,6 +361,18 @@ def test_tensors_survive_the_store(name: str) -> None:
     assert same(copied["w"], before) and same(shared["w"], before) and copied["rest"] == [1, None]
     copied["w"].zero_()
     assert same(shared["w"], before) and same(TENSORS[name], before)
+
+
+def test_a_fit_that_writes_to_the_dataset_ends_the_run() -> None:
+    made, state = worker_setup()
+    worker = RayWorker(threads=1, path=[], sees_gpus=True)
+    assert unpack(worker.prepare(ray_engine._pack_setup(made))) is None
+    for callbacks, is_refused in (((), False), ((Writes(),), True)):
+        broadcast = Broadcast(1, state, {}, callbacks)
+        orders = [(0, FitAssignment(2), {}, 0, None)]
+        answer = unpack(worker.train(int(is_refused), pack(broadcast), pack(orders)))
+        assert isinstance(answer, Fatal) == is_refused
+    assert answer.is_user_error and "client(s) 2 wrote to the dataset in place" in answer.message
 
 
 def node(alive: bool = True, **resources: float) -> dict[str, Any]:
