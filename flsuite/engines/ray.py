@@ -1,6 +1,7 @@
 """Clients in the actors of a Ray cluster: one machine, or many."""
 
 import logging
+import math
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.backlog import Backlog
 from flsuite.engines.base import Engine
-from flsuite.engines.ray_worker import Order, RayWorker, pack, unpack
+from flsuite.engines.ray_worker import SMALL, Order, RayWorker, pack, unpack
 from flsuite.engines.wire import dumps
 from flsuite.engines.worker import Fatal
 from flsuite.errors import (
@@ -27,14 +28,15 @@ from flsuite.errors import (
     require_at_least,
     require_positive,
 )
-from flsuite.messages import Broadcast, FitRequest, Outcome
+from flsuite.messages import Broadcast, ClientResult, FitRequest, Outcome
 from flsuite.state import nbytes
 
 __all__ = ["Ray"]
 
 log = logging.getLogger("flsuite")
 
-_CLIENTS = 5  # per call: a call costs as much as a small fit
+_SECONDS = 0.1  # of training per call, at least: a call costs a millisecond or two
+_CLIENTS = 10  # per call, at most
 _BYTES = 2**26  # of the models that one call sends back: bounds memory
 _CALLS = 2  # in flight per worker: it finds its next call when it has answered one
 _AHEAD = 4  # calls per worker that may be in flight or wait for their turn
@@ -125,6 +127,7 @@ class Ray(Engine):
         self._broadcasts: dict[int, tuple[Broadcast, Any]] = {}
         self._setup: Any = None
         self._versions = 0
+        self._seconds = _SECONDS  # of the last fit
         self._failed_starts = 0
         self._glances = 0
 
@@ -156,6 +159,8 @@ class Ray(Engine):
 
         import ray
 
+        if not ray.is_initialized():  # Ray would connect to some cluster only to be told so
+            return
         for actor in actors:
             with suppress(Exception):  # a worker, or the cluster, may be gone
                 ray.kill(actor.handle)
@@ -187,7 +192,7 @@ class Ray(Engine):
         The urgent request is handed out even when many outcomes wait for their turn.
         """
         while (first := self._backlog.first) is not None:
-            per_call = _clients_per_call(first)
+            per_call = self._clients_per_call(first)
             workers = max(1, sum(actor.is_ready for actor in self._actors))
             room = _AHEAD * per_call * workers - self._backlog.in_hand
             if room < 1 and first.number != urgent:
@@ -197,8 +202,14 @@ class Ray(Engine):
                 return
 
             # Calls get shorter towards the end of the queue, so that workers end together.
-            share = -(-self._backlog.queued // (2 * _CALLS * workers))
+            share = -(-self._backlog.queued // (2 * workers))
             self._call(actor, self._next_requests(max(1, min(share, per_call, room))))
+
+    def _clients_per_call(self, request: FitRequest) -> int:
+        """Return how many clients a call should have. Results do not depend on it."""
+        size = nbytes(request.broadcast.state) + nbytes(request.memory)
+        worthwhile = math.ceil(_SECONDS / max(self._seconds, 1e-4))
+        return max(1, min(_CLIENTS, worthwhile, _BYTES // max(1, size)))
 
     def _free_actor(self, idle: bool) -> _Actor | None:
         """Return the worker with the fewest calls, if it can take one more."""
@@ -260,7 +271,10 @@ class Ray(Engine):
             if any(entry[0] is broadcast for broadcast in needed)
         }
         self._versions += 1
-        self._broadcasts[self._versions] = (broadcast, ray.put(pack(broadcast)))
+        self._broadcasts[self._versions] = (
+            broadcast,
+            ray.put(pack(broadcast, whole=nbytes(broadcast.state) < SMALL)),
+        )
         return self._versions, self._broadcasts[self._versions][1]
 
     # From answers to outcomes
@@ -296,6 +310,8 @@ class Ray(Engine):
         actor.calls.remove(call)
         for request, outcome in zip(call.requests, answer, strict=True):
             self._backlog.answer(request, outcome)
+            if isinstance(outcome, ClientResult):
+                self._seconds = outcome.update.seconds
 
     def _take_death(self, actor: _Actor, error: Exception) -> None:
         """Give a dead worker's clients to others, and start a new worker."""
@@ -427,11 +443,6 @@ def _pack_setup(setup: WorkerSetup) -> Any:
     names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
     rest = {name: getattr(setup, name) for name in names}
     return pack((setup.data, bytes(dumps((setup.model, rest)))))
-
-
-def _clients_per_call(request: FitRequest) -> int:
-    size = nbytes(request.broadcast.state) + nbytes(request.memory)
-    return max(1, min(_CLIENTS, _BYTES // max(1, size)))
 
 
 def _reason(error: Exception) -> str:

@@ -23,8 +23,12 @@ from flsuite.engines.wire import dumps
 from flsuite.engines.worker import Fatal
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast, FitAssignment, FitRequest, Outcome, TrainedFit
+from flsuite.state import nbytes
 
-__all__ = ["Order", "Parts", "RayWorker", "pack", "unpack"]
+__all__ = ["SMALL", "Order", "Parts", "RayWorker", "pack", "unpack"]
+
+SMALL = 2**18
+"""Bytes of a model up to which it travels whole."""
 
 Parts = list[Any]
 """An object on its way: the serialized rest as bytes, and an array of bytes for each tensor."""
@@ -33,8 +37,16 @@ Order = tuple[int, FitAssignment, dict[str, Any], int, TrainedFit | None]
 """A request without its broadcast: number, assignment, memory, repeat, trained."""
 
 
-def pack(obj: Any) -> Parts:
-    """Return an object in parts. The memory of its tensors is not copied."""
+def pack(obj: Any, whole: bool = False) -> Parts:
+    """Return an object in parts.
+
+    Args:
+        obj: Anything that :func:`~flsuite.engines.wire.dumps` can serialize.
+        whole: Whether it is one part. That is faster for small tensors. Otherwise their memory is
+            not copied.
+    """
+    if whole:
+        return [bytes(dumps(obj))]
     buffers: list[pickle.PickleBuffer] = []
     head = bytes(dumps(obj, buffers))
     return [head, *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
@@ -105,7 +117,8 @@ class RayWorker:
                 self._broadcast = (version, unpack(broadcast))
             requests, outcomes = self._train(self._broadcast[1], unpack(orders))
             self._refuse_writes(requests)
-            return _pack_outcomes(requests, outcomes)
+            whole = nbytes(self._broadcast[1].state) < SMALL
+            return _pack_outcomes(requests, outcomes, whole)
         except Exception as error:
             return pack(_fatal(error))
 
@@ -137,12 +150,14 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _pack_outcomes(requests: Sequence[FitRequest], outcomes: Sequence[Outcome]) -> Parts:
+def _pack_outcomes(
+    requests: Sequence[FitRequest], outcomes: Sequence[Outcome], whole: bool
+) -> Parts:
     try:
-        return pack(outcomes)
+        return pack(outcomes, whole)
     except (TypeError, AttributeError, pickle.PicklingError):
         sendable = [_sendable(*pair) for pair in zip(requests, outcomes, strict=True)]
-        return pack(sendable)
+        return pack(sendable, whole)
 
 
 def _sendable(request: FitRequest, outcome: Outcome) -> Outcome:
