@@ -159,13 +159,13 @@ class Ray(Engine):
 
         import ray
 
-        if not ray.is_initialized():  # Ray would connect to some cluster only to be told so
+        owned, self._owns_connection = self._owns_connection, False
+        if not ray.is_initialized():  # or ray.kill would look for a cluster, for minutes
             return
         for actor in actors:
             with suppress(Exception):  # a worker, or the cluster, may be gone
                 ray.kill(actor.handle)
-        if self._owns_connection:
-            self._owns_connection = False
+        if owned:
             with _signal_handlers_kept():
                 ray.shutdown()
 

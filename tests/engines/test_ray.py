@@ -353,6 +353,16 @@ def test_the_shipped_config_runs_on_a_local_cluster(
 # Without a cluster
 
 
+def test_an_engine_whose_connection_is_gone_looks_for_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Ray()
+    engine._actors = [ray_engine._Actor(handle=None)]
+    monkeypatch.setattr(ray, "kill", lambda handle: pytest.fail("it would connect"))
+    engine.stop()
+    assert engine.pending == [] and engine._actors == []
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_survive_the_store(name: str) -> None:
     before = TENSORS[name].clone()
