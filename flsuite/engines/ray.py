@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.backlog import Backlog
 from flsuite.engines.base import Engine
-from flsuite.engines.ray_worker import SMALL, Order, RayWorker, pack, unpack
+from flsuite.engines.ray_worker import SMALL, RayWorker, pack, unpack
 from flsuite.engines.wire import dumps
 from flsuite.engines.worker import Fatal
 from flsuite.errors import (
@@ -241,10 +241,8 @@ class Ray(Engine):
         return requests
 
     def _call(self, actor: _Actor, requests: Sequence[FitRequest]) -> None:
-        orders: list[Order] = [
-            (request.number, request.assignment, request.memory, request.repeat, request.trained)
-            for request in requests
-        ]
+        # The worker adds the broadcast that it has.
+        orders = [replace(request, broadcast=None) for request in requests]  # type: ignore[arg-type]
         try:
             version, broadcast = self._put(requests[0].broadcast)
             packed = pack(orders)

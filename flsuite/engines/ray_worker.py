@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,16 @@ from flsuite.client.setup import WorkerSetup
 from flsuite.engines.wire import dumps
 from flsuite.engines.worker import Fatal
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.messages import Broadcast, FitAssignment, FitRequest, Outcome, TrainedFit
+from flsuite.messages import Broadcast, FitRequest, Outcome
 from flsuite.state import nbytes
 
-__all__ = ["SMALL", "Order", "Parts", "RayWorker", "pack", "unpack"]
+__all__ = ["SMALL", "Parts", "RayWorker", "pack", "unpack"]
 
 SMALL = 2**18
 """Bytes of a model up to which it travels whole."""
 
 Parts = list[Any]
 """An object on its way: the serialized rest as bytes, and an array of bytes for each tensor."""
-
-Order = tuple[int, FitAssignment, dict[str, Any], int, TrainedFit | None]
-"""A request without its broadcast: number, assignment, memory, repeat, trained."""
 
 
 def pack(obj: Any, whole: bool = False) -> Parts:
@@ -110,26 +107,18 @@ class RayWorker:
         Args:
             version: Number of the broadcast. It is unpacked once.
             broadcast: The broadcast.
-            orders: A list of :data:`Order`.
+            orders: A list of requests without their broadcast.
         """
         try:
             if self._broadcast is None or self._broadcast[0] != version:
                 self._broadcast = (version, unpack(broadcast))
-            requests, outcomes = self._train(self._broadcast[1], unpack(orders))
+            here = self._broadcast[1]
+            requests = [replace(order, broadcast=here) for order in unpack(orders)]
+            outcomes = [self._runner.run(request) for request in requests]
             self._refuse_writes(requests)
-            whole = nbytes(self._broadcast[1].state) < SMALL
-            return _pack_outcomes(requests, outcomes, whole)
+            return _pack_outcomes(requests, outcomes, whole=nbytes(here.state) < SMALL)
         except Exception as error:
             return pack(_fatal(error))
-
-    def _train(
-        self, broadcast: Broadcast, orders: Sequence[Order]
-    ) -> tuple[list[FitRequest], list[Outcome]]:
-        requests = [
-            FitRequest(number, assignment, broadcast, memory, repeat, trained)
-            for number, assignment, memory, repeat, trained in orders
-        ]
-        return requests, [self._runner.run(request) for request in requests]
 
     def _refuse_writes(self, requests: Sequence[FitRequest]) -> None:
         """Raise an error if a fit wrote to the data, which all workers of the node share."""

@@ -18,7 +18,14 @@ from flsuite.engines import InProcess, Ray
 from flsuite.engines.ray_worker import RayWorker, pack, unpack
 from flsuite.engines.worker import Fatal
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitAssignment, Outcome
+from flsuite.messages import (
+    Broadcast,
+    ClientFailure,
+    ClientResult,
+    FitAssignment,
+    FitRequest,
+    Outcome,
+)
 from tests.conftest import equal_states, trainer
 from tests.engines.test_engines import (
     LINUX,
@@ -256,7 +263,7 @@ def test_a_client_whose_worker_dies_twice_has_failed_and_no_other(
     both_ready: Ray, reference: dict[int, Any], tmp_path: Path
 ) -> None:
     _, state = worker_setup()
-    order = tuple(range(6)) * 3
+    order = (0, 1, 2, 3, 4, 5, *(0, 1, 2, 4, 5) * 2)  # client 3 once, so that both deaths are its
     submitted = requests(state, order, callbacks=(Trouble(tmp_path, (3,), times=2),))
     results = outcomes(both_ready, submitted)
     failures = [outcome for outcome in results if isinstance(outcome, ClientFailure)]
@@ -379,7 +386,7 @@ def test_a_fit_that_writes_to_the_dataset_ends_the_run() -> None:
     assert unpack(worker.prepare(ray_engine._pack_setup(made))) is None
     for callbacks, is_refused in (((), False), ((Writes(),), True)):
         broadcast = Broadcast(1, state, {}, callbacks)
-        orders = [(0, FitAssignment(2), {}, 0, None)]
+        orders = [FitRequest(0, FitAssignment(2), broadcast, {})]
         answer = unpack(worker.train(int(is_refused), pack(broadcast), pack(orders)))
         assert isinstance(answer, Fatal) == is_refused
     assert answer.is_user_error and "client(s) 2 wrote to the dataset in place" in answer.message
