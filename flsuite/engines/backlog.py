@@ -51,10 +51,6 @@ class Backlog:
         """Remove the first request from the queue, and return it."""
         return self._pending[self._queue.popleft()]
 
-    def put_back(self, request: FitRequest) -> None:
-        """Put a request that did not train first in the queue."""
-        self._queue.appendleft(request.number)
-
     def move_up(self, number: int) -> None:
         """Put a request first in the queue, if it still waits."""
         if number in self._queue:
@@ -66,7 +62,7 @@ class Backlog:
         self._outcomes[request.number] = outcome
 
     def bury(self, request: FitRequest, worker: str = "worker") -> None:
-        """Put back a request whose worker died while it trained, or let it fail the second time.
+        """Put back a request whose worker died, or let it fail the second time.
 
         A worker may die for a reason of the machine, such as memory, so that one more try is worth
         it.
@@ -75,10 +71,10 @@ class Backlog:
             self.answer(request, request.failure(f"its {worker} died twice"))
             return
         self._deaths.add(request.number)
-        self.put_back(request)
+        self._queue.appendleft(request.number)
 
     def has_died(self, request: FitRequest) -> bool:
-        """Return whether a worker died while it trained this request."""
+        """Return whether a worker that had this request has died."""
         return request.number in self._deaths
 
     def has_outcome(self, number: int) -> bool:

@@ -52,7 +52,7 @@ class _Actor:
     Attributes:
         handle: Ray's handle.
         is_ready: Whether it has been set up.
-        calls: The calls that it has not answered, the oldest first. It trains the oldest.
+        calls: The calls that it has not answered, the oldest first.
     """
 
     handle: Any
@@ -66,8 +66,8 @@ class _Call:
 
     Attributes:
         requests: The requests, all from one broadcast.
-        is_second_try: Whether a worker has died while it trained the request. It is then alone, so
-            that no other client is blamed for it.
+        is_second_try: Whether a worker that had the request has died. The request is then alone,
+            so that no other client is blamed for it.
     """
 
     requests: Sequence[FitRequest]
@@ -333,14 +333,10 @@ class Ray(Engine):
             _clients(lost),
             reason,
         )
-        # From the last to the first, because each is put first. Those of the oldest call were
-        # training.
-        for call in reversed(actor.calls):
-            for request in reversed(call.requests):
-                if call is actor.calls[0]:
-                    self._backlog.bury(request)
-                else:
-                    self._backlog.put_back(request)
+        # From the last to the first, because each is put first. Nobody knows who was training: the
+        # answer to the oldest call may have been lost with the worker.
+        for request in reversed(lost):
+            self._backlog.bury(request)
         self._spawn()
 
     def _take_failed_start(self, reason: str) -> None:
