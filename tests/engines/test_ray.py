@@ -268,7 +268,8 @@ def test_a_client_whose_worker_dies_twice_has_failed_and_no_other(
     results = outcomes(both_ready, submitted)
     failures = [outcome for outcome in results if isinstance(outcome, ClientFailure)]
     assert [(f.client, f.reason) for f in failures] == [(3, "its worker died twice")]
-    assert same_states(states(results), reference)
+    others = {client: state for client, state in reference.items() if client != 3}
+    assert same_states(states(results), others)
 
 
 def test_a_node_that_is_killed_in_mid_round_and_comes_back(
