@@ -80,6 +80,13 @@ class ClientRunner:
         finally:
             self._restore_trainable()
 
+    def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
+        """Return what comes out of the requests of a job, which are all of one kind."""
+        fits = [request for request in job if isinstance(request, FitRequest)]
+        if fits:
+            return self.run_job(fits)
+        return [self.score(request) for request in job if isinstance(request, ScoreRequest)]
+
     def run_job(self, requests: Sequence[FitRequest]) -> list[Outcome]:
         """Train several clients, one after another, and add up their models.
 

@@ -55,9 +55,9 @@ class Engine(ABC):
         """
 
     def score(self, requests: Iterable[ScoreRequest]) -> list[OwnScores | ClientFailure | None]:
-        """Score clients' own models, if :attr:`can_score`, and return what came out in their order.
+        """Score clients' own models, if :attr:`can_score`, and return their scores in this order.
 
-        A result is ``None`` where there is no such split. Fits that are pending stay so.
+        A client has ``None`` where there is no such split. Fits that are pending stay so.
         """
         raise NotImplementedError
 

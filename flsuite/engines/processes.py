@@ -5,26 +5,21 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections import deque
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from typing import Any, ClassVar
+from typing import Any
 
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.base import Engine
+from flsuite.engines.backlog import Backlog, Job
 from flsuite.engines.forkserver import prepare_workers, without_main
+from flsuite.engines.pool import Pool
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
 from flsuite.errors import FlsuiteError, one_line, require_at_least, require_positive
 from flsuite.messages import (
     Broadcast,
-    ClientFailure,
-    FitRequest,
-    Outcome,
-    OwnScores,
     ScoreRequest,
 )
 
@@ -33,9 +28,6 @@ __all__ = ["Processes"]
 log = logging.getLogger("flsuite")
 
 _AHEAD = 4  # outcomes per worker that may wait for their turn: bounds memory, hides uneven clients
-
-
-_Job = Sequence[FitRequest | ScoreRequest]
 
 
 @dataclass
@@ -52,14 +44,14 @@ class _Worker:
 
     process: Any
     connection: Connection
-    job: _Job = ()
+    job: Job = ()
     broadcast: Broadcast | None = None
     is_ready: bool = False
     alarm: threading.Timer | None = None
     timed_out: bool = False
 
 
-class Processes(Engine):
+class Processes(Pool):
     """Trains in worker processes.
 
     Workers are forked from a server process that has imported everything and computed nothing, so
@@ -73,8 +65,6 @@ class Processes(Engine):
             its client counts as failed. Default: no limit.
     """
 
-    can_score: ClassVar[bool] = True
-
     def __init__(
         self, workers: int | None = None, threads: int = 1, timeout: float | None = None
     ) -> None:
@@ -85,12 +75,12 @@ class Processes(Engine):
         self.timeout = timeout
         self._pool: list[_Worker] = []
         self._payload: tuple[int, bytes, list[tuple[int, int]]] | None = None
-        self._forget_requests()
+        self._backlog = Backlog()
 
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         prepare_workers()
-        self._sums_parts = setup.sums_parts
+        self._setup_sums_parts = setup.sums_parts
         names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
         rest = {name: getattr(setup, name) for name in names}
         # Serialized on its own: every worker gets a model that it may change, and all share the
@@ -114,68 +104,36 @@ class Processes(Engine):
                 worker.process.join()
 
         self._pool = []
-        self._forget_requests()
+        self._backlog = Backlog()
         if self._payload is not None:
             os.close(self._payload[0])
             self._payload = None
 
-    def submit(self, requests: Iterable[FitRequest]) -> None:
+    def _sums_parts(self) -> bool:
         # With a timeout, a client that takes too long must not take others with it.
-        sums_parts = self._sums_parts and self.timeout is None
-        for job in self.jobs(requests, sums_parts):
-            self._enqueue(job)
-        self._hand_out()
+        return self._setup_sums_parts and self.timeout is None
 
-    def score(self, requests: Iterable[ScoreRequest]) -> list[OwnScores | ClientFailure | None]:
-        scored: list[Any] = []
-        waiting: deque[int] = deque()
-        for request in requests:
-            self._enqueue([request])
-            self._hand_out()
-            waiting.append(request.number)
-            if len(waiting) > _AHEAD * len(self._pool):
-                scored.append(self.collect(waiting.popleft()))
-        return [*scored, *map(self.collect, waiting)]
+    def _workers(self) -> int:
+        return len(self._pool)
 
-    def _enqueue(self, job: _Job) -> None:
-        self._pending.update((request.number, job) for request in job)
-        self._queue.append(job[0].number)
-
-    @property
-    def pending(self) -> Sequence[int]:
-        return list(self._pending)
-
-    def collect(self, number: int) -> Any:
-        while number not in self._outcomes:
-            self._hand_out(urgent=number)
-            for worker in self._readable():
-                self._take_answer(worker)
-        del self._pending[number]
-        return self._outcomes.pop(number)
+    def _wait(self) -> None:
+        for worker in self._readable():
+            self._take_answer(worker)
 
     def _hand_out(self, urgent: int | None = None) -> None:
-        """Give idle workers their next requests, the urgent one first.
-
-        The urgent request is handed out even when many outcomes wait for their turn.
-        """
-        first = None if urgent is None else self._pending[urgent][0].number
-        if first is not None and first in self._queue:
-            self._queue.remove(first)
-            self._queue.appendleft(first)
         for position, worker in enumerate(self._pool):
-            is_full = self._in_hand() >= _AHEAD * len(self._pool)
-            if not self._queue or (is_full and self._queue[0] != first):
+            job = self._backlog.first
+            if job is None:
+                return
+            is_full = self._backlog.in_hand >= _AHEAD * len(self._pool) * len(job)
+            if is_full and not self._backlog.is_in(urgent, job):
                 return
             if not worker.job:
                 if not worker.process.is_alive():
                     worker = self._replace(position)
-                self._assign(worker, self._pending[self._queue.popleft()])
+                self._assign(worker, self._backlog.take())
 
-    def _in_hand(self) -> int:
-        """Return the number of jobs that are training, or trained and not collected."""
-        return len({id(job) for job in self._pending.values()}) - len(self._queue)
-
-    def _assign(self, worker: _Worker, job: _Job) -> None:
+    def _assign(self, worker: _Worker, job: Job) -> None:
         worker.job = job
         if worker.is_ready:
             self._arm(worker)
@@ -185,7 +143,7 @@ class Processes(Engine):
             raise _unsendable("a callback or what a client keeps", error) from error
 
     @staticmethod
-    def _send_job(worker: _Worker, job: _Job) -> None:
+    def _send_job(worker: _Worker, job: Job) -> None:
         broadcast = job[0].broadcast
         with suppress(OSError):  # it died just now, and its connection will show it
             # Once per round and worker: the global model is most of what is sent.
@@ -234,17 +192,18 @@ class Processes(Engine):
                 raise FlsuiteError(answer.message)
             raise RuntimeError(f"a worker process failed:\n{answer.message}")
         worker.job = ()
-        numbers = [request.number for request in job]
-        self._outcomes.update(zip(numbers, answer, strict=True))
+        self._backlog.answer(job, answer)
         if worker.timed_out:  # the alarm went off just after the answer
             self._replace(self._pool.index(worker))
 
-    def _take_death(self, worker: _Worker, job: _Job) -> None:
+    def _take_death(self, worker: _Worker, job: Job) -> None:
         _disarm(worker)
         worker.process.join(timeout=5)
-        # Backwards, so that the first client of the job is again the first in the queue.
-        for request in reversed(job):
-            self._fail_or_retry(worker, request)
+        if worker.timed_out:
+            reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
+            self._backlog.answer(job, [request.failure(reason) for request in job])
+        else:
+            self._backlog.bury(job, "worker process")
 
         log.warning(
             "round %d: the worker process of client%s %s %s and was replaced",
@@ -256,19 +215,6 @@ class Processes(Engine):
             else f"died (exit code {worker.process.exitcode})",
         )
         self._replace(self._pool.index(worker))
-
-    def _fail_or_retry(self, worker: _Worker, request: FitRequest | ScoreRequest) -> None:
-        if worker.timed_out:
-            reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
-            self._outcomes[request.number] = request.failure(reason)
-        elif request.number in self._retried:
-            self._outcomes[request.number] = request.failure("its worker process died twice")
-        else:
-            # A worker may die for a reason of the machine, such as memory, so that one more try is
-            # worth it. Each client has it alone, so that no client takes others with it.
-            self._retried.add(request.number)
-            self._pending[request.number] = [request]
-            self._queue.appendleft(request.number)
 
     def _replace(self, position: int) -> _Worker:
         self._pool[position].connection.close()
@@ -288,12 +234,6 @@ class Processes(Engine):
         # Only the worker holds its end now, so that its death closes the connection.
         theirs.close()
         return _Worker(process, ours)
-
-    def _forget_requests(self) -> None:
-        self._pending: dict[int, _Job] = {}
-        self._queue: deque[int] = deque()  # by the first request of each job
-        self._outcomes: dict[int, Outcome | OwnScores | None] = {}
-        self._retried: set[int] = set()
 
 
 class _Descriptor:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.backlog import Backlog
-from flsuite.engines.base import Engine
+from flsuite.engines.backlog import Backlog, Job, Request
+from flsuite.engines.pool import Pool
 from flsuite.engines.ray_worker import SMALL, RayWorker, pack, unpack
 from flsuite.engines.wire import dumps
 from flsuite.engines.worker import Fatal
@@ -28,7 +28,11 @@ from flsuite.errors import (
     require_at_least,
     require_positive,
 )
-from flsuite.messages import Broadcast, ClientResult, FitRequest, Outcome
+from flsuite.messages import (
+    Broadcast,
+    ClientResult,
+    ScoreRequest,
+)
 from flsuite.state import nbytes
 
 __all__ = ["Ray"]
@@ -62,19 +66,19 @@ class _Actor:
 
 @dataclass(eq=False)
 class _Call:
-    """A call in flight: a list of requests, which is answered by the list of their outcomes.
+    """A call in flight: a list of jobs, which is answered by the list of their outcomes.
 
     Attributes:
-        requests: The requests, all from one broadcast.
-        is_second_try: Whether a worker that had the request has died. The request is then alone,
-            so that no other client is blamed for it.
+        jobs: The jobs, all from one broadcast.
+        is_second_try: Whether a worker that had the job has died. The job is then alone, so that no
+            other client is blamed for it.
     """
 
-    requests: Sequence[FitRequest]
+    jobs: Sequence[Job]
     is_second_try: bool
 
 
-class Ray(Engine):
+class Ray(Pool):
     """Trains in the actors of a Ray cluster.
 
     The dataset is in memory once per machine, and a broadcast is sent to a machine once. The
@@ -134,6 +138,7 @@ class Ray(Engine):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         _refuse_hidden_gpus(setup, self.gpus_per_worker)
+        self._setup_sums_parts = setup.sums_parts
         try:
             payload = _pack_setup(setup)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -169,33 +174,20 @@ class Ray(Engine):
             with _signal_handlers_kept():
                 ray.shutdown()
 
-    def submit(self, requests: Iterable[FitRequest]) -> None:
-        self._backlog.submit(requests)
-        self._hand_out()
-
-    @property
-    def pending(self) -> Sequence[int]:
-        return self._backlog.pending
-
-    def collect(self, number: int) -> Outcome:
-        while not self._backlog.has_outcome(number):
-            self._backlog.move_up(number)
-            self._hand_out(urgent=number)
-            self._take_answer()
-        return self._backlog.collect(number)
-
     # From requests to calls
 
-    def _hand_out(self, urgent: int | None = None) -> None:
-        """Give workers their next calls.
+    def _sums_parts(self) -> bool:
+        return self._setup_sums_parts
 
-        The urgent request is handed out even when many outcomes wait for their turn.
-        """
+    def _workers(self) -> int:
+        return len(self._actors)
+
+    def _hand_out(self, urgent: int | None = None) -> None:
         while (first := self._backlog.first) is not None:
-            per_call = self._clients_per_call(first)
+            per_call = self._clients_per_call(first[0])
             workers = max(1, sum(actor.is_ready for actor in self._actors))
             room = _AHEAD * per_call * workers - self._backlog.in_hand
-            if room < 1 and first.number != urgent:
+            if room < 1 and not self._backlog.is_in(urgent, first):
                 return
             actor = self._free_actor(idle=self._backlog.has_died(first))
             if actor is None:
@@ -203,10 +195,12 @@ class Ray(Engine):
 
             # Calls get shorter towards the end of the queue, so that workers end together.
             share = -(-self._backlog.queued // (2 * workers))
-            self._call(actor, self._next_requests(max(1, min(share, per_call, room))))
+            self._call(actor, self._next_jobs(max(1, min(share, per_call, room))))
 
-    def _clients_per_call(self, request: FitRequest) -> int:
+    def _clients_per_call(self, request: Request) -> int:
         """Return how many clients a call should have. Results do not depend on it."""
+        if isinstance(request, ScoreRequest):  # it takes as long as many fits, or its own model is
+            return 1
         size = nbytes(request.broadcast.state) + nbytes(request.memory)
         worthwhile = math.ceil(_SECONDS / max(self._seconds, 1e-4))
         return max(1, min(_CLIENTS, worthwhile, _BYTES // max(1, size)))
@@ -222,36 +216,42 @@ class Ray(Engine):
         ]
         return min(free, key=lambda actor: len(actor.calls), default=None)
 
-    def _next_requests(self, most: int) -> list[FitRequest]:
-        """Take requests that start from one broadcast off the queue.
+    def _next_jobs(self, most: int) -> list[Job]:
+        """Take jobs that start from one broadcast off the queue, with about ``most`` clients.
 
         One whose worker died is alone.
         """
         backlog = self._backlog
-        requests = [backlog.take()]
-        while len(requests) < most and not backlog.has_died(requests[0]):
+        jobs = [backlog.take()]
+        clients = len(jobs[0])
+        while clients < most and not backlog.has_died(jobs[0]):
             following = backlog.first
             if (
                 following is None
-                or following.broadcast is not requests[0].broadcast
+                or clients + len(following) > most
+                or following[0].broadcast is not jobs[0][0].broadcast
                 or backlog.has_died(following)
             ):
                 break
-            requests.append(backlog.take())
-        return requests
+            jobs.append(backlog.take())
+            clients += len(following)
+        return jobs
 
-    def _call(self, actor: _Actor, requests: Sequence[FitRequest]) -> None:
+    def _call(self, actor: _Actor, jobs: Sequence[Job]) -> None:
         # The worker adds the broadcast that it has.
-        orders = [replace(request, broadcast=None) for request in requests]  # type: ignore[arg-type]
+        orders = [
+            [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
+            for job in jobs
+        ]
         try:
-            version, broadcast = self._put(requests[0].broadcast)
+            version, broadcast = self._put(jobs[0][0].broadcast)
             packed = pack(orders)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise _unsendable("a callback or what a client keeps", error) from error
 
-        call = _Call(requests, self._backlog.has_died(requests[0]))
+        call = _Call(jobs, self._backlog.has_died(jobs[0]))
         actor.calls.append(call)
-        self._waiting[actor.handle.train.remote(version, broadcast, packed)] = (actor, call)
+        self._waiting[actor.handle.work.remote(version, broadcast, packed)] = (actor, call)
 
     def _put(self, broadcast: Broadcast) -> tuple[int, Any]:
         """Return the number of a broadcast, and where it lies in the store."""
@@ -277,7 +277,7 @@ class Ray(Engine):
 
     # From answers to outcomes
 
-    def _take_answer(self) -> None:
+    def _wait(self) -> None:
         """Wait until a worker has answered, is ready, or has died."""
         import ray
 
@@ -306,10 +306,11 @@ class Ray(Engine):
             self._failed_starts = 0
             return
         actor.calls.remove(call)
-        for request, outcome in zip(call.requests, answer, strict=True):
-            self._backlog.answer(request, outcome)
-            if isinstance(outcome, ClientResult):
-                self._seconds = outcome.update.seconds
+        for job, outcomes in zip(call.jobs, answer, strict=True):
+            self._backlog.answer(job, outcomes)
+            for outcome in outcomes:
+                if isinstance(outcome, ClientResult):
+                    self._seconds = outcome.update.seconds
 
     def _take_death(self, actor: _Actor, error: Exception) -> None:
         """Give a dead worker's clients to others, and start a new worker."""
@@ -326,7 +327,8 @@ class Ray(Engine):
             self._take_failed_start(reason)
             return
 
-        lost = [request for call in actor.calls for request in call.requests]
+        jobs = [job for call in actor.calls for job in call.jobs]
+        lost = [request for job in jobs for request in job]
         log.warning(
             "round %d: the worker of %s died and is replaced (%s)",
             lost[0].broadcast.round if lost else 0,
@@ -335,8 +337,8 @@ class Ray(Engine):
         )
         # From the last to the first, because each is put first. Nobody knows who was training: the
         # answer to the oldest call may have been lost with the worker.
-        for request in reversed(lost):
-            self._backlog.bury(request)
+        for job in reversed(jobs):
+            self._backlog.bury(job)
         self._spawn()
 
     def _take_failed_start(self, reason: str) -> None:
@@ -445,8 +447,8 @@ def _reason(error: Exception) -> str:
     return lines[-1].split(". ")[0][:200]
 
 
-def _clients(requests: Sequence[FitRequest]) -> str:
-    names = [str(request.assignment.client) for request in requests]
+def _clients(requests: Sequence[Request]) -> str:
+    names = [str(request.client) for request in requests]
     return f"client {names[0]}" if len(names) == 1 else f"clients {', '.join(names) or 'none'}"
 
 

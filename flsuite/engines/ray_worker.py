@@ -20,9 +20,9 @@ from torch import Tensor
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.wire import dumps
-from flsuite.engines.worker import Fatal
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.messages import Broadcast, FitRequest, Outcome
+from flsuite.engines.worker import Fatal, sendable
+from flsuite.errors import FlsuiteError
+from flsuite.messages import Broadcast, FitRequest, ScoreRequest
 from flsuite.state import nbytes
 
 __all__ = ["SMALL", "Parts", "RayWorker", "pack", "unpack"]
@@ -101,29 +101,29 @@ class RayWorker:
             return pack(_fatal(error))
         return pack(None)
 
-    def train(self, version: int, broadcast: Parts, orders: Parts) -> Parts:
-        """Return the outcomes of several requests that start from one broadcast.
+    def work(self, version: int, broadcast: Parts, orders: Parts) -> Parts:
+        """Return the outcomes of several jobs that start from one broadcast.
 
         Args:
             version: Number of the broadcast. It is unpacked once.
             broadcast: The broadcast.
-            orders: A list of requests without their broadcast.
+            orders: A list of jobs, lists of requests without their broadcast.
         """
         try:
             if self._broadcast is None or self._broadcast[0] != version:
                 self._broadcast = (version, unpack(broadcast))
             here = self._broadcast[1]
-            requests = [replace(order, broadcast=here) for order in unpack(orders)]
-            outcomes = [self._runner.run(request) for request in requests]
-            self._refuse_writes(requests)
-            return _pack_outcomes(requests, outcomes, whole=nbytes(here.state) < SMALL)
+            jobs = [[replace(order, broadcast=here) for order in job] for job in unpack(orders)]
+            outcomes = [self._runner.answer(job) for job in jobs]
+            self._refuse_writes([request for job in jobs for request in job])
+            return _pack_outcomes(jobs, outcomes, whole=nbytes(here.state) < SMALL)
         except Exception as error:
             return pack(_fatal(error))
 
-    def _refuse_writes(self, requests: Sequence[FitRequest]) -> None:
+    def _refuse_writes(self, requests: Sequence[FitRequest | ScoreRequest]) -> None:
         """Raise an error if a fit wrote to the data, which all workers of the node share."""
         if [tensor._version for tensor in self._shared] != self._writes:
-            clients = ", ".join(str(request.assignment.client) for request in requests)
+            clients = ", ".join(str(request.client) for request in requests)
             raise FlsuiteError(
                 f"a fit of client(s) {clients} wrote to the dataset in place, which other clients "
                 "share; clone the tensor first"
@@ -140,22 +140,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _pack_outcomes(
-    requests: Sequence[FitRequest], outcomes: Sequence[Outcome], whole: bool
+    jobs: Sequence[Sequence[Any]], outcomes: Sequence[Sequence[Any]], whole: bool
 ) -> Parts:
     try:
         return pack(outcomes, whole)
     except (TypeError, AttributeError, pickle.PicklingError):
-        sendable = [_sendable(*pair) for pair in zip(requests, outcomes, strict=True)]
-        return pack(sendable, whole)
-
-
-def _sendable(request: FitRequest, outcome: Outcome) -> Outcome:
-    """Return the outcome, or a failure if it cannot be sent."""
-    try:
-        dumps(outcome, [])
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        return request.failure(f"its update cannot be sent: {one_line(error, 300)}")
-    return outcome
+        return pack([sendable(*pair) for pair in zip(jobs, outcomes, strict=True)], whole)
 
 
 def _fatal(error: Exception) -> Fatal:

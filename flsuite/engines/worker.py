@@ -4,19 +4,21 @@ import os
 import pickle
 import signal
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.wire import load_shared, receive, send
+from flsuite.engines.wire import dumps, load_shared, receive, send
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.messages import Broadcast, FitRequest
+from flsuite.messages import Broadcast
 
-__all__ = ["Fatal", "Ready", "serve"]
+__all__ = ["Fatal", "Ready", "sendable", "serve"]
 
 
 class Ready:
@@ -88,10 +90,21 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
 
         assert broadcast is not None, "a request came before its broadcast"
         job = [replace(request, broadcast=broadcast) for request in message]
-        is_fit = isinstance(job[0], FitRequest)
-        outcomes = runner.run_job(job) if is_fit else [runner.score(request) for request in job]
+        outcomes = runner.answer(job)
         try:
             send(connection, outcomes)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            reason = f"its update cannot be sent: {one_line(error, 300)}"
-            send(connection, [request.failure(reason) for request in job])
+        except (TypeError, AttributeError, pickle.PicklingError):
+            send(connection, sendable(job, outcomes))
+
+
+def sendable(job: Sequence[Any], outcomes: Sequence[Any]) -> list[Any]:
+    """Return the outcomes of a job, or failures if one of them cannot be sent.
+
+    The models of a job are added up, so that none of them is of use without the others.
+    """
+    try:
+        dumps(outcomes, [])
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        reason = f"its update cannot be sent: {one_line(error, 300)}"
+        return [request.failure(reason) for request in job]
+    return list(outcomes)

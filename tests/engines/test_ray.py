@@ -91,7 +91,7 @@ def both_ready(engine: Ray) -> Ray:
     """Return the engine when both of its workers have started."""
     engine._glances = 0
     while [actor.is_ready for actor in engine._actors] != [True, True]:
-        engine._take_answer()
+        engine._wait()
     return engine
 
 
@@ -287,7 +287,7 @@ def test_a_node_that_is_killed_in_mid_round_and_comes_back(
 
     machines.replace_second()
     while [actor.is_ready for actor in both_ready._actors] != [True, True]:
-        both_ready._take_answer()
+        both_ready._wait()
 
 
 # Other drivers of the same cluster. From here on, the engine above is closed.
