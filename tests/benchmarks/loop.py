@@ -90,7 +90,6 @@ class HandWrittenLoop:
                 nn.utils.clip_grad_norm_(parameters, self.clip)
             optimizer.step()
 
-
     def _cross_entropy(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.network(x), y)
 

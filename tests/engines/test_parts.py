@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAdam, FedAvg, FedBuff, FedProx
 from flsuite.aggregators.parts import mean_by_parts, part_size
 from flsuite.callbacks import FederationCallback
-from flsuite.engines import InProcess, Processes
+from flsuite.engines import InProcess, Processes, Ray
 from flsuite.exchange import Quantize
 from flsuite.messages import ClientResult, ClientUpdate, Outcome
 from flsuite.state import RunningMean
@@ -186,3 +186,10 @@ def test_the_mean_by_parts_is_the_mean() -> None:
     assert mean["count"] == 4
     assert [update.client for update in seen] == list(range(10))
     assert not any(update.state for update in seen)
+
+
+def test_ray_sums_as_this_process_does() -> None:
+    pytest.importorskip("ray", reason="needs flsuite[ray]")
+    here, there = fit(callbacks=[Spoils()]), fit(callbacks=[Spoils()], engine=Ray(workers=2))
+    assert equal_states(here.federation.state, there.federation.state)
+    assert [f.client for f in there.federation.log.failures] == [3, 8]

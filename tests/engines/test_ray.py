@@ -388,7 +388,7 @@ def test_a_fit_that_writes_to_the_dataset_ends_the_run() -> None:
     for callbacks, is_refused in (((), False), ((Writes(),), True)):
         broadcast = Broadcast(1, state, {}, callbacks)
         orders = [FitRequest(0, FitAssignment(2), broadcast, {})]
-        answer = unpack(worker.train(int(is_refused), pack(broadcast), pack(orders)))
+        answer = unpack(worker.work(int(is_refused), pack(broadcast), pack([orders])))
         assert isinstance(answer, Fatal) == is_refused
     assert answer.is_user_error and "client(s) 2 wrote to the dataset in place" in answer.message
 

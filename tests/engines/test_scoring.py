@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators import FedBuff
-from flsuite.engines import InProcess, Processes
+from flsuite.engines import InProcess, Processes, Ray
 from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, Stragglers
 from flsuite.server.evaluation import Evaluator
@@ -36,10 +36,13 @@ def rows(made: Any) -> list[tuple[Any, ...]]:
     return [(r.round, r.scope, r.split, r.metric, r.value) for r in table if r.split != "train"]
 
 
-def test_workers_score_what_this_process_would(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", [Processes, Ray])
+def test_workers_score_what_this_process_would(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = fit(InProcess())
     monkeypatch.setattr(Evaluator, "own", None)  # a call of this process would fail
-    there = fit(Processes(2))
+    there = fit(engine(workers=2))
     assert rows(there) == rows(here) != []
     assert equal_states(there.federation.state, here.federation.state)
 
