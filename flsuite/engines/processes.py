@@ -13,7 +13,7 @@ from typing import Any
 
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.backlog import Backlog, Job
-from flsuite.engines.forkserver import prepare_workers, without_main
+from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, without_main
 from flsuite.engines.pool import Pool
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
@@ -55,8 +55,10 @@ class Processes(Pool):
     """Trains in worker processes.
 
     Workers are forked from a server process that has imported everything and computed nothing, so
-    that starting or replacing one takes milliseconds. The dataset is in memory once. A worker that
-    dies is replaced, and its client is tried once more.
+    that starting or replacing one takes milliseconds. The server starts when the first engine is
+    constructed. On Linux without a GPU it is a fork of this process: construct the engine before
+    the data is loaded. The dataset is in memory once. A worker that dies is replaced, and its
+    client is tried once more.
 
     Args:
         workers: Number of processes. Default: the cores that this process may use.
@@ -76,6 +78,7 @@ class Processes(Pool):
         self._pool: list[_Worker] = []
         self._payload: tuple[int, bytes, list[tuple[int, int]]] | None = None
         self._backlog = Backlog()
+        prepare_workers_early()
 
     def start(self, setup: WorkerSetup) -> None:
         self.stop()

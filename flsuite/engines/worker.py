@@ -1,5 +1,6 @@
 """A worker process: it receives requests, trains, and sends the outcomes."""
 
+import gc
 import os
 import pickle
 import signal
@@ -56,6 +57,7 @@ def serve(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     torch.set_num_threads(threads)
+    gc.freeze()  # a collection would write to each object that is shared, and so copy it
 
     try:
         data, model_and_rest = load_shared(descriptor, head, places)

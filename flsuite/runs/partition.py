@@ -1,12 +1,15 @@
 """The split of a dataset among clients, as rows of tables."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 
 from flsuite.data.federated import FederatedData
 from flsuite.data.task_data import TaskData
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "PARTITION_COLUMNS",
@@ -54,11 +57,15 @@ def task_rows(data: TaskData) -> Iterator[tuple[int, int, int, str, int]]:
                 yield client, task, start, names[c], counts[c]
 
 
-def partition_table(data: FederatedData) -> pd.DataFrame:
+def partition_table(data: FederatedData) -> "pd.DataFrame":
     """Return the content of a run's ``partition.csv``."""
+    import pandas as pd
+
     return pd.DataFrame(partition_rows(data), columns=list(PARTITION_COLUMNS))
 
 
-def task_table(data: TaskData) -> pd.DataFrame:
+def task_table(data: TaskData) -> "pd.DataFrame":
     """Return the content of a run's ``tasks.csv``."""
+    import pandas as pd
+
     return pd.DataFrame(task_rows(data), columns=list(TASK_COLUMNS))
