@@ -28,6 +28,7 @@ class Exchange:
         self, compression: Compression | None = None, secure_sum: SecureSum | None = None
     ) -> None:
         self.compression = compression
+        self._clear_extras: tuple[str, ...] = ()
         self.secure_sum = secure_sum
         if compression is not None and secure_sum is not None:
             raise FlsuiteError(
@@ -69,6 +70,7 @@ class Exchange:
                 "nothing to sum; leave out trainer.secure_sum"
             )
         self.secure_sum.configure(summands, cohort)
+        self._clear_extras = tuple(aggregator.clear_extras)
 
     def templates(
         self, aggregator: Aggregator, state: State, extras: dict[str, Any]
@@ -117,7 +119,14 @@ class Exchange:
         return replace(update, state=state, extras=extras)
 
     def bytes_up(self, state: State, extras: dict[str, Any]) -> int:
-        """Return the largest number of bytes of an update of this kind, for the virtual clock."""
+        """Return the largest number of bytes of an update of this kind, for the virtual clock.
+
+        Args:
+            state: The shared state, as a template.
+            extras: A template of the extras.
+        """
+        if self.secure_sum is not None:
+            return nbytes({n: extras[n] for n in self._clear_extras}) + self.secure_sum.size()
         if self.compression is None:
             return nbytes(state) + nbytes(extras)
         return self.compression.size()

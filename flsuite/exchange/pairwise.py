@@ -18,12 +18,14 @@ from flsuite.errors import (
     require_positive,
 )
 from flsuite.exchange.base import shapes
-from flsuite.exchange.ciphers import require_cryptography
+from flsuite.exchange.ciphers import KEY_BYTES, SEAL_BYTES, require_cryptography
 from flsuite.exchange.fixed_point import decode_sum
 from flsuite.exchange.pairwise_client import PairwiseClient
+from flsuite.exchange.pairwise_messages import size_of
 from flsuite.exchange.pairwise_parties import PairwiseParties
 from flsuite.exchange.pairwise_server import PairwiseServer
 from flsuite.exchange.secure import Parties, SecureSum, SumReport
+from flsuite.exchange.shamir import SHARE_BYTES
 from flsuite.state import State, matches
 
 __all__ = ["PairwiseMasks"]
@@ -81,7 +83,21 @@ class PairwiseMasks(SecureSum):
         except FederationError as error:
             raise FlsuiteError(f"PairwiseMasks: {error}") from error
         self._template: State = shapes(template)
+        self._clients = clients
         self._limits = None if isinstance(self.ranges, str) else self._limits_of(self.ranges)
+
+    def size(self) -> int:
+        clients, number = self._clients, size_of(0)
+        values = sum(value.numel() for value in self._template.values())
+        parts = [
+            2 * KEY_BYTES,
+            (clients - 1) * (number + 2 * SHARE_BYTES + SEAL_BYTES),
+            4 * values,
+            clients * (number + SHARE_BYTES),  # of each client either of its two secrets
+        ]
+        if self._limits is None:
+            parts.append(len(self._template) * number)
+        return sum(number + part for part in parts)  # each message names its sender
 
     def begin(self, clients: Sequence[int]) -> PairwiseParties:
         threshold = self._needed(len(clients))

@@ -76,6 +76,13 @@ class SecureSum(ABC):
         """
 
     @abstractmethod
+    def size(self) -> int:
+        """Return the bytes that a client sends in a round of all clients, after :meth:`configure`.
+
+        They are those of the protocol: keys, shares and masked summands.
+        """
+
+    @abstractmethod
     def begin(self, clients: Sequence[int]) -> Parties:
         """Let the clients of a round agree on keys, before they train.
 

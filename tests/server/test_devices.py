@@ -27,7 +27,7 @@ from flsuite.engines import Processes
 from flsuite.exchange import PairwiseMasks, Quantize
 from flsuite.messages import ClientFailure, ClientUpdate
 from flsuite.models import MLP, Classifier
-from flsuite.schedules import Asynchronous, Bernoulli, LogNormal, Synchronous
+from flsuite.schedules import Asynchronous, Bernoulli, LogNormal, PerSample, Synchronous
 from flsuite.state import State, nbytes
 
 
@@ -242,6 +242,18 @@ def test_the_bytes_are_those_of_masked_integers_and_shares() -> None:
         assert update.metrics["secure_sum_seconds"] > 0
     sent = sum(u.bytes_up + u.bytes_down for u in trainer.federation.log.updates)
     assert trainer.run.clock.bytes == sent
+
+
+@pytest.mark.parametrize("ranges", ["maxima", {"": 1e4}])
+@pytest.mark.parametrize("make", [FedAvg, partial(FedFisher, "kfac", select=False, steps=5)])
+def test_the_virtual_upload_is_that_of_the_protocol(
+    make: Callable[[], Aggregator], ranges: Any
+) -> None:
+    speeds = PerSample(seconds_per_sample=0.0, seconds_per_byte_up=1.0)
+    schedule, masks = Synchronous(speeds=speeds), PairwiseMasks(ranges=ranges)
+    trainer = fitted(make(), 1, schedule=schedule, secure_sum=masks)
+    for update in trainer.federation.log.updates:
+        assert update.bytes_up == trainer.run.clock.seconds
 
 
 @pytest.mark.parametrize("make", [SCAFFOLD, FedAvgM, OTFusion, partial(FedFisher, "full")])
