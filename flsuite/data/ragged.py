@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flsuite.data.rows import Rows
+
 __all__ = ["RaggedIndex"]
 
 
@@ -25,10 +27,8 @@ class RaggedIndex:
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "RaggedIndex":
         """Store these index arrays, one per row."""
-        lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        values = np.concatenate(rows).astype(np.int64) if len(rows) else np.zeros(0, np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        return cls(torch.from_numpy(values), torch.from_numpy(offsets))
+        stored = Rows.of(rows)
+        return cls(torch.from_numpy(stored.values), torch.from_numpy(stored.offsets))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
