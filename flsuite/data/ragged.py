@@ -36,6 +36,12 @@ class RaggedIndex:
     def __getitem__(self, row: int) -> Tensor:
         return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
 
+    def part(self, first: int, last: int) -> "RaggedIndex":
+        """Return the rows from ``first`` up to and without ``last``."""
+        offsets = self.offsets[first : last + 1]
+        start = int(offsets[0])
+        return RaggedIndex(self.values[start : int(offsets[-1])], offsets - start)
+
     def lengths(self) -> Tensor:
         """Return the length of each row, int64 ``(rows,)``."""
         return self.offsets.diff()
