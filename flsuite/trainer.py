@@ -12,8 +12,9 @@ from lightning.pytorch.loggers import Logger
 from flsuite.aggregators import Aggregator, FedAvg
 from flsuite.callbacks.defaults import with_defaults
 from flsuite.client.lr_decay import LRDecay
+from flsuite.client.placement import on_one_gpu, require_one_device
 from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, client_half, fit_samples
-from flsuite.client.trainer import quiet_lightning, require_one_device
+from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine
 from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of
@@ -60,8 +61,7 @@ class FederatedTrainer(Trainer):
         channels_last: Whether images and convolutions use this memory format, which is faster.
         run_dir: The run's folder. Default: ``runs/<data>-<aggregator>/<time>-<seed>``.
         seed: The run's seed. Default: that of the last ``seed_everything``, else 0.
-        keep_updates: Whether to keep every client's trained model, in ``updates`` of the run's
-            folder.
+        keep_updates: Whether to keep the clients' trained models, in the folder ``updates``.
         from_updates: The folder of a run that has kept them. Its models of the first round stand
             for training, so that aggregators are compared on the same ones.
         enable_checkpointing: Whether to write the run's folder. ``False`` leaves nothing on disk.
@@ -109,7 +109,7 @@ class FederatedTrainer(Trainer):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **kwargs,
+            **on_one_gpu(kwargs),
         )
         require_one_device(self)
 

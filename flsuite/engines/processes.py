@@ -86,6 +86,8 @@ class Processes(Pool):
         self._setup_sums_parts = setup.sums_parts
         names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
         rest = {name: getattr(setup, name) for name in names}
+        # To read a model on the GPU of this process, every worker would take memory there.
+        setup.model.cpu()
         # Serialized on its own: every worker gets a model that it may change, and all share the
         # data.
         try:
@@ -94,7 +96,7 @@ class Processes(Pool):
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise _unsendable("the model, the aggregator or the data", error) from error
         self._payload = (descriptor, bytes(head), places)
-        self._pool = [self._spawn() for _ in range(self.workers or _cores())]
+        self._pool = [self._spawn(worker) for worker in range(self.workers or _cores())]
 
     def stop(self) -> None:
         for worker in self._pool:
@@ -221,15 +223,15 @@ class Processes(Pool):
 
     def _replace(self, position: int) -> _Worker:
         self._pool[position].connection.close()
-        self._pool[position] = self._spawn()
+        self._pool[position] = self._spawn(position)
         return self._pool[position]
 
-    def _spawn(self) -> _Worker:
+    def _spawn(self, position: int) -> _Worker:
         assert self._payload is not None
         descriptor, head, places = self._payload
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
-        arguments = (theirs, _Descriptor(descriptor), head, places, self.threads)
+        arguments = (theirs, _Descriptor(descriptor), head, places, self.threads, position)
 
         process = context.Process(target=serve, args=arguments, daemon=True)
         with without_main():

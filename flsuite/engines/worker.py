@@ -45,6 +45,7 @@ def serve(
     head: bytes,
     places: list[tuple[int, int]],
     threads: int,
+    worker: int,
 ) -> None:
     """Answer requests until the other side closes the connection.
 
@@ -54,6 +55,7 @@ def serve(
             its outcomes, or :class:`Fatal`.
         descriptor, head, places: The setup, as :func:`~flsuite.engines.wire.dump_shared` wrote it.
         threads: Threads of torch.
+        worker: Number of the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     torch.set_num_threads(threads)
@@ -64,7 +66,7 @@ def serve(
         os.close(descriptor)
         # The model is a message of its own, so that this worker does not share its tensors.
         model, rest = pickle.loads(model_and_rest)
-        runner = ClientRunner(WorkerSetup(model=model, data=data, **rest))
+        runner = ClientRunner(WorkerSetup(model=model, data=data, **rest), worker)
         send(connection, Ready())
         _answer_requests(connection, runner)
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -49,9 +49,11 @@ FISHER_SAMPLES = 1920
 class RandomImages(FederatedDataModule):
     """Random bytes of the right shape; speed does not depend on what they show."""
 
-    def __init__(self, samples: int, shape: tuple[int, int, int], **kwargs: Any) -> None:
+    def __init__(
+        self, samples: int, shape: tuple[int, int, int], classes: int = 10, **kwargs: Any
+    ) -> None:
         super().__init__(partition=IID(), batch_size=BATCH, val_fraction=0.0, **kwargs)
-        self.samples, self.shape = samples, shape
+        self.samples, self.shape, self.classes = samples, shape, classes
 
     def load(self) -> PublishedSplits:
         channels, height, width = self.shape
@@ -59,8 +61,9 @@ class RandomImages(FederatedDataModule):
         x = torch.randint(
             0, 256, (self.samples, height, width, channels), dtype=torch.uint8, generator=generator
         )
-        y = torch.randint(0, 10, (self.samples,), generator=generator)
-        return PublishedSplits(DataSpec(self.shape, 10), DataSplit(x, y), DataSplit(x[:64], y[:64]))
+        y = torch.randint(0, self.classes, (self.samples,), generator=generator)
+        spec = DataSpec(self.shape, self.classes)
+        return PublishedSplits(spec, DataSplit(x, y), DataSplit(x[:64], y[:64]))
 
 
 class Clock(FederationCallback):
@@ -252,9 +255,18 @@ def precision(rounds: int) -> None:
 
 
 def registered(rounds: int) -> None:
-    """Compare ten clients per round out of 10 and out of 10,000, with the same samples each."""
+    """Compare the same cohorts out of few and out of very many clients."""
     by_registered(
         "10 clients per round", (10, 10_000), 60, rounds, schedule=lambda: Synchronous(10)
+    )
+    # Two classes, because partition.csv has a row per client, split and class.
+    by_registered(
+        "100 clients per round",
+        (1_000, 1_000_000),
+        5,
+        rounds,
+        classes=2,
+        schedule=lambda: Synchronous(100),
     )
 
 
@@ -276,6 +288,7 @@ def by_registered(
     samples: int,
     rounds: int,
     schedule: Callable[[], Schedule],
+    classes: int = 10,
     **kwargs: Any,
 ) -> None:
     """Compare rounds and memory of few and of many registered clients, in alternating blocks."""
@@ -284,21 +297,26 @@ def by_registered(
     megabytes: dict[int, float] = {}
     for clients in (few, many, few, many):
         # The same tensors on both sides: the data of the others stays unused.
-        module = RandomImages(samples * many, (1, 8, 8), clients=many)
+        module = RandomImages(samples * many, (1, 8, 8), classes, clients=many)
+        began, before = time.perf_counter(), process.memory_info().rss
         module.setup()
-        data = module.federated
+        setup, data = time.perf_counter() - began, module.federated
+        of_samples = sum(part.nbytes for part in (data.train.x, data.train.y))
+        per_client = (process.memory_info().rss - before - of_samples) / many
         for index in (data.train_index, data.val_index, data.test_index):
             index.offsets = index.offsets[: clients + 1]
         clock = Clock()
         made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=schedule(), **kwargs)
         seconds[clients] += clock.seconds[1:]
         megabytes[clients] = process.memory_info().rss / 1e6
-        del made, module
+        del made, module, data, index
 
     report(f"{name}, registered", few=seconds[few], many=seconds[many])
     print(
         f"    {ratio(seconds[many], seconds[few]):.2f} x the time with {many:,} clients instead of "
-        f"{few:,}; memory of the process {megabytes[many] - megabytes[few]:+.0f} MB"
+        f"{few:,}; memory of the process {megabytes[many] - megabytes[few]:+.0f} MB\n"
+        f"    splitting the data over {many:,} clients takes {setup:.1f} s, and {per_client:.0f} "
+        f"bytes per client beside its {samples} samples"
     )
 
 
