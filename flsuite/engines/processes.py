@@ -60,6 +60,9 @@ class Processes(Pool):
     the data is loaded. The dataset is in memory once. A worker that dies is replaced, and its
     client is tried once more.
 
+    On GPUs, worker ``i`` has the ``i``-th of those that ``trainer.devices`` allows, by default all
+    that are visible. Where there are fewer GPUs than workers, several workers share one.
+
     Args:
         workers: Number of processes. Default: the cores that this process may use.
         threads: Threads of torch per worker.
