@@ -222,10 +222,10 @@ def _complain(message: str, status: int) -> int:
 
 
 def _prepare(args: list[str]) -> None:
-    """Import plugins, and start the process that workers are forked from.
+    """Import plugins, and start the process that workers are forked from if it cannot be a fork.
 
-    Both come before the parser is built. The parser must know a plugin's classes, and the fork
-    server imports torch while this process does.
+    Both come before the parser is built. The parser must know a plugin's classes, and the other
+    process imports torch while this one does. A fork comes later, when an engine is constructed.
     """
     configs = [_read(path) for path in _values(args, "--config", "-c")]
     chosen = _values(args, "--trainer.engine") or [

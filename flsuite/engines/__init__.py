@@ -1,6 +1,6 @@
 """Where clients train.
 
-Names are imported when they are first used, because the command starts the fork server of
+Names are imported when they are first used, because the command may start the fork server of
 :mod:`flsuite.engines.forkserver` before anything heavy is imported.
 """
 

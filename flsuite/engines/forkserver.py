@@ -82,7 +82,8 @@ def _is_importing() -> bool:
 
 def _has_only_own_threads() -> bool:
     """Return whether all threads are Python's, which takes care of their locks in a fork."""
-    return len(os.listdir("/proc/self/task")) <= threading.active_count()
+    own = {thread.native_id for thread in threading.enumerate()}
+    return own.issuperset(map(int, os.listdir("/proc/self/task")))
 
 
 def _dummy_fork() -> bool:

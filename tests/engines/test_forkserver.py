@@ -92,7 +92,7 @@ def test_threads_of_python_are_no_obstacle_and_others_are(monkeypatch: pytest.Mo
     thread.start()
     try:
         assert forkserver._has_only_own_threads() == before
-        monkeypatch.setattr(threading, "active_count", lambda: 1)
+        monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
         assert not forkserver._has_only_own_threads()
     finally:
         end.set()
