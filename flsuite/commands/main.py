@@ -202,8 +202,10 @@ def _end(status: int) -> None:
     atexit._run_exitfuncs()
     # A text file writes into a binary one, which comes after it.
     objects = gc.get_objects()
-    texts = [file for file in objects if isinstance(file, io.TextIOWrapper)]
-    binaries = [file for file in objects if isinstance(file, io.BufferedWriter | io.BufferedRandom)]
+    # By type(): some libraries' objects say something when they are asked for their __class__.
+    texts = [file for file in objects if issubclass(type(file), io.TextIOWrapper)]
+    files = (io.BufferedWriter, io.BufferedRandom)
+    binaries = [file for file in objects if issubclass(type(file), files)]
     for file in (*texts, *binaries):
         with suppress(AttributeError, ValueError, OSError):  # closed, or not for writing
             file.flush()
