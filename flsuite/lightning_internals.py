@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.optim import Optimizer
 
 __all__ = [
     "INTERNALS",
@@ -23,13 +24,16 @@ __all__ = [
     "restore_settings",
     "rewind",
     "run_stage",
+    "scaler_of",
     "set_train_loader",
+    "skips_step",
     "steps_taken",
     "train_loader",
     "trainer_settings",
 ]
 
 INTERNALS = (
+    "GradScaler._found_inf_per_device",
     "Trainer._run_stage",
     "Trainer._detect_anomaly",
     "Trainer._signal_connector.register_signal_handlers",
@@ -134,6 +138,22 @@ def steps_taken(trainer: Trainer) -> int:
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def scaler_of(trainer: Trainer) -> Any:
+    """Return the gradient scaler of ``16-mixed``, or ``None`` under any other precision."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def skips_step(trainer: Trainer, optimizer: Optimizer) -> bool:
+    """Return whether the gradient scaler is about to skip this step.
+
+    It does so if a gradient overflows. The answer is known in ``on_before_optimizer_step``.
+    """
+    scaler = scaler_of(trainer)
+    if scaler is None or not scaler.is_enabled():
+        return False
+    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
 
 
 def train_loader(trainer: Trainer) -> Any:

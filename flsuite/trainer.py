@@ -12,8 +12,9 @@ from lightning.pytorch.loggers import Logger
 from flsuite.aggregators import Aggregator, FedAvg
 from flsuite.callbacks.defaults import with_defaults
 from flsuite.client.lr_decay import LRDecay
+from flsuite.client.placement import on_one_gpu, require_one_device
 from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, client_half, fit_samples
-from flsuite.client.trainer import quiet_lightning, require_one_device
+from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine
 from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of
@@ -53,15 +54,14 @@ class FederatedTrainer(Trainer):
         max_virtual_seconds: Limit of virtual time. The run ends with the round that reaches it.
         max_client_updates: Limit of aggregated client updates, for comparisons at equal work.
         score_clients: Clients that are scored one by one, always the first ones, so that rounds can
-            be compared. The last round scores all clients too, as ``all_clients/...``.
+            be compared. The last round scores up to 10,000 clients, as ``all_clients/...``.
         buffers: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
         keep_optimizers: Whether a client keeps the state of its optimizers between its rounds.
         lr_decay: How the clients' learning rates fall from round to round. Default: not at all.
         channels_last: Whether images and convolutions use this memory format, which is faster.
         run_dir: The run's folder. Default: ``runs/<data>-<aggregator>/<time>-<seed>``.
         seed: The run's seed. Default: that of the last ``seed_everything``, else 0.
-        keep_updates: Whether to keep every client's trained model, in ``updates`` of the run's
-            folder.
+        keep_updates: Whether to keep the clients' trained models, in the folder ``updates``.
         from_updates: The folder of a run that has kept them. Its models of the first round stand
             for training, so that aggregators are compared on the same ones.
         enable_checkpointing: Whether to write the run's folder. ``False`` leaves nothing on disk.
@@ -109,7 +109,7 @@ class FederatedTrainer(Trainer):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **kwargs,
+            **on_one_gpu(kwargs),
         )
         require_one_device(self)
 
@@ -144,7 +144,7 @@ class FederatedTrainer(Trainer):
             FederationError: If a round fails. The run's folder keeps the state before it.
         """
         run = self.prepare(model, datamodule, ckpt_path)
-        with run.opened(ckpt_path), self.engine.running(self.worker_setup(run)):
+        with run.opened(ckpt_path), run.on(self.engine, self.worker_setup(run)):
             while not run.finished:
                 # 1. Who starts training now, from the current version of the global model.
                 starting = self.schedule.start(run.clock)

@@ -8,6 +8,7 @@ import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import WandbLogger
+from torch.amp import GradScaler
 
 from flsuite.lightning_internals import INTERNALS
 
@@ -17,6 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "flsuite"
 def owners(folder: Path) -> dict[str, Any]:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return {
+        "GradScaler": GradScaler,
         "Trainer": Trainer(accelerator="cpu", **quiet),
         "LightningModule": LightningModule(),
         "LightningCLI": LightningCLI,

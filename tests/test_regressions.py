@@ -87,7 +87,7 @@ def test_an_optimizer_that_needs_a_closure_trains_everybody() -> None:
     ("arguments", "words"),
     [
         ({"precision": "bf16-true"}, "bf16-mixed"),
-        ({"precision": "16-mixed"}, "scaler"),
+        ({"precision": "16-true"}, "16-mixed"),
         ({"max_time": "00:00:01:00"}, "max_time"),
     ],
 )

@@ -15,6 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg, Weighting
 from flsuite.errors import FlsuiteError, require_one_of, require_positive
+from flsuite.lightning_internals import skips_step
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import RunningMean, State, add, clone, difference
 
@@ -134,6 +135,10 @@ class _LocalSteps(Callback):
         """Turn ``g`` into ``g - c_i + c``, so that ``y <- y - eta (g - c_i + c)``."""
         if self.plain:
             self.rate = _constant_rate(self.client, optimizer, self.rate)
+
+        # Its gradients are no numbers, and nothing moves.
+        if skips_step(trainer, optimizer):
+            return
 
         # A parameter that is frozen in this step takes no step, and counts none.
         stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}

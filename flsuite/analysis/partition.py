@@ -1,5 +1,6 @@
 """A figure of how a dataset is split among clients."""
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -18,8 +19,10 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
         split: ``train``, ``val`` or ``test``.
     """
     rows = table[table["split"] == split]
-    counts = rows.pivot(index="class", columns="client", values="samples")
-    counts = counts.reindex(rows["class"].unique()).iloc[:, :_MOST_CLIENTS]
+    clients_shown = np.sort(rows["client"].unique())[:_MOST_CLIENTS]
+    shown_rows = rows[rows["client"].isin(clients_shown)]
+    counts = shown_rows.pivot(index="class", columns="client", values="samples")
+    counts = counts.reindex(rows["class"].unique())
     classes, clients = counts.shape
     figure = Figure(
         figsize=(min(max(5.0, 1.8 + 0.42 * clients), 24), min(max(3.6, 2.0 + 0.34 * classes), 16)),

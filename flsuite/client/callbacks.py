@@ -7,10 +7,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from flsuite.errors import FlsuiteError
+from flsuite.lightning_internals import skips_step
 
-__all__ = ["KeepOptimizers", "MeanLoss", "RoundLearningRate"]
+__all__ = ["CountSkips", "KeepOptimizers", "MeanLoss", "RoundLearningRate"]
 
 
 class MeanLoss(Callback):
@@ -52,6 +54,26 @@ class MeanLoss(Callback):
         means = {name: float(total) / self._steps[name] for name, total in self._totals.items()}
         # NaN and not 0: a fit without a step must not look perfect.
         return {"loss": float("nan"), **means}
+
+
+class CountSkips(Callback):
+    """Counts the steps that the gradient scaler of ``16-mixed`` skips, because gradients overflow.
+
+    Attributes:
+        skipped: Number of such steps in the fit.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = 0
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        self.skipped += skips_step(trainer, optimizer)
+
+    def numbers(self) -> dict[str, float]:
+        """Return ``skipped_steps`` where there are any."""
+        return {"skipped_steps": float(self.skipped)} if self.skipped else {}
 
 
 class RoundLearningRate(Callback):

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
-from flsuite.lightning_internals import enter_hook, set_train_loader, train_loader
+from flsuite.lightning_internals import enter_hook, scaler_of, set_train_loader, train_loader
 
 __all__ = ["LocalLoop", "NeedsLightningLoopError", "implements", "supports_local_loop"]
 
@@ -68,7 +68,6 @@ class LocalLoop:
             and not trainer.min_epochs
             and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
             and type(precision) in (Precision, MixedPrecision)
-            and getattr(precision, "scaler", None) is None
             and not any(implements(module, LightningModule, name) for name in _STEP_METHODS)
             and all(map(supports_local_loop, trainer.callbacks))  # type: ignore[attr-defined]
         )
@@ -129,6 +128,7 @@ class LocalLoop:
     def _step(self, batch: Any, index: int) -> None:
         trainer, module = self.trainer, self.module
         optimizer, precision = trainer.optimizers[0], trainer.precision_plugin
+        scaler = scaler_of(trainer)
         loop = trainer.fit_loop.epoch_loop
         loop.batch_progress.increment_ready()
         self._call(self._batch_start, batch, index)
@@ -142,9 +142,13 @@ class LocalLoop:
         self._call(self._before_zero_grad, optimizer)
         optimizer.zero_grad()
         if loss is not None:
-            self._call(self._before_backward, loss)
-            loss.backward()
+            scaled = loss if scaler is None else scaler.scale(loss)
+            self._call(self._before_backward, scaled)
+            scaled.backward()
             self._call(self._after_backward)
+            # Before the hooks: the term or the correction of an algorithm has no scale.
+            if scaler is not None:
+                scaler.unscale_(optimizer)
 
         self._call(self._before_step, optimizer)
         # After the hooks: the term or the correction of an algorithm is clipped too.
@@ -152,7 +156,11 @@ class LocalLoop:
             module.configure_gradient_clipping(
                 optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             )
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        elif loss is not None:
+            scaler.step(optimizer)  # unless a gradient overflows
+            scaler.update()
         # These counters make up trainer.global_step.
         loop.automatic_optimization.optim_progress.optimizer.step.increment_ready()
         loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()

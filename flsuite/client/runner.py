@@ -10,18 +10,21 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.aggregators.after_fit import AfterFit
-from flsuite.client.callbacks import KeepOptimizers, MeanLoss, RoundLearningRate
+from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
+from flsuite.client.placement import on_one_gpu
+from flsuite.client.scorer import Scorer
 from flsuite.client.setup import WorkerSetup, buffer_names, private_patterns
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.lightning_internals import steps_taken
+from flsuite.lightning_internals import scaler_of, steps_taken
 from flsuite.messages import (
     ClientContext,
     ClientFailure,
@@ -29,6 +32,8 @@ from flsuite.messages import (
     ClientUpdate,
     FitRequest,
     Outcome,
+    OwnScores,
+    ScoreRequest,
     TrainedFit,
 )
 from flsuite.models.base import ClientModel
@@ -39,10 +44,16 @@ __all__ = ["ClientRunner"]
 
 
 class ClientRunner:
-    """Carries out the fits of one worker, one after another, on the same tensors."""
+    """Carries out the fits of one worker, one after another, on the same tensors.
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    Args:
+        setup: What the fits of all workers have in common.
+        worker: Number of the worker, which decides about its GPU where there are several.
+    """
+
+    def __init__(self, setup: WorkerSetup, worker: int = 0) -> None:
         self.setup = setup
+        self.trainer_kwargs = on_one_gpu(setup.trainer_kwargs, worker)
         self.model = setup.model
         if setup.channels_last:
             self.model.to_channels_last()
@@ -77,6 +88,13 @@ class ClientRunner:
         finally:
             self._restore_trainable()
 
+    def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
+        """Return what comes out of the requests of a job, which are all of one kind."""
+        fits = [request for request in job if isinstance(request, FitRequest)]
+        if fits:
+            return self.run_job(fits)
+        return [self.score(request) for request in job if isinstance(request, ScoreRequest)]
+
     def run_job(self, requests: Sequence[FitRequest]) -> list[Outcome]:
         """Train several clients, one after another, and add up their models.
 
@@ -101,6 +119,22 @@ class ClientRunner:
             last.partial = total
         return outcomes
 
+    def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
+        """Score one client's own model.
+
+        The result is ``None`` where there is no such split, and a failure after an error.
+        """
+        self._restore_attributes()
+        try:
+            trainer, _ = self._rewound_trainer([])
+            data = self.setup.data.at(request.broadcast.round)
+            device, precision = trainer.strategy.root_device, trainer.precision_plugin
+            scorer = Scorer(self.model, data, device, precision.forward_context)
+            state = {**self.setup.initial, **request.private, **request.broadcast.state}
+            return scorer.own(request.client, state, request.split, request.details)
+        except Exception as error:
+            return request.failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+
     def _fit(self, request: FitRequest, loss: MeanLoss) -> ClientResult:
         started = time.perf_counter()
         setup, broadcast, assignment = self.setup, request.broadcast, request.assignment
@@ -115,6 +149,8 @@ class ClientRunner:
             memory=copy.deepcopy(request.memory.get("algorithm", {})),
         )
 
+        # Only a device that is in use can be seeded.
+        self._started_trainer()
         # Before anything draws: the fit depends on the seed, the round, the client and the repeat.
         stream = f"fit/{request.repeat}" if request.repeat else "fit"
         seed_process(setup.seed, stream, client.round, client.id)
@@ -131,7 +167,9 @@ class ClientRunner:
             *setup.aggregator.client_callbacks(client),
             loss,
         ]
-
+        skips = CountSkips()
+        if scaler_of(self._started_trainer()) is not None:
+            callbacks.append(skips)
         trainer, data = self._rewound_trainer(callbacks)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         view = data.at(broadcast.round)
@@ -141,7 +179,8 @@ class ClientRunner:
         if request.trained is None:
             trainer.fit(self.model, loader)
             logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-            numbers, steps, kept = {**loss.means(), **logged}, steps_taken(trainer), keeper.states
+            numbers = {**loss.means(), **skips.numbers(), **logged}
+            steps, kept = steps_taken(trainer) - skips.skipped, keeper.states
         else:
             self._measure(request.trained, trainer, callbacks, loader)
             numbers, steps = request.trained.metrics, request.trained.steps
@@ -218,13 +257,22 @@ class ClientRunner:
         Then every fit has a new one, so that no fit depends on those that its worker has done.
         """
         is_known = all(map(supports_local_loop, callbacks)) and self._has_no_callbacks_of_its_own()
-        if self._trainer is None or not is_known:
-            with isolate_rng():  # the fit has been seeded already
-                self._trainer = ClientTrainer(self._use_local_loop, **self.setup.trainer_kwargs)
+        if not is_known:
+            self._trainer = None
+        trainer = self._started_trainer()
         if self._data is None:
-            self._data = self.setup.data.to(self._trainer.strategy.root_device)
-        self._trainer.rewind(self.model.extra_epochs)
-        return self._trainer, self._data
+            self._data = self.setup.data.to(trainer.strategy.root_device)
+        trainer.rewind(self.model.extra_epochs)
+        return trainer, self._data
+
+    def _started_trainer(self) -> ClientTrainer:
+        """Return the Trainer, made if there is none, whose device is in use."""
+        if self._trainer is None:
+            with isolate_rng():  # a fit may have been seeded already
+                self._trainer = ClientTrainer(self._use_local_loop, **self.trainer_kwargs)
+            if self._trainer.strategy.root_device.type == "cuda":
+                torch.cuda.init()
+        return self._trainer
 
     def _has_no_callbacks_of_its_own(self) -> bool:
         method = type(self.model).configure_callbacks

@@ -43,7 +43,7 @@ _NOT_OF_A_FIT = {  # arguments of Lightning's Trainer about what a client's fit 
     "num_sanity_val_steps",
     "val_check_interval",
 }
-_PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16", "transformer-engine")
+_PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16", "16-mixed", "16", "transformer-engine")
 _OF_THE_FEDERATION = {
     Checkpoint: "the federation writes checkpoints/last.ckpt and best.ckpt itself",
     ProgressBar: "RoundProgress shows the whole federation's progress",
@@ -138,8 +138,7 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if str(kwargs.get("precision") or "32-true") not in _PRECISIONS:
         raise FlsuiteError(
             f"trainer: precision {kwargs['precision']} is not supported: weights travel and are "
-            "averaged in float32, and a gradient scaler would pass from client to client; use "
-            "bf16-mixed or 32-true"
+            "averaged in float32; use bf16-mixed, 16-mixed or 32-true"
         )
 
     if kwargs.get("max_time") is not None:

@@ -1,5 +1,6 @@
 """The Lightning Trainer of a worker: one object that fits client after client."""
 
+import copy
 import logging
 import signal
 import warnings
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
 
 from flsuite.client.loop import LocalLoop, NeedsLightningLoopError
 from flsuite.client.refit import PlainFit
@@ -18,10 +20,11 @@ from flsuite.lightning_internals import (
     leave_hooks,
     make_slim,
     rewind,
+    scaler_of,
     trainer_settings,
 )
 
-__all__ = ["ClientTrainer", "quiet_lightning", "require_one_device"]
+__all__ = ["ClientTrainer", "quiet_lightning"]
 
 
 class ClientTrainer(Trainer):
@@ -37,6 +40,9 @@ class ClientTrainer(Trainer):
 
     def __init__(self, use_local_loop: bool = True, **kwargs: Any) -> None:
         quiet_lightning()
+        if kwargs.get("plugins") is not None:
+            # A plugin may hold a gradient scaler, which other Trainers must not share.
+            kwargs["plugins"] = copy.deepcopy(kwargs["plugins"])
         super().__init__(
             **kwargs,
             logger=False,
@@ -56,6 +62,8 @@ class ClientTrainer(Trainer):
 
         make_slim(self)
         self._settings = trainer_settings(self)
+        self._scaler = scaler_of(self)
+        self._scaling = {} if self._scaler is None else self._scaler.state_dict()
 
     def rewind(self, extra_epochs: int = 0) -> None:
         """Get ready for the next fit.
@@ -63,6 +71,9 @@ class ClientTrainer(Trainer):
         It has ``extra_epochs`` more epochs than were configured.
         """
         rewind(self, self.local_epochs + extra_epochs, self._settings)
+        if self._scaler is not None:
+            # A scale that one client's fit has found would change the next client's steps.
+            self._scaler.load_state_dict(self._scaling)
 
     def fit(  # type: ignore[override]
         self, model: LightningModule, train_dataloaders: Iterable[Any]
@@ -92,6 +103,8 @@ class ClientTrainer(Trainer):
         # The resident model still has the gradients of the client before.
         refuse_callbacks(self.callbacks)  # type: ignore[attr-defined]  # also the model's own
         self.lightning_module.zero_grad()
+        if self._scaler is not None:
+            _refuse_fused(self.optimizers)
         local_loop = LocalLoop(self)
         with torch.autograd.set_detect_anomaly(detects_anomalies(self)):
             self._was_plain = self.use_local_loop and local_loop.is_plain()
@@ -104,10 +117,14 @@ class ClientTrainer(Trainer):
         leave_hooks(self.lightning_module)
 
 
-def require_one_device(trainer: Trainer) -> None:
-    """Refuse a Trainer that would spread one client's fit over several devices."""
-    if trainer.world_size > 1:
-        raise FlsuiteError("trainer: devices must be 1; spread clients with Processes(workers=4)")
+def _refuse_fused(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that unscale gradients themselves, after an algorithm has added to them."""
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise FlsuiteError(
+                f"trainer.precision 16-mixed: {type(optimizer).__name__} unscales gradients within "
+                "its step, and the terms of an algorithm come before that; leave out its fused=True"
+            )
 
 
 def quiet_lightning() -> None:

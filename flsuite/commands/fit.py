@@ -12,6 +12,7 @@ import flsuite.callbacks
 import flsuite.client.lr_decay
 import flsuite.engines.in_process
 import flsuite.engines.processes
+import flsuite.engines.ray
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flsuite.data.rows import Rows
+
 __all__ = ["RaggedIndex"]
 
 
@@ -25,16 +27,20 @@ class RaggedIndex:
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "RaggedIndex":
         """Store these index arrays, one per row."""
-        lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        values = np.concatenate(rows).astype(np.int64) if len(rows) else np.zeros(0, np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        return cls(torch.from_numpy(values), torch.from_numpy(offsets))
+        stored = Rows.of(rows)
+        return cls(torch.from_numpy(stored.values), torch.from_numpy(stored.offsets))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Tensor:
         return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+
+    def part(self, first: int, last: int) -> "RaggedIndex":
+        """Return the rows from ``first`` up to and without ``last``."""
+        offsets = self.offsets[first : last + 1]
+        start = int(offsets[0])
+        return RaggedIndex(self.values[start : int(offsets[-1])], offsets - start)
 
     def lengths(self) -> Tensor:
         """Return the length of each row, int64 ``(rows,)``."""

@@ -1,8 +1,11 @@
 """The assignment of rows to training, validation and test, and of test rows to clients."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from flsuite.data.rows import Rows
 from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
@@ -73,29 +76,33 @@ def hold_out_for_server(
     return train.take(others), train.take(own)
 
 
-def hold_out(
-    rows: list[np.ndarray], fraction: float, seed: int
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def hold_out(rows: Sequence[np.ndarray], fraction: float, seed: int) -> tuple[Rows, Rows]:
     """Split each client's rows into training and validation rows.
 
     A client keeps at least one training sample.
     """
+    stored = Rows.of(rows)
+    lengths = stored.lengths()
+    held = np.rint(fraction * lengths).astype(np.int64).clip(max=np.maximum(lengths - 1, 0))
     if fraction == 0:
-        return rows, [np.zeros(0, np.int64) for _ in rows]
+        return stored, Rows(np.zeros(0, np.int64), np.zeros_like(lengths))
 
-    train_rows, val_rows = [], []
-    for client, own in enumerate(rows):
+    is_held = np.zeros(len(stored.values), dtype=bool)
+    values = stored.values.copy()
+    for client in np.flatnonzero(held > 0):
+        start, stop = stored.offsets[client : client + 2]
         # One generator per client: its draw does not depend on the draws of others.
-        order = numpy_generator(seed, "validation", client=client).permutation(own)
-        held = min(round(fraction * len(own)), len(own) - 1)
-        val_rows.append(np.sort(order[:held]))
-        train_rows.append(np.sort(order[held:]))
-    return train_rows, val_rows
+        rng = numpy_generator(seed, "validation", client=int(client))
+        order = rng.permutation(stored.values[start:stop])
+        values[start : start + held[client]] = np.sort(order[: held[client]])
+        values[start + held[client] : stop] = np.sort(order[held[client] :])
+        is_held[start : start + held[client]] = True
+    return Rows(values[~is_held], lengths - held), Rows(values[is_held], held)
 
 
 def split_test_like_train(
-    labels: np.ndarray, rows: list[np.ndarray], test_labels: np.ndarray, seed: int
-) -> list[np.ndarray]:
+    labels: np.ndarray, rows: Sequence[np.ndarray], test_labels: np.ndarray, seed: int
+) -> Rows:
     """Split the test samples so that each client has the class mix of its training samples.
 
     The test samples of a class are split in proportion to the training samples of it per client.
@@ -111,8 +118,8 @@ def split_test_like_train(
     Returns:
         The ascending test rows of each client.
     """
-    client_of = _client_of(rows, len(labels))
-    parts: list[list[np.ndarray]] = [[] for _ in rows]
+    client_of = Rows.of(rows).client_of(len(labels))
+    tester_of = np.full(len(test_labels), -1)
 
     # One generator per class, so that a class is split the same way whatever the others are.
     for label in np.unique(test_labels):
@@ -124,27 +131,29 @@ def split_test_like_train(
         # In a random order, so that rounding does not favour low client numbers.
         order = rng.permutation(len(rows))
         cuts = np.round(np.cumsum(held[order]) / held.sum() * len(samples)).astype(int)
-        for client, part in zip(order, np.split(samples, cuts[:-1]), strict=True):
-            parts[client].append(part)
+        tester_of[samples] = np.repeat(order, np.diff(cuts, prepend=0))
 
-    return [np.sort(np.concatenate(own)) if own else np.zeros(0, np.int64) for own in parts]
+    return Rows.of_clients(tester_of, len(rows))
 
 
-def owners_are_whole(ids: np.ndarray, rows: list[np.ndarray]) -> bool:
+def owners_are_whole(ids: np.ndarray, rows: Sequence[np.ndarray]) -> bool:
     """Return whether no natural owner's rows are spread over several clients.
 
     Args:
         ids: int64 ``(train samples,)``, the owner of each sample.
         rows: The rows of each client, those for validation included.
     """
-    client_of = _client_of(rows, len(ids))
-    pairs = np.stack([ids, client_of])[:, client_of >= 0]
-    return np.unique(pairs, axis=1).shape[1] == len(np.unique(pairs[0]))
+    client_of = Rows.of(rows).client_of(len(ids))
+    is_used = client_of >= 0
+    owners, owner = np.unique(ids[is_used], return_inverse=True)
+    # One number per pair of an owner and a client: as many as owners, if each has one client.
+    pairs = owner * len(rows) + client_of[is_used]
+    return len(np.unique(pairs)) == len(owners)
 
 
 def assign_test_rows_by_owner(
-    ids: np.ndarray, rows: list[np.ndarray], test_ids: np.ndarray
-) -> list[np.ndarray]:
+    ids: np.ndarray, rows: Sequence[np.ndarray], test_ids: np.ndarray
+) -> Rows:
     """Assign each natural owner's test rows to the client that has the owner's rows.
 
     Test rows of an owner that no client has are left out.
@@ -157,12 +166,13 @@ def assign_test_rows_by_owner(
     Returns:
         The ascending test rows of each client.
     """
-    # Owners are whole, so each is found in the rows of one client only.
-    client_of_owner = {
-        owner: client for client, own in enumerate(rows) for owner in np.unique(ids[own]).tolist()
-    }
-    client_of = np.array([client_of_owner.get(owner, -1) for owner in test_ids.tolist()])
-    return [np.flatnonzero(client_of == client) for client in range(len(rows))]
+    client_of = Rows.of(rows).client_of(len(ids))
+    is_used = client_of >= 0
+    # Owners are whole, so the client of an owner's first row is that of all its rows.
+    owners, first = np.unique(ids[is_used], return_index=True)
+    place = np.searchsorted(owners, test_ids).clip(max=len(owners) - 1)
+    is_known = owners[place] == test_ids
+    return Rows.of_clients(np.where(is_known, client_of[is_used][first][place], -1), len(rows))
 
 
 def evenly_held_out(samples: int, fraction: float) -> np.ndarray:
@@ -173,14 +183,3 @@ def evenly_held_out(samples: int, fraction: float) -> np.ndarray:
     """
     share = np.floor(np.arange(samples + 1) * fraction + 1e-9)  # 0.29 * 100 is just below 29
     return np.diff(share) > 0
-
-
-def _client_of(rows: list[np.ndarray], samples: int) -> np.ndarray:
-    """Return the client of each row, int64 ``(samples,)``.
-
-    It is -1 where no client has the row.
-    """
-    client_of = np.full(samples, -1)
-    for client, own in enumerate(rows):
-        client_of[own] = client
-    return client_of

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from flsuite.client.placement import require_one_gpu
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
@@ -30,6 +31,7 @@ class InProcess(Engine):
 
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
+        require_one_gpu(setup.trainer_kwargs)
         self._sums_parts = setup.sums_parts
         self._runner = ClientRunner(setup)
 

@@ -5,19 +5,21 @@ import os
 import pickle
 import signal
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.wire import load_shared, receive, send
+from flsuite.engines.wire import dumps, load_shared, receive, send
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.messages import Broadcast, FitRequest
+from flsuite.messages import Broadcast
 
-__all__ = ["Fatal", "Ready", "serve"]
+__all__ = ["Fatal", "Ready", "sendable", "serve"]
 
 
 class Ready:
@@ -43,6 +45,7 @@ def serve(
     head: bytes,
     places: list[tuple[int, int]],
     threads: int,
+    worker: int,
 ) -> None:
     """Answer requests until the other side closes the connection.
 
@@ -52,6 +55,7 @@ def serve(
             its outcomes, or :class:`Fatal`.
         descriptor, head, places: The setup, as :func:`~flsuite.engines.wire.dump_shared` wrote it.
         threads: Threads of torch.
+        worker: Number of the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     torch.set_num_threads(threads)
@@ -62,7 +66,7 @@ def serve(
         os.close(descriptor)
         # The model is a message of its own, so that this worker does not share its tensors.
         model, rest = pickle.loads(model_and_rest)
-        runner = ClientRunner(WorkerSetup(model=model, data=data, **rest))
+        runner = ClientRunner(WorkerSetup(model=model, data=data, **rest), worker)
         send(connection, Ready())
         _answer_requests(connection, runner)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -89,10 +93,22 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
             continue
 
         assert broadcast is not None, "a request came before its broadcast"
-        job = [FitRequest(number, fit, broadcast, *rest) for number, fit, *rest in message]
-        outcomes = runner.run_job(job)
+        job = [replace(request, broadcast=broadcast) for request in message]
+        outcomes = runner.answer(job)
         try:
             send(connection, outcomes)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            reason = f"its update cannot be sent: {one_line(error, 300)}"
-            send(connection, [request.failure(reason) for request in job])
+        except (TypeError, AttributeError, pickle.PicklingError):
+            send(connection, sendable(job, outcomes))
+
+
+def sendable(job: Sequence[Any], outcomes: Sequence[Any]) -> list[Any]:
+    """Return the outcomes of a job, or failures if one of them cannot be sent.
+
+    The models of a job are added up, so that none of them is of use without the others.
+    """
+    try:
+        dumps(outcomes, [])
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        reason = f"its update cannot be sent: {one_line(error, 300)}"
+        return [request.failure(reason) for request in job]
+    return list(outcomes)

@@ -374,7 +374,7 @@ class NFClassifier(ClientModel):
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             raise FlsuiteError(
                 "NFClassifier cannot clip gradients that 16-mixed has scaled: "
-                "set trainer.precision to bf16-mixed"
+                "set trainer.precision to bf16-mixed or 32-true"
             )
         return []
 

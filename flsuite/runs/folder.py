@@ -17,7 +17,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.task_data import TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.files import atomic_save, make_folder
-from flsuite.runs.partition import PARTITION_COLUMNS, TASK_COLUMNS, partition_rows, task_rows
+from flsuite.runs.partition import TASK_COLUMNS, task_rows, write_partition
 from flsuite.runs.table import MetricsTable, TimelineTable
 
 try:
@@ -163,7 +163,7 @@ class RunFolder:
         self._written = [self.path / name for name in _FILES]
         self.write_request(config, settings)
         (self.path / "versions.txt").write_text(_versions())
-        _write_csv(self.path / "partition.csv", PARTITION_COLUMNS, partition_rows(data))
+        write_partition(self.path / "partition.csv", data)
         if isinstance(data, TaskData):
             _write_csv(self.path / "tasks.csv", TASK_COLUMNS, task_rows(data))
 

@@ -1,11 +1,17 @@
 """The split of a dataset among clients, as rows of tables."""
 
+import csv
+import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from flsuite.data.federated import FederatedData
+from flsuite.data.ragged import RaggedIndex
 from flsuite.data.task_data import TaskData
 
 if TYPE_CHECKING:
@@ -18,10 +24,13 @@ __all__ = [
     "partition_table",
     "task_rows",
     "task_table",
+    "write_partition",
 ]
 
 PARTITION_COLUMNS = ("client", "split", "class", "samples")
 TASK_COLUMNS = ("client", "task", "first_round", "class", "samples")
+_SPLITS = ("train", "val", "test")
+_CLIENTS_AT_A_TIME = 10_000  # bounds memory
 
 
 def partition_rows(data: FederatedData) -> Iterator[tuple[int, str, str, int]]:
@@ -29,22 +38,26 @@ def partition_rows(data: FederatedData) -> Iterator[tuple[int, str, str, int]]:
 
     For multi-label data, the number is that of positive samples per label.
     """
-    names = data.spec.class_names or tuple(str(c) for c in range(data.spec.num_classes))
-    parts = (
-        ("train", data.train.y, data.train_index),
-        ("val", data.train.y, data.val_index),
-        ("test", data.test.y, data.test_index),
-    )
+    names = _class_names(data)
+    cells = [(split, name) for split in _SPLITS for name in names]
+    for first, counts in _counts(data):
+        for client, own in enumerate(counts.tolist(), first):
+            for (split, name), count in zip(cells, own, strict=True):
+                yield client, split, name, count
 
-    for client in range(data.clients):
-        for split, y, rows in parts:
-            own = y[rows[client]]
-            if y.ndim == 1:
-                counts = torch.bincount(own, minlength=len(names))
-            else:
-                counts = own.sum(0, dtype=torch.int64)
-            for name, count in zip(names, counts, strict=True):
-                yield client, split, name, int(count)
+
+def write_partition(path: Path, data: FederatedData) -> None:
+    """Write ``partition.csv``: a header, and the rows of :func:`partition_rows`."""
+    cells = [f",{split},{_quoted(name)}," for split in _SPLITS for name in _class_names(data)]
+    # One template per client and not one call per row: a million clients have millions of rows.
+    of_client = "".join("%d" + cell.replace("%", "%%") + "%d\n" for cell in cells)
+
+    with path.open("w", newline="") as file:
+        file.write(",".join(PARTITION_COLUMNS) + "\n")
+        for first, counts in _counts(data):
+            clients = torch.arange(first, first + len(counts))[:, None].expand_as(counts)
+            numbers = torch.stack([clients, counts], dim=2).flatten().tolist()
+            file.write(of_client * len(counts) % tuple(numbers))
 
 
 def task_rows(data: TaskData) -> Iterator[tuple[int, int, int, str, int]]:
@@ -61,7 +74,16 @@ def partition_table(data: FederatedData) -> "pd.DataFrame":
     """Return the content of a run's ``partition.csv``."""
     import pandas as pd
 
-    return pd.DataFrame(partition_rows(data), columns=list(PARTITION_COLUMNS))
+    names = _class_names(data)
+    counts = torch.cat([counts for _, counts in _counts(data)])
+    rows_of_client = counts.shape[1]
+    columns = (
+        np.arange(data.clients).repeat(rows_of_client),
+        np.tile(np.repeat(np.array(_SPLITS, dtype=object), len(names)), data.clients),
+        np.tile(np.array(names, dtype=object), len(_SPLITS) * data.clients),
+        counts.flatten().numpy(),
+    )
+    return pd.DataFrame(dict(zip(PARTITION_COLUMNS, columns, strict=True)))
 
 
 def task_table(data: TaskData) -> "pd.DataFrame":
@@ -69,3 +91,40 @@ def task_table(data: TaskData) -> "pd.DataFrame":
     import pandas as pd
 
     return pd.DataFrame(task_rows(data), columns=list(TASK_COLUMNS))
+
+
+def _class_names(data: FederatedData) -> tuple[str, ...]:
+    return data.spec.class_names or tuple(str(c) for c in range(data.spec.num_classes))
+
+
+def _counts(data: FederatedData) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first client of a group, and the counts of the group.
+
+    They are int64 ``(clients, splits * classes)``, in the order of splits and then classes.
+    """
+    parts = (
+        (data.train.y, data.train_index),
+        (data.train.y, data.val_index),
+        (data.test.y, data.test_index),
+    )
+    for first in range(0, data.clients, _CLIENTS_AT_A_TIME):
+        last = min(first + _CLIENTS_AT_A_TIME, data.clients)
+        of_splits = [_count(y, rows.part(first, last), data.spec.num_classes) for y, rows in parts]
+        yield first, torch.cat(of_splits, dim=1)
+
+
+def _count(y: Tensor, rows: RaggedIndex, classes: int) -> Tensor:
+    """Return the samples of each class per client, int64 ``(clients, classes)``."""
+    own, owners = y[rows.values], rows.owners()
+    if y.ndim == 1:
+        return torch.bincount(owners * classes + own, minlength=len(rows) * classes).view(
+            -1, classes
+        )
+    return torch.zeros(len(rows), classes, dtype=torch.int64).index_add_(0, owners, own.long())
+
+
+def _quoted(name: str) -> str:
+    """Return a cell of a CSV file, in quotes where it needs them."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow([name])
+    return line.getvalue()

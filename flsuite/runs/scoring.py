@@ -1,5 +1,6 @@
 """The scores of one round."""
 
+import logging
 from typing import Any, Protocol
 
 from flsuite.runs.folder import RunFolder
@@ -10,6 +11,9 @@ from flsuite.server.federation import Federation
 __all__ = ["ScoredRun", "score_round"]
 
 _SPLITS: tuple[Split, ...] = ("val", "test")
+_MOST_SCORED = 10_000
+
+log = logging.getLogger("flsuite")
 
 
 class ScoredRun(Protocol):
@@ -35,7 +39,8 @@ def score_round(run: ScoredRun) -> bool:
     """Score a round if it is due, on validation data and then on test data.
 
     Every evaluation scores the same clients, the first ``score_clients``, so that rounds can be
-    compared. The last round also scores all clients, under ``all_clients/...``. In between,
+    compared. The last round also scores all clients, under ``all_clients/...``, if there are not
+    more than 10,000: its cost must not follow the number of registered clients. In between,
     ``on_round_end`` is called. At that point ``run.finished`` is known, and numbers still go into
     the round.
 
@@ -90,9 +95,18 @@ def _note_classes(run: ScoredRun) -> None:
 
 def _score_all_clients(run: ScoredRun) -> None:
     """Add the scores of all clients under names of their own."""
+    clients = run.federation.data.clients
+    if clients > _MOST_SCORED:
+        log.info(
+            "the last round scores the first %d clients one by one; flsuite test scores all %d",
+            run.options.score_clients,
+            clients,
+        )
+        return
+
     compared = {str(client) for client in _compared_clients(run)}
     for split in _SPLITS:
-        for scope, numbers in run.scores(split, range(run.federation.data.clients)).items():
+        for scope, numbers in run.scores(split, range(clients)).items():
             if scope == GLOBAL:
                 named = {f"all_clients/{name}": value for name, value in numbers.items()}
                 run.folder.table.note(GLOBAL, split, named)

@@ -101,7 +101,8 @@ class ClientStore:
 
     def restore(self, versions: dict[int, int]) -> None:
         """Go back to these versions, which are read from the files when they are needed."""
-        needed = {self._path(round) for round in versions.values()} if self.folder else set()
+        rounds = set(versions.values())
+        needed = {self._path(round) for round in rounds} if self.folder else set()
         if missing := sorted(path for path in needed if not path.is_file()):
             raise FlsuiteError(
                 f"{missing[0]} is missing, which holds what clients keep; restore the folder "
@@ -116,7 +117,8 @@ class ClientStore:
         """Delete the files that none of these versions refers to."""
         if self.folder is None or not self.folder.exists():
             return
-        used = {self._path(round) for versions in needed for round in versions.values()}
+        rounds = {round for versions in needed for round in versions.values()}
+        used = {self._path(round) for round in rounds}
         for path in self.folder.glob("round-*.pt"):
             if path not in used:
                 with contextlib.suppress(FileNotFoundError):

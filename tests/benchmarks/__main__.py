@@ -39,8 +39,9 @@ from flsuite.models import (
 from flsuite.models.backbones import Backbone
 from flsuite.schedules import Asynchronous, Bernoulli, Schedule, Stragglers, Synchronous
 from flsuite.trainer import FederatedTrainer
+from tests.benchmarks.cifar import TwoConvs
 from tests.benchmarks.fisher import SAMPLES, PredictivePasses
-from tests.benchmarks.loop import FusedLoop, HandWrittenLoop
+from tests.benchmarks.loop import FusedLoop, HandWrittenLoop, TwoProcessLoop
 
 BATCH = 64
 FISHER_SAMPLES = 1920
@@ -49,9 +50,11 @@ FISHER_SAMPLES = 1920
 class RandomImages(FederatedDataModule):
     """Random bytes of the right shape; speed does not depend on what they show."""
 
-    def __init__(self, samples: int, shape: tuple[int, int, int], **kwargs: Any) -> None:
+    def __init__(
+        self, samples: int, shape: tuple[int, int, int], classes: int = 10, **kwargs: Any
+    ) -> None:
         super().__init__(partition=IID(), batch_size=BATCH, val_fraction=0.0, **kwargs)
-        self.samples, self.shape = samples, shape
+        self.samples, self.shape, self.classes = samples, shape, classes
 
     def load(self) -> PublishedSplits:
         channels, height, width = self.shape
@@ -59,8 +62,9 @@ class RandomImages(FederatedDataModule):
         x = torch.randint(
             0, 256, (self.samples, height, width, channels), dtype=torch.uint8, generator=generator
         )
-        y = torch.randint(0, 10, (self.samples,), generator=generator)
-        return PublishedSplits(DataSpec(self.shape, 10), DataSplit(x, y), DataSplit(x[:64], y[:64]))
+        y = torch.randint(0, self.classes, (self.samples,), generator=generator)
+        spec = DataSpec(self.shape, self.classes)
+        return PublishedSplits(spec, DataSplit(x, y), DataSplit(x[:64], y[:64]))
 
 
 class Clock(FederationCallback):
@@ -105,6 +109,7 @@ def federation(
     engine: Engine,
     clock: Clock,
     user_callbacks: Sequence[Callback] = (),
+    lr: float = 0.05,
     **kwargs: Any,
 ) -> FederatedTrainer:
     """Fit a federation that is scored only at its end, because the loop is not scored either."""
@@ -116,14 +121,14 @@ def federation(
         evaluate_every=10**9,
         run_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
-        accelerator="cpu",
+        accelerator=kwargs.pop("accelerator", "cpu"),
         seed=0,
         **kwargs,
     )
     model = (
         net
         if isinstance(net, ClientModel)
-        else Classifier(net, lambda p: torch.optim.SGD(p, lr=0.05))
+        else Classifier(net, lambda p: torch.optim.SGD(p, lr=lr))
     )
     trainer.fit(model, module)
     return trainer
@@ -190,10 +195,28 @@ def workers(
     print(f"    two workers are {ratio(seconds[1], seconds[2]):.2f} x as fast as one")
 
 
+def beside_processes(
+    name: str,
+    module: RandomImages,
+    backbone: Backbone,
+    rounds: int,
+    participation: int | float = 1.0,
+) -> None:
+    """Compare rounds in two workers with those of a hand-written loop in two processes."""
+    loop = TwoProcessLoop(loop_for(module, backbone))
+    clock = Clock(loop.round)
+    federation(module, backbone, rounds, Processes(2), clock, schedule=Synchronous(participation))
+    loop.close()
+    ours, theirs = clock.seconds[1:], clock.other[1:]
+    report(f"{name}, two workers", flsuite=ours, loop=theirs)
+    print(f"    flsuite is {ratio(ours, theirs):.3f} x the loop in two processes")
+
+
 def lenet(rounds: int) -> None:
     module = RandomImages(12000, (1, 28, 28), clients=20)
     for threads in (1, 2):
         beside_loop("LeNet-5, 20 clients x 600", module, LeNet5(), rounds, threads)
+    beside_processes("LeNet-5, 20 clients x 600", module, LeNet5(), rounds)
     workers("LeNet-5, 20 clients x 600, workers", module, LeNet5(), rounds)
 
 
@@ -201,6 +224,7 @@ def resnet(rounds: int) -> None:
     module = RandomImages(2560, (3, 32, 32), clients=10)
     for threads in (1, 2):
         beside_loop("ResNet-20, 10 clients x 256", module, ResNet20(), max(4, rounds // 3), threads)
+    beside_processes("ResNet-20, 10 clients x 256", module, ResNet20(), max(4, rounds // 3))
 
 
 def many(rounds: int) -> None:
@@ -209,7 +233,34 @@ def many(rounds: int) -> None:
         beside_loop(
             "LeNet-5, 1000 clients x 60, 100 a round", module, LeNet5(), rounds, threads, 100
         )
-    workers("LeNet-5, 1000 clients x 60, 100 a round, workers", module, LeNet5(), rounds, 100)
+    name = "LeNet-5, 1000 clients x 60, 100 a round"
+    beside_processes(name, module, LeNet5(), rounds, 100)
+    workers(f"{name}, workers", module, LeNet5(), rounds, 100)
+
+
+def cifar(rounds: int) -> None:
+    """Compare this process with two and four workers in pfl-research's CIFAR-10 setting."""
+    module = RandomImages(50_000, (3, 32, 32), clients=1000)
+    module.batch_size = 10
+    gpus = torch.cuda.device_count()
+    where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "no GPU"
+    sides: dict[str, Engine] = {
+        "in_process": InProcess(),
+        "two": Processes(2),
+        "four": Processes(4),
+    }
+    seconds: dict[str, list[float]] = {}
+    for name, engine in sides.items():
+        clock = Clock()
+        federation(
+            module, TwoConvs(), rounds, engine, clock, lr=0.1,
+            schedule=Synchronous(50), accelerator="auto",
+        )  # fmt: skip
+        seconds[name] = clock.seconds[1:]
+    report(f"two convolutions, 1000 clients x 50, 50 a round, 5 steps each, {where}", **seconds)
+    for name in ("two", "four"):
+        times = ratio(seconds["in_process"], seconds[name])
+        print(f"    {name} workers are {times:.2f} x as fast as this process")
 
 
 def precision(rounds: int) -> None:
@@ -231,9 +282,18 @@ def precision(rounds: int) -> None:
 
 
 def registered(rounds: int) -> None:
-    """Compare ten clients per round out of 10 and out of 10,000, with the same samples each."""
+    """Compare the same cohorts out of few and out of very many clients."""
     by_registered(
         "10 clients per round", (10, 10_000), 60, rounds, schedule=lambda: Synchronous(10)
+    )
+    # Two classes, because partition.csv has a row per client, split and class.
+    by_registered(
+        "100 clients per round",
+        (1_000, 1_000_000),
+        5,
+        rounds,
+        classes=2,
+        schedule=lambda: Synchronous(100),
     )
 
 
@@ -255,6 +315,7 @@ def by_registered(
     samples: int,
     rounds: int,
     schedule: Callable[[], Schedule],
+    classes: int = 10,
     **kwargs: Any,
 ) -> None:
     """Compare rounds and memory of few and of many registered clients, in alternating blocks."""
@@ -263,21 +324,26 @@ def by_registered(
     megabytes: dict[int, float] = {}
     for clients in (few, many, few, many):
         # The same tensors on both sides: the data of the others stays unused.
-        module = RandomImages(samples * many, (1, 8, 8), clients=many)
+        module = RandomImages(samples * many, (1, 8, 8), classes, clients=many)
+        began, before = time.perf_counter(), process.memory_info().rss
         module.setup()
-        data = module.federated
+        setup, data = time.perf_counter() - began, module.federated
+        of_samples = sum(part.nbytes for part in (data.train.x, data.train.y))
+        per_client = (process.memory_info().rss - before - of_samples) / many
         for index in (data.train_index, data.val_index, data.test_index):
             index.offsets = index.offsets[: clients + 1]
         clock = Clock()
         made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=schedule(), **kwargs)
         seconds[clients] += clock.seconds[1:]
         megabytes[clients] = process.memory_info().rss / 1e6
-        del made, module
+        del made, module, data, index
 
     report(f"{name}, registered", few=seconds[few], many=seconds[many])
     print(
         f"    {ratio(seconds[many], seconds[few]):.2f} x the time with {many:,} clients instead of "
-        f"{few:,}; memory of the process {megabytes[many] - megabytes[few]:+.0f} MB"
+        f"{few:,}; memory of the process {megabytes[many] - megabytes[few]:+.0f} MB\n"
+        f"    splitting the data over {many:,} clients takes {setup:.1f} s, and {per_client:.0f} "
+        f"bytes per client beside its {samples} samples"
     )
 
 
@@ -484,6 +550,7 @@ CASES = {
     "lenet": lenet,
     "resnet": resnet,
     "many": many,
+    "cifar": cifar,
     "precision": precision,
     "registered": registered,
     "in_flight": in_flight,

@@ -1,6 +1,7 @@
 """The interface of a partition."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class Partition(PlainArguments, ABC):
         clients: int,
         rng: np.random.Generator,
         ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         """Split ``range(len(labels))``.
 
         Args:

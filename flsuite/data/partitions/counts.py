@@ -1,9 +1,10 @@
 """Tables of counts: how many samples of each class each client gets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from flsuite.data.rows import Rows
 from flsuite.errors import FlsuiteError
 
 __all__ = [
@@ -17,7 +18,7 @@ __all__ = [
 
 def assign_by_counts(
     classes: np.ndarray, counts: np.ndarray, rng: np.random.Generator
-) -> list[np.ndarray]:
+) -> Sequence[np.ndarray]:
     """Draw the counted number of samples of each class for each client, without replacement.
 
     Every class-based partition computes such a table first and assigns samples only here, so that
@@ -41,8 +42,9 @@ def assign_by_counts(
     # Samples in random order within each class, then the first ones to the first client, and so on.
     shuffled = rng.permutation(len(classes)).astype(np.int64)
     by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
-    by_client = by_class[np.argsort(client_of, kind="stable")]
-    return [np.sort(part) for part in np.split(by_client, np.cumsum(table.sum(axis=0)))[:clients]]
+    owners = np.empty_like(client_of)
+    owners[by_class] = client_of
+    return Rows.of_clients(owners, clients)
 
 
 def apportion(shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:

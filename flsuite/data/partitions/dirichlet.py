@@ -1,5 +1,7 @@
 """Label skew: each class is spread over clients in proportions from a Dirichlet distribution."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flsuite.data.partitions.base import Partition
@@ -52,7 +54,7 @@ class Dirichlet(Partition):
         clients: int,
         rng: np.random.Generator,
         ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         self.check_enough(len(labels), clients)
         check_min_samples("Dirichlet", self.min_samples, clients, len(labels))
 

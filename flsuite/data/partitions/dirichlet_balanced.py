@@ -1,5 +1,7 @@
 """Label skew at equal sizes: each client's class mix is drawn from a Dirichlet distribution."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flsuite.data.partitions.base import Partition
@@ -40,7 +42,7 @@ class DirichletBalanced(Partition):
         clients: int,
         rng: np.random.Generator,
         ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         self.check_enough(len(labels), clients)
 
         classes = np.unique(labels, return_inverse=True)[1]

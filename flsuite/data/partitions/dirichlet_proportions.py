@@ -1,5 +1,7 @@
 """Label skew: each class is spread in proportion to mixes of classes that the clients draw."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flsuite.data.partitions.base import Partition
@@ -57,7 +59,7 @@ class DirichletProportions(Partition):
         clients: int,
         rng: np.random.Generator,
         ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         self.check_enough(len(labels), clients)
         check_min_samples("DirichletProportions", self.min_samples, clients, len(labels))
 

@@ -1,5 +1,7 @@
 """Independent and identically distributed clients."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flsuite.data.partitions.base import Partition
@@ -20,7 +22,7 @@ class IID(Partition):
         clients: int,
         rng: np.random.Generator,
         ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         self.check_enough(len(labels), clients)
         sizes = np.full((1, clients), len(labels) // clients)
         sizes[0, : len(labels) % clients] += 1

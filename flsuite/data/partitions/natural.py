@@ -1,10 +1,12 @@
 """The clients that the data has by nature."""
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
 from flsuite.data.partitions.base import Partition
+from flsuite.data.rows import Rows
 from flsuite.errors import FlsuiteError
 
 __all__ = ["Natural"]
@@ -29,7 +31,7 @@ class Natural(Partition):
         clients: int,
         rng: np.random.Generator,
         ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         self.check_enough(len(labels), clients)
         if ids is None:
             raise FlsuiteError(
@@ -43,9 +45,7 @@ class Natural(Partition):
             )
 
         client_of = np.arange(clients) if len(sizes) == clients else _group(sizes, clients, rng)
-        client = client_of[owner]
-        by_client = np.argsort(client, kind="stable").astype(np.int64)
-        return np.split(by_client, np.cumsum(np.bincount(client, minlength=clients))[:-1])
+        return Rows.of_clients(client_of[owner], clients)
 
 
 def _group(sizes: np.ndarray, groups: int, rng: np.random.Generator) -> np.ndarray:

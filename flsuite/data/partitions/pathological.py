@@ -1,5 +1,7 @@
 """Clients that have only a few classes."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flsuite.data.partitions.base import Partition
@@ -36,7 +38,7 @@ class Pathological(Partition):
         clients: int,
         rng: np.random.Generator,
         ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         self.check_enough(len(labels), clients)
         classes = np.unique(labels, return_inverse=True)[1]
         sizes = np.bincount(classes)

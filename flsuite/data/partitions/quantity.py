@@ -1,5 +1,6 @@
 """Clients that differ in size only."""
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -56,7 +57,7 @@ class QuantitySkew(Partition):
         clients: int,
         rng: np.random.Generator,
         ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         self.check_enough(len(labels), clients)
         check_min_samples("QuantitySkew", self.min_samples, clients, len(labels))
 

@@ -1,5 +1,7 @@
 """A class that one client alone has."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flsuite.data.partitions.base import Partition
@@ -31,7 +33,7 @@ class SoleOwner(Partition):
         clients: int,
         rng: np.random.Generator,
         ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         self.check_enough(len(labels), clients)
         own = np.flatnonzero(labels == self.label)
         others = rng.permutation(np.flatnonzero(labels != self.label))

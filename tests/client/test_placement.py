@@ -1,0 +1,129 @@
+"""Workers are spread over the visible GPUs, here over a number that is made up."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from flsuite import FederatedTrainer
+from flsuite.aggregators import FedAvg
+from flsuite.client import runner as module
+from flsuite.client.placement import gpus, on_one_gpu, require_one_gpu
+from flsuite.client.runner import ClientRunner
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines import InProcess, Processes
+from flsuite.errors import FlsuiteError
+from tests.client.test_scaler import classifier, trainer
+from tests.conftest import digits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "visible", "expected"),
+    [
+        ({}, 3, [0, 1, 2]),
+        ({"accelerator": "gpu"}, 2, [0, 1]),
+        ({"accelerator": "cuda", "devices": "auto"}, 2, [0, 1]),
+        ({"devices": -1}, 2, [0, 1]),
+        ({"devices": 1}, 3, [0]),
+        ({"devices": "1"}, 3, [0]),
+        ({"devices": 2}, 3, [0, 1]),
+        ({"devices": [2]}, 3, [2]),
+        ({"devices": "2,0"}, 3, [2, 0]),
+        ({"devices": "1,"}, 3, [1]),
+        ({"accelerator": "cpu", "devices": 1}, 3, []),
+        ({"accelerator": "gpu", "devices": 1}, 0, []),
+    ],
+)
+def test_the_argument_devices_keeps_its_meaning(
+    arguments: dict[str, Any], visible: int, expected: list[int]
+) -> None:
+    assert gpus(arguments, visible) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (4, "devices 4 needs other GPUs than those that are visible"),
+        ([0, 3], r"devices \[0, 3\] needs other GPUs"),
+        ("all", "devices must be a number of GPUs or a list of their numbers, got 'all'"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(devices: Any, message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        gpus({"devices": devices}, 3)
+
+
+def test_worker_i_has_gpu_i_and_the_first_ones_are_shared() -> None:
+    arguments = {"accelerator": "gpu", "max_epochs": 2}
+    placed = [on_one_gpu(arguments, worker, visible=3) for worker in range(7)]
+    assert [one["devices"] for one in placed] == [[0], [1], [2], [0], [1], [2], [0]]
+    assert all(one["max_epochs"] == 2 for one in placed)
+    assert [on_one_gpu({"devices": [5, 3]}, w, 8)["devices"] for w in range(3)] == [[5], [3], [5]]
+    assert on_one_gpu({"accelerator": "cpu"}, 1, visible=3) == {"accelerator": "cpu"}
+
+
+def test_a_worker_and_the_server_take_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    model = classifier()
+    setup = WorkerSetup(model, None, FedAvg(), 0, {}, {"accelerator": "gpu"})  # type: ignore[arg-type]
+    devices = [ClientRunner(setup, worker).trainer_kwargs["devices"] for worker in range(5)]
+    assert devices == [[0], [1], [2], [3], [0]]
+
+    asked: list[Any] = []
+
+    def init(self: Trainer, **kwargs: Any) -> None:
+        asked.append(kwargs.get("devices"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    with pytest.raises(KeyboardInterrupt):
+        FederatedTrainer(accelerator="gpu")
+    assert asked == [[0]]
+
+
+def test_a_worker_keeps_its_number_when_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    spawn = Processes._spawn
+    monkeypatch.setattr(
+        Processes, "_spawn", lambda self, number: (numbers.append(number), spawn(self, number))[1]
+    )
+    engine = Processes(2)
+    made = trainer(engine=engine)
+    run = made.prepare(classifier(), digits(clients=3))
+    with engine.running(made.worker_setup(run)):
+        engine._pool[1].process.kill()
+        engine._replace(1)
+    assert numbers == [0, 1, 1]
+
+
+def test_several_gpus_need_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    message = r"devices 2 names several GPUs, .* set devices to 1, or engine to Processes"
+    with pytest.raises(FlsuiteError, match=message):
+        require_one_gpu({"devices": 2})
+    for devices in (None, "auto", -1, 1, [1]):
+        require_one_gpu({"devices": devices})
+    with pytest.raises(FlsuiteError, match=message):
+        InProcess().start(WorkerSetup(None, None, None, 0, {}, {"devices": 2}))  # type: ignore[arg-type]
+
+
+def test_the_device_is_in_use_before_a_fit_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator of a GPU that is not in use yet would not take the seed."""
+    made = trainer()
+    setup = made.worker_setup(made.prepare(classifier(), digits(clients=3)))
+    order: list[str] = []
+    create, seed = module.ClientTrainer.__init__, module.seed_process
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        order.append("trainer")
+        create(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.ClientTrainer, "__init__", start)
+    monkeypatch.setattr(module, "seed_process", lambda *args: (order.append("seed"), seed(*args)))
+    assert made.run is not None
+    engine = InProcess()
+    engine.start(setup)
+    engine.submit(made.run.requests(made.schedule.start(made.run.clock)))
+    engine.collect(engine.pending[0])
+    assert order == ["trainer", "seed"]

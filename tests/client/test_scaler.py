@@ -1,0 +1,184 @@
+"""The gradient scaler of 16-mixed: the same steps in both loops, and nothing passed on."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch.amp import GradScaler
+
+from flsuite import FederatedTrainer
+from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
+from flsuite.client.loop import LocalLoop
+from flsuite.client.runner import ClientRunner
+from flsuite.client.setup import WorkerSetup, client_half
+from flsuite.engines import InProcess, Processes
+from flsuite.errors import FlsuiteError
+from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest
+from flsuite.models import MLP, Classifier
+from flsuite.state import StateLayout, clone
+from tests.conftest import digits, equal_states
+
+LARGE = 2.0**24  # the first steps of a fit overflow, and the scale falls from step to step
+
+
+def half(scale: float = LARGE) -> MixedPrecision:
+    """Return 16-mixed on the CPU, where Lightning would choose bfloat16 of its own accord."""
+    return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=scale, growth_interval=3))
+
+
+def classifier(**kwargs: Any) -> Classifier:
+    return Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, **kwargs))
+
+
+def runner(aggregator: Aggregator, lean: bool = True, **kwargs: Any) -> ClientRunner:
+    module = digits(clients=3)
+    module.setup()
+    torch.manual_seed(0)
+    model = classifier()
+    model.ensure_built(module.federated.spec)
+    state = clone(model.state_dict())
+    aggregator.configure(StateLayout(tuple(name for name, _ in model.named_parameters()), 3))
+    settings = {"accelerator": "cpu", "max_epochs": 2, "plugins": half(), **kwargs}
+    setup = WorkerSetup(model, module.federated, client_half(aggregator), 0, state, settings)
+    made = ClientRunner(setup)
+    made._use_local_loop = lean
+    return made
+
+
+def fit(made: ClientRunner, client: int, aggregator: Aggregator, *callbacks: Callback) -> Any:
+    state = made.setup.initial
+    broadcast = Broadcast(1, state, aggregator.broadcast(), callbacks)
+    result = made.run(FitRequest(client, FitAssignment(client), broadcast, {}))
+    assert isinstance(result, ClientResult), result.details
+    return result.update
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs"),
+    [
+        (FedAvg, {}),
+        (lambda: FedProx(0.1), {"gradient_clip_val": 0.5}),
+        (lambda: SCAFFOLD(control="mean_gradient"), {}),
+        (SCAFFOLD, {}),
+    ],
+    ids=["fedavg", "clipped_prox", "mean_gradient", "displacement"],
+)
+def test_both_loops_take_the_same_steps(make: Any, kwargs: dict[str, Any]) -> None:
+    updates = []
+    for lean in (True, False):
+        aggregator = make()
+        made = runner(aggregator, lean, **kwargs)
+        updates.append([fit(made, client, aggregator) for client in range(3)])
+    for a, b in zip(*updates, strict=True):
+        assert equal_states(a.state, b.state) and a.metrics == b.metrics and a.steps == b.steps
+        assert a.metrics["skipped_steps"] > 0 and a.steps > 0
+        # What an algorithm measures from gradients leaves out those that overflow.
+        assert all(bool(v.isfinite().all()) for v in a.extras.get("control_change", {}).values())
+
+
+def test_the_local_loop_takes_these_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    run = LocalLoop.run
+    monkeypatch.setattr(LocalLoop, "run", lambda self: (runs.append(1), run(self))[1])
+    made = runner(FedAvg())
+    fit(made, 0, FedAvg()), fit(made, 1, FedAvg())
+    assert len(runs) == 2
+
+
+class Unknown(Callback):
+    """A callback that might change the Trainer, so that every fit has a new one."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        return
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("callbacks", [(), (Unknown(),)])
+def test_a_fit_does_not_depend_on_the_scale_that_another_has_found(
+    lean: bool, callbacks: tuple[Callback, ...]
+) -> None:
+    aggregator = FedAvg()
+    busy, fresh = runner(aggregator, lean), runner(aggregator, lean)
+    for client in (0, 1):
+        fit(busy, client, aggregator, *callbacks)
+    after, alone = (fit(made, 2, aggregator, *callbacks) for made in (busy, fresh))
+    assert equal_states(after.state, alone.state) and after.metrics == alone.metrics
+    # The user's own scaler is as it was.
+    assert busy.setup.trainer_kwargs["plugins"].scaler.get_scale() == LARGE
+
+
+class Watch(Callback):
+    """Notes the loss of the backward pass and that of the step."""
+
+    supports_local_loop = True
+    losses: list[float] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        Watch.losses.append(float(loss.detach()))
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        Watch.losses.append(float(outputs["loss"]))
+
+
+def test_hooks_see_what_lightning_shows_them() -> None:
+    seen = []
+    for lean in (True, False):
+        Watch.losses = []
+        fit(runner(FedAvg(), lean), 0, FedAvg(), Watch())
+        seen.append(Watch.losses)
+    assert seen[0] == seen[1]
+    assert seen[0][0] == pytest.approx(LARGE * seen[0][1])
+
+
+def test_a_small_scale_gives_the_steps_of_float32() -> None:
+    mixed = fit(runner(FedAvg(), plugins=half(2.0**10)), 0, FedAvg())
+    full = fit(runner(FedAvg(), plugins=None), 0, FedAvg())
+    assert "skipped_steps" not in mixed.metrics and mixed.steps == full.steps
+    for name, value in full.state.items():
+        assert torch.allclose(mixed.state[name], value, atol=5e-3)
+    assert not equal_states(mixed.state, full.state)
+
+
+def trainer(**kwargs: Any) -> FederatedTrainer:
+    return FederatedTrainer(
+        rounds=2, accelerator="cpu", enable_checkpointing=False, enable_progress_bar=False, seed=0,
+        **kwargs,
+    )  # fmt: skip
+
+
+def test_engines_agree() -> None:
+    states = []
+    for engine in (InProcess(), Processes(2)):
+        made = trainer(engine=engine, plugins=half())
+        made.fit(classifier(), digits(clients=3))
+        assert made.run is not None
+        states.append(made.run.state)
+        assert all(u.metrics["skipped_steps"] > 0 for u in made.run.federation.log.updates)
+    assert equal_states(*states)
+
+
+def test_scores_are_of_half_precision() -> None:
+    made = trainer(plugins=half(2.0**10), max_epochs=5)
+    made.fit(classifier(), digits(clients=3))
+    assert made.run is not None
+    with made.run.evaluator.precision():
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+    assert made.test()[0]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", 16])
+def test_the_argument_is_accepted(precision: Any) -> None:
+    with pytest.warns(UserWarning, match="bf16-mixed"):  # on a CPU, by Lightning
+        trainer(precision=precision)
+
+
+def test_optimizers_that_unscale_within_their_step_are_refused() -> None:
+    made = trainer(plugins=half())
+    fused = Classifier(MLP(hidden=(8,)), partial(torch.optim.Adam, lr=1e-3, fused=True))
+    with pytest.raises(FlsuiteError, match="leave out its fused=True"):
+        made.fit(fused, digits(clients=3))
