@@ -1,6 +1,6 @@
 """``python -m flsuite``."""
 
-from flsuite.commands.main import main
+from flsuite.commands.main import console
 
 if __name__ == "__main__":
-    main()
+    console()

@@ -4,7 +4,7 @@ They are plain data: the same in one process, across processes, and on a wire.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -21,6 +21,10 @@ __all__ = [
     "FitAssignment",
     "FitRequest",
     "Outcome",
+    "OwnScores",
+    "ScoreRequest",
+    "Scores",
+    "Split",
     "TrainedFit",
 ]
 
@@ -103,12 +107,64 @@ class FitRequest:
     trained: TrainedFit | None = None
     part: int | None = None
 
+    @property
+    def client(self) -> int:
+        """Return the client's number."""
+        return self.assignment.client
+
     def failure(
         self, reason: str, details: str = "", before_first_step: bool = False
     ) -> "ClientFailure":
         """Return the outcome of this request if it fails."""
         client, round = self.assignment.client, self.broadcast.round
         return ClientFailure(client, round, reason, details, before_first_step)
+
+
+Split = Literal["val", "test"]
+"""The split that a model is scored on."""
+
+Scores = dict[str, dict[str, float]]
+"""Scope (``global`` or a client's number) to metric to value."""
+
+
+class OwnScores(NamedTuple):
+    """Scores of a client's own model on one split.
+
+    Attributes:
+        whole: Scores on the whole split.
+        part: Scores on the client's part of the split. It is empty where the client has none.
+        classes: Accuracy per class, if asked for.
+    """
+
+    whole: dict[str, float]
+    part: dict[str, float]
+    classes: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One client's own model, to be scored.
+
+    Attributes:
+        number: It identifies the request.
+        client: The client's number.
+        broadcast: The version of the global model that it is scored with. Its round is the last one
+            done.
+        private: The client's private entries. It is empty if the client never trained.
+        split: The split to score on.
+        details: Whether to add the accuracy per class.
+    """
+
+    number: int
+    client: int
+    broadcast: Broadcast
+    private: State
+    split: Split
+    details: bool
+
+    def failure(self, reason: str, details: str = "") -> "ClientFailure":
+        """Return the outcome of this request if it fails."""
+        return ClientFailure(self.client, self.broadcast.round, reason, details)
 
 
 @dataclass

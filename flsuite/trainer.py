@@ -144,7 +144,7 @@ class FederatedTrainer(Trainer):
             FederationError: If a round fails. The run's folder keeps the state before it.
         """
         run = self.prepare(model, datamodule, ckpt_path)
-        with run.opened(ckpt_path), self.engine.running(self.worker_setup(run)):
+        with run.opened(ckpt_path), run.on(self.engine, self.worker_setup(run)):
             while not run.finished:
                 # 1. Who starts training now, from the current version of the global model.
                 starting = self.schedule.start(run.clock)

@@ -7,7 +7,6 @@ next layer reads them in this order.
 from typing import NamedTuple
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from flsuite.errors import FlsuiteError
@@ -89,6 +88,8 @@ def assign(gains: Tensor) -> Places:
         gains: The gain of each row at each place, float64 ``(rows, places)``, finite, with at least
             as many places as rows.
     """
+    from scipy.optimize import linear_sum_assignment
+
     gains = gains.clone()
     # Of equal assignments, as between neurons that are all zero, the one that moves least. The
     # bonus is far below the gains and far above their rounding.

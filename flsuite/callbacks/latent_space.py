@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from lightning.pytorch.loggers import WandbLogger
-from matplotlib import colormaps
-from matplotlib.figure import Figure
-from sklearn.decomposition import PCA
 from torch import Tensor
 
 from flsuite.callbacks.base import Affects, FederationCallback
@@ -17,6 +14,9 @@ from flsuite.errors import FlsuiteError, require_at_least
 from flsuite.models.protocols import PriorModel
 from flsuite.random import numpy_generator
 from flsuite.runs.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["LatentSpace", "latent_figure"]
 
@@ -112,7 +112,7 @@ def latent_figure(
     means: np.ndarray,
     sigmas: np.ndarray,
     class_names: Sequence[str],
-) -> Figure:
+) -> "Figure":
     """Draw one panel per client.
 
     Samples are dots. Priors are crosses with an ellipse of one standard deviation.
@@ -124,6 +124,10 @@ def latent_figure(
         sigmas: Their standard deviations.
         class_names: Names for the legend.
     """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from sklearn.decomposition import PCA
+
     # Two centres span only a line, so the samples give the second axis.
     plane = PCA(2).fit(
         means if min(means.shape) > 2 else np.concatenate([means, *latents.values()])

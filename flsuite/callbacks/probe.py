@@ -3,8 +3,6 @@
 from typing import ClassVar
 
 import torch
-from sklearn.ensemble import RandomForestClassifier
-from sklearn.metrics import accuracy_score, f1_score
 
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.errors import FlsuiteError, require_at_least
@@ -70,6 +68,9 @@ class ForestProbe(FederationCallback):
 
     def probe(self, run: Run, client: int) -> tuple[float, float]:
         """Return accuracy and macro F1 on the test split, for a forest on this client's latents."""
+        from sklearn.ensemble import RandomForestClassifier
+        from sklearn.metrics import accuracy_score, f1_score
+
         data, evaluator = run.data, run.evaluator
         evaluator.load(run.federation.client_state(client))
         rows = data.train_rows(client)

@@ -1,10 +1,9 @@
 """The accuracy on each task after each task."""
 
 import logging
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from flsuite.callbacks.base import Affects, FederationCallback
@@ -12,6 +11,9 @@ from flsuite.data.task_data import TaskData
 from flsuite.errors import require_at_least
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.runs.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["TaskMatrix", "task_figure"]
 
@@ -132,11 +134,13 @@ def summarize(matrix: Tensor) -> dict[str, float]:
     }
 
 
-def task_figure(matrix: Tensor) -> Figure:
+def task_figure(matrix: Tensor) -> "Figure":
     """Draw the matrix ``(tasks done, tasks)``.
 
     Rows are the tasks trained on, and columns are the tasks scored.
     """
+    from matplotlib.figure import Figure
+
     done, tasks = matrix.shape
     figure = Figure(figsize=(1.6 + 0.62 * tasks, 1.3 + 0.5 * done), layout="constrained")
     panel = figure.subplots()

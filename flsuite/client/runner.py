@@ -18,6 +18,7 @@ from flsuite.aggregators.after_fit import AfterFit
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
+from flsuite.client.scorer import Scorer
 from flsuite.client.setup import WorkerSetup, buffer_names, private_patterns
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
@@ -31,6 +32,8 @@ from flsuite.messages import (
     ClientUpdate,
     FitRequest,
     Outcome,
+    OwnScores,
+    ScoreRequest,
     TrainedFit,
 )
 from flsuite.models.base import ClientModel
@@ -85,6 +88,13 @@ class ClientRunner:
         finally:
             self._restore_trainable()
 
+    def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
+        """Return what comes out of the requests of a job, which are all of one kind."""
+        fits = [request for request in job if isinstance(request, FitRequest)]
+        if fits:
+            return self.run_job(fits)
+        return [self.score(request) for request in job if isinstance(request, ScoreRequest)]
+
     def run_job(self, requests: Sequence[FitRequest]) -> list[Outcome]:
         """Train several clients, one after another, and add up their models.
 
@@ -108,6 +118,22 @@ class ClientRunner:
         if last is not None:
             last.partial = total
         return outcomes
+
+    def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
+        """Score one client's own model.
+
+        The result is ``None`` where there is no such split, and a failure after an error.
+        """
+        self._restore_attributes()
+        try:
+            trainer, _ = self._rewound_trainer([])
+            data = self.setup.data.at(request.broadcast.round)
+            device, precision = trainer.strategy.root_device, trainer.precision_plugin
+            scorer = Scorer(self.model, data, device, precision.forward_context)
+            state = {**self.setup.initial, **request.private, **request.broadcast.state}
+            return scorer.own(request.client, state, request.split, request.details)
+        except Exception as error:
+            return request.failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _fit(self, request: FitRequest, loss: MeanLoss) -> ClientResult:
         started = time.perf_counter()

@@ -12,14 +12,8 @@ import flsuite.callbacks
 import flsuite.client.lr_decay
 import flsuite.engines.in_process
 import flsuite.engines.processes
+import flsuite.engines.ray
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
-from flsuite.analysis import (
-    curves_figure,
-    partition_figure,
-    read_partition,
-    read_timeline,
-    timeline_figure,
-)
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data import FederatedDataModule
 from flsuite.errors import FlsuiteError, one_line
@@ -142,6 +136,15 @@ class _FederatedCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Draw curves, partition and timeline into the run's folder."""
+        # pandas and matplotlib are of no use before.
+        from flsuite.analysis import (
+            curves_figure,
+            partition_figure,
+            read_partition,
+            read_timeline,
+            timeline_figure,
+        )
+
         folder = self.trainer.run.folder.path if self.trainer.run else None
         if folder is None:
             return

@@ -4,9 +4,15 @@ Importing torch and Lightning takes seconds. Nothing here imports them before th
 known to need them.
 """
 
+import atexit
+import gc
 import importlib
+import io
+import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +20,7 @@ from typing import Any
 from flsuite import __version__
 from flsuite.errors import FederationError, FlsuiteError, one_line
 
-__all__ = ["import_plugins", "main"]
+__all__ = ["console", "import_plugins", "main"]
 
 _HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch Lightning
 
@@ -97,6 +103,16 @@ _HELPS = {"partition": _PARTITION_HELP, "schedule": _SCHEDULE_HELP, "report": _R
 _LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 
 
+def console() -> None:
+    """Run the command in a process that has nothing else to do."""
+    try:
+        main()
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            _end(end.code)
+        raise
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
@@ -138,7 +154,8 @@ def _guarded(command: str, args: list[str]) -> int:
 
             schedule(args)
         else:
-            from flsuite.commands.fit import run
+            with _collecting_later():
+                from flsuite.commands.fit import run
 
             run(command, args)
     except FlsuiteError as error:
@@ -154,25 +171,73 @@ def _guarded(command: str, args: list[str]) -> int:
     return 0
 
 
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Import without garbage collection, and leave what has been imported out of it for good.
+
+    Nothing of it is garbage, and a collection takes half a second to see that.
+    """
+    if "torch" in sys.modules:  # this process does more than this command
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # some libraries complain of what is left at the very end
+
+
+def _end(status: int) -> None:
+    """End this process without taking apart what torch and Lightning have made.
+
+    The system frees it anyway, and Python would take more than a second for it. What a user may
+    rely on at an exit happens: functions of :mod:`atexit`, and open files are written to the disk.
+    Where others wait for the end of this function, as a thread or a debugger, it just returns.
+    """
+    watched = sys.gettrace() or sys.getprofile() or _is_monitored() or sys.flags.inspect
+    if watched or threading.active_count() > 1:
+        return
+    atexit._run_exitfuncs()
+    # A text file writes into a binary one, which comes after it.
+    objects = gc.get_objects()
+    # By type(): some libraries' objects say something when they are asked for their __class__.
+    texts = [file for file in objects if issubclass(type(file), io.TextIOWrapper)]
+    files = (io.BufferedWriter, io.BufferedRandom)
+    binaries = [file for file in objects if issubclass(type(file), files)]
+    for file in (*texts, *binaries):
+        with suppress(AttributeError, ValueError, OSError):  # closed, or not for writing
+            file.flush()
+    os._exit(status)
+
+
+def _is_monitored() -> bool:
+    """Return whether a profiler or a debugger has registered, which it can from Python 3.12 on."""
+    monitoring = getattr(sys, "monitoring", None)
+    return monitoring is not None and any(monitoring.get_tool(place) for place in range(6))
+
+
 def _complain(message: str, status: int) -> int:
     print(f"flsuite: error: {message}", file=sys.stderr)
     return status
 
 
 def _prepare(args: list[str]) -> None:
-    """Import plugins, and start the process that workers are forked from.
+    """Import plugins, and start the process that workers are forked from if it cannot be a fork.
 
-    Both come before the parser is built. The parser must know a plugin's classes, and the fork
-    server imports torch while this process does.
+    Both come before the parser is built. The parser must know a plugin's classes, and the other
+    process imports torch while this one does. A fork comes later, when an engine is constructed.
     """
     configs = [_read(path) for path in _values(args, "--config", "-c")]
     chosen = _values(args, "--trainer.engine") or [
         _engine(config) for config in configs
     ]  # overrides the config
     if "Processes" in str(chosen) and "--print_config" not in args and "--help" not in args:
-        from flsuite.engines.forkserver import prepare_workers
+        from flsuite.engines.forkserver import can_fork_later, prepare_workers
 
-        prepare_workers()
+        if not can_fork_later():
+            prepare_workers()
 
     if "" not in sys.path:
         sys.path.insert(0, "")  # finds a user's package in the working folder, as python -m does
@@ -236,4 +301,4 @@ def _engine(config: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    console()

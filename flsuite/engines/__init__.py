@@ -1,6 +1,6 @@
 """Where clients train.
 
-Names are imported when they are first used, because the command starts the fork server of
+Names are imported when they are first used, because the command may start the fork server of
 :mod:`flsuite.engines.forkserver` before anything heavy is imported.
 """
 
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from flsuite.engines.base import Engine
     from flsuite.engines.in_process import InProcess
     from flsuite.engines.processes import Processes
+    from flsuite.engines.ray import Ray
 
-__all__ = ["Engine", "InProcess", "Processes"]
+__all__ = ["Engine", "InProcess", "Processes", "Ray"]
 
 _HOME = {
     "Engine": "flsuite.engines.base",
     "InProcess": "flsuite.engines.in_process",
     "Processes": "flsuite.engines.processes",
+    "Ray": "flsuite.engines.ray",
 }
 
 

@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import ClassVar
 
 from flsuite.client.setup import WorkerSetup
-from flsuite.messages import FitRequest, Outcome
+from flsuite.messages import ClientFailure, FitRequest, Outcome, OwnScores, ScoreRequest
 
 __all__ = ["Engine"]
 
@@ -16,7 +17,12 @@ class Engine(ABC):
 
     The engine has no influence on results. The same requests give the same outcomes on every
     engine, in any order of collection.
+
+    Attributes:
+        can_score: Whether it scores several models at a time.
     """
+
+    can_score: ClassVar[bool] = False
 
     @contextmanager
     def running(self, setup: WorkerSetup) -> Iterator[None]:
@@ -47,6 +53,13 @@ class Engine(ABC):
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
         """
+
+    def score(self, requests: Iterable[ScoreRequest]) -> list[OwnScores | ClientFailure | None]:
+        """Score clients' own models, if :attr:`can_score`, and return their scores in this order.
+
+        A client has ``None`` where there is no such split. Fits that are pending stay so.
+        """
+        raise NotImplementedError
 
     @staticmethod
     def jobs(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:

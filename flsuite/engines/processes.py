@@ -5,21 +5,23 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections import deque
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.base import Engine
-from flsuite.engines.forkserver import prepare_workers, without_main
+from flsuite.engines.backlog import Backlog, Job
+from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, without_main
+from flsuite.engines.pool import Pool
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
 from flsuite.errors import FlsuiteError, one_line, require_at_least, require_positive
-from flsuite.messages import Broadcast, FitRequest, Outcome
+from flsuite.messages import (
+    Broadcast,
+    ScoreRequest,
+)
 
 __all__ = ["Processes"]
 
@@ -33,7 +35,7 @@ class _Worker:
     """A worker process as the engine sees it.
 
     Attributes:
-        job: The requests that it is training.
+        job: The requests that it is working on.
         broadcast: The last broadcast that it was sent.
         is_ready: Whether it has been set up. A fit's time counts from then.
         alarm: Kills it when its fit takes too long.
@@ -42,19 +44,21 @@ class _Worker:
 
     process: Any
     connection: Connection
-    job: list[FitRequest] = field(default_factory=list)
+    job: Job = ()
     broadcast: Broadcast | None = None
     is_ready: bool = False
     alarm: threading.Timer | None = None
     timed_out: bool = False
 
 
-class Processes(Engine):
+class Processes(Pool):
     """Trains in worker processes.
 
     Workers are forked from a server process that has imported everything and computed nothing, so
-    that starting or replacing one takes milliseconds. The dataset is in memory once. A worker that
-    dies is replaced, and its client is tried once more.
+    that starting or replacing one takes milliseconds. The server starts when the first engine is
+    constructed. On Linux without a GPU it is a fork of this process: construct the engine before
+    the data is loaded. The dataset is in memory once. A worker that dies is replaced, and its
+    client is tried once more.
 
     On GPUs, worker ``i`` has the ``i``-th of those that ``trainer.devices`` allows, by default all
     that are visible. Where there are fewer GPUs than workers, several workers share one.
@@ -76,12 +80,13 @@ class Processes(Engine):
         self.timeout = timeout
         self._pool: list[_Worker] = []
         self._payload: tuple[int, bytes, list[tuple[int, int]]] | None = None
-        self._forget_requests()
+        self._backlog = Backlog()
+        prepare_workers_early()
 
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         prepare_workers()
-        self._sums_parts = setup.sums_parts
+        self._setup_sums_parts = setup.sums_parts
         names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
         rest = {name: getattr(setup, name) for name in names}
         # To read a model on the GPU of this process, every worker would take memory there.
@@ -107,54 +112,36 @@ class Processes(Engine):
                 worker.process.join()
 
         self._pool = []
-        self._forget_requests()
+        self._backlog = Backlog()
         if self._payload is not None:
             os.close(self._payload[0])
             self._payload = None
 
-    def submit(self, requests: Iterable[FitRequest]) -> None:
+    def _sums_parts(self) -> bool:
         # With a timeout, a client that takes too long must not take others with it.
-        sums_parts = self._sums_parts and self.timeout is None
-        for job in self.jobs(requests, sums_parts):
-            self._pending.update((request.number, job) for request in job)
-            self._queue.append(job[0].number)
-        self._hand_out()
+        return self._setup_sums_parts and self.timeout is None
 
-    @property
-    def pending(self) -> Sequence[int]:
-        return list(self._pending)
+    def _workers(self) -> int:
+        return len(self._pool)
 
-    def collect(self, number: int) -> Outcome:
-        while number not in self._outcomes:
-            self._hand_out(urgent=number)
-            for worker in self._readable():
-                self._take_answer(worker)
-        del self._pending[number]
-        return self._outcomes.pop(number)
+    def _wait(self) -> None:
+        for worker in self._readable():
+            self._take_answer(worker)
 
     def _hand_out(self, urgent: int | None = None) -> None:
-        """Give idle workers their next requests, the urgent one first.
-
-        The urgent request is handed out even when many outcomes wait for their turn.
-        """
-        first = None if urgent is None else self._pending[urgent][0].number
-        if first is not None and first in self._queue:
-            self._queue.remove(first)
-            self._queue.appendleft(first)
         for position, worker in enumerate(self._pool):
-            is_full = self._in_hand() >= _AHEAD * len(self._pool)
-            if not self._queue or (is_full and self._queue[0] != first):
+            job = self._backlog.first
+            if job is None:
+                return
+            is_full = self._backlog.in_hand >= _AHEAD * len(self._pool) * len(job)
+            if is_full and not self._backlog.is_in(urgent, job):
                 return
             if not worker.job:
                 if not worker.process.is_alive():
                     worker = self._replace(position)
-                self._assign(worker, self._pending[self._queue.popleft()])
+                self._assign(worker, self._backlog.take())
 
-    def _in_hand(self) -> int:
-        """Return the number of jobs that are training, or trained and not collected."""
-        return len({id(job) for job in self._pending.values()}) - len(self._queue)
-
-    def _assign(self, worker: _Worker, job: list[FitRequest]) -> None:
+    def _assign(self, worker: _Worker, job: Job) -> None:
         worker.job = job
         if worker.is_ready:
             self._arm(worker)
@@ -164,19 +151,20 @@ class Processes(Engine):
             raise _unsendable("a callback or what a client keeps", error) from error
 
     @staticmethod
-    def _send_job(worker: _Worker, job: list[FitRequest]) -> None:
+    def _send_job(worker: _Worker, job: Job) -> None:
         broadcast = job[0].broadcast
         with suppress(OSError):  # it died just now, and its connection will show it
             # Once per round and worker: the global model is most of what is sent.
             if worker.broadcast is not broadcast:
                 send(worker.connection, broadcast)
                 worker.broadcast = broadcast
-            orders = [(r.number, r.assignment, r.memory, r.repeat, r.trained) for r in job]
+            # The worker adds the broadcast that it has.
+            orders = [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
             send(worker.connection, orders)
 
     def _arm(self, worker: _Worker) -> None:
         """Kill the worker if it does not answer in time, even if it hangs while it sends."""
-        if self.timeout is None:
+        if self.timeout is None or isinstance(worker.job[0], ScoreRequest):
             return
 
         def kill() -> None:
@@ -211,42 +199,30 @@ class Processes(Engine):
             if answer.is_user_error:
                 raise FlsuiteError(answer.message)
             raise RuntimeError(f"a worker process failed:\n{answer.message}")
-        worker.job = []
-        numbers = [request.number for request in job]
-        self._outcomes.update(zip(numbers, answer, strict=True))
+        worker.job = ()
+        self._backlog.answer(job, answer)
         if worker.timed_out:  # the alarm went off just after the answer
             self._replace(self._pool.index(worker))
 
-    def _take_death(self, worker: _Worker, job: list[FitRequest]) -> None:
+    def _take_death(self, worker: _Worker, job: Job) -> None:
         _disarm(worker)
         worker.process.join(timeout=5)
-        # Backwards, so that the first client of the job is again the first in the queue.
-        for request in reversed(job):
-            self._fail_or_retry(worker, request)
+        if worker.timed_out:
+            reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
+            self._backlog.answer(job, [request.failure(reason) for request in job])
+        else:
+            self._backlog.bury(job, "worker process")
 
         log.warning(
             "round %d: the worker process of client%s %s %s and was replaced",
             job[0].broadcast.round,
             "s" if len(job) > 1 else "",
-            ", ".join(str(request.assignment.client) for request in job),
+            ", ".join(str(request.client) for request in job),
             "ran out of time"
             if worker.timed_out
             else f"died (exit code {worker.process.exitcode})",
         )
         self._replace(self._pool.index(worker))
-
-    def _fail_or_retry(self, worker: _Worker, request: FitRequest) -> None:
-        if worker.timed_out:
-            reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
-            self._outcomes[request.number] = request.failure(reason)
-        elif request.number in self._retried:
-            self._outcomes[request.number] = request.failure("its worker process died twice")
-        else:
-            # A worker may die for a reason of the machine, such as memory, so that one more try is
-            # worth it. Each client has it alone, so that no client takes others with it.
-            self._retried.add(request.number)
-            self._pending[request.number] = [request]
-            self._queue.appendleft(request.number)
 
     def _replace(self, position: int) -> _Worker:
         self._pool[position].connection.close()
@@ -266,12 +242,6 @@ class Processes(Engine):
         # Only the worker holds its end now, so that its death closes the connection.
         theirs.close()
         return _Worker(process, ours)
-
-    def _forget_requests(self) -> None:
-        self._pending: dict[int, list[FitRequest]] = {}
-        self._queue: deque[int] = deque()  # by the first request of each job
-        self._outcomes: dict[int, Outcome] = {}
-        self._retried: set[int] = set()
 
 
 class _Descriptor:

@@ -1,22 +1,25 @@
 """A worker process: it receives requests, trains, and sends the outcomes."""
 
+import gc
 import os
 import pickle
 import signal
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.wire import load_shared, receive, send
+from flsuite.engines.wire import dumps, load_shared, receive, send
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.messages import Broadcast, FitRequest
+from flsuite.messages import Broadcast
 
-__all__ = ["Fatal", "Ready", "serve"]
+__all__ = ["Fatal", "Ready", "sendable", "serve"]
 
 
 class Ready:
@@ -56,6 +59,7 @@ def serve(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     torch.set_num_threads(threads)
+    gc.freeze()  # a collection would write to each object that is shared, and so copy it
 
     try:
         data, model_and_rest = load_shared(descriptor, head, places)
@@ -89,10 +93,22 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
             continue
 
         assert broadcast is not None, "a request came before its broadcast"
-        job = [FitRequest(number, fit, broadcast, *rest) for number, fit, *rest in message]
-        outcomes = runner.run_job(job)
+        job = [replace(request, broadcast=broadcast) for request in message]
+        outcomes = runner.answer(job)
         try:
             send(connection, outcomes)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            reason = f"its update cannot be sent: {one_line(error, 300)}"
-            send(connection, [request.failure(reason) for request in job])
+        except (TypeError, AttributeError, pickle.PicklingError):
+            send(connection, sendable(job, outcomes))
+
+
+def sendable(job: Sequence[Any], outcomes: Sequence[Any]) -> list[Any]:
+    """Return the outcomes of a job, or failures if one of them cannot be sent.
+
+    The models of a job are added up, so that none of them is of use without the others.
+    """
+    try:
+        dumps(outcomes, [])
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        reason = f"its update cannot be sent: {one_line(error, 300)}"
+        return [request.failure(reason) for request in job]
+    return list(outcomes)

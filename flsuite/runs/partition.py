@@ -4,15 +4,18 @@ import csv
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData
 from flsuite.data.ragged import RaggedIndex
 from flsuite.data.task_data import TaskData
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "PARTITION_COLUMNS",
@@ -67,8 +70,10 @@ def task_rows(data: TaskData) -> Iterator[tuple[int, int, int, str, int]]:
                 yield client, task, start, names[c], counts[c]
 
 
-def partition_table(data: FederatedData) -> pd.DataFrame:
+def partition_table(data: FederatedData) -> "pd.DataFrame":
     """Return the content of a run's ``partition.csv``."""
+    import pandas as pd
+
     names = _class_names(data)
     counts = torch.cat([counts for _, counts in _counts(data)])
     rows_of_client = counts.shape[1]
@@ -81,8 +86,10 @@ def partition_table(data: FederatedData) -> pd.DataFrame:
     return pd.DataFrame(dict(zip(PARTITION_COLUMNS, columns, strict=True)))
 
 
-def task_table(data: TaskData) -> pd.DataFrame:
+def task_table(data: TaskData) -> "pd.DataFrame":
     """Return the content of a run's ``tasks.csv``."""
+    import pandas as pd
+
     return pd.DataFrame(task_rows(data), columns=list(TASK_COLUMNS))
 
 

@@ -15,8 +15,9 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from flsuite.client.lr_decay import LRDecay
-from flsuite.client.setup import has_lightning_hooks
+from flsuite.client.setup import WorkerSetup, has_lightning_hooks
 from flsuite.data.federated import FederatedData
+from flsuite.engines.base import Engine
 from flsuite.errors import FlsuiteError, one_line, require_at_least, require_one_of
 from flsuite.files import BackgroundTask, replace_file
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
@@ -474,6 +475,16 @@ class Run:
                 callback.load_state_dict(content["callbacks"][callback.state_key])
 
         return content
+
+    @contextmanager
+    def on(self, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
+        """Start the engine, which trains and scores the clients, and stop it at the end."""
+        self.evaluator.engine = engine
+        try:
+            with engine.running(setup):
+                yield
+        finally:
+            self.evaluator.engine = None
 
     def export(self, path: Path) -> None:
         """Write the global model as an ordinary Lightning checkpoint."""

@@ -1,71 +1,36 @@
 """Scores of the global model and of every client."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from flsuite.data.federated import FederatedData
-from flsuite.data.ragged import RaggedIndex
+from flsuite.client.scorer import Scorer
 from flsuite.data.spec import DataSplit
+from flsuite.engines.base import Engine
 from flsuite.errors import FlsuiteError
-from flsuite.metrics import HIGHER_IS_BETTER, class_accuracy, scores, summary
-from flsuite.models.base import ClientModel
+from flsuite.messages import Broadcast, ClientFailure, OwnScores, ScoreRequest, Scores, Split
+from flsuite.metrics import HIGHER_IS_BETTER, scores, summary
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import LatentModel
 from flsuite.server.federation import Federation
-from flsuite.state import State, load_
+from flsuite.state import State
 
 __all__ = ["GLOBAL", "Evaluator", "OwnScores", "Scores", "Split", "combine"]
 
 GLOBAL = "global"
-Split = Literal["val", "test"]
-Scores = dict[str, dict[str, float]]
-"""Scope (``global`` or a client's number) to metric to value."""
 
 
-class OwnScores(NamedTuple):
-    """Scores of a client's own model on one split.
+class Evaluator(Scorer):
+    """Scores the models of a federation.
 
     Attributes:
-        whole: Scores on the whole split.
-        part: Scores on the client's part of the split. It is empty where the client has none.
-        classes: Accuracy per class, if asked for.
+        engine: Scores the clients' own models at the same time, where it can. Default: this process
+            scores them one after another.
     """
 
-    whole: dict[str, float]
-    part: dict[str, float]
-    classes: dict[str, float]
-
-
-class Evaluator:
-    """Scores models in big batches, off the clients' path.
-
-    Args:
-        model: The resident model that states are copied into.
-        data: The samples. They may change from task to task.
-        device: Where the model is scored.
-        precision: Returns the context that the forward pass runs in, for example autocast.
-        batch_size: Samples per forward pass.
-    """
-
-    def __init__(
-        self,
-        model: ClientModel,
-        data: FederatedData,
-        device: torch.device,
-        precision: Callable[[], AbstractContextManager[Any]],
-        batch_size: int = 1024,
-    ) -> None:
-        self.model = model
-        self.data = data
-        self.device = device
-        self.precision = precision
-        self.batch_size = batch_size
+    engine: Engine | None = None
 
     def scores(
         self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
@@ -83,9 +48,8 @@ class Evaluator:
         self.data = federation.current
         if not federation.personal:
             return self.shared(federation.client_state(None), split, clients, details)
-        # Functions and not states: only one client's model is in memory at a time.
-        states = {client: partial(federation.client_state, client) for client in clients}
-        return self.personal(states, split, details)
+        rows = self._own_rows(federation, split, clients, details)
+        return combine({client: row for client, row in rows.items() if row is not None})
 
     def shared(
         self, state: State, split: Split, clients: Sequence[int], details: bool = False
@@ -112,36 +76,33 @@ class Evaluator:
             by_scope[GLOBAL] |= _spread(of_clients, "client_")
         return by_scope
 
-    def personal(
-        self, states: Mapping[int, Callable[[], State]], split: Split, details: bool = False
-    ) -> Scores:
-        """Score models with private parts, one per client.
+    def _own_rows(
+        self, federation: Federation, split: Split, clients: Sequence[int], details: bool
+    ) -> dict[int, OwnScores | None]:
+        """Score the clients' own models, and return them by client.
 
-        See :func:`combine` for the scores of the federation.
+        A client has no scores where there is no such split.
         """
-        rows = {
-            client: self.own(client, state(), split, details) for client, state in states.items()
+
+        def here(client: int) -> OwnScores | None:
+            return self.own(client, federation.client_state(client), split, details)
+
+        if self.engine is None or not self.engine.can_score or len(clients) == 1:
+            return {client: here(client) for client in clients}
+
+        version = Broadcast(max(federation.round, 1), federation.state, {})
+        # A generator: not all of the clients' models are in memory at a time.
+        requests = (
+            # Below 0, where no fit has its number.
+            ScoreRequest(-1 - place, client, version, federation.private(client), split, details)
+            for place, client in enumerate(clients)
+        )
+        outcomes = zip(clients, self.engine.score(requests), strict=True)
+        # What a worker could not score is scored here, or raises the error that the worker met.
+        return {
+            client: here(client) if isinstance(outcome, ClientFailure) else outcome
+            for client, outcome in outcomes
         }
-        return combine({client: row for client, row in rows.items() if row is not None})
-
-    def own(
-        self, client: int, state: State, split: Split, details: bool = False
-    ) -> OwnScores | None:
-        """Score one client's own model.
-
-        The result is ``None`` where there is no such split.
-        """
-        samples = self.split(split)
-        if samples is None:
-            return None
-
-        self.load(state)
-        outputs = self.outputs(samples)
-        rows = self._rows(split)
-        local = {} if rows is None else self._local(outputs, samples.y, rows, [client])
-        classes = self._class_rows(outputs, samples.y) if details else {}
-        whole = scores(outputs, samples.y, self.data.spec)
-        return OwnScores(whole, local.get(str(client), {}), classes)
 
     def of_module(self, module: nn.Module, samples: DataSplit) -> dict[str, float]:
         """Score a module of its own, which maps inputs to logits, by what logits alone show."""
@@ -156,20 +117,6 @@ class Evaluator:
             "loss": classification_loss(logits, y),
         }
         return scores(outputs, y, self.data.spec)
-
-    def split(self, split: Split) -> DataSplit | None:
-        """Return the samples of a split, or ``None`` where there is no validation data."""
-        return self.data.test if split == "test" else self.data.validation()
-
-    def load(self, state: State) -> None:
-        """Make the resident model the one of this state."""
-        load_(self.model.state_dict(), state)
-
-    def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
-        """Return the model's evaluation columns for every sample, on the CPU."""
-        self.model.to(self.device)  # parameters moved in inference mode cannot be trained
-        with evaluating(self.model), torch.inference_mode():
-            return self._outputs(samples)
 
     def latents(self, x: Tensor) -> Tensor:
         """Return the latent variables of stored samples ``(n, latent)``, on the CPU.
@@ -197,49 +144,6 @@ class Evaluator:
         with evaluating(self.model), torch.inference_mode(), self.precision():
             pictures = self.model.pictures(self.data.scaling(samples.x).to(self.device))
             return {name: grid.float().cpu() for name, grid in pictures.items()}
-
-    def _outputs(self, samples: DataSplit) -> dict[str, Tensor]:
-        parts: list[dict[str, Tensor]] = []
-        chunks = zip(
-            samples.x.split(self.batch_size), samples.y.split(self.batch_size), strict=True
-        )
-
-        for x, y in chunks:
-            batch = self.data.scaling(x).to(self.device), y.to(self.device)
-            with self.precision():
-                columns = self.model.evaluation_step(batch)
-            # On the CPU batch by batch, so that the outputs of a large split need no room on the
-            # device.
-            parts.append({name: column.float().cpu() for name, column in columns.items()})
-
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-    def _rows(self, split: Split) -> RaggedIndex | None:
-        """Return each client's rows of a split, or ``None`` where clients have no part of it."""
-        if split == "test":
-            return self.data.test_index
-        if self.data.val is not None:  # the publisher's validation split has no owners
-            return None
-        return RaggedIndex(
-            torch.arange(len(self.data.val_index.values)), self.data.val_index.offsets
-        )
-
-    def _local(
-        self, outputs: Mapping[str, Tensor], y: Tensor, rows: RaggedIndex, clients: Sequence[int]
-    ) -> Scores:
-        by_client: Scores = {}
-        for client in clients:
-            own = rows[client]
-            if len(own):
-                part = {name: column[own] for name, column in outputs.items()}
-                # No AUROC: it is the costly score, and a client's part often lacks a class.
-                values = scores(part, y[own], self.data.spec, auroc=False)
-                by_client[str(client)] = values | {"samples": float(len(own))}
-        return by_client
-
-    def _class_rows(self, outputs: Mapping[str, Tensor], y: Tensor) -> dict[str, float]:
-        by_class = class_accuracy(outputs["scores"], y, self.data.spec)
-        return {f"accuracy/{name}": value for name, value in by_class.items()}
 
 
 def combine(clients: Mapping[int, OwnScores]) -> Scores:

@@ -142,9 +142,14 @@ class Federation:
 
         ``None`` is a client that never trained.
         """
-        private = self.clients[client].get("model", {}) if client is not None else {}
+        private = self.private(client) if client is not None else {}
         # The shared part last: it overrides the initial values of entries that travel.
         return {**self.initial, **private, **self.state}
+
+    def private(self, client: int) -> State:
+        """Return a client's private entries, none if it never trained."""
+        private: State = self.clients[client].get("model", {})
+        return private
 
     def work(self, client: int, number: int, started: float) -> Work:
         """Return the work of a fit that starts from the current version."""

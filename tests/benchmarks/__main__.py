@@ -41,7 +41,7 @@ from flsuite.schedules import Asynchronous, Bernoulli, Schedule, Stragglers, Syn
 from flsuite.trainer import FederatedTrainer
 from tests.benchmarks.cifar import TwoConvs
 from tests.benchmarks.fisher import SAMPLES, PredictivePasses
-from tests.benchmarks.loop import FusedLoop, HandWrittenLoop
+from tests.benchmarks.loop import FusedLoop, HandWrittenLoop, TwoProcessLoop
 
 BATCH = 64
 FISHER_SAMPLES = 1920
@@ -195,10 +195,28 @@ def workers(
     print(f"    two workers are {ratio(seconds[1], seconds[2]):.2f} x as fast as one")
 
 
+def beside_processes(
+    name: str,
+    module: RandomImages,
+    backbone: Backbone,
+    rounds: int,
+    participation: int | float = 1.0,
+) -> None:
+    """Compare rounds in two workers with those of a hand-written loop in two processes."""
+    loop = TwoProcessLoop(loop_for(module, backbone))
+    clock = Clock(loop.round)
+    federation(module, backbone, rounds, Processes(2), clock, schedule=Synchronous(participation))
+    loop.close()
+    ours, theirs = clock.seconds[1:], clock.other[1:]
+    report(f"{name}, two workers", flsuite=ours, loop=theirs)
+    print(f"    flsuite is {ratio(ours, theirs):.3f} x the loop in two processes")
+
+
 def lenet(rounds: int) -> None:
     module = RandomImages(12000, (1, 28, 28), clients=20)
     for threads in (1, 2):
         beside_loop("LeNet-5, 20 clients x 600", module, LeNet5(), rounds, threads)
+    beside_processes("LeNet-5, 20 clients x 600", module, LeNet5(), rounds)
     workers("LeNet-5, 20 clients x 600, workers", module, LeNet5(), rounds)
 
 
@@ -206,6 +224,7 @@ def resnet(rounds: int) -> None:
     module = RandomImages(2560, (3, 32, 32), clients=10)
     for threads in (1, 2):
         beside_loop("ResNet-20, 10 clients x 256", module, ResNet20(), max(4, rounds // 3), threads)
+    beside_processes("ResNet-20, 10 clients x 256", module, ResNet20(), max(4, rounds // 3))
 
 
 def many(rounds: int) -> None:
@@ -214,7 +233,9 @@ def many(rounds: int) -> None:
         beside_loop(
             "LeNet-5, 1000 clients x 60, 100 a round", module, LeNet5(), rounds, threads, 100
         )
-    workers("LeNet-5, 1000 clients x 60, 100 a round, workers", module, LeNet5(), rounds, 100)
+    name = "LeNet-5, 1000 clients x 60, 100 a round"
+    beside_processes(name, module, LeNet5(), rounds, 100)
+    workers(f"{name}, workers", module, LeNet5(), rounds, 100)
 
 
 def cifar(rounds: int) -> None:

@@ -1,12 +1,14 @@
 """What flsuite is compared with: federated averaging written by hand, without overhead."""
 
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor, nn
+from torch import multiprocessing as mp
 from torch.nn import functional as F
 
-__all__ = ["FusedLoop", "HandWrittenLoop"]
+__all__ = ["FusedLoop", "HandWrittenLoop", "TwoProcessLoop"]
 
 
 class HandWrittenLoop:
@@ -47,8 +49,7 @@ class HandWrittenLoop:
         self.scale, self.shift = scale, shift
         self.state = {k: v.clone() for k, v in network.state_dict().items()}
         self.private, self.own = private, {}  # type: str, dict[int, dict[str, Tensor]]
-        self.loss = loss or (lambda x, y: F.cross_entropy(self.network(x), y))
-        self.optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+        self.loss, self.optimizer = loss or self._cross_entropy, optimizer or _sgd
         self.clip = clip
 
     def round(self, cohort: Sequence[int]) -> None:
@@ -88,6 +89,64 @@ class HandWrittenLoop:
             if self.clip is not None:
                 nn.utils.clip_grad_norm_(parameters, self.clip)
             optimizer.step()
+
+    def _cross_entropy(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.network(x), y)
+
+
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+class TwoProcessLoop:
+    """The hand-written loop in processes of one thread each, which share the global weights.
+
+    Every process adds up the models of its share of the cohort, and this one takes the mean.
+
+    Args:
+        loop: The loop that each process has a copy of.
+        processes: Their number.
+    """
+
+    def __init__(self, loop: HandWrittenLoop, processes: int = 2) -> None:
+        self.loop, context = loop, mp.get_context("spawn")
+        for value in loop.state.values():
+            value.share_memory_()
+        self.pipes = []
+        for _ in range(processes):
+            here, there = context.Pipe()
+            total = {k: torch.zeros_like(v).share_memory_() for k, v in loop.state.items()}
+            context.Process(target=_serve, args=(there, loop, total), daemon=True).start()
+            self.pipes.append((here, total))
+        for pipe, _ in self.pipes:
+            pipe.recv()
+
+    def round(self, cohort: Sequence[int]) -> None:
+        for n, (pipe, _) in enumerate(self.pipes):
+            pipe.send(list(cohort[n :: len(self.pipes)]))
+        samples = sum(pipe.recv() for pipe, _ in self.pipes)
+        for name, value in self.loop.state.items():
+            value.copy_(sum(total[name] for _, total in self.pipes) / samples)
+
+    def close(self) -> None:
+        for pipe, _ in self.pipes:
+            pipe.send(None)
+
+
+def _serve(pipe: Connection, loop: HandWrittenLoop, total: dict[str, Tensor]) -> None:
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while (cohort := pipe.recv()) is not None:
+        for value in total.values():
+            value.zero_()
+        samples = 0
+        for client in cohort:
+            loop.network.load_state_dict(loop.state)
+            loop.fit(loop.clients[client])
+            samples += (own := len(loop.clients[client]))
+            for name, value in loop.network.state_dict().items():
+                total[name].add_(value, alpha=own)
+        pipe.send(samples)
 
 
 class FusedLoop:

@@ -14,12 +14,12 @@ from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest
 from flsuite.models import MLP, Classifier, FusedSpaceFed
 from flsuite.models.base import ClientModel
 from flsuite.state import StateLayout, clone
-from tests.conftest import digits, equal_states
+from tests.conftest import classifier, digits, equal_states, trainer
 
 HOOKS = [
     name
     for name in vars(Callback)
-    if name.startswith("on_")
+    if name.startswith(("on_", "setup", "teardown"))
     and "checkpoint" not in name
     and "exception" not in name
     and "validation" not in name
@@ -34,10 +34,12 @@ class Diary(Callback):
 
 
 def _note(name: str) -> Any:
-    def hook(self: Diary, trainer: Any, module: Any, *args: Any) -> None:
+    def hook(self: Diary, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         Diary.lines.append(
             (
                 name,
+                trainer.state.status,
+                trainer.state.stage,
                 trainer.current_epoch,
                 trainer.global_step,
                 trainer.num_training_batches,
@@ -144,3 +146,58 @@ def test_what_a_model_logs_becomes_a_metric_of_the_client() -> None:
     for result in results:
         assert {"loss", "twice"} <= result.update.metrics.keys()
         assert result.update.metrics["twice"] > 0
+
+
+def one_optimizer(first: Any) -> Any:
+    """Return a model whose first fit has the plain optimizer, and its others another form of it."""
+
+    class Changes(Classifier):
+        fits = 0
+
+        def configure_optimizers(self) -> Any:
+            self.fits += 1
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return optimizer if self.fits == 1 else first(optimizer)
+
+    return Changes(MLP(hidden=(8,)))
+
+
+@pytest.mark.parametrize(
+    ("form", "stays"),
+    [
+        (lambda optimizer: [optimizer], True),
+        (lambda optimizer: {"optimizer": optimizer}, True),
+        (lambda optimizer: ([optimizer], []), False),
+    ],
+)
+def test_later_fits_take_the_optimizer_in_the_forms_that_lightning_takes(
+    form: Any, stays: bool
+) -> None:
+    plain, _, _ = fits(one_optimizer(lambda optimizer: optimizer), True, FedAvg())
+    other, _, local_loop = fits(one_optimizer(form), True, FedAvg())
+    assert local_loop == stays
+    for a, b in zip(plain, other, strict=True):
+        assert equal_states(a.update.state, b.update.state)
+
+
+class Fails(Callback):
+    """Raises at the end of the first epoch of one client, and notes what it is told."""
+
+    supports_local_loop = True
+    told: list[str] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.train_dataloader.client == 1:
+            raise ValueError("of client 1")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        Fails.told.append(str(exception))
+
+
+def test_a_callback_is_told_of_an_error_in_a_later_fit() -> None:
+    Fails.told = []
+    made = trainer(rounds=1, callbacks=[Fails()])
+    made.fit(classifier(), digits(clients=3))
+    assert Fails.told == ["of client 1"]
+    assert made.federation is not None
+    assert [failure.client for failure in made.federation.log.failures] == [1]

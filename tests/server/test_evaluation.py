@@ -145,9 +145,9 @@ def test_the_publishers_validation_split_belongs_to_nobody() -> None:
     assert scored.keys() == {GLOBAL} and not [name for name in scored[GLOBAL] if "client" in name]
     arrays = made.split("val")
     assert arrays is not None and len(arrays) == 12
-    states = {c: lambda: clone(made.model.state_dict()) for c in range(4)}
-    row = made.personal(states, "val")["2"]
-    assert row["accuracy_all"] == scored[GLOBAL]["accuracy"] and "accuracy" not in row
+    own = made.own(2, clone(made.model.state_dict()), "val")
+    assert own is not None and own.part == {}
+    assert own.whole["accuracy"] == scored[GLOBAL]["accuracy"]
 
 
 def test_local_validation_splits_are_put_together() -> None:

@@ -1,0 +1,111 @@
+"""The requests of an engine with workers, from their submission to their collection."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from flsuite.messages import Broadcast, FitRequest, Outcome, OwnScores, ScoreRequest
+
+__all__ = ["Answer", "Backlog", "Job", "Request"]
+
+Request = FitRequest | ScoreRequest
+
+Answer = Outcome | OwnScores | None
+"""What comes out of a request."""
+
+Job = Sequence[Request]
+"""What a worker does in one go: a part of the cohort whose models it adds up, or one request."""
+
+
+class Backlog:
+    """Keeps jobs in order: those that wait, are with a worker, or have an outcome."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}  # by the number of each request
+        self._queue: deque[int] = deque()  # by the number of each job's first request
+        self._queued = 0
+        self._answers: dict[int, Answer] = {}
+        self._deaths: set[int] = set()
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Append jobs to the queue."""
+        for job in jobs:
+            self._jobs.update((request.number, job) for request in job)
+            self._queue.append(job[0].number)
+            self._queued += len(job)
+
+    @property
+    def pending(self) -> Sequence[int]:
+        """Return the numbers of the uncollected requests, in the order of submission."""
+        return list(self._jobs)
+
+    @property
+    def queued(self) -> int:
+        """Return how many requests wait for a worker."""
+        return self._queued
+
+    @property
+    def in_hand(self) -> int:
+        """Return how many requests are with a worker, or have an outcome and are not collected."""
+        return len(self._jobs) - self._queued
+
+    @property
+    def first(self) -> Job | None:
+        """Return the job that is handed out next, or ``None``."""
+        return self._jobs[self._queue[0]] if self._queue else None
+
+    def broadcasts(self) -> list[Broadcast]:
+        """Return the broadcasts that uncollected requests start from."""
+        jobs = self._jobs.values()
+        return list({id(job[0].broadcast): job[0].broadcast for job in jobs}.values())
+
+    def take(self) -> Job:
+        """Remove the first job from the queue, and return it."""
+        job = self._jobs[self._queue.popleft()]
+        self._queued -= len(job)
+        return job
+
+    def move_up(self, number: int) -> None:
+        """Put the job of a request first in the queue, if it still waits."""
+        first = self._jobs[number][0].number
+        if first in self._queue:
+            self._queue.remove(first)
+            self._queue.appendleft(first)
+
+    def is_in(self, number: int | None, job: Job) -> bool:
+        """Return whether a request belongs to a job."""
+        return any(request.number == number for request in job)
+
+    def answer(self, job: Job, answers: Iterable[Answer]) -> None:
+        """Keep what came out of a job until it is collected."""
+        for request, answer in zip(job, answers, strict=True):
+            self._answers[request.number] = answer
+
+    def bury(self, job: Job, worker: str = "worker") -> None:
+        """Put back the requests of a job whose worker died, or let them fail the second time.
+
+        A worker may die for a reason of the machine, such as memory, so that one more try is worth
+        it. Each request has it alone, so that no client takes others with it.
+        """
+        # From the last to the first, because each is put first.
+        for request in reversed(job):
+            if request.number in self._deaths:
+                self.answer([request], [request.failure(f"its {worker} died twice")])
+                continue
+            self._deaths.add(request.number)
+            self._jobs[request.number] = [request]
+            self._queue.appendleft(request.number)
+            self._queued += 1
+
+    def has_died(self, job: Job) -> bool:
+        """Return whether a worker that had this job has died."""
+        return job[0].number in self._deaths
+
+    def has_answer(self, number: int) -> bool:
+        """Return whether a request can be collected."""
+        return number in self._answers
+
+    def collect(self, number: int) -> Answer:
+        """Return what came out of a request, and forget the request."""
+        del self._jobs[number]
+        self._deaths.discard(number)
+        return self._answers.pop(number)

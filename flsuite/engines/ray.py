@@ -1,0 +1,516 @@
+"""Clients in the actors of a Ray cluster: one machine, or many."""
+
+import logging
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines.backlog import Backlog, Job, Request
+from flsuite.engines.pool import Pool
+from flsuite.engines.ray_worker import SMALL, RayWorker, pack, unpack
+from flsuite.engines.wire import dumps
+from flsuite.engines.worker import Fatal
+from flsuite.errors import (
+    FederationError,
+    FlsuiteError,
+    one_line,
+    require_at_least,
+    require_positive,
+)
+from flsuite.messages import (
+    Broadcast,
+    ClientResult,
+    ScoreRequest,
+)
+from flsuite.state import nbytes
+
+__all__ = ["Ray"]
+
+log = logging.getLogger("flsuite")
+
+_SECONDS = 0.1  # of training per call, at least: a call costs a millisecond or two
+_CLIENTS = 10  # per call, at most
+_BYTES = 2**26  # of the models that one call sends back: bounds memory
+_CALLS = 2  # in flight per worker: it finds its next call when it has answered one
+_AHEAD = 4  # calls per worker that may be in flight or wait for their turn
+_STARTS = 3  # workers in a row that may die while they start
+_GLANCE = 10.0  # seconds without an answer after which the cluster is looked at
+_PATIENCE = 6  # glances before the user is told that no worker has started
+
+
+@dataclass(eq=False)
+class _Actor:
+    """A worker as the driver sees it.
+
+    Attributes:
+        handle: Ray's handle.
+        is_ready: Whether it has been set up.
+        calls: The calls that it has not answered, the oldest first.
+    """
+
+    handle: Any
+    is_ready: bool = False
+    calls: list["_Call"] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call in flight: a list of jobs, which is answered by the list of their outcomes.
+
+    Attributes:
+        jobs: The jobs, all from one broadcast.
+        is_second_try: Whether a worker that had the job has died. The job is then alone, so that no
+            other client is blamed for it.
+    """
+
+    jobs: Sequence[Job]
+    is_second_try: bool
+
+
+class Ray(Pool):
+    """Trains in the actors of a Ray cluster.
+
+    The dataset is in memory once per machine, and a broadcast is sent to a machine once. The
+    clients of a worker that dies go to another one, and a new worker is started where there is
+    room. Needs the extra ``flsuite[ray]``.
+
+    Args:
+        workers: Number of workers. Default: as many as the cluster has room for.
+        cpus_per_worker: Cores that the cluster reserves per worker. It may be a fraction.
+        gpus_per_worker: Share of a GPU, or number of GPUs, reserved per worker. With 0 workers see
+            no GPU.
+        address: The cluster to join: ``auto`` for the one that runs on this machine, or
+            ``HOST:PORT``. Default: a cluster of this machine alone, for the time of the run.
+        threads: Threads of torch per worker.
+        runtime_env: Ray's environment of the workers, passed through.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        cpus_per_worker: float = 1,
+        gpus_per_worker: float = 0,
+        address: str | None = None,
+        threads: int = 1,
+        runtime_env: dict[str, Any] | None = None,
+    ) -> None:
+        if find_spec("ray") is None:
+            raise FlsuiteError("Ray needs the package ray: pip install 'flsuite[ray]'")
+        require_at_least("Ray", 1, workers=workers, threads=threads)
+        require_at_least("Ray", 0, gpus_per_worker=gpus_per_worker)
+        require_positive("Ray", cpus_per_worker=cpus_per_worker)
+        if gpus_per_worker > 1 and gpus_per_worker % 1:
+            raise FlsuiteError(
+                "Ray: gpus_per_worker must be a share of one GPU or a whole number, got "
+                f"{gpus_per_worker}"
+            )
+        self.workers = workers
+        self.cpus_per_worker = cpus_per_worker
+        self.gpus_per_worker = gpus_per_worker
+        self.address = address
+        self.threads = threads
+        self.runtime_env = runtime_env
+        self._owns_connection = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._backlog = Backlog()
+        self._actors: list[_Actor] = []
+        self._waiting: dict[Any, tuple[_Actor, _Call | None]] = {}
+        self._broadcasts: dict[int, tuple[Broadcast, Any]] = {}
+        self._setup: Any = None
+        self._versions = 0
+        self._seconds = _SECONDS  # of the last fit
+        self._failed_starts = 0
+        self._glances = 0
+
+    def start(self, setup: WorkerSetup) -> None:
+        self.stop()
+        _refuse_hidden_gpus(setup, self.gpus_per_worker)
+        self._setup_sums_parts = setup.sums_parts
+        try:
+            payload = _pack_setup(setup)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise _unsendable("the model, the aggregator or the data", error) from error
+
+        try:
+            self._connect()
+            import ray
+
+            number = self._number_of_workers(ray.nodes())
+            self._setup = ray.put(payload)
+            for _ in range(number):
+                self._spawn()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        actors = self._actors
+        self._forget()
+        if not actors and not self._owns_connection:
+            return
+
+        import ray
+
+        owned, self._owns_connection = self._owns_connection, False
+        if not ray.is_initialized():  # or ray.kill would look for a cluster, for minutes
+            return
+        for actor in actors:
+            with suppress(Exception):  # a worker, or the cluster, may be gone
+                ray.kill(actor.handle)
+        if owned:
+            with _signal_handlers_kept():
+                ray.shutdown()
+
+    # From requests to calls
+
+    def _sums_parts(self) -> bool:
+        return self._setup_sums_parts
+
+    def _workers(self) -> int:
+        return len(self._actors)
+
+    def _hand_out(self, urgent: int | None = None) -> None:
+        while (first := self._backlog.first) is not None:
+            per_call = self._clients_per_call(first[0])
+            workers = max(1, sum(actor.is_ready for actor in self._actors))
+            room = _AHEAD * per_call * workers - self._backlog.in_hand
+            if room < 1 and not self._backlog.is_in(urgent, first):
+                return
+            actor = self._free_actor(idle=self._backlog.has_died(first))
+            if actor is None:
+                return
+
+            # Calls get shorter towards the end of the queue, so that workers end together.
+            share = -(-self._backlog.queued // (2 * workers))
+            self._call(actor, self._next_jobs(max(1, min(share, per_call, room))))
+
+    def _clients_per_call(self, request: Request) -> int:
+        """Return how many clients a call should have. Results do not depend on it."""
+        if isinstance(request, ScoreRequest):  # it takes as long as many fits, or its own model is
+            return 1
+        size = nbytes(request.broadcast.state) + nbytes(request.memory)
+        worthwhile = math.ceil(_SECONDS / max(self._seconds, 1e-4))
+        return max(1, min(_CLIENTS, worthwhile, _BYTES // max(1, size)))
+
+    def _free_actor(self, idle: bool) -> _Actor | None:
+        """Return the worker with the fewest calls, if it can take one more."""
+        free = [
+            actor
+            for actor in self._actors
+            if actor.is_ready
+            and len(actor.calls) < (1 if idle else _CALLS)
+            and not any(call.is_second_try for call in actor.calls)
+        ]
+        return min(free, key=lambda actor: len(actor.calls), default=None)
+
+    def _next_jobs(self, most: int) -> list[Job]:
+        """Take jobs that start from one broadcast off the queue, with about ``most`` clients.
+
+        One whose worker died is alone.
+        """
+        backlog = self._backlog
+        jobs = [backlog.take()]
+        clients = len(jobs[0])
+        while clients < most and not backlog.has_died(jobs[0]):
+            following = backlog.first
+            if (
+                following is None
+                or clients + len(following) > most
+                or following[0].broadcast is not jobs[0][0].broadcast
+                or backlog.has_died(following)
+            ):
+                break
+            jobs.append(backlog.take())
+            clients += len(following)
+        return jobs
+
+    def _call(self, actor: _Actor, jobs: Sequence[Job]) -> None:
+        # The worker adds the broadcast that it has.
+        orders = [
+            [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
+            for job in jobs
+        ]
+        try:
+            version, broadcast = self._put(jobs[0][0].broadcast)
+            packed = pack(orders)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise _unsendable("a callback or what a client keeps", error) from error
+
+        call = _Call(jobs, self._backlog.has_died(jobs[0]))
+        actor.calls.append(call)
+        self._waiting[actor.handle.work.remote(version, broadcast, packed)] = (actor, call)
+
+    def _put(self, broadcast: Broadcast) -> tuple[int, Any]:
+        """Return the number of a broadcast, and where it lies in the store."""
+        import ray
+
+        for version, (known, place) in self._broadcasts.items():
+            if known is broadcast:
+                return version, place
+
+        # Earlier ones are needed as long as a request that starts from them waits.
+        needed = self._backlog.broadcasts()
+        self._broadcasts = {
+            version: entry
+            for version, entry in self._broadcasts.items()
+            if any(entry[0] is broadcast for broadcast in needed)
+        }
+        self._versions += 1
+        self._broadcasts[self._versions] = (
+            broadcast,
+            ray.put(pack(broadcast, whole=nbytes(broadcast.state) < SMALL)),
+        )
+        return self._versions, self._broadcasts[self._versions][1]
+
+    # From answers to outcomes
+
+    def _wait(self) -> None:
+        """Wait until a worker has answered, is ready, or has died."""
+        import ray
+
+        if not self._waiting:
+            raise FederationError("Ray: no worker is left")
+        ready, _ = ray.wait(list(self._waiting), timeout=_GLANCE)
+        if not ready:
+            self._look_at_cluster()
+            return
+
+        actor, call = self._waiting.pop(ready[0])
+        try:
+            answer = unpack(ray.get(ready[0]))
+        except ray.exceptions.RayTaskError as error:
+            raise RuntimeError(f"a worker of Ray failed:\n{error}") from error
+        except ray.exceptions.RayError as error:  # the worker is gone, or its node, or the answer
+            self._take_death(actor, error)
+            return
+
+        if isinstance(answer, Fatal):
+            if answer.is_user_error:
+                raise FlsuiteError(answer.message)
+            raise RuntimeError(f"a worker of Ray failed:\n{answer.message}")
+        if call is None:
+            actor.is_ready = True
+            self._failed_starts = 0
+            return
+        actor.calls.remove(call)
+        for job, outcomes in zip(call.jobs, answer, strict=True):
+            self._backlog.answer(job, outcomes)
+            for outcome in outcomes:
+                if isinstance(outcome, ClientResult):
+                    self._seconds = outcome.update.seconds
+
+    def _take_death(self, actor: _Actor, error: Exception) -> None:
+        """Give a dead worker's clients to others, and start a new worker."""
+        import ray
+
+        with suppress(Exception):  # Ray calls some unavailable that would come back
+            ray.kill(actor.handle)
+        self._actors.remove(actor)
+        self._waiting = {
+            ref: entry for ref, entry in self._waiting.items() if entry[0] is not actor
+        }
+        reason = _reason(error)
+        if not actor.is_ready:
+            self._take_failed_start(reason)
+            return
+
+        jobs = [job for call in actor.calls for job in call.jobs]
+        lost = [request for job in jobs for request in job]
+        log.warning(
+            "round %d: the worker of %s died and is replaced (%s)",
+            lost[0].broadcast.round if lost else 0,
+            _clients(lost),
+            reason,
+        )
+        # From the last to the first, because each is put first. Nobody knows who was training: the
+        # answer to the oldest call may have been lost with the worker.
+        for job in reversed(jobs):
+            self._backlog.bury(job)
+        self._spawn()
+
+    def _take_failed_start(self, reason: str) -> None:
+        self._failed_starts += 1
+        log.warning("a worker died while it started (%s)", reason)
+        if self._failed_starts < _STARTS:
+            self._spawn()
+        elif not self._actors:
+            raise FederationError(
+                f"Ray: {_STARTS} workers in a row died while they started; the last one: {reason}"
+            )
+
+    def _look_at_cluster(self) -> None:
+        """Say why no worker has answered, if none is there."""
+        import ray
+
+        if any(actor.is_ready for actor in self._actors):
+            return
+        if not _room(ray.nodes(), self._needs()):
+            raise FederationError(
+                f"Ray: no node of the cluster has room for a worker any more ({self._needs_text()})"
+            )
+        self._glances += 1
+        if self._glances == _PATIENCE:
+            log.warning("no worker of Ray has started yet; others may be using the cluster")
+
+    # The cluster
+
+    def _connect(self) -> None:
+        """Join the cluster, unless the user has."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        if ray.is_initialized():
+            return
+        settings: dict[str, Any] = {"runtime_env": self.runtime_env, "logging_level": "WARNING"}
+        if self.address is None:
+            # Ray itself would take all cores of the machine, whatever this process may use.
+            settings |= {
+                "address": "local",
+                "num_cpus": _cores(),
+                "include_dashboard": False,
+            }
+        else:
+            settings["address"] = self.address
+
+        with _signal_handlers_kept(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Tip: In future versions of Ray", FutureWarning)
+            try:
+                ray.init(**settings)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise FlsuiteError(
+                    f"Ray: cannot join {self.address or 'a cluster of this machine'} "
+                    f"({one_line(error, 200)}); start a cluster with 'ray start --head', or leave "
+                    "out engine.address"
+                ) from error
+        self._owns_connection = True
+
+    def _number_of_workers(self, nodes: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many workers to start.
+
+        Raises:
+            FlsuiteError: If the cluster has no room for them. Ray itself would wait for ever.
+        """
+        room = _room(nodes, self._needs())
+        if room < (self.workers or 1):
+            totals = _totals(nodes)
+            raise FlsuiteError(
+                f"Ray: {self.workers or 1} workers of {self._needs_text()} do not fit into the "
+                f"cluster, which has {totals['CPU']:g} CPUs and {totals['GPU']:g} GPUs on "
+                f"{totals['nodes']:g} node(s) and room for {room}; change engine.workers, "
+                "cpus_per_worker or gpus_per_worker"
+            )
+        return self.workers or room
+
+    def _needs(self) -> dict[str, float]:
+        return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
+
+    def _needs_text(self) -> str:
+        return f"{self.cpus_per_worker:g} CPUs and {self.gpus_per_worker:g} GPUs each"
+
+    def _spawn(self) -> None:
+        import ray
+
+        actor_class = ray.remote(RayWorker).options(
+            num_cpus=self.cpus_per_worker,
+            num_gpus=self.gpus_per_worker,
+            scheduling_strategy="SPREAD",
+        )
+        path = [str(Path(folder).resolve()) for folder in sys.path]
+        actor = _Actor(actor_class.remote(self.threads, path, self.gpus_per_worker > 0))
+        self._actors.append(actor)
+        self._waiting[actor.handle.prepare.remote(self._setup)] = (actor, None)
+
+
+def _pack_setup(setup: WorkerSetup) -> Any:
+    """Serialize the model on its own: every worker gets one that it may change."""
+    names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
+    rest = {name: getattr(setup, name) for name in names}
+    return pack((setup.data, bytes(dumps((setup.model, rest)))))
+
+
+def _reason(error: Exception) -> str:
+    """Return the first sentence of the last line, which has the cause after Ray's own numbers."""
+    lines = str(error).split("\n")
+    return lines[-1].split(". ")[0][:200]
+
+
+def _clients(requests: Sequence[Request]) -> str:
+    names = [str(request.client) for request in requests]
+    return f"client {names[0]}" if len(names) == 1 else f"clients {', '.join(names) or 'none'}"
+
+
+def _room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:
+    """Return how many workers fit into the nodes, each of which is on one node.
+
+    Args:
+        nodes: As ``ray.nodes()`` describes them.
+        needs: What a worker needs of each resource.
+    """
+    return sum(_room_of(node["Resources"], needs) for node in nodes if node["Alive"])
+
+
+def _room_of(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    rooms = []
+    for name, need in needs.items():
+        there = resources.get(name, 0.0)
+        if name == "GPU" and 0 < need < 1:  # a share is of one GPU
+            rooms.append(int(there) * int(1 / need + 1e-9))
+        elif need:
+            rooms.append(int(there / need + 1e-9))
+    return min(rooms)
+
+
+def _totals(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    sums = {name: sum(node.get(name, 0.0) for node in alive) for name in ("CPU", "GPU")}
+    return {**sums, "nodes": len(alive)}
+
+
+def _refuse_hidden_gpus(setup: WorkerSetup, gpus: float) -> None:
+    accelerator = setup.trainer_kwargs.get("accelerator")
+    if accelerator in ("gpu", "cuda") and not gpus:
+        raise FlsuiteError(
+            f"trainer: accelerator {accelerator} needs engine.gpus_per_worker above 0; workers of "
+            "Ray see only the GPUs that are reserved for them"
+        )
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which Ray replaces.
+
+    Where jobs are pre-empted, it is the user's.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _unsendable(what: str, error: Exception) -> FlsuiteError:
+    return FlsuiteError(
+        f"Ray: {what} cannot be sent to a worker ({one_line(error, 300)}); create locks, files and "
+        "connections in a hook, or use InProcess"
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

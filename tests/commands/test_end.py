@@ -1,0 +1,46 @@
+"""The command ends at once, and what a user relies on at an exit happens."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BEFORE = """
+import atexit, sys, threading, time
+left_open = open("file.txt", "w")
+left_open.write("kept")
+both = open("both.bin", "w+b")
+both.write(b"kept too")
+atexit.register(print, "at exit")
+sys.argv = ["flsuite", "report", "nowhere"]
+"""
+END = "from flsuite.commands.main import console; console()"
+
+
+def ended(folder: Path, code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", BEFORE + code], cwd=folder, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_nothing_is_lost_at_the_end(thread: bool, tmp_path: Path) -> None:
+    work = "threading.Thread(target=lambda: time.sleep(0.2) or print('thread')).start()\n"
+    done = ended(tmp_path, (work if thread else "") + END)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("flsuite: error:")
+    assert done.stdout.split("\n") == (["thread"] if thread else []) + ["at exit", ""]
+    assert (tmp_path / "file.txt").read_text() == "kept"
+    assert (tmp_path / "both.bin").read_bytes() == b"kept too"
+
+
+def test_who_watches_the_process_sees_it_end(tmp_path: Path) -> None:
+    done = ended(tmp_path, f"import cProfile; cProfile.run({END!r})")
+    assert "function calls" in done.stdout
+
+
+def test_the_command_does_not_take_modules_apart(tmp_path: Path) -> None:
+    late = "class Late:\n    def __del__(self): print('apart')\nlate = Late()\n"
+    assert "apart" not in ended(tmp_path, late + END).stdout
+    assert "apart" in ended(tmp_path, late).stdout

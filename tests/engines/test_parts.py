@@ -1,0 +1,195 @@
+"""Workers add up the models of a part of the cohort, and nothing else changes."""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from flsuite.aggregators import SCAFFOLD, Aggregator, FedAdam, FedAvg, FedBuff, FedProx
+from flsuite.aggregators.parts import mean_by_parts, part_size
+from flsuite.callbacks import FederationCallback
+from flsuite.engines import InProcess, Processes, Ray
+from flsuite.exchange import Quantize
+from flsuite.messages import ClientResult, ClientUpdate, Outcome
+from flsuite.state import RunningMean
+from tests.conftest import classifier, digits, equal_states, trainer
+
+CLIENTS = 45  # two clients in each part, and one in the last
+
+
+def fit(**kwargs: Any) -> Any:
+    made = trainer(**{"rounds": 2, **kwargs})
+    made.fit(classifier(), digits(clients=CLIENTS))
+    return made
+
+
+class Reads(FederationCallback):
+    """Takes the mean of the models that it is shown."""
+
+    affects = "nothing"
+
+    def __init__(self) -> None:
+        self.mean = RunningMean()
+
+    def on_round_start(self, run: Any, round: int, clients: Sequence[int]) -> None:
+        self.mean = RunningMean()
+
+    def on_client_end(self, run: Any, outcome: Outcome) -> None:
+        assert isinstance(outcome, ClientResult)
+        self.mean.add(outcome.update.state, outcome.update.samples)
+
+
+class Spoils(Callback):
+    """Gives one client a NaN, and lets another one fail."""
+
+    supports_local_loop = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        client = trainer.train_dataloader.client
+        if client == 3:
+            next(pl_module.parameters()).data[0, 0] = float("nan")
+        if client == 8:
+            raise ValueError("of client 8")
+
+
+class Dies(Callback):
+    """Kills the worker of one client, up to ``times`` times."""
+
+    supports_local_loop = True
+
+    def __init__(self, folder: Path, times: int) -> None:
+        self.folder, self.times = folder, times
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        done = len(list(self.folder.iterdir()))
+        if trainer.train_dataloader.client == 5 and done < self.times:
+            (self.folder / str(done)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("aggregator", [FedAvg, lambda: FedProx(0.1), lambda: FedAdam(lr=0.01)])
+def test_sums_of_parts_give_the_weights_of_all_models(aggregator: Any) -> None:
+    summed = fit(aggregator=aggregator())
+    assert summed.run.sums_parts
+    callback = Reads()
+    whole = fit(aggregator=aggregator(), callbacks=[callback])
+    assert not whole.run.sums_parts
+    assert equal_states(summed.federation.state, whole.federation.state)
+    assert summed.federation.log.bytes == whole.federation.log.bytes > 0
+    if type(aggregator()) is FedAvg:
+        mean = callback.mean.mean()
+        assert all(torch.allclose(mean[k], v) for k, v in whole.federation.state.items())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_and_this_process_sum_alike(workers: int) -> None:
+    here = fit(callbacks=[Spoils()])
+    there = fit(callbacks=[Spoils()], engine=Processes(workers))
+    assert equal_states(here.federation.state, there.federation.state)
+    for made in (here, there):
+        assert [f.client for f in made.federation.log.failures] == [3, 8]
+        assert "is not finite" in made.federation.log.failures[0].reason
+        assert len(made.federation.log.updates) == CLIENTS - 2
+
+
+def test_a_part_whose_worker_dies_is_trained_again_client_by_client(tmp_path: Path) -> None:
+    whole = fit(rounds=1)
+    made = fit(rounds=1, engine=Processes(2), callbacks=[Dies(tmp_path, times=1)])
+    assert len(list(tmp_path.iterdir())) == 1, "it has happened"
+    assert equal_states(made.federation.state, whole.federation.state)
+
+
+def test_a_client_that_always_kills_its_worker_takes_no_other_with_it(tmp_path: Path) -> None:
+    made = fit(rounds=1, engine=Processes(2), callbacks=[Dies(tmp_path, times=9)])
+    assert [f.client for f in made.federation.log.failures] == [5]
+    assert "died twice" in made.federation.log.failures[0].reason
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"aggregator": SCAFFOLD()},
+        {"aggregator": FedBuff(mode="mix")},
+        {"compression": Quantize(bits=16)},
+    ],
+)
+def test_who_needs_every_update_has_it(kwargs: dict[str, Any]) -> None:
+    made = trainer(rounds=1, **kwargs)
+    made.fit(classifier(), digits(clients=3))
+    assert not made.run.sums_parts
+
+
+class OwnRule(FedAvg):
+    def aggregate(self, global_state: Any, updates: Iterator[ClientUpdate]) -> Any:
+        return super().aggregate(global_state, updates)
+
+
+class OwnWeight(FedAvg):
+    def weight(self, update: ClientUpdate) -> float:
+        return 1.0 + self.memory.get("rounds", 0)
+
+
+class OwnMean(OwnWeight):
+    def from_mean(self, global_state: Any, mean: Any, updates: Any) -> Any:
+        return mean
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "works"),
+    [
+        (FedAvg(), True),
+        (FedAdam(), True),
+        (OwnRule(), False),
+        (OwnWeight(), False),
+        (OwnMean(), True),
+    ],
+)
+def test_a_subclass_with_a_rule_of_its_own_is_not_its_base_class(
+    aggregator: Aggregator, works: bool
+) -> None:
+    assert aggregator.works_from_mean == works
+
+
+def test_the_server_memory_in_a_weight_is_no_trap() -> None:
+    made = trainer(rounds=1, aggregator=OwnWeight(), engine=InProcess())
+    made.fit(classifier(), digits(clients=3))
+
+
+@pytest.mark.parametrize(("cohort", "size"), [(1, 1), (39, 1), (40, 2), (100, 5), (10_000, 16)])
+def test_parts_follow_from_the_size_of_the_cohort(cohort: int, size: int) -> None:
+    assert part_size(cohort) == size
+
+
+def test_the_mean_by_parts_is_the_mean() -> None:
+    torch.manual_seed(0)
+    updates = [
+        ClientUpdate(
+            client=n,
+            round=1,
+            samples=n + 1,
+            steps=1,
+            class_counts=torch.zeros(1, dtype=torch.int64),
+            state={"w": torch.randn(7), "count": torch.tensor(n % 5)},
+            part=n // 3,
+        )
+        for n in range(10)
+    ]
+    mean, seen = mean_by_parts(updates, lambda update: update.samples)
+    total = sum(update.samples for update in updates)
+    by_hand = sum(update.samples * update.state["w"].double() for update in updates) / total
+    assert torch.allclose(mean["w"].double(), by_hand, atol=1e-7)
+    assert mean["count"] == 4
+    assert [update.client for update in seen] == list(range(10))
+    assert not any(update.state for update in seen)
+
+
+def test_ray_sums_as_this_process_does() -> None:
+    pytest.importorskip("ray", reason="needs flsuite[ray]")
+    here, there = fit(callbacks=[Spoils()]), fit(callbacks=[Spoils()], engine=Ray(workers=2))
+    assert equal_states(here.federation.state, there.federation.state)
+    assert [f.client for f in there.federation.log.failures] == [3, 8]

@@ -1,0 +1,86 @@
+"""Workers score the clients' own models, with the numbers of this process."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flsuite.aggregators import FedBuff
+from flsuite.engines import InProcess, Processes, Ray
+from flsuite.models import MLP, Classifier
+from flsuite.schedules import Asynchronous, Stragglers
+from flsuite.server.evaluation import Evaluator
+from tests.conftest import digits, equal_states, trainer
+
+
+def personal(kind: type[Classifier] = Classifier) -> Classifier:
+    """Return a classifier of which only a part is shared."""
+    sgd = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
+    return kind(MLP(hidden=(16,)), optimizer=sgd, private=("network.3",))
+
+
+def fit(engine: Any, kind: type[Classifier] = Classifier, **kwargs: Any) -> Any:
+    made = trainer(**{"rounds": 2, "engine": engine, **kwargs})
+    made.fit(personal(kind), digits(clients=5, val_fraction=0.2))
+    return made
+
+
+def rows(made: Any) -> list[tuple[Any, ...]]:
+    """Return the scores of the run, which times do not change."""
+    table = made.run.folder.table.rows
+    return [(r.round, r.scope, r.split, r.metric, r.value) for r in table if r.split != "train"]
+
+
+@pytest.mark.parametrize("engine", [Processes, Ray])
+def test_workers_score_what_this_process_would(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fit(InProcess())
+    monkeypatch.setattr(Evaluator, "own", None)  # a call of this process would fail
+    there = fit(engine(workers=2))
+    assert rows(there) == rows(here) != []
+    assert equal_states(there.federation.state, here.federation.state)
+
+
+def test_a_fit_after_a_score_starts_from_the_same_weights() -> None:
+    every, last = fit(Processes(1), rounds=3), fit(Processes(1), rounds=3, evaluate_every=3)
+    assert equal_states(every.federation.state, last.federation.state)
+    assert [row for row in rows(every) if row[0] == 3] == rows(last)
+
+
+def test_clients_in_flight_stay_in_flight_while_others_are_scored() -> None:
+    schedule = {"concurrency": 3, "speeds": Stragglers()}
+    here = fit(InProcess(), aggregator=FedBuff(), schedule=Asynchronous(**schedule), rounds=4)
+    there = fit(Processes(2), aggregator=FedBuff(), schedule=Asynchronous(**schedule), rounds=4)
+    assert rows(there) == rows(here) != []
+
+
+class Faulty(Classifier):
+    def evaluation_step(self, batch: Any) -> dict[str, Tensor]:
+        raise ValueError("no scores today")
+
+
+def test_an_error_of_the_model_is_raised_in_this_process() -> None:
+    with pytest.raises(ValueError, match="no scores today"):
+        fit(Processes(2), Faulty)
+
+
+def test_a_worker_that_dies_while_it_scores_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Dies(Classifier):
+        def evaluation_step(self, batch: Any) -> dict[str, Tensor]:
+            if not (tmp_path / "done").exists():
+                (tmp_path / "done").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().evaluation_step(batch)
+
+    with caplog.at_level(logging.WARNING, logger="flsuite"):
+        there = fit(Processes(2), Dies)
+    assert "was replaced" in caplog.text
+    assert rows(there) == rows(fit(InProcess()))
