@@ -54,7 +54,7 @@ class FederatedTrainer(Trainer):
         max_virtual_seconds: Limit of virtual time. The run ends with the round that reaches it.
         max_client_updates: Limit of aggregated client updates, for comparisons at equal work.
         score_clients: Clients that are scored one by one, always the first ones, so that rounds can
-            be compared. The last round scores up to 10,000 clients, as ``all_clients/...``.
+            be compared. The last round scores all of up to 10,000, as ``all_clients/...``.
         buffers: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
         keep_optimizers: Whether a client keeps the state of its optimizers between its rounds.
         lr_decay: How the clients' learning rates fall from round to round. Default: not at all.
