@@ -163,7 +163,9 @@ def train_loader(trainer: Trainer) -> Any:
 
 def attach_to_fit(trainer: Trainer, loader: Any) -> None:
     """Connect the loader and the callbacks to a fit, as ``Trainer.fit`` does."""
+    trainer.lightning_module.trainer = trainer
     trainer.fit_loop._data_source.instance = loader
+    trainer.fit_loop._combined_loader = None  # it has the loader of the fit before
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         callback.log = trainer.lightning_module.log
         callback.log_dict = trainer.lightning_module.log_dict

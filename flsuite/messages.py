@@ -287,6 +287,19 @@ class ClientResult:
     memory: dict[str, Any]
     training: dict[str, float] = field(default_factory=dict)
 
+    def fault(self, state: State, extras: dict[str, Any] | None = None) -> str | None:
+        """Return why the update must not reach the aggregator, or ``None`` if it may.
+
+        The arguments are those of :meth:`ClientUpdate.fault`. What a worker has added up, it has
+        checked.
+        """
+        if self.update.partial is not None:
+            return None
+        if fault := self.update.fault(state, extras):
+            return fault
+        name = non_finite(self.memory.get("model", {}))
+        return None if name is None else f"its private entry {name} is not finite"
+
 
 @dataclass
 class ClientFailure:

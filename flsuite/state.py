@@ -182,7 +182,8 @@ def _has_finite_sum(state: Mapping[Any, Any]) -> bool:
     """
     if not all(isinstance(value, Tensor) for value in state.values()):
         return False
-    sums = [value.sum(dtype=torch.float32) for value in state.values() if value.is_floating_point()]
+    floats = [value for value in state.values() if value.is_floating_point()]
+    sums = [value.sum(dtype=torch.float32).cpu() for value in floats]
     return not sums or bool(torch.isfinite(torch.stack(sums).sum()))
 
 

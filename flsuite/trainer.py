@@ -235,7 +235,7 @@ class FederatedTrainer(Trainer):
 
         samples = fit_samples(self.client_kwargs, data.batch_size, model.extra_epochs)
         device, precision = self.strategy.root_device, self.precision_plugin.forward_context
-        evaluator = Evaluator(model, data, device, precision)
+        evaluator = Evaluator(model, data, device, precision, seed=seed)
         exchange = Exchange(self.compression, self.secure_sum)
         chosen = self.aggregator, self.schedule, self.buffers, exchange
         federation = make_federation(evaluator, *chosen, folder, options, samples)

@@ -119,7 +119,11 @@ class Aggregator(ABC):
         return mean <= min(self._owner("aggregate"), self._base - 1) and mean <= weight
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight of an update in the mean. It is part of the client half."""
+        """Return the weight of an update in the mean.
+
+        It is part of the client half. It may read what the client sends, and not what the server
+        adds to an update: ``number``, ``staleness``, ``base``.
+        """
         raise NotImplementedError
 
     def from_mean(self, global_state: State, mean: State, updates: Sequence[ClientUpdate]) -> State:

@@ -46,6 +46,7 @@ class PlainFit:
             self._call("setup", stage="fit")
             self._call_model("configure_model")
             trainer.strategy.model_to_device()
+            enter_hook(self.module, "configure_optimizers")
             trainer.strategy.optimizers = [_single(self.module.configure_optimizers())]
             self._call("on_fit_start")
             run_stage(trainer)

@@ -110,7 +110,7 @@ class ClientRunner:
             outcome = self.run(request)
             if isinstance(outcome, ClientResult):
                 update = outcome.update
-                if update.fault(request.broadcast.state) is None:
+                if outcome.fault(request.broadcast.state) is None:
                     total.add(update.state, self.setup.aggregator.weight(update))
                     update.state, update.partial, last = {}, RunningMean(), update
             outcomes.append(outcome)
@@ -129,7 +129,9 @@ class ClientRunner:
             trainer, _ = self._rewound_trainer([])
             data = self.setup.data.at(request.broadcast.round)
             device, precision = trainer.strategy.root_device, trainer.precision_plugin
-            scorer = Scorer(self.model, data, device, precision.forward_context)
+            scorer = Scorer(
+                self.model, data, device, precision.forward_context, seed=self.setup.seed
+            )
             state = {**self.setup.initial, **request.private, **request.broadcast.state}
             return scorer.own(request.client, state, request.split, request.details)
         except Exception as error:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData
@@ -14,6 +15,7 @@ from flsuite.messages import OwnScores, Scores, Split
 from flsuite.metrics import class_accuracy, scores
 from flsuite.models.base import ClientModel
 from flsuite.models.modes import evaluating
+from flsuite.random import seed_process
 from flsuite.state import State, load_
 
 __all__ = ["Scorer"]
@@ -28,6 +30,7 @@ class Scorer:
         device: Where the model is scored.
         precision: Returns the context that the forward pass runs in, for example autocast.
         batch_size: Samples per forward pass.
+        seed: The run's seed, of what an evaluation draws.
     """
 
     def __init__(
@@ -37,12 +40,14 @@ class Scorer:
         device: torch.device,
         precision: Callable[[], AbstractContextManager[Any]],
         batch_size: int = 1024,
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.data = data
         self.device = device
         self.precision = precision
         self.batch_size = batch_size
+        self.seed = seed
 
     def own(
         self, client: int, state: State, split: Split, details: bool = False
@@ -56,7 +61,10 @@ class Scorer:
             return None
 
         self.load(state)
-        outputs = self.outputs(samples)
+        with isolate_rng():
+            # An evaluation may draw. It must not depend on what its process has drawn before.
+            seed_process(self.seed, f"score/{split}", client=client)
+            outputs = self.outputs(samples)
         rows = self._rows(split)
         local = {} if rows is None else self._local(outputs, samples.y, rows, [client])
         classes = self._class_rows(outputs, samples.y) if details else {}

@@ -86,11 +86,11 @@ class ClientTrainer(Trainer):
             KeyboardInterrupt: On Ctrl-C. Lightning would exit and ignore the next Ctrl-C, but the
                 federation still has to close its run.
         """
-        if self._plain_fit is not None and self._plain_fit.module is model:
-            self._plain_fit.run(train_dataloaders)
-            return
-
+        again = self._plain_fit
         try:
+            if again is not None and again.module is model:
+                again.run(train_dataloaders)
+                return
             super().fit(model, train_dataloaders)
         except SystemExit:
             # Lightning has set Ctrl-C to be ignored.

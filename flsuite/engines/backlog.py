@@ -24,7 +24,8 @@ class Backlog:
         self._queue: deque[int] = deque()  # by the number of each job's first request
         self._queued = 0
         self._answers: dict[int, Answer] = {}
-        self._deaths: set[int] = set()
+        self._suspects: set[int] = set()  # a worker that had them has died
+        self._deaths: set[int] = set()  # it had nothing else
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Append jobs to the queue."""
@@ -80,25 +81,32 @@ class Backlog:
         for request, answer in zip(job, answers, strict=True):
             self._answers[request.number] = answer
 
-    def bury(self, job: Job, worker: str = "worker") -> None:
-        """Put back the requests of a job whose worker died, or let them fail the second time.
+    def bury(self, job: Job, was_alone: bool, worker: str = "worker") -> None:
+        """Put back the requests of a job whose worker died, or let one fail the second time.
 
         A worker may die for a reason of the machine, such as memory, so that one more try is worth
-        it. Each request has it alone, so that no client takes others with it.
+        it. From then on, each request is alone with its worker. A death counts for a request that
+        was alone: among several, nobody knows whose it was.
+
+        Args:
+            job: The job.
+            was_alone: Whether the worker had nothing but one request.
+            worker: What the worker is called.
         """
         # From the last to the first, because each is put first.
         for request in reversed(job):
-            if request.number in self._deaths:
+            if was_alone and request.number in self._deaths:
                 self.answer([request], [request.failure(f"its {worker} died twice")])
                 continue
-            self._deaths.add(request.number)
+            self._suspects.add(request.number)
+            self._deaths.update([request.number] if was_alone else [])
             self._jobs[request.number] = [request]
             self._queue.appendleft(request.number)
             self._queued += 1
 
     def has_died(self, job: Job) -> bool:
         """Return whether a worker that had this job has died."""
-        return job[0].number in self._deaths
+        return job[0].number in self._suspects
 
     def has_answer(self, number: int) -> bool:
         """Return whether a request can be collected."""
@@ -108,4 +116,5 @@ class Backlog:
         """Return what came out of a request, and forget the request."""
         del self._jobs[number]
         self._deaths.discard(number)
+        self._suspects.discard(number)
         return self._answers.pop(number)

@@ -211,7 +211,7 @@ class Processes(Pool):
             reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
             self._backlog.answer(job, [request.failure(reason) for request in job])
         else:
-            self._backlog.bury(job, "worker process")
+            self._backlog.bury(job, len(job) == 1, "worker process")
 
         log.warning(
             "round %d: the worker process of client%s %s %s and was replaced",

@@ -139,6 +139,7 @@ class Ray(Pool):
         self.stop()
         _refuse_hidden_gpus(setup, self.gpus_per_worker)
         self._setup_sums_parts = setup.sums_parts
+        setup.model.cpu()  # where workers may see other GPUs, or none
         try:
             payload = _pack_setup(setup)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -338,7 +339,7 @@ class Ray(Pool):
         # From the last to the first, because each is put first. Nobody knows who was training: the
         # answer to the oldest call may have been lost with the worker.
         for job in reversed(jobs):
-            self._backlog.bury(job)
+            self._backlog.bury(job, was_alone=len(lost) == 1)
         self._spawn()
 
     def _take_failed_start(self, reason: str) -> None:

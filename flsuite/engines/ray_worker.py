@@ -116,7 +116,11 @@ class RayWorker:
             jobs = [[replace(order, broadcast=here) for order in job] for job in unpack(orders)]
             outcomes = [self._runner.answer(job) for job in jobs]
             self._refuse_writes([request for job in jobs for request in job])
-            return _pack_outcomes(jobs, outcomes, whole=nbytes(here.state) < SMALL)
+            whole = nbytes(here.state) < SMALL
+            try:
+                return pack(outcomes, whole)
+            except (TypeError, AttributeError, pickle.PicklingError):
+                return pack([sendable(self._runner, job) for job in jobs], whole)
         except Exception as error:
             return pack(_fatal(error))
 
@@ -137,15 +141,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif is_dataclass(tree):
         for value in vars(tree).values():
             yield from _tensors(value)
-
-
-def _pack_outcomes(
-    jobs: Sequence[Sequence[Any]], outcomes: Sequence[Sequence[Any]], whole: bool
-) -> Parts:
-    try:
-        return pack(outcomes, whole)
-    except (TypeError, AttributeError, pickle.PicklingError):
-        return pack([sendable(*pair) for pair in zip(jobs, outcomes, strict=True)], whole)
 
 
 def _fatal(error: Exception) -> Fatal:

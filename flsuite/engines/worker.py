@@ -98,17 +98,20 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
         try:
             send(connection, outcomes)
         except (TypeError, AttributeError, pickle.PicklingError):
-            send(connection, sendable(job, outcomes))
+            send(connection, sendable(runner, job))
 
 
-def sendable(job: Sequence[Any], outcomes: Sequence[Any]) -> list[Any]:
-    """Return the outcomes of a job, or failures if one of them cannot be sent.
+def sendable(runner: ClientRunner, job: Sequence[Any]) -> list[Any]:
+    """Return the outcomes of a job one by one, with failures where they cannot be sent.
 
-    The models of a job are added up, so that none of them is of use without the others.
+    Models that have been added up with one that cannot be sent are trained again.
     """
-    try:
-        dumps(outcomes, [])
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        reason = f"its update cannot be sent: {one_line(error, 300)}"
-        return [request.failure(reason) for request in job]
-    return list(outcomes)
+    outcomes = []
+    for request in job:
+        (outcome,) = runner.answer([request])
+        try:
+            dumps(outcome, [])
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            outcome = request.failure(f"its update cannot be sent: {one_line(error, 300)}")
+        outcomes.append(outcome)
+    return outcomes

@@ -577,9 +577,15 @@ class Run:
 
 def _reads_updates(callback: Callback) -> bool:
     """Return whether a callback may read the models of clients."""
-    own = getattr(type(callback), "on_client_end", None)
-    is_empty = getattr(own, "__module__", "") == "flsuite.callbacks.base"
-    return own is not None and not is_empty and getattr(callback, "reads_updates", True)
+    if "on_client_end" in vars(callback):
+        return True
+    for kind in type(callback).__mro__:
+        # A subclass with a hook of its own must say for itself that it reads nothing.
+        if "on_client_end" in vars(kind) or "reads_updates" in vars(kind):
+            return kind.__module__ != "flsuite.callbacks.base" and vars(kind).get(
+                "reads_updates", True
+            )
+    return False
 
 
 def _copied(callback: Callback) -> Callback:

@@ -237,13 +237,11 @@ class Federation:
             update = self.exchange.unpack(update, base)
         except ValueError as error:
             fault = one_line(error)
-        # Checked before the aggregator sees it: one NaN would spoil the mean of all clients. What a
-        # worker has added up, it has checked.
-        if update.partial is None:
-            fault = fault or update.fault(*self._expected)
-        fault = fault or _private_fault(outcome)
+        outcome = replace(outcome, update=update)
+        # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
+        fault = fault or outcome.fault(*self._expected)
         if fault is None:
-            return replace(outcome, update=update)
+            return outcome
         if fault.startswith("extras"):
             fault += f" ({type(self.aggregator).__name__}.expected_extras says what clients send)"
         return ClientFailure(update.client, update.round, f"its update was refused: {fault}")
@@ -406,11 +404,6 @@ class _Start(NamedTuple):
     broadcast: Broadcast
     clients: int
     part: int | None
-
-
-def _private_fault(result: ClientResult) -> str | None:
-    name = non_finite(result.memory.get("model", {}))
-    return None if name is None else f"its private entry {name} is not finite"
 
 
 def _refuse_unfit(aggregator: Aggregator, schedule: Schedule, secure: bool) -> None:

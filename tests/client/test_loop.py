@@ -201,3 +201,24 @@ def test_a_callback_is_told_of_an_error_in_a_later_fit() -> None:
     assert Fails.told == ["of client 1"]
     assert made.federation is not None
     assert [failure.client for failure in made.federation.log.failures] == [1]
+
+
+class Looks(Classifier):
+    """Notes what a fit shows of the Trainer before its first step."""
+
+    seen: list[Any] = []
+
+    def on_fit_start(self) -> None:
+        Looks.seen.append(self.trainer.train_dataloader)
+        Looks.seen.append(self.trainer.estimated_stepping_batches)
+
+    def teardown(self, stage: str) -> None:
+        self.trainer = None
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_no_fit_sees_the_loader_or_the_trainer_of_the_one_before(lean: bool) -> None:
+    Looks.seen = []
+    results, _, _ = fits(Looks(MLP(hidden=(8,))), lean, FedAvg())
+    assert Looks.seen[::2] == [None] * 3, "Lightning's loop would have it later"
+    assert Looks.seen[1::2] == [result.update.steps for result in results]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,19 @@ from lightning.pytorch import Callback
 
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAdam, FedAvg, FedBuff, FedProx
 from flsuite.aggregators.parts import mean_by_parts, part_size
-from flsuite.callbacks import FederationCallback
+from flsuite.callbacks import FederationCallback, RoundProgress
 from flsuite.engines import InProcess, Processes, Ray
 from flsuite.exchange import Quantize
-from flsuite.messages import ClientResult, ClientUpdate, Outcome
+from flsuite.messages import ClientContext, ClientResult, ClientUpdate, Outcome
 from flsuite.state import RunningMean
 from tests.conftest import classifier, digits, equal_states, trainer
 
 CLIENTS = 45  # two clients in each part, and one in the last
 
 
-def fit(**kwargs: Any) -> Any:
+def fit(private: Sequence[str] = (), **kwargs: Any) -> Any:
     made = trainer(**{"rounds": 2, **kwargs})
-    made.fit(classifier(), digits(clients=CLIENTS))
+    made.fit(classifier(private=private), digits(clients=CLIENTS))
     return made
 
 
@@ -44,6 +45,15 @@ class Reads(FederationCallback):
         self.mean.add(outcome.update.state, outcome.update.samples)
 
 
+class ReadsSound(FederationCallback):
+    """Needs every update, and does nothing with it."""
+
+    affects = "nothing"
+
+    def on_client_end(self, run: Any, outcome: Outcome) -> None:
+        assert run.federation is not None
+
+
 class Spoils(Callback):
     """Gives one client a NaN, and lets another one fail."""
 
@@ -57,18 +67,38 @@ class Spoils(Callback):
             raise ValueError("of client 8")
 
 
-class Dies(Callback):
-    """Kills the worker of one client, up to ``times`` times."""
+class SpoilsHead(Callback):
+    """Gives two clients a NaN that they do not share: the last of a part, the first of another."""
 
     supports_local_loop = True
 
-    def __init__(self, folder: Path, times: int) -> None:
-        self.folder, self.times = folder, times
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.train_dataloader.client in (5, 8):
+            pl_module.network[3].weight.data[0, 0] = float("nan")
+
+
+class KeepsALock(FedAvg):
+    """One client keeps what cannot be sent."""
+
+    def client_callbacks(self, client: ClientContext) -> list[Callback]:
+        if client.id == 5:
+            client.memory["lock"] = threading.Lock()
+        return []
+
+
+class Dies(Callback):
+    """Kills the workers of some clients, each up to ``times`` times."""
+
+    supports_local_loop = True
+
+    def __init__(self, folder: Path, times: int, clients: tuple[int, ...] = (5,)) -> None:
+        self.folder, self.times, self.clients = folder, times, clients
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        done = len(list(self.folder.iterdir()))
-        if trainer.train_dataloader.client == 5 and done < self.times:
-            (self.folder / str(done)).touch()
+        client = trainer.train_dataloader.client
+        done = len(list(self.folder.glob(f"{client}-*")))
+        if client in self.clients and done < self.times:
+            (self.folder / f"{client}-{done}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -102,6 +132,48 @@ def test_a_part_whose_worker_dies_is_trained_again_client_by_client(tmp_path: Pa
     made = fit(rounds=1, engine=Processes(2), callbacks=[Dies(tmp_path, times=1)])
     assert len(list(tmp_path.iterdir())) == 1, "it has happened"
     assert equal_states(made.federation.state, whole.federation.state)
+
+
+def test_each_client_of_a_part_has_a_second_try(tmp_path: Path) -> None:
+    callback = Dies(tmp_path, times=1, clients=(4, 5))
+    made = fit(rounds=1, engine=Processes(2), callbacks=[callback])
+    assert len(list(tmp_path.iterdir())) == 2, "it has happened"
+    assert not made.federation.log.failures
+    assert equal_states(made.federation.state, fit(rounds=1).federation.state)
+
+
+@pytest.mark.parametrize("engine", [InProcess, lambda: Processes(2)])
+def test_a_client_that_is_refused_for_its_own_entries_is_in_no_sum(engine: Any) -> None:
+    head = ("network.3",)
+    summed = fit(private=head, engine=engine(), callbacks=[SpoilsHead()])
+    whole = fit(private=head, callbacks=[SpoilsHead(), ReadsSound()])
+    assert [f.client for f in summed.federation.log.failures] == [5, 8]
+    assert summed.run.sums_parts and not whole.run.sums_parts
+    assert equal_states(summed.federation.state, whole.federation.state)
+
+
+def test_a_client_that_cannot_be_sent_takes_no_other_with_it() -> None:
+    made = fit(rounds=1, aggregator=KeepsALock(), engine=Processes(2))
+    assert made.run.sums_parts
+    assert [f.client for f in made.federation.log.failures] == [5]
+
+
+class OwnProgress(RoundProgress):
+    def on_client_end(self, run: Any, outcome: Outcome) -> None:
+        """Do something of its own."""
+
+
+def test_a_callback_that_does_not_say_what_it_reads_has_every_model() -> None:
+    hook = FederationCallback()
+    hook.on_client_end = lambda run, outcome: None  # type: ignore[method-assign]
+    for callback, is_summed in (
+        (FederationCallback(), True),
+        (RoundProgress(), True),
+        (OwnProgress(), False),
+        (hook, False),
+    ):
+        made = trainer(rounds=1, callbacks=[callback])
+        assert made.prepare(classifier(), digits(clients=3)).sums_parts == is_summed
 
 
 def test_a_client_that_always_kills_its_worker_takes_no_other_with_it(tmp_path: Path) -> None:

@@ -263,8 +263,8 @@ def test_a_client_whose_worker_dies_twice_has_failed_and_no_other(
     both_ready: Ray, reference: dict[int, Any], tmp_path: Path
 ) -> None:
     _, state = worker_setup()
-    order = (0, 1, 2, 3, 4, 5, *(0, 1, 2, 4, 5) * 2)  # client 3 once, so that both deaths are its
-    submitted = requests(state, order, callbacks=(Trouble(tmp_path, (3,), times=2),))
+    order = (0, 1, 2, 3, 4, 5, *(0, 1, 2, 4, 5) * 2)  # client 3 once, so that all deaths are its
+    submitted = requests(state, order, callbacks=(Trouble(tmp_path, (3,), times=3),))
     results = outcomes(both_ready, submitted)
     failures = [outcome for outcome in results if isinstance(outcome, ClientFailure)]
     assert [(f.client, f.reason) for f in failures] == [(3, "its worker died twice")]

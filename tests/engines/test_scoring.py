@@ -60,6 +60,19 @@ def test_clients_in_flight_stay_in_flight_while_others_are_scored() -> None:
     assert rows(there) == rows(here) != []
 
 
+class Draws(Classifier):
+    """A classifier whose scores depend on what is drawn."""
+
+    def evaluation_step(self, batch: Any) -> dict[str, Tensor]:
+        columns = super().evaluation_step(batch)
+        return {**columns, "loss": columns["loss"] + torch.rand_like(columns["loss"])}
+
+
+def test_what_an_evaluation_draws_depends_on_the_client_alone() -> None:
+    here = rows(fit(InProcess(), Draws))
+    assert rows(fit(Processes(2), Draws)) == rows(fit(Processes(3), Draws)) == here
+
+
 class Faulty(Classifier):
     def evaluation_step(self, batch: Any) -> dict[str, Tensor]:
         raise ValueError("no scores today")
