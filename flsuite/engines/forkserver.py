@@ -75,7 +75,8 @@ def _is_importing() -> bool:
         # A module that is loaded when it is first used must stay as it is.
         object.__getattribute__(module, "__dict__").get("__spec__")
         for module in list(sys.modules.values())
-        if isinstance(module, ModuleType)
+        # By type(): other objects in this dict say that they are modules.
+        if issubclass(type(module), ModuleType)
     ]
     return any(getattr(spec, "_initializing", False) for spec in specs)
 

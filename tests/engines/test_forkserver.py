@@ -165,3 +165,13 @@ def test_both_ways_give_the_weights_of_one_process_in_a_script_without_a_guard(
     # A machine with an accelerator forks neither.
     assert is_fork == (forks and not torch.accelerator.is_available())
     assert not [p for p in psutil.process_iter(["cmdline"]) if script in (p.info["cmdline"] or [])]
+
+
+def test_what_only_says_that_it_is_a_module_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        __slots__ = ()
+        __class__ = ModuleType  # type: ignore[assignment]
+
+    monkeypatch.setitem(sys.modules, "a_library", Library())
+    assert isinstance(sys.modules["a_library"], ModuleType)
+    assert not forkserver._is_importing()
