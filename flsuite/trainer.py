@@ -101,6 +101,7 @@ class FederatedTrainer(Trainer):
         require_one_of("trainer", get_args(Buffers), buffers=buffers)
         self.client_kwargs = {**client_arguments(kwargs), "max_epochs": max_epochs}
         kwargs["default_root_dir"] = kwargs.get("default_root_dir") or run_dir
+        kwargs.update(on_one_gpu(kwargs))  # in place: the command follows kwargs to Lightning's
         quiet_lightning()
         super().__init__(
             max_epochs=max_epochs,
@@ -109,7 +110,7 @@ class FederatedTrainer(Trainer):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **on_one_gpu(kwargs),
+            **kwargs,
         )
         require_one_device(self)
 
@@ -117,10 +118,9 @@ class FederatedTrainer(Trainer):
         self.schedule = schedule or Synchronous()
         self.engine = engine or InProcess()
         self.compression, self.secure_sum = compression, secure_sum
-        self.buffers: Buffers = buffers
         self.keep_optimizers, self.channels_last = keep_optimizers, channels_last
         self.run_dir = Path(run_dir) if run_dir else None
-        self.writes = enable_checkpointing
+        self.buffers, self.writes = buffers, enable_checkpointing
         self.keep_updates, self.from_updates = keep_updates, from_updates
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
