@@ -35,7 +35,9 @@ class Processes:
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         }
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-        self.environment = {**os.environ, **own, **quick, "PATH": path}
+        # Flower's simulation would join any cluster of Ray that runs on this machine.
+        alone = {"RAY_ADDRESS": "local"}
+        self.environment = {**os.environ, **own, **quick, **alone, "PATH": path}
 
     def __enter__(self) -> "Processes":
         return self
