@@ -393,4 +393,6 @@ def test_bad_arguments_are_named(settings: dict[str, Any], reason: str) -> None:
 def test_models_without_a_chain_are_welcome() -> None:
     made = DENSE(**SMALL)  # type: ignore[arg-type]
     made.tools = tools(normed())
-    made.configure(StateLayout((), 3, no_chain="it has a BatchNorm2d"))
+    layout = StateLayout((), 3, no_chain="it has a BatchNorm2d")
+    made.configure(layout)
+    assert made.layout is layout

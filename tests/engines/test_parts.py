@@ -228,8 +228,10 @@ def test_a_subclass_with_a_rule_of_its_own_is_not_its_base_class(
 
 
 def test_the_server_memory_in_a_weight_is_no_trap() -> None:
-    made = trainer(rounds=1, aggregator=OwnWeight(), engine=InProcess())
-    made.fit(classifier(), digits(clients=3))
+    made = fit(rounds=1, aggregator=OwnWeight())
+    assert not made.run.sums_parts, "workers do not have the server's memory"
+    plain = fit(rounds=1, aggregator=FedAvg(weighting="uniform"))
+    assert equal_states(made.federation.state, plain.federation.state)
 
 
 @pytest.mark.parametrize(("cohort", "size"), [(1, 1), (39, 1), (40, 2), (100, 5), (10_000, 16)])
