@@ -72,7 +72,8 @@ class Backlog:
             self._queue.remove(first)
             self._queue.appendleft(first)
 
-    def is_in(self, number: int | None, job: Job) -> bool:
+    @staticmethod
+    def is_in(number: int | None, job: Job) -> bool:
         """Return whether a request belongs to a job."""
         return any(request.number == number for request in job)
 

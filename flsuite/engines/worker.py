@@ -51,8 +51,8 @@ def serve(
 
     Args:
         connection: Brings a :class:`Broadcast`, or a list of requests without it, one after
-            another to be trained. The first answer is :class:`Ready`. The answer to every list are
-            its outcomes, or :class:`Fatal`.
+            another to be trained. The first answer is :class:`Ready`. Every list is answered by the
+            list of its outcomes, or by :class:`Fatal`.
         descriptor, head, places: The setup, as :func:`~flsuite.engines.wire.dump_shared` wrote it.
         threads: Threads of torch.
         worker: Number of the worker.
