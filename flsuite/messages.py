@@ -241,12 +241,15 @@ class ClientUpdate:
     part: int | None = None
     partial: RunningMean | None = None
 
-    def fault(self, state: State, extras: dict[str, Any] | None = None) -> str | None:
+    def fault(
+        self, state: State, extras: dict[str, Any] | None = None, reads_numbers: bool = True
+    ) -> str | None:
         """Return why this update must not reach the aggregator, or ``None`` if it may.
 
         Args:
             state: The global state, as a template of keys, shapes and dtypes.
             extras: A template of the extras, see :meth:`Aggregator.expected_extras`.
+            reads_numbers: Whether every number is looked at: it must be finite.
         """
         if self.samples < 1:
             return f"it claims {self.samples} training samples"
@@ -256,7 +259,10 @@ class ClientUpdate:
             return difference
 
         # Checked last, because it reads every number of the update.
-        if name := non_finite(self.state) or non_finite(self.extras, "extras"):
+        name = (
+            non_finite(self.state) or non_finite(self.extras, "extras") if reads_numbers else None
+        )
+        if name is not None:
             return (
                 f"{name} is not finite; lower the learning rate, or clip gradients with "
                 "trainer.gradient_clip_val or the model's own clip"
@@ -287,7 +293,9 @@ class ClientResult:
     memory: dict[str, Any]
     training: dict[str, float] = field(default_factory=dict)
 
-    def fault(self, state: State, extras: dict[str, Any] | None = None) -> str | None:
+    def fault(
+        self, state: State, extras: dict[str, Any] | None = None, reads_numbers: bool = True
+    ) -> str | None:
         """Return why the update must not reach the aggregator, or ``None`` if it may.
 
         The arguments are those of :meth:`ClientUpdate.fault`. What a worker has added up, it has
@@ -295,7 +303,7 @@ class ClientResult:
         """
         if self.update.partial is not None:
             return None
-        if fault := self.update.fault(state, extras):
+        if fault := self.update.fault(state, extras, reads_numbers):
             return fault
         name = non_finite(self.memory.get("model", {}))
         return None if name is None else f"its private entry {name} is not finite"

@@ -5,7 +5,7 @@ change their arguments, unless their name ends in an underscore, and never retur
 their arguments, unless they say so.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -31,7 +31,6 @@ __all__ = [
     "nbytes",
     "non_finite",
     "plain",
-    "split",
 ]
 
 State = dict[str, Tensor]
@@ -98,16 +97,6 @@ class StateLayout:
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a name starts with one of the patterns, which may have wildcards."""
     return any(fnmatchcase(name, pattern + "*") for pattern in patterns)
-
-
-def split(state: Mapping[str, Tensor], private: Sequence[str]) -> tuple[State, State]:
-    """Return the entries that travel and those that stay.
-
-    Both alias the tensors of ``state``.
-    """
-    stays = {name for name in state if matches(name, private)}
-    shared = {name: value for name, value in state.items() if name not in stays}
-    return shared, {name: value for name, value in state.items() if name in stays}
 
 
 def clone(state: Mapping[str, Tensor]) -> State:
@@ -301,6 +290,12 @@ class RunningMean:
                 self._sums[name].add_(total)
             else:
                 torch.maximum(self._sums[name], total, out=self._sums[name])
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether every number that was added is finite."""
+        # Neither a NaN nor an infinity leaves a sum, and float32 cannot overflow float64.
+        return non_finite(self._sums) is None
 
     def mean(self) -> State:
         """Return the mean, in the dtypes of the states.

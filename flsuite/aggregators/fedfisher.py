@@ -209,7 +209,12 @@ class _FisherPass(LogitPass):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        spec: Any = pl_module.spec  # every client's model is built for its data
+        spec: Any = getattr(pl_module, "spec", None)
+        if spec is None:
+            raise FlsuiteError(
+                f"FedFisher: model must be a flsuite.models.ClientModel, which knows the shape of "
+                f"its data, got {type(pl_module).__name__}"
+            )
         # Now, because the training would be lost.
         with measuring(pl_module):
             x = torch.zeros(1, *spec.shape, device=pl_module.device)

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from flsuite.lightning_internals import enter_hook, scaler_of, set_train_loader, train_loader
@@ -56,6 +57,7 @@ class LocalLoop:
         trainer, module, precision = self.trainer, self.module, self.trainer.precision_plugin
         return (
             module.automatic_optimization
+            and _takes_a_batch(module)
             and len(trainer.optimizers) == 1
             and _steps_without_closure(trainer.optimizers[0])
             and not trainer.lr_scheduler_configs
@@ -210,6 +212,14 @@ def supports_local_loop(callback: Callback) -> bool:
     """Return whether a callback is known to work with :class:`LocalLoop`."""
     kind = type(callback)
     return kind.__module__.startswith("flsuite.") or getattr(kind, "supports_local_loop", False)
+
+
+def _takes_a_batch(module: LightningModule) -> bool:
+    """Return whether Lightning calls ``training_step`` with a batch and its index."""
+    step = module.training_step
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2) and not (
+        is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+    )
 
 
 def _is_every_batch(limit: int | float | None) -> bool:

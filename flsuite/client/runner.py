@@ -18,14 +18,16 @@ from flsuite.aggregators.after_fit import AfterFit
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
+from flsuite.client.resident import Resident
 from flsuite.client.scorer import Scorer
-from flsuite.client.setup import WorkerSetup, buffer_names, private_patterns
+from flsuite.client.setup import WorkerSetup, buffer_names, entries_of
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import scaler_of, steps_taken
 from flsuite.messages import (
+    Broadcast,
     ClientContext,
     ClientFailure,
     ClientResult,
@@ -36,9 +38,9 @@ from flsuite.messages import (
     ScoreRequest,
     TrainedFit,
 )
-from flsuite.models.base import ClientModel
+from flsuite.models import traits
 from flsuite.random import seed_process
-from flsuite.state import RunningMean, State, clone, load_, nbytes, split
+from flsuite.state import RunningMean, State, clone, load_, nbytes
 
 __all__ = ["ClientRunner"]
 
@@ -56,14 +58,14 @@ class ClientRunner:
         self.trainer_kwargs = on_one_gpu(setup.trainer_kwargs, worker)
         self.model = setup.model
         if setup.channels_last:
-            self.model.to_channels_last()
-        self.private = private_patterns(setup.model, setup.aggregator, setup.buffers)
+            traits.to_channels_last(self.model)
+        self.entries = entries_of(setup.model, setup.aggregator, setup.buffers)
         self.buffers = buffer_names(self.model)
-        self._trainable = {name: p.requires_grad for name, p in self.model.named_parameters()}
-        self._attributes = _python_attributes(self.model)
+        self._resident = Resident(self.model, self.entries.frozen)
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
+        self._counted: tuple[Broadcast, int] | None = None
 
     def run(self, request: FitRequest) -> Outcome:
         """Train one client.
@@ -74,7 +76,7 @@ class ClientRunner:
             FlsuiteError: If no client can train with the settings of the run.
         """
         loss = MeanLoss()
-        self._restore_attributes()
+        self._resident.restore()
         try:
             return self._fit(request, loss)
         except NeedsLightningLoopError:
@@ -86,7 +88,7 @@ class ClientRunner:
         except Exception as error:
             return self._failure(request, error, before_first_step=not loss.steps)
         finally:
-            self._restore_trainable()
+            self._resident.release()
 
     def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
         """Return what comes out of the requests of a job, which are all of one kind."""
@@ -104,33 +106,54 @@ class ClientRunner:
         if len(requests) == 1:
             return [self.run(requests[0])]
 
+        # A NaN or an infinity in a model leaves no finite sum, so that one look at the sum is
+        # enough. Who has it is then seen in the same fits again.
+        outcomes, total = self._sum_up(requests, reads_numbers=False)
+        if total.is_finite:
+            return outcomes
+        return self._sum_up(requests, reads_numbers=True)[0]
+
+    def _sum_up(
+        self, requests: Sequence[FitRequest], reads_numbers: bool
+    ) -> tuple[list[Outcome], RunningMean]:
+        """Train several clients, and return their outcomes and the sum of the models.
+
+        Args:
+            requests: The fits.
+            reads_numbers: Whether a model with a number that is not finite is left out.
+        """
         total, outcomes = RunningMean(), []
         last: ClientUpdate | None = None
         for request in requests:
             outcome = self.run(request)
             if isinstance(outcome, ClientResult):
                 update = outcome.update
-                if outcome.fault(request.broadcast.state) is None:
+                if outcome.fault(request.broadcast.state, reads_numbers=reads_numbers) is None:
                     total.add(update.state, self.setup.aggregator.weight(update))
                     update.state, update.partial, last = {}, RunningMean(), update
             outcomes.append(outcome)
 
         if last is not None:
             last.partial = total
-        return outcomes
+        return outcomes, total
 
     def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
         """Score one client's own model.
 
         The result is ``None`` where there is no such split, and a failure after an error.
         """
-        self._restore_attributes()
+        self._resident.restore()
         try:
             trainer, _ = self._rewound_trainer([])
             data = self.setup.data.at(request.broadcast.round)
             device, precision = trainer.strategy.root_device, trainer.precision_plugin
             scorer = Scorer(
-                self.model, data, device, precision.forward_context, seed=self.setup.seed
+                self.model,
+                data,
+                device,
+                precision.forward_context,
+                seed=self.setup.seed,
+                trainer_kwargs=self.trainer_kwargs,
             )
             state = {**self.setup.initial, **request.private, **request.broadcast.state}
             return scorer.own(request.client, state, request.split, request.details)
@@ -157,8 +180,9 @@ class ClientRunner:
         stream = f"fit/{request.repeat}" if request.repeat else "fit"
         seed_process(setup.seed, stream, client.round, client.id)
         self._swap_in(broadcast.state, request.memory.get("model", {}))
+        self._resident.mark()
         if view.stage is not None:
-            self.model.begin_task(view.stage.task, view.stage.seen, view.stage.past)
+            traits.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
         keeper = KeepOptimizers(request.memory.get("optimizers"))
         # The order matters: the rate is set before the user's callbacks see it, and the algorithm
         # comes after them, so that its term joins the final gradient.
@@ -180,16 +204,21 @@ class ClientRunner:
         )
         if request.trained is None:
             trainer.fit(self.model, loader)
+            self._resident.check()
             logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-            numbers = {**loss.means(), **skips.numbers(), **logged}
             steps, kept = steps_taken(trainer) - skips.skipped, keeper.states
+            numbers = {**loss.means(), **skips.numbers(), **logged}
+            if steps and not loss.steps:  # under manual optimization, steps need not return a loss
+                del numbers["loss"]
+                numbers |= {"loss": logged["train_loss"]} if "train_loss" in logged else {}
         else:
             self._measure(request.trained, trainer, callbacks, loader)
             numbers, steps = request.trained.metrics, request.trained.steps
             started -= request.trained.seconds
             kept = request.trained.memory.get("optimizers")
 
-        shared, private = split(self.model.state_dict(), self.private)
+        state = self.model.state_dict()
+        shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
         update = ClientUpdate(
             client=client.id,
             round=client.round,
@@ -199,7 +228,7 @@ class ClientRunner:
             state=clone(shared),
             extras=client.extras,
             metrics={**numbers, **_numbers(client.metrics)},
-            bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
+            bytes_down=self._bytes_of(broadcast),
         )
         notes = copy.deepcopy(request.memory.get("exchange", {}))
         packed, summands = setup.exchange.pack(update, setup.aggregator, broadcast.state, notes)
@@ -213,6 +242,12 @@ class ClientRunner:
         }
         # Without empty parts, which a checkpoint need not hold.
         return ClientResult(packed, {k: v for k, v in memory.items() if v}, numbers)
+
+    def _bytes_of(self, broadcast: Broadcast) -> int:
+        """Return the bytes of a version of the global model, counted once."""
+        if self._counted is None or self._counted[0] is not broadcast:
+            self._counted = broadcast, nbytes(broadcast.state) + nbytes(broadcast.extras)
+        return self._counted[1]
 
     def _measure(
         self,
@@ -264,7 +299,7 @@ class ClientRunner:
         trainer = self._started_trainer()
         if self._data is None:
             self._data = self.setup.data.to(trainer.strategy.root_device)
-        trainer.rewind(self.model.extra_epochs)
+        trainer.rewind(traits.extra_epochs(self.model))
         return trainer, self._data
 
     def _started_trainer(self) -> ClientTrainer:
@@ -279,30 +314,6 @@ class ClientRunner:
     def _has_no_callbacks_of_its_own(self) -> bool:
         method = type(self.model).configure_callbacks
         return method.__module__.startswith(("flsuite.", "lightning."))
-
-    def _restore_trainable(self) -> None:
-        """Unfreeze what a fit has frozen, and the other way round."""
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self._trainable.get(name, parameter.requires_grad))
-
-    def _restore_attributes(self) -> None:
-        """Give the model the numbers, lists and dicts that it had before its first fit.
-
-        A model may collect numbers in a list over the steps of a fit. They must not reach the next
-        client, nor a fit that starts again in Lightning's loop.
-        """
-        for name, value in self._attributes.items():
-            setattr(self.model, name, copy.deepcopy(value))
-
-
-def _python_attributes(model: ClientModel) -> dict[str, Any]:
-    """Return copies of the model's attributes that are plain Python data."""
-    kinds = (bool, int, float, str, list, dict, set)
-    return {
-        name: copy.deepcopy(value)
-        for name, value in vars(model).items()
-        if type(value) in kinds and not name.startswith("_") and name != "training"
-    }
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -5,16 +5,22 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from flsuite.client.own_steps import OwnSteps
 from flsuite.data.federated import FederatedData
+from flsuite.data.loader import SplitLoader
 from flsuite.data.ragged import RaggedIndex
 from flsuite.data.spec import DataSplit
+from flsuite.data.stored import StoredSplit
 from flsuite.messages import OwnScores, Scores, Split
 from flsuite.metrics import class_accuracy, scores
-from flsuite.models.base import ClientModel
+from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
+from flsuite.models.traits import class_outputs, scores_by_columns, scores_by_steps
 from flsuite.random import seed_process
 from flsuite.state import State, load_
 
@@ -24,23 +30,30 @@ __all__ = ["Scorer"]
 class Scorer:
     """Scores models in big batches, off the clients' path.
 
+    A model is scored by its ``evaluation_step``, which has a row per sample. A model without one is
+    scored by what its own ``test_step`` and ``validation_step`` log. Where it has logits of classes
+    too, the suite's scores are added.
+
     Args:
         model: The resident model that states are copied into.
         data: The samples. They may change from task to task.
         device: Where the model is scored.
         precision: Returns the context that the forward pass runs in, for example autocast.
-        batch_size: Samples per forward pass.
+        batch_size: Samples per forward pass. Samples that are not tensors in memory, and a model's
+            own steps, have the batches of training.
         seed: The run's seed, of what an evaluation draws.
+        trainer_kwargs: Arguments of each client's Lightning Trainer.
     """
 
     def __init__(
         self,
-        model: ClientModel,
+        model: LightningModule,
         data: FederatedData,
         device: torch.device,
         precision: Callable[[], AbstractContextManager[Any]],
         batch_size: int = 1024,
         seed: int = 0,
+        trainer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.data = data
@@ -48,6 +61,7 @@ class Scorer:
         self.precision = precision
         self.batch_size = batch_size
         self.seed = seed
+        self._steps = OwnSteps(model, trainer_kwargs or {}) if scores_by_steps(model) else None
 
     def own(
         self, client: int, state: State, split: Split, details: bool = False
@@ -64,11 +78,10 @@ class Scorer:
         with isolate_rng():
             # An evaluation may draw. It must not depend on what its process has drawn before.
             seed_process(self.seed, f"score/{split}", client=client)
-            outputs = self.outputs(samples)
-        rows = self._rows(split)
-        local = {} if rows is None else self._local(outputs, samples.y, rows, [client])
-        classes = self._class_rows(outputs, samples.y) if details else {}
-        whole = scores(outputs, samples.y, self.data.spec)
+            whole, outputs = self._whole(samples, split)
+            rows = self._rows(split)
+            local = {} if rows is None else self._local(outputs, samples, rows, [client], split)
+        classes = self._class_rows(outputs, samples) if details else {}
         return OwnScores(whole, local.get(str(client), {}), classes)
 
     def split(self, split: Split) -> DataSplit | None:
@@ -79,27 +92,69 @@ class Scorer:
         """Make the resident model the one of this state."""
         load_(self.model.state_dict(), state)
 
+    @property
+    def has_columns(self) -> bool:
+        """Return whether :meth:`outputs` has anything: a row per sample, or logits of classes."""
+        return scores_by_columns(self.model) or self._logits is not None
+
     def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
         """Return the model's evaluation columns for every sample, on the CPU."""
         self.model.to(self.device)  # parameters moved in inference mode cannot be trained
         with evaluating(self.model), torch.inference_mode():
             return self._outputs(samples)
 
+    @property
+    def _logits(self) -> Callable[[Any], Tensor] | None:
+        return class_outputs(self.model, self.data.spec)
+
     def _outputs(self, samples: DataSplit) -> dict[str, Tensor]:
         parts: list[dict[str, Tensor]] = []
-        chunks = zip(
-            samples.x.split(self.batch_size), samples.y.split(self.batch_size), strict=True
-        )
+        is_stored = isinstance(samples, StoredSplit)
+        size = self.data.batch_size if is_stored else self.batch_size
 
-        for x, y in chunks:
-            batch = self.data.scaling(x).to(self.device), y.to(self.device)
+        for batch in SplitLoader(self.data, samples, size):
             with self.precision():
-                columns = self.model.evaluation_step(batch)
+                columns = self._columns(move_data_to_device(batch, self.device))
             # On the CPU batch by batch, so that the outputs of a large split need no room on the
             # device.
             parts.append({name: column.float().cpu() for name, column in columns.items()})
 
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _columns(self, batch: Any) -> Mapping[str, Tensor]:
+        """Return a batch's columns, with one row per sample."""
+        model: Any = self.model
+        if scores_by_columns(model):
+            return model.evaluation_step(batch)
+        assert self._logits is not None
+        x, y = batch
+        logits = self._logits(x)
+        return {"loss": classification_loss(logits, y), "scores": class_probabilities(logits, y)}
+
+    def _whole(
+        self, samples: DataSplit, split: Split
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Return the scores on a whole split, and the columns that they come from."""
+        outputs = self.outputs(samples) if self.has_columns else {}
+        return self._numbers(outputs, samples, split, None, auroc=True), outputs
+
+    def _numbers(
+        self,
+        outputs: Mapping[str, Tensor],
+        samples: DataSplit,
+        split: Split,
+        rows: Tensor | None,
+        auroc: bool,
+    ) -> dict[str, float]:
+        """Return the scores on some rows of a split, or on all."""
+        part = outputs if rows is None else {name: column[rows] for name, column in outputs.items()}
+        y = samples.y if rows is None else samples.y[rows]
+        values = scores(part, y, self.data.spec, auroc=auroc) if part else {}
+        if self._steps is not None:
+            batches = SplitLoader(self.data, samples, self.data.batch_size, rows)
+            # What the model logs itself is its own word for the same name.
+            values |= self._steps.numbers(split, batches)
+        return values
 
     def _rows(self, split: Split) -> RaggedIndex | None:
         """Return each client's rows of a split, or ``None`` where clients have no part of it."""
@@ -112,18 +167,24 @@ class Scorer:
         )
 
     def _local(
-        self, outputs: Mapping[str, Tensor], y: Tensor, rows: RaggedIndex, clients: Sequence[int]
+        self,
+        outputs: Mapping[str, Tensor],
+        samples: DataSplit,
+        rows: RaggedIndex,
+        clients: Sequence[int],
+        split: Split,
     ) -> Scores:
         by_client: Scores = {}
         for client in clients:
             own = rows[client]
             if len(own):
-                part = {name: column[own] for name, column in outputs.items()}
                 # No AUROC: it is the costly score, and a client's part often lacks a class.
-                values = scores(part, y[own], self.data.spec, auroc=False)
+                values = self._numbers(outputs, samples, split, own, auroc=False)
                 by_client[str(client)] = values | {"samples": float(len(own))}
         return by_client
 
-    def _class_rows(self, outputs: Mapping[str, Tensor], y: Tensor) -> dict[str, float]:
-        by_class = class_accuracy(outputs["scores"], y, self.data.spec)
+    def _class_rows(self, outputs: Mapping[str, Tensor], samples: DataSplit) -> dict[str, float]:
+        if "scores" not in outputs:
+            return {}
+        by_class = class_accuracy(outputs["scores"], samples.y, self.data.spec)
         return {f"accuracy/{name}": value for name, value in by_class.items()}

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
@@ -16,18 +16,19 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.exchange import Exchange
-from flsuite.models.base import ClientModel
-from flsuite.state import State
+from flsuite.models.traits import frozen_entries, own_entries
+from flsuite.state import State, matches
 
 __all__ = [
     "Buffers",
+    "Entries",
     "WorkerSetup",
     "buffer_names",
     "client_arguments",
     "client_half",
+    "entries_of",
     "fit_samples",
     "has_lightning_hooks",
-    "private_patterns",
     "refuse_callbacks",
 ]
 
@@ -64,7 +65,7 @@ class WorkerSetup:
         aggregator: The client half of the algorithm, see :func:`client_half`.
         seed: The run's seed.
         initial: Entries for which a fit has no other value: private entries before a client's first
-            fit, and buffers.
+            fit, frozen parameters, and buffers.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
         buffers: What happens to buffers such as BatchNorm statistics. With ``average`` they travel
             and are averaged. With ``local`` they stay with the client. With ``reset`` they travel,
@@ -78,7 +79,7 @@ class WorkerSetup:
             each of them.
     """
 
-    model: ClientModel
+    model: LightningModule
     data: FederatedData
     aggregator: Aggregator
     seed: int
@@ -200,16 +201,42 @@ def buffer_names(model: LightningModule) -> Sequence[str]:
     return [name for name in model.state_dict() if name not in parameters]
 
 
-def private_patterns(model: ClientModel, aggregator: Aggregator, buffers: Buffers) -> list[str]:
-    """Return the patterns of the entries that stay with a client.
+class Entries(NamedTuple):
+    """The entries of a model's state dict, by who has them.
 
-    They come from the model, from the algorithm, and from ``buffers="local"``.
+    Attributes:
+        shared: They travel between the server and the clients.
+        private: Each client has its own.
+        frozen: Nobody trains them, so that they are the same everywhere and never travel.
     """
+
+    shared: tuple[str, ...]
+    private: tuple[str, ...]
+    frozen: tuple[str, ...]
+
+
+def entries_of(model: LightningModule, aggregator: Aggregator, buffers: Buffers) -> Entries:
+    """Return who has which entry, as the model, the algorithm and ``buffers`` say.
+
+    An entry that the model itself calls private is so even if it is frozen: it may change by other
+    means than gradients.
+    """
+    private: set[str] = set()
+    own = own_entries(model)
     # The pooled fit is not a client, so there is nowhere to keep an entry.
-    if aggregator.pooled:
-        return []
-    local_buffers = buffer_names(model) if buffers == "local" else ()
-    return [*model.private, *aggregator.private, *local_buffers]
+    if not aggregator.pooled:
+        private = {*own, *(buffer_names(model) if buffers == "local" else ())}
+        private |= {name for name in model.state_dict() if matches(name, aggregator.private)}
+
+    # What nobody trains is not kept once per client, unless the model says that it is private.
+    frozen = set(frozen_entries(model))
+    private -= frozen
+    names = list(model.state_dict())
+    return Entries(
+        tuple(name for name in names if name not in private | frozen),
+        tuple(name for name in names if name in private),
+        tuple(name for name in names if name in frozen),
+    )
 
 
 def has_lightning_hooks(callback: Callback) -> bool:

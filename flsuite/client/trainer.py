@@ -100,9 +100,7 @@ class ClientTrainer(Trainer):
             self._plain_fit = PlainFit(self, model)
 
     def _run_stage(self) -> None:
-        # The resident model still has the gradients of the client before.
         refuse_callbacks(self.callbacks)  # type: ignore[attr-defined]  # also the model's own
-        self.lightning_module.zero_grad()
         if self._scaler is not None:
             _refuse_fused(self.optimizers)
         local_loop = LocalLoop(self)

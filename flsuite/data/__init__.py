@@ -4,6 +4,8 @@ from flsuite.data.augment import Augment, CropFlip
 from flsuite.data.datasets.cinic10 import CINIC10
 from flsuite.data.datasets.digits import Digits
 from flsuite.data.datasets.femnist import FEMNIST
+from flsuite.data.datasets.from_data_module import FromDataModule
+from flsuite.data.datasets.from_dataset import FromDataset
 from flsuite.data.datasets.medmnist import MedMNIST
 from flsuite.data.datasets.nbaiot import NBaIoT
 from flsuite.data.datasets.synthetic import Synthetic
@@ -54,6 +56,8 @@ __all__ = [
     "FashionMNIST",
     "FederatedData",
     "FederatedDataModule",
+    "FromDataModule",
+    "FromDataset",
     "MedMNIST",
     "NBaIoT",
     "Natural",

@@ -4,6 +4,7 @@ A client is an index array into tensors that are in memory once. A batch is one 
 one cast. Nothing here depends on training.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from flsuite.data.images import Scaling
 from flsuite.data.loader import Batch, TrainLoader, batch_bounds
 from flsuite.data.ragged import RaggedIndex
 from flsuite.data.spec import DataSpec, DataSplit
+from flsuite.data.stored import StoredSplit
 from flsuite.messages import POOLED
 
 # Batch, batch_bounds and Ragged are here for importers that have not moved to loader and ragged.
@@ -94,7 +96,7 @@ class FederatedData:
 
     def class_counts(self, client: int) -> Tensor:
         """Return a client's training samples per class, or positives per label, int64."""
-        y = self.train.y[self.train_rows(client)]
+        y = self.train.classes[self.train_rows(client)]
         # minlength counts the classes that the client does not have, as 0.
         if y.ndim == 1:
             return torch.bincount(y, minlength=self.spec.num_classes)
@@ -107,7 +109,23 @@ class FederatedData:
 
     def plain_batch(self, rows: Tensor) -> Batch:
         """Return these rows of ``train`` as model inputs and targets, without augmentation."""
-        return self.scaling(self.train.x[rows]), self.train.y[rows]
+        return next(self.batches_of(self.train, [rows]))
+
+    def train_batches(self, parts: Iterable[Tensor], generator: torch.Generator) -> Iterator[Batch]:
+        """Yield a training batch for each of these rows of ``train``."""
+        if isinstance(self.train, StoredSplit):
+            yield from self.train.batches(parts, generator)
+        else:
+            for rows in parts:
+                yield self.train_batch(rows, generator)
+
+    def batches_of(self, samples: DataSplit, parts: Iterable[Tensor]) -> Iterator[Batch]:
+        """Yield a batch for each of these rows of a split, as the model sees it."""
+        if isinstance(samples, StoredSplit):
+            yield from samples.batches(parts)
+        else:
+            for rows in parts:
+                yield self.scaling(samples.x[rows]), samples.y[rows]
 
     def loader(
         self, client: int, seed: int, round: int, batches: int | None = None, repeat: int = 0
@@ -138,7 +156,7 @@ class FederatedData:
             return self
 
         # The index arrays stay: an index on the CPU selects from a tensor on any device.
-        train = DataSplit(self.train.x.to(device), self.train.y.to(device))
+        train = self.train.to(device)
         scaling = replace(
             self.scaling, scale=self.scaling.scale.to(device), shift=self.scaling.shift.to(device)
         )

@@ -1,12 +1,12 @@
 """The size, scale and channels of stored images as a model receives them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Scaling", "channel_moments", "fit_scaling", "resize_images"]
+__all__ = ["Scaling", "Unscaled", "channel_moments", "fit_scaling", "resize_images"]
 
 _CHUNK = 1024
 """Images that are resized at a time: as float32 they take four times the memory of their bytes."""
@@ -40,6 +40,20 @@ class Scaling:
         # expand alone repeats a channel by a stride of 0, which is not channels_last.
         repeated = scaled.expand(-1, self.channels, -1, -1)
         return repeated.contiguous(memory_format=torch.channels_last)
+
+
+@dataclass
+class Unscaled(Scaling):
+    """The map of samples that are stored as the model sees them."""
+
+    # As if images within [0, 1] were stored as bytes, which gives them back unchanged.
+    scale: Tensor = field(default_factory=lambda: torch.full((1,), 1 / 255))
+    shift: Tensor = field(default_factory=lambda: torch.zeros(1))
+    channels: int = 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the samples."""
+        return x
 
 
 def fit_scaling(x: Tensor, standardize: bool, rgb: bool) -> Scaling:

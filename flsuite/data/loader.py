@@ -1,18 +1,19 @@
 """Shuffled training batches of one client."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from flsuite.data.spec import DataSplit
 from flsuite.random import torch_generator
 
-__all__ = ["Batch", "BatchSource", "TrainLoader", "batch_bounds"]
+__all__ = ["Batch", "BatchSource", "SplitLoader", "SplitSource", "TrainLoader", "batch_bounds"]
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets."""
+"""Inputs and targets. A dataset with a collate function may have batches of another structure."""
 
 
 def batch_bounds(samples: int, batch_size: int) -> list[tuple[int, int]]:
@@ -34,8 +35,8 @@ class BatchSource(Protocol):
     def train_rows(self, client: int) -> Tensor:
         """Return the rows that a client trains on."""
 
-    def train_batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
-        """Return these rows as a batch."""
+    def train_batches(self, parts: Iterable[Tensor], generator: torch.Generator) -> Iterator[Batch]:
+        """Yield a training batch for each of these rows."""
 
     def plain_batch(self, rows: Tensor) -> Batch:
         """Return these rows as a batch, without augmentation."""
@@ -88,8 +89,8 @@ class TrainLoader:
         while left > 0:
             order = self._rows[torch.randperm(len(self._rows), generator=generator)]
             # The last pass ends early if fewer batches are left than it has.
-            for start, stop in self._bounds[:left]:
-                yield self.data.train_batch(order[start:stop], generator)
+            parts = [order[start:stop] for start, stop in self._bounds[:left]]
+            yield from self.data.train_batches(parts, generator)
             left -= len(self._bounds)
 
     def plain_batches(self, samples: int | None = None, batch_size: int = 500) -> Iterator[Batch]:
@@ -106,3 +107,37 @@ class TrainLoader:
             rows = rows[torch.randperm(len(rows), generator=generator)[:samples].sort().values]
         for part in rows.split(batch_size):
             yield self.data.plain_batch(part)
+
+
+class SplitSource(Protocol):
+    """The part of a :class:`~flsuite.data.federated.FederatedData` that an evaluation needs."""
+
+    def batches_of(self, samples: DataSplit, parts: Iterable[Tensor]) -> Iterator[Batch]:
+        """Yield a batch for each of these rows of a split."""
+
+
+@dataclass
+class SplitLoader:
+    """Batches of some rows of a split, in their order.
+
+    Attributes:
+        data: It turns stored samples into model inputs.
+        samples: The split.
+        batch_size: Samples per batch.
+        rows: int64, the rows. Default: all.
+    """
+
+    data: SplitSource
+    samples: DataSplit
+    batch_size: int
+    rows: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows = torch.arange(len(self.samples)) if self.rows is None else self.rows
+        self._parts = rows.split(self.batch_size) if len(rows) else ()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.data.batches_of(self.samples, self._parts))

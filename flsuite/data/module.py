@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from flsuite.data.arguments import PlainArguments, arguments, snapshot
 from flsuite.data.augment import Augment
 from flsuite.data.federated import FederatedData
-from flsuite.data.images import fit_scaling, resize_images
+from flsuite.data.images import Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
 from flsuite.data.partitions import IID, Partition, partition_labels
 from flsuite.data.ragged import RaggedIndex
@@ -162,7 +162,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             self._federated = replace(
                 self._federated, batch_size=self.batch_size, augment=self.augment
             )
-        self._split_with = settings
+        self._split_with = self._settings()  # load() may have set an argument that was left open
 
     def _check_arguments(self) -> None:
         """Refuse impossible arguments, at the start and when one has changed."""
@@ -201,10 +201,12 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         val = None if published.val is None else self._resized(published.val)
 
         # A partition sees one class per sample and the owners, never the samples themselves.
-        labels = partition_labels(train.y.numpy())
+        labels = partition_labels(train.classes.numpy())
         ids = None if train.ids is None else train.ids.numpy()
         rng = numpy_generator(self.partition_seed, "partition")
-        rows = (self.partition or IID())(labels, self.clients, rng, ids)
+        partition = self.partition or IID()
+        partition.check_labels(published.spec)
+        rows = partition(labels, self.clients, rng, ids)
 
         # A published validation split is used by default, and replaced by a fraction that is given.
         default_fraction = 0.1 if val is None else 0.0
@@ -216,14 +218,10 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         if ids is not None and test.ids is not None and owners_are_whole(ids, rows):
             test_rows = assign_test_rows_by_owner(ids, rows, test.ids.numpy())
         else:
-            test_labels = partition_labels(test.y.numpy())
+            test_labels = partition_labels(test.classes.numpy())
             test_rows = split_test_like_train(labels, train_rows, test_labels, self.partition_seed)
 
-        # One scaling for all clients, fitted on all training samples.
-        scaling = fit_scaling(train.x, self.standardize, self.rgb)
-        shape = tuple(train.x.shape[1:])
-        if train.x.ndim == 4:
-            shape = (scaling.channels, *shape[:2])
+        scaling, shape = self._scaling(train, published.spec)
         return FederatedData(
             spec=replace(published.spec, shape=shape),
             train=train,
@@ -237,6 +235,13 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             augment=self.augment,
             server=server,
         )
+
+    def _scaling(self, train: DataSplit, spec: DataSpec) -> tuple[Scaling, tuple[int, ...]]:
+        """Return one scaling for all clients, and the shape of a sample that it makes."""
+        # Fitted on all training samples.
+        scaling = fit_scaling(train.x, self.standardize, self.rgb)
+        shape = tuple(train.x.shape[1:])
+        return scaling, (scaling.channels, *shape[:2]) if train.x.ndim == 4 else shape
 
     def _resized(self, split: DataSplit) -> DataSplit:
         """Return the split with its images in the size of the argument ``resize``."""

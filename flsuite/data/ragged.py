@@ -34,7 +34,9 @@ class RaggedIndex:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Tensor:
-        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+        # An array of NumPy, because reading two numbers of a tensor takes as long as a small copy.
+        offsets = self.offsets.numpy()
+        return self.values[offsets[row] : offsets[row + 1]]
 
     def part(self, first: int, last: int) -> "RaggedIndex":
         """Return the rows from ``first`` up to and without ``last``."""

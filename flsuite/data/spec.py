@@ -1,6 +1,6 @@
 """A dataset before it is split over clients: arrays in memory and their description."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -8,8 +8,10 @@ from torch import Tensor
 
 __all__ = ["DataSpec", "DataSplit", "PublishedSplits", "Task"]
 
-Task = Literal["multiclass", "binary", "ordinal", "multilabel"]
-"""The kind of classification; ``binary`` and ``ordinal`` are trained as ``multiclass``."""
+Task = Literal["multiclass", "binary", "ordinal", "multilabel", "other"]
+"""The kind of classification; ``binary`` and ``ordinal`` are trained as ``multiclass``.
+
+``other`` is any other problem, such as a regression. Its classes are for partitions alone."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +55,39 @@ class DataSplit:
 
     Attributes:
         x: Images as uint8 ``(n, height, width, channels)``, or tables as float32 ``(n, features)``.
-        y: Targets: int64 ``(n,)``, or uint8 ``(n, labels)`` for a multi-label task.
+        y: Targets: int64 ``(n,)``, uint8 ``(n, labels)`` for a multi-label task, or any tensor with
+            one row per sample where the task is ``other``.
         ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device). It is ``None``
             where the data has none.
+        labels: int64 ``(n,)``, one class per sample for partitions, where ``y`` has none.
     """
 
     x: Tensor
     y: Tensor
     ids: Tensor | None = None
+    labels: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.y)
 
     def take(self, index: Tensor) -> "DataSplit":
         """Return the samples at these rows."""
-        return DataSplit(
-            self.x[index], self.y[index], None if self.ids is None else self.ids[index]
+        return replace(
+            self,
+            x=self.x[index],
+            y=self.y[index],
+            ids=None if self.ids is None else self.ids[index],
+            labels=None if self.labels is None else self.labels[index],
         )
+
+    @property
+    def classes(self) -> Tensor:
+        """Return the classes that a partition sees, as ``y`` of a classification has them."""
+        return self.y if self.labels is None else self.labels
+
+    def to(self, device: torch.device) -> "DataSplit":
+        """Return the samples and their targets on another device."""
+        return DataSplit(self.x.to(device), self.y.to(device), labels=self.labels)
 
     @staticmethod
     def concat(parts: "list[DataSplit]") -> "DataSplit":
@@ -78,10 +96,12 @@ class DataSplit:
         The result has ids if all of them have.
         """
         ids = [p.ids for p in parts if p.ids is not None]
+        labels = [p.labels for p in parts if p.labels is not None]
         return DataSplit(
             torch.cat([p.x for p in parts]),
             torch.cat([p.y for p in parts]),
             torch.cat(ids) if len(ids) == len(parts) else None,
+            torch.cat(labels) if len(labels) == len(parts) else None,
         )
 
 

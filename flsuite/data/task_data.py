@@ -43,9 +43,9 @@ class TaskData(FederatedData):
         classes = data.spec.num_classes
         met = _marked([_joined(groups) for groups in sequences], classes)
         parts = _fields(data)
-        parts["train_index"] = _among(data.train_index, data.train.y, met)
-        parts["val_index"] = _among(data.val_index, data.train.y, met)
-        parts["test_index"] = _among(data.test_index, data.test.y, met)
+        parts["train_index"] = _among(data.train_index, data.train.classes, met)
+        parts["val_index"] = _among(data.val_index, data.train.classes, met)
+        parts["test_index"] = _among(data.test_index, data.test.classes, met)
         return cls(**parts, sequences=tuple(sequences), starts=starts)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,9 +82,9 @@ class TaskData(FederatedData):
         seen = met.any(0)
 
         # The training tensors may be on a GPU, but the index arrays never are.
-        train_labels = self.train.y.cpu()
+        train_labels = self.train.classes.cpu()
         # Shrunk instead of only indexed: the global score is on the whole test split of the view.
-        test, test_index = _shrunk(self.test, _among(self.test_index, self.test.y, met), seen)
+        test, test_index = _shrunk(self.test, _among(self.test_index, self.test.classes, met), seen)
         return replace(
             FederatedData(**_fields(self)),
             train_index=_among(self.train_index, train_labels, now),
@@ -127,12 +127,12 @@ def _among(rows: RaggedIndex, y: Tensor, allowed: Tensor) -> RaggedIndex:
 
 def _of_classes(split: DataSplit | None, seen: Tensor) -> DataSplit | None:
     """Keep the samples of the classes seen, where there is such a split."""
-    return None if split is None else split.take(_places(seen[split.y]))
+    return None if split is None else split.take(_places(seen[split.classes]))
 
 
 def _shrunk(split: DataSplit, rows: RaggedIndex, seen: Tensor) -> tuple[DataSplit, RaggedIndex]:
     """Keep the samples of the classes seen, and renumber the clients' rows."""
-    kept = seen[split.y]
+    kept = seen[split.classes]
     # The new number of a kept row is the number of kept rows before it.
     new_row = kept.cumsum(0) - 1
     return split.take(_places(kept)), RaggedIndex(new_row[rows.values], rows.offsets)

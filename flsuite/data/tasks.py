@@ -113,7 +113,7 @@ class TaskSequence(FederatedDataModule):
     def _make(self) -> FederatedData:
         self.data.setup()
         data = self.data.federated
-        if data.train.y.ndim > 1:
+        if data.train.classes.ndim > 1:
             raise FlsuiteError(
                 "TaskSequence needs one class per sample, and this data has several labels; "
                 "choose other data"

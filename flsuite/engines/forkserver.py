@@ -21,7 +21,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["can_fork_later", "prepare_workers", "prepare_workers_early", "without_main"]
+__all__ = [
+    "can_fork_later",
+    "interrupts_ignored",
+    "prepare_workers",
+    "prepare_workers_early",
+    "without_main",
+]
 
 _WORKER = "flsuite.engines.worker"
 _GPUS = ("nvidiactl", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and either under WSL
@@ -31,7 +37,7 @@ def prepare_workers() -> None:
     """Start the process that workers are forked from, unless it runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKER])
-    with without_main(), _interrupts_ignored(), _forking() if _can_fork() else nullcontext():
+    with without_main(), interrupts_ignored(), _forking() if _can_fork() else nullcontext():
         forkserver.ensure_running()
 
 
@@ -193,7 +199,7 @@ def without_main() -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
+def interrupts_ignored() -> Iterator[None]:
     """Let a new process inherit that Ctrl-C is ignored, because the parent handles it."""
     if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
         yield

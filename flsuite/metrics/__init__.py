@@ -12,7 +12,15 @@ from flsuite.metrics.dissimilarity import (
     gradient_dissimilarity,
     relative_dissimilarity,
 )
-from flsuite.metrics.scores import HIGHER_IS_BETTER, class_accuracy, scores, summary
+from flsuite.metrics.scores import (
+    HIGHER_IS_BETTER,
+    class_accuracy,
+    lower_is_better,
+    require_score,
+    score_name,
+    scores,
+    summary,
+)
 from flsuite.models.protocols import FusedModel
 
 __all__ = [
@@ -26,7 +34,10 @@ __all__ = [
     "forgetting",
     "forward_transfer",
     "gradient_dissimilarity",
+    "lower_is_better",
     "relative_dissimilarity",
+    "require_score",
+    "score_name",
     "scores",
     "summary",
 ]

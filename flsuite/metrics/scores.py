@@ -1,5 +1,6 @@
 """Scores of predictions, by torchmetrics."""
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -7,8 +8,17 @@ from torch import Tensor
 from torchmetrics.functional import classification as tm
 
 from flsuite.data.spec import DataSpec
+from flsuite.errors import FlsuiteError
 
-__all__ = ["HIGHER_IS_BETTER", "class_accuracy", "scores", "summary"]
+__all__ = [
+    "HIGHER_IS_BETTER",
+    "class_accuracy",
+    "lower_is_better",
+    "require_score",
+    "score_name",
+    "scores",
+    "summary",
+]
 
 HIGHER_IS_BETTER = {
     "accuracy": True,
@@ -16,6 +26,28 @@ HIGHER_IS_BETTER = {
     "balanced_accuracy": True,
     "auroc": True,
     "loss": False,
+}
+_OF_A_SPLIT = re.compile(r"^(val|valid|validation|test|eval)[_/]")
+_LOW = {
+    *("bpc", "brier", "cer", "distance", "ece", "entropy", "error", "hamming", "kl", "logloss"),
+    *("loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "rmse", "smape", "wer"),
+}
+_HIGH = {
+    *(
+        "acc",
+        "accuracy",
+        "ap",
+        "auc",
+        "auprc",
+        "auroc",
+        "bleu",
+        "corr",
+        "correlation",
+        "dice",
+        "f1",
+    ),
+    *("iou", "jaccard", "kappa", "map", "mcc", "mrr", "ndcg", "pearson", "precision", "psnr", "r2"),
+    *("recall", "rouge", "sensitivity", "spearman", "specificity", "ssim", "variance"),
 }
 
 
@@ -31,7 +63,8 @@ def scores(
     left out.
 
     Args:
-        outputs: ``scores`` ``(n, classes)`` and per-sample columns ``(n,)``, such as ``loss``.
+        outputs: ``scores`` ``(n, classes)``, if it is a classification, and per-sample columns
+            ``(n,)``, such as ``loss``.
         y: Classes, int64 ``(n,)``, or labels, 0/1 ``(n, labels)``.
         spec: The data's task and number of classes.
         auroc: Whether to compute the AUROC, the costly one of the scores.
@@ -40,6 +73,8 @@ def scores(
         name: float(column.double().mean()) for name, column in outputs.items() if column.ndim == 1
     }
 
+    if "scores" not in outputs:  # no classification
+        return values
     probabilities = outputs["scores"]
     values |= (
         _multilabel(probabilities, y)
@@ -50,6 +85,32 @@ def scores(
     if auroc and (value := _auroc(probabilities, y, spec.num_classes)) is not None:
         values["auroc"] = value
     return values
+
+
+def lower_is_better(name: str) -> bool | None:
+    """Return whether low values of a score are good, by the words in its name.
+
+    The result is ``None`` where they do not say, or contradict each other.
+    """
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    low, high = bool(words & _LOW), bool(words & _HIGH)
+    return None if low == high else low
+
+
+def require_score(owner: str, **names: str) -> None:
+    """Refuse the name of a score of which it is not known whether high or low values are good."""
+    for argument, name in names.items():
+        if lower_is_better(name) is None:
+            raise FlsuiteError(
+                f"{owner}: {argument} must be one of {', '.join(HIGHER_IS_BETTER)}, or a number "
+                "that the model logs with such a word in its name (also error, mae, r2, ...), got "
+                f"{name!r}"
+            )
+
+
+def score_name(name: str) -> str:
+    """Return the name of a logged number without its split: ``val_loss`` is ``loss``."""
+    return _OF_A_SPLIT.sub("", name).removesuffix("_epoch") or name
 
 
 def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str, float]:

@@ -92,7 +92,10 @@ def read_chain(model: nn.Module, shape: tuple[int, ...]) -> tuple[tuple[Layer, .
             found.append(replace(layer, positions=positions if reads_image else 1))
         elif not isinstance(module, _ELEMENTWISE):
             return (), f"{full_name} is a {type(module).__name__}"
-        x = _output(module, x)
+        try:
+            x = _output(module, x)
+        except RuntimeError:
+            return (), f"{full_name} does not take what comes before it"
     return tuple(found), ""
 
 

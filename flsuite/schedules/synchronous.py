@@ -153,12 +153,14 @@ class Synchronous(Schedule):
             engine.submit(requests(self.start(clock)))
 
         measured = 0.0
+        fits = {fit.number: fit for fit in self._cohort}
         # Not in the order in which fits finish: results must not depend on the engine.
         for number in engine.pending:
             outcome = engine.collect(number)
             if isinstance(outcome, ClientResult):
                 measured = max(measured, outcome.update.seconds)
-                self._note_measured(number, outcome.update.seconds)
+                if number in fits and fits[number].ended is None:  # its seconds were not known
+                    fits[number].ended = fits[number].started + outcome.update.seconds
             yield outcome
         self._end_round(clock, measured)
 
@@ -199,12 +201,6 @@ class Synchronous(Schedule):
         for fit in arriving:
             fit.outcome = "arrived" if fit.number in taken else "late"
         return [fit for fit in arriving if fit.number in taken]
-
-    def _note_measured(self, number: int, seconds: float) -> None:
-        """Set the end of a fit whose seconds were not known before."""
-        for fit in self._cohort:
-            if fit.number == number and fit.ended is None:
-                fit.ended = fit.started + seconds
 
     def _end_round(self, clock: Clock, measured: float) -> None:
         # All clients train at the same time, each on a machine of its own.

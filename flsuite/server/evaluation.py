@@ -1,25 +1,35 @@
 """Scores of the global model and of every client."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import get_args
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from flsuite.client.scorer import Scorer
+from flsuite.data.loader import SplitLoader
 from flsuite.data.spec import DataSplit
 from flsuite.engines.base import Engine
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.messages import Broadcast, ClientFailure, OwnScores, ScoreRequest, Scores, Split
-from flsuite.metrics import HIGHER_IS_BETTER, scores, summary
+from flsuite.metrics import HIGHER_IS_BETTER, lower_is_better, score_name, scores, summary
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import LatentModel
+from flsuite.models.traits import pictures
+from flsuite.random import seed_process
 from flsuite.server.federation import Federation
 from flsuite.state import State
 
 __all__ = ["GLOBAL", "Evaluator", "OwnScores", "Scores", "Split", "combine"]
 
+log = logging.getLogger("flsuite")
+
 GLOBAL = "global"
+_MAIN = ("accuracy", "f1_macro", "balanced_accuracy", "loss")
 
 
 class Evaluator(Scorer):
@@ -31,6 +41,61 @@ class Evaluator(Scorer):
     """
 
     engine: Engine | None = None
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of the scores that are compared between clients."""
+        return _MAIN if self._steps is None else (*_MAIN, *self._steps.names)
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether the suite's scores of a classification are known."""
+        return self.has_columns and self.data.spec.task != "other"
+
+    def monitored(self, monitor: str | None) -> str:
+        """Return the score that picks a round, which the model must have.
+
+        Args:
+            monitor: Its name. Default: accuracy, else the loss, else the first number that the
+                model logs.
+
+        Raises:
+            FlsuiteError: If there is no such score. The message names those that there are.
+        """
+        names = self._rehearsed()
+        if monitor is not None:
+            require_one_of("trainer", names, monitor=score_name(monitor))
+            chosen = score_name(monitor)
+        else:
+            chosen = next((name for name in ("accuracy", "loss") if name in names), names[0])
+        if lower_is_better(chosen) is None:
+            log.warning(
+                "trainer.monitor: high values of %s are taken to be good; if low ones are, log it "
+                "under a name with a word such as loss or error",
+                chosen,
+            )
+        return chosen
+
+    def _rehearsed(self) -> list[str]:
+        """Return the names of the scores, from those of a few samples where it takes some."""
+        is_usual = self._steps is None and self.data.spec.task != "other"
+        names = dict.fromkeys(HIGHER_IS_BETTER if self.has_classes else ())
+        for split in () if is_usual else get_args(Split):
+            samples = self.split(split)
+            if samples is None:
+                continue
+            few = samples.take(torch.arange(min(len(samples), self.data.batch_size)))
+            with self._seeded(split):
+                # A fault in the model's own step shows here, and not after a round of training.
+                names |= dict.fromkeys(self._whole(few, split)[0])
+        return list(names)
+
+    @contextmanager
+    def _seeded(self, split: Split) -> Iterator[None]:
+        """Let an evaluation draw what depends on nothing that was drawn before it."""
+        with isolate_rng():
+            seed_process(self.seed, f"score/{split}")
+            yield
 
     def scores(
         self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
@@ -49,7 +114,8 @@ class Evaluator(Scorer):
         if not federation.personal:
             return self.shared(federation.client_state(None), split, clients, details)
         rows = self._own_rows(federation, split, clients, details)
-        return combine({client: row for client, row in rows.items() if row is not None})
+        of_clients = {client: row for client, row in rows.items() if row is not None}
+        return combine(of_clients, self.names)
 
     def shared(
         self, state: State, split: Split, clients: Sequence[int], details: bool = False
@@ -64,16 +130,17 @@ class Evaluator(Scorer):
             return {}
 
         self.load(state)
-        outputs = self.outputs(samples)
-        by_scope: Scores = {GLOBAL: scores(outputs, samples.y, self.data.spec)}
-        if details:
-            by_scope[GLOBAL] |= self._class_rows(outputs, samples.y)
+        with self._seeded(split) if self._steps else nullcontext():
+            whole, outputs = self._whole(samples, split)
+            by_scope: Scores = {GLOBAL: whole}
+            if details:
+                by_scope[GLOBAL] |= self._class_rows(outputs, samples)
 
-        rows = self._rows(split)
+            rows = self._rows(split)
+            of_clients = {} if rows is None else self._local(outputs, samples, rows, clients, split)
         if rows is not None:
-            of_clients = self._local(outputs, samples.y, rows, clients)
             by_scope |= of_clients
-            by_scope[GLOBAL] |= _spread(of_clients, "client_")
+            by_scope[GLOBAL] |= _spread(of_clients, "client_", self.names)
         return by_scope
 
     def _own_rows(
@@ -108,8 +175,8 @@ class Evaluator(Scorer):
         """Score a module of its own, which maps inputs to logits, by what logits alone show."""
         device = next(module.parameters()).device
         with evaluating(module), torch.inference_mode():
-            parts = samples.x.split(self.batch_size)
-            logits = torch.cat([module(self.data.scaling(x).to(device)).cpu() for x in parts])
+            batches = SplitLoader(self.data, samples, self.batch_size)
+            logits = torch.cat([module(x.to(device)).cpu() for x, _ in batches])
 
         y = samples.y
         outputs = {
@@ -142,11 +209,12 @@ class Evaluator(Scorer):
         """Return the model's pictures of these samples, on the CPU."""
         self.model.to(self.device)
         with evaluating(self.model), torch.inference_mode(), self.precision():
-            pictures = self.model.pictures(self.data.scaling(samples.x).to(self.device))
-            return {name: grid.float().cpu() for name, grid in pictures.items()}
+            x = next(iter(SplitLoader(self.data, samples, len(samples))))[0]
+            grids = pictures(self.model, x.to(self.device))
+            return {name: grid.float().cpu() for name, grid in grids.items()}
 
 
-def combine(clients: Mapping[int, OwnScores]) -> Scores:
+def combine(clients: Mapping[int, OwnScores], names: Sequence[str] = _MAIN) -> Scores:
     """Combine the scores of the clients' own models.
 
     ``global`` is the mean over clients of their models' scores on the whole split, with worst and
@@ -169,21 +237,23 @@ def combine(clients: Mapping[int, OwnScores]) -> Scores:
     by_scope[GLOBAL] = (
         _means(list(whole.values()))
         | _means(classes)
-        | _spread(whole, "")
+        | _spread(whole, "", names)
         | _first_five(whole)
-        | _spread(parts, "client_")
+        | _spread(parts, "client_", names)
     )
     return by_scope
 
 
-def _spread(clients: Scores, prefix: str) -> dict[str, float]:
+def _spread(clients: Scores, prefix: str, names: Sequence[str]) -> dict[str, float]:
     """Return mean, worst and standard deviation over clients of the main scores."""
     if not clients:
         return {}
     spread: dict[str, float] = {}
-    for metric in ("accuracy", "f1_macro", "balanced_accuracy", "loss"):
+    for metric in dict.fromkeys(names):
         values = [row[metric] for row in clients.values() if metric in row]
-        for name, value in summary(values, metric, HIGHER_IS_BETTER[metric]).items():
+        if not values:
+            continue
+        for name, value in summary(values, metric, not lower_is_better(metric)).items():
             stem, statistic = name.rsplit("_", 1)
             if prefix or statistic != "mean":  # the mean of whole splits is the score itself
                 spread[f"{stem}_{prefix}{statistic}"] = value

@@ -6,10 +6,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from lightning.pytorch import LightningModule
+
 from flsuite.aggregators import Aggregator
 from flsuite.aggregators.parts import mean_by_parts, part_size
 from flsuite.aggregators.tools import ServerTools
-from flsuite.client.setup import Buffers, buffer_names, private_patterns
+from flsuite.client.setup import Buffers, buffer_names, entries_of
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.exchange import Exchange
@@ -22,8 +24,8 @@ from flsuite.messages import (
     Outcome,
     TrainedFit,
 )
-from flsuite.models.base import ClientModel
 from flsuite.models.layers import read_chain, read_layers
+from flsuite.models.traits import parameter_groups, training_only
 from flsuite.schedules import Clock, Fit, Schedule, Work
 from flsuite.server.client_store import ClientStore
 from flsuite.server.devices import Devices
@@ -39,7 +41,6 @@ from flsuite.state import (
     mismatch,
     nbytes,
     non_finite,
-    split,
 )
 
 __all__ = ["Federation"]
@@ -71,12 +72,13 @@ class Federation:
             :class:`~flsuite.client.setup.WorkerSetup`.
         log: The updates and failures of the round in progress.
         personal: Whether every client has a model of its own to be scored.
+        frozen: Names of the entries that nobody trains.
         trained: The clients' models of another run. They stand for training in the first round.
     """
 
     def __init__(
         self,
-        model: ClientModel,
+        model: LightningModule,
         data: FederatedData,
         aggregator: Aggregator,
         schedule: Schedule,
@@ -104,14 +106,15 @@ class Federation:
         self._devices = None if secure_sum is None else Devices(secure_sum)
 
         self._resident = model
-        _refuse_unused_patterns(model)
         whole = clone(model.state_dict())
-        self.state, private = split(whole, private_patterns(model, aggregator, buffers))
+        shared, private, frozen = entries_of(model, aggregator, buffers)
+        self.state = {name: whole[name] for name in shared}
         # Entries that predictions do not read leave the model the same for all clients.
-        self.personal = any(not matches(name, model.training_only) for name in private)
+        self.personal = any(not matches(name, training_only(model)) for name in private)
+        self.frozen = frozen
         is_reset = buffers == "reset"
         self._reset = [name for name in buffer_names(model) if is_reset and name in self.state]
-        self.initial = {name: whole[name] for name in (*private, *buffer_names(model))}
+        self.initial = {name: whole[name] for name in (*private, *frozen, *buffer_names(model))}
         sizes = data.train_index.lengths().tolist()
         _refuse_unfit(aggregator, schedule, self.exchange.secure_sum is not None)
         schedule.configure(sizes, seed, self.work)
@@ -313,11 +316,14 @@ class Federation:
         self.clock.round += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to go on from here, except what clients keep."""
+        """Return all that is needed to go on from here.
+
+        What clients keep and the frozen entries, which never change, are not in it.
+        """
         return {
             "clock": dict(vars(self.clock)),
             "state": self.state,
-            "initial": self.initial,
+            "initial": {k: v for k, v in self.initial.items() if k not in self.frozen},
             "aggregator": self.aggregator.state_dict(),
             "schedule": self.schedule.state_dict(),
             "clients": dict(self.clients.versions),
@@ -328,7 +334,7 @@ class Federation:
         self.clock = Clock(**content["clock"])
         self.log, self._started = RoundLog(), {}
         self.state = content["state"]
-        self.initial = content["initial"]
+        self.initial |= content["initial"]
         self.aggregator.load_state_dict(content["aggregator"])
         self.schedule.load_state_dict(content["schedule"])
         self.clients.restore(content["clients"])
@@ -427,30 +433,15 @@ def _refuse_unfit(aggregator: Aggregator, schedule: Schedule, secure: bool) -> N
         )
 
 
-def _refuse_unused_patterns(model: ClientModel) -> None:
-    """Refuse a pattern that keeps nothing private.
-
-    With a mistyped pattern, the method would silently be one without private entries.
-    """
-    names = list(model.state_dict())
-    for pattern in model.private:
-        if not any(matches(name, (pattern,)) for name in names):
-            prefixes = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
-            raise FlsuiteError(
-                f"model.private: {pattern!r} matches no entry of {type(model).__name__}; it has "
-                f"{prefixes[:300]}"
-            )
-
-
 def _layout(
-    model: ClientModel, state: State, shape: tuple[int, ...], sizes: list[int]
+    model: LightningModule, state: State, shape: tuple[int, ...], sizes: list[int]
 ) -> StateLayout:
     # Tied weights travel under each of their names, as the state dict has them.
     named = model.named_parameters(remove_duplicate=False)
     parameters = tuple(name for name, _ in named if name in state)
     groups = {
         group: tuple(name for name in parameters if matches(name, patterns))
-        for group, patterns in model.parameter_groups.items()
+        for group, patterns in parameter_groups(model).items()
     }
     layers, others = read_layers(model, state.keys())
     chain, no_chain = read_chain(model, shape)

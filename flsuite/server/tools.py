@@ -4,12 +4,12 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from flsuite.aggregators.tools import ServerTools
 from flsuite.lightning_internals import detached
 from flsuite.metrics import scores
-from flsuite.models.base import ClientModel
 from flsuite.models.protocols import LogitModel
 from flsuite.server.evaluation import Evaluator
 from flsuite.state import State, load_
@@ -51,6 +51,8 @@ def _missing(evaluator: Evaluator, private: Sequence[str]) -> dict[str, str]:
     if data.server is None:
         samples = "the server has no samples of its own; set data.server_samples, such as 500"
         missing = {"score": samples, "score_module": samples}
+    if not evaluator.has_classes:
+        missing["score"] = f"{kind} has no classes that the suite can score"
     if private:
         parts = f"the server has no whole {kind}, because clients keep {private[0]}"
         missing |= {"score": parts, "module": parts}
@@ -87,7 +89,7 @@ class _Able:
         model = self.evaluator.model
         # The copy must not take the Trainer along.
         with detached(model):
-            module: ClientModel = copy.deepcopy(model)
+            module = copy.deepcopy(model)
         load_(module.state_dict(), state)
         module.forward = _Logits(module)  # type: ignore[method-assign]
         return module.eval()
@@ -105,7 +107,7 @@ class _Able:
 class _Logits:
     """A module's forward pass that is its method ``logits``, and is copied with the module."""
 
-    def __init__(self, module: ClientModel) -> None:
+    def __init__(self, module: LightningModule) -> None:
         self.module: Any = module
         self._is_inside = False
 

@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from flsuite.data.arguments import PlainArguments
+from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError, require_at_least
 
 __all__ = ["Partition", "partition_labels"]
@@ -16,7 +18,12 @@ class Partition(PlainArguments, ABC):
 
     A subclass keeps each parameter of its ``__init__`` under the same name. It is a pure function
     of its arguments: the same generator gives the same split.
+
+    Attributes:
+        needs_labels: Whether the split depends on the classes of the samples.
     """
+
+    needs_labels: ClassVar[bool] = True
 
     @abstractmethod
     def __call__(
@@ -40,6 +47,19 @@ class Partition(PlainArguments, ABC):
         Raises:
             FlsuiteError: If the request cannot be met. The message names the parameter to change.
         """
+
+    def check_labels(self, spec: DataSpec) -> None:
+        """Refuse samples without classes if the split depends on them.
+
+        Raises:
+            FlsuiteError: If it does, and there is one class or none.
+        """
+        if self.needs_labels and spec.num_classes < 2:
+            raise FlsuiteError(
+                f"data.partition: {type(self).__name__} splits by class, and these samples have no "
+                "classes; set data.labels (a field's name, a function or an array; with data.bins "
+                "for numbers), or data.partition to IID, QuantitySkew or Natural"
+            )
 
     @staticmethod
     def check_enough(samples: int, clients: int) -> None:

@@ -16,6 +16,8 @@ class IID(Partition):
     Sizes differ by at most one.
     """
 
+    needs_labels = False
+
     def __call__(
         self,
         labels: np.ndarray,

@@ -25,6 +25,8 @@ class Natural(Partition):
         FlsuiteError: If the dataset has no owners, or fewer of them than ``clients``.
     """
 
+    needs_labels = False
+
     def __call__(
         self,
         labels: np.ndarray,

@@ -33,6 +33,8 @@ class QuantitySkew(Partition):
             every client.
     """
 
+    needs_labels = False
+
     def __init__(
         self,
         distribution: Distribution = "lognormal",

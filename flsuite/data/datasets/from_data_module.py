@@ -1,0 +1,123 @@
+"""A Lightning data module that knows nothing of clients as federated data."""
+
+import logging
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+from flsuite.data.datasets.from_dataset import MapStyleModule
+from flsuite.data.digest import described
+from flsuite.data.map_style import Field
+from flsuite.data.partitions import Partition
+from flsuite.data.spec import PublishedSplits
+from flsuite.errors import FlsuiteError
+from flsuite.random import seed_process
+
+__all__ = ["FromDataModule"]
+
+log = logging.getLogger("flsuite")
+
+_ATTRIBUTES = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
+_BATCH_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch_to_device")
+
+
+class FromDataModule(MapStyleModule):
+    """The datasets behind the loaders of a plain data module.
+
+    The batch size, the collate function and the number of workers are those of its training loader.
+    Its samplers are not used: every client shuffles its own samples. Without a ``test_dataloader``,
+    the samples of ``val_dataloader`` are for testing, and clients hold out samples for validation.
+
+    Args:
+        data: The data module.
+        clients: Number of clients that share the training samples.
+        partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. One
+            that splits by class needs ``labels``.
+        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Those about batches,
+            files and images have no effect.
+    """
+
+    def __init__(
+        self,
+        data: LightningDataModule,
+        clients: int = 10,
+        partition: Partition | None = None,
+        labels: Field | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(clients=clients, partition=partition, labels=labels, **kwargs)
+        self.data = data
+
+    @classmethod
+    def of(cls, data: LightningDataModule) -> "FromDataModule":
+        """Wrap a data module, which may name some of the arguments as attributes of its own."""
+        given = {name: getattr(data, name) for name in _ATTRIBUTES if hasattr(data, name)}
+        made = cls(data, **given)
+        rule = type(made.partition).__name__ if made.partition else "IID"
+        if "clients" not in given:
+            log.info(
+                "%s is split over %d clients by %s; for another split give it attributes clients "
+                "and partition, or wrap it in FromDataModule",
+                type(data).__name__,
+                made.clients,
+                rule,
+            )
+        return made
+
+    def load(self) -> PublishedSplits:
+        kind = type(self.data).__name__
+        for hook in _BATCH_HOOKS:
+            if is_overridden(hook, self.data, LightningDataModule):
+                raise FlsuiteError(
+                    f"data: {hook} of {kind} is not called by clients; move it into the model"
+                )
+        with isolate_rng():
+            # A data module may split at random, as random_split does.
+            seed_process(self.partition_seed, "data")
+            self.data.prepare_data()
+            self.data.setup("fit")
+            self.data.setup("test")
+            loaders = {name: self._loader(name) for name in ("train", "val", "test")}
+
+        train = loaders["train"]
+        if train is None:
+            raise FlsuiteError(f"data: {kind} has no train_dataloader; add one")
+        if loaders["test"] is None:
+            if loaders["val"] is None:
+                raise FlsuiteError(f"data: {kind} has no test_dataloader; add one")
+            log.warning(
+                "%s has no test_dataloader: the samples of its val_dataloader are the test data; "
+                "a part of each client's training samples is for validation",
+                kind,
+            )
+            loaders["test"], loaders["val"] = loaders["val"], None
+
+        if train.batch_size:
+            self.batch_size = train.batch_size
+        self.workers = self.workers or train.num_workers
+        datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
+        return self._published(datasets, train.collate_fn)
+
+    def _loader(self, split: str) -> DataLoader | None:
+        """Return the loader of a split, or ``None`` where the data module has none."""
+        name = f"{split}_dataloader"
+        if not is_overridden(name, self.data, LightningDataModule):
+            return None
+        loader = getattr(self.data, name)()
+        if isinstance(loader, (list, tuple)) and len(loader) == 1:
+            loader = loader[0]
+        if loader is None or (isinstance(loader, (list, tuple)) and not loader):
+            return None
+        if not isinstance(loader, DataLoader):
+            raise FlsuiteError(
+                f"data: {name} of {type(self.data).__name__} must return one torch DataLoader of a "
+                f"map-style dataset, got {type(loader).__name__}"
+            )
+        return loader
+
+    def described(self) -> dict[str, Any]:
+        """Return the arguments for the settings of a run, with datasets by their content."""
+        return described(self)

@@ -1,0 +1,256 @@
+"""Any map-style datasets of torch as federated data."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from flsuite.data.digest import described
+from flsuite.data.images import Scaling, Unscaled
+from flsuite.data.map_style import Field, Reading, read_field, read_split, require_map_style
+from flsuite.data.module import FederatedDataModule
+from flsuite.data.partitions import Partition
+from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
+from flsuite.data.stored import StoredSplit
+from flsuite.errors import FlsuiteError, require_at_least
+
+__all__ = ["FromDataset", "MapStyleModule"]
+
+
+class MapStyleModule(FederatedDataModule):
+    """A base class of data modules whose samples are in map-style datasets.
+
+    Args:
+        labels: One class per sample, for the partition and the counts of classes: the name of a
+            field, a function of a sample, or the values of the training samples. Default: the
+            datasets' ``targets`` or ``labels``, or targets that are whole numbers.
+        ids: The natural owner of each sample, given like ``labels``, for ``Natural``.
+        bins: Quantiles that labels which are numbers, or else the targets, are cut into, as classes
+            for the partition.
+        workers: Processes that read ahead samples that do not fit into memory. Worker processes
+            of an engine read alone.
+        in_memory: Whether to keep samples in memory as tensors. Default: if each is a pair of a
+            tensor and a number or a tensor, all are of one shape and the same on every reading,
+            and they take less than 2 GiB.
+        **kwargs: Arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(
+        self,
+        labels: Field | None = None,
+        ids: Field | None = None,
+        bins: int | None = None,
+        workers: int = 0,
+        in_memory: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.labels = labels
+        self.ids = ids
+        self.bins = bins
+        self.workers = workers
+        self.in_memory = in_memory
+        require_at_least(type(self).__name__, 2, bins=bins)
+        require_at_least(type(self).__name__, 0, workers=workers)
+
+    def _published(
+        self, datasets: dict[str, Any], collate: Callable[[list[Any]], Any] | None
+    ) -> PublishedSplits:
+        """Return the splits of these datasets, by the names ``train``, ``test`` and ``val``."""
+        require_map_style(type(self).__name__, **datasets)
+        reading = Reading(collate, self.workers, self.in_memory)
+        splits = {name: read_split(dataset, reading) for name, dataset in datasets.items()}
+
+        values = {name: self._values(dataset, name) for name, dataset in datasets.items()}
+        if self.bins is not None and values["train"] is None:
+            values = {name: _numbers(split) for name, split in splits.items()}
+        classes, names, task = self._classes(splits, values)
+        ids = {name: self._owners(dataset, name) for name, dataset in datasets.items()}
+        done = {
+            name: _with(split, classes[name], ids[name], task) for name, split in splits.items()
+        }
+
+        first = datasets["train"][0]
+        x = first[0] if isinstance(first, (tuple, list)) and len(first) == 2 else None
+        shape = tuple(x.shape) if isinstance(x, Tensor) else ()
+        spec = DataSpec(shape, len(names), task, names)
+        return PublishedSplits(spec, done["train"], done["test"], done.get("val"))
+
+    def _values(self, dataset: Any, split: str) -> np.ndarray | None:
+        """Return the label of each sample, or ``None`` where there are none."""
+        is_given = self.labels is not None and not isinstance(self.labels, str)
+        if is_given and not callable(self.labels) and split != "train":
+            return read_field(dataset, None, "labels")  # the values are those of train
+        return read_field(dataset, self.labels, "labels")
+
+    def _owners(self, dataset: Any, split: str) -> Tensor | None:
+        """Return the owner of each sample as a number, or ``None`` where there are none."""
+        if self.ids is None:
+            return None
+        if not isinstance(self.ids, str) and not callable(self.ids) and split != "train":
+            return None
+        owners = read_field(dataset, self.ids, "ids")
+        assert owners is not None
+        if not np.issubdtype(owners.dtype, np.integer):
+            # Names are numbered alike in every split, whichever owners it has.
+            owners = np.array([_number(str(owner)) for owner in owners])
+        return torch.from_numpy(owners.astype(np.int64))
+
+    def _classes(
+        self, splits: dict[str, DataSplit], values: dict[str, np.ndarray | None]
+    ) -> tuple[dict[str, Tensor | None], tuple[str, ...], Task]:
+        """Return each split's classes, the names of the classes, and the task.
+
+        The task is a classification only if the targets of the samples are the classes.
+        """
+        train = splits["train"]
+        targets = None if isinstance(train, StoredSplit) else train.y
+        is_classes = targets is not None and targets.ndim == 1 and not targets.is_floating_point()
+        if self.labels is None and is_classes:
+            tops = [int(split.y.max()) for split in splits.values()]
+            if min(int(split.y.min()) for split in splits.values()) < 0:
+                raise FlsuiteError(
+                    f"{type(self).__name__}: targets of classes must be 0 or above; number them "
+                    "from 0, or give data.labels"
+                )
+            names = tuple(str(number) for number in range(max(tops) + 1))
+            return dict.fromkeys(splits), names, "multiclass"
+
+        own = values["train"]
+        if own is None or (np.issubdtype(own.dtype, np.floating) and self.bins is None):
+            # One class for all, so that counts per client are there all the same.
+            nothing = {name: torch.zeros(len(s), dtype=torch.int64) for name, s in splits.items()}
+            return dict(nothing), ("all",), "other"
+        if self.bins is not None:
+            return _binned(values, splits, self.bins)
+        return _numbered(values, splits)
+
+    def _scaling(self, train: DataSplit, spec: DataSpec) -> tuple[Scaling, tuple[int, ...]]:
+        # The datasets say how their samples look to a model.
+        return Unscaled(), spec.shape
+
+
+class FromDataset(MapStyleModule):
+    """Map-style datasets: of torchvision, of Hugging Face with a torch format, or of your own.
+
+    Args:
+        train: The training samples, which the clients share.
+        test: The test samples.
+        val: Validation samples for all clients. Default: each client holds out a part of its own.
+        collate: The function from a list of samples to a batch, for samples of variable length or
+            another structure. Default: torch's own.
+        clients: Number of clients that share the training samples.
+        partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. One
+            that splits by class needs ``labels``.
+        batch_size: Samples per batch.
+        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Those about files and
+            images have no effect: the datasets transform their samples themselves.
+    """
+
+    def __init__(
+        self,
+        train: Dataset,
+        test: Dataset,
+        val: Dataset | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        clients: int = 10,
+        partition: Partition | None = None,
+        batch_size: int = 64,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(clients=clients, partition=partition, batch_size=batch_size, **kwargs)
+        self.train = train
+        self.test = test
+        self.val = val
+        self.collate = collate
+
+    def load(self) -> PublishedSplits:
+        datasets = {"train": self.train, "test": self.test, "val": self.val}
+        given = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+        return self._published(given, self.collate)
+
+    def described(self) -> dict[str, Any]:
+        """Return the arguments for the settings of a run, with datasets by their content."""
+        return described(self)
+
+
+def _with(split: DataSplit, classes: Tensor | None, ids: Tensor | None, task: Task) -> DataSplit:
+    """Return a split with its classes and its owners."""
+    if isinstance(split, StoredSplit):
+        assert classes is not None
+        return replace(split, y=classes, ids=ids)
+    y = split.y.long() if task == "multiclass" else split.y
+    return replace(split, y=y, labels=classes, ids=ids)
+
+
+def _numbers(split: DataSplit) -> np.ndarray | None:
+    """Return targets that are one number per sample, if they are in memory."""
+    is_one = split.y.ndim == 1 and not isinstance(split, StoredSplit)
+    return split.y.numpy() if is_one else None
+
+
+def _binned(
+    values: dict[str, np.ndarray | None], splits: dict[str, DataSplit], bins: int
+) -> tuple[dict[str, Tensor | None], tuple[str, ...], Task]:
+    """Cut numbers at the quantiles of those of the training samples."""
+    own = values["train"]
+    assert own is not None
+    edges = np.quantile(own.astype(np.float64), np.arange(1, bins) / bins)
+    classes: dict[str, Tensor | None] = {
+        name: torch.from_numpy(
+            np.zeros(len(splits[name]), np.int64)
+            if one is None
+            else np.searchsorted(edges, one.astype(np.float64), side="right").astype(np.int64)
+        )
+        for name, one in values.items()
+    }
+    cuts = ["-inf", *(f"{edge:.4g}" for edge in edges), "inf"]
+    names = tuple(f"{a} to {b}" for a, b in pairwise(cuts))
+    return classes, names, "other"
+
+
+def _numbered(
+    values: dict[str, np.ndarray | None], splits: dict[str, DataSplit]
+) -> tuple[dict[str, Tensor | None], tuple[str, ...], Task]:
+    """Number the labels of all splits in their order."""
+    known = np.unique(np.concatenate([labels for labels in values.values() if labels is not None]))
+    classes: dict[str, Tensor | None] = {}
+    for name, split in splits.items():
+        labels = values[name]
+        if labels is None:
+            classes[name] = torch.zeros(len(split), dtype=torch.int64)
+            continue
+        classes[name] = torch.from_numpy(np.searchsorted(known, labels).astype(np.int64))
+    names = tuple(str(label) for label in known)
+    return classes, names, _task(classes, splits)
+
+
+def _task(classes: dict[str, Tensor | None], splits: dict[str, DataSplit]) -> Task:
+    """Return whether the targets of the samples are the numbered labels."""
+    for name, split in splits.items():
+        labels = classes[name]
+        assert labels is not None
+        if not isinstance(split, StoredSplit):
+            if not torch.equal(split.y.long().flatten(), labels):
+                return "other"
+            continue
+        # Enough to tell targets from something else that samples have been labelled by.
+        probed = torch.arange(min(16, len(split)))
+        batch = next(split.batches([probed]))
+        y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+        if not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 1:
+            return "other"
+        if not torch.equal(y, labels[probed]):
+            return "other"
+    return "multiclass"
+
+
+def _number(name: str) -> int:
+    """Return a number that stands for a name, the same in every run."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")

@@ -1,0 +1,88 @@
+"""Data modules around datasets of somebody else, described by the content of the samples."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from flsuite.data.arguments import arguments
+from flsuite.data.federated import FederatedData
+from flsuite.data.module import FederatedDataModule
+from flsuite.data.spec import DataSplit
+from flsuite.data.stored import StoredSplit
+
+__all__ = ["described"]
+
+_PLAIN = (str, int, float, bool, type(None))
+_PROBED = 32  # samples of a split that stays in its dataset
+_LONGEST = 20  # items of a list that is described as it is
+
+
+def described(module: FederatedDataModule) -> dict[str, Any]:
+    """Return a data module's arguments, where datasets and long lists are named by their content.
+
+    A resume must see that the samples are others, and nothing else says so.
+    """
+    values = arguments(module)
+    return {
+        **{name: _described(value) for name, value in values.items()},
+        "content": _content(module.federated),
+    }
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, (list, tuple, np.ndarray, Tensor)) and len(value) > _LONGEST:
+        digest = hashlib.sha256()
+        _add(digest, value)
+        return f"{len(value)} values, content {digest.hexdigest()[:12]}"
+    is_dataset = isinstance(value, Dataset) or hasattr(value, "train_dataloader")
+    if not is_dataset and not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
+        return value
+    if isinstance(value, (str, list, tuple, Mapping)):
+        return value
+
+    # Arguments of datasets may be whole arrays. The digest stands for those.
+    given = {**arguments(value), **vars(value).get("_hparams", {})}
+    plain = {name: item for name, item in given.items() if isinstance(item, _PLAIN)}
+    kind = type(value)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": plain}
+
+
+def _content(data: FederatedData) -> str:
+    """Return a digest of all samples in memory, and of some of those that are not."""
+    digest = hashlib.sha256()
+    for split in (data.train, data.test, data.val, data.server):
+        if split is None:
+            continue
+        _add(digest, [len(split), split.classes])
+        _add(digest, _probe(split) if isinstance(split, StoredSplit) else [split.x, split.y])
+    return digest.hexdigest()[:12]
+
+
+def _probe(split: DataSplit) -> Any:
+    assert isinstance(split, StoredSplit)
+    step = max(1, len(split) // _PROBED)
+    return list(split.batches(torch.arange(0, len(split), step).split(1)))
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Add nested data to a digest."""
+    if isinstance(value, Tensor):
+        # As raw bytes, because NumPy has no bfloat16.
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, np.ndarray):
+        digest.update(value.tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            _add(digest, str(key))
+            _add(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add(digest, item)
+    else:
+        is_plain = isinstance(value, (*_PLAIN, np.generic))
+        digest.update((repr(value) if is_plain else type(value).__qualname__).encode())

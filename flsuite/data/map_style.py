@@ -1,0 +1,185 @@
+"""Map-style datasets of torch as splits: in memory where that is possible, with their labels."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
+
+from flsuite.data.spec import DataSplit
+from flsuite.data.stored import StoredSplit, fetch
+from flsuite.errors import FlsuiteError
+from flsuite.random import seed_cpu
+
+__all__ = ["Field", "Reading", "read_field", "read_split", "require_map_style"]
+
+Field = str | Callable[[Any], Any] | Sequence[Any]
+"""One value per sample: the name of a field, a function of a sample, or the values themselves."""
+
+_LABELS = ("targets", "labels")  # attributes of torchvision's datasets
+_PROBED = 16  # samples that are read twice, to see whether they are the same again
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How samples of a dataset become batches.
+
+    Attributes:
+        collate: The function from a list of samples to a batch. Default: torch's own.
+        workers: Processes that read ahead samples that are not in memory.
+        in_memory: Whether to keep samples in memory. Default: if they are pairs of a tensor and a
+            number or a tensor, the same on every reading, and fit into ``limit``.
+        limit: Bytes.
+    """
+
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int = 0
+    in_memory: bool | None = None
+    limit: int = 2 << 30
+
+
+def require_map_style(owner: str, **datasets: Any) -> None:
+    """Refuse a dataset that is not read by number, or is empty."""
+    for name, dataset in datasets.items():
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise FlsuiteError(
+                f"{owner}: {name} must be a map-style dataset, with __len__ and __getitem__, got "
+                f"{type(dataset).__name__}"
+            )
+        if not len(dataset):
+            raise FlsuiteError(f"{owner}: {name} has no samples")
+
+
+def read_split(dataset: Any, reading: Reading) -> DataSplit:
+    """Return a dataset's samples, in memory or as they are stored.
+
+    Raises:
+        FlsuiteError: If they are to be in memory and cannot be.
+    """
+    if reading.in_memory is not False and reading.collate in (None, default_collate):
+        if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+            x, y = dataset.tensors
+            return DataSplit(x, y)
+        is_wanted = reading.in_memory or _is_plain(dataset, reading.limit)
+        if is_wanted and (split := _in_memory(dataset)) is not None:
+            return split
+    if reading.in_memory:
+        raise FlsuiteError(
+            "data.in_memory needs pairs of a tensor and a number or a tensor, all of one shape, "
+            "and no collate function; leave it out"
+        )
+
+    rows = torch.arange(len(dataset))
+    collate = reading.collate or default_collate
+    return StoredSplit(
+        rows, torch.zeros_like(rows), dataset=dataset, collate=collate, workers=reading.workers
+    )
+
+
+def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | None:
+    """Return one value per sample, or ``None`` where there are none.
+
+    Args:
+        dataset: The samples.
+        field: Where the values are. Default: the attribute ``targets`` or ``labels``.
+        name: The argument, for the message of an error.
+
+    Raises:
+        FlsuiteError: If there is no such field, or not one value per sample.
+    """
+    if field is None:
+        values = _attribute(dataset, _LABELS)
+    elif isinstance(field, str):
+        values = _named(dataset, field, name)
+    elif callable(field):
+        values = [field(dataset[number]) for number in range(len(dataset))]
+    else:
+        values = field
+    if values is None:
+        return None
+
+    array = np.asarray([v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for v in values])
+    if array.ndim == 2 and array.shape[1] == 1:  # as medmnist has them
+        array = array[:, 0]
+    if array.ndim == 1 and len(array) == len(dataset):
+        return array
+    if field is None:  # they are something else, such as boxes
+        return None
+    raise FlsuiteError(
+        f"data.{name} must give one value per sample: {len(dataset)} are expected, got values of "
+        f"shape {array.shape}"
+    )
+
+
+def _named(dataset: Any, field: str, name: str) -> Any:
+    """Return the values of a field, from a column or sample by sample."""
+    if field in (getattr(dataset, "column_names", None) or ()):  # of Hugging Face datasets
+        return list(dataset[field])
+    if (values := _attribute(dataset, (field,))) is not None:
+        return values
+    first = dataset[0]
+    if not isinstance(first, dict) or field not in first:
+        there_are = ", ".join(first) if isinstance(first, dict) else type(first).__name__
+        raise FlsuiteError(
+            f"data.{name}: there is no field {field!r} in a sample, which has {there_are}; give a "
+            "function of a sample, or the values themselves"
+        )
+    return [dataset[number][field] for number in range(len(dataset))]
+
+
+def _attribute(dataset: Any, names: Sequence[str]) -> Any:
+    """Return the values of an attribute of a dataset, or of those that it is made of."""
+    if isinstance(dataset, Subset):
+        values = _attribute(dataset.dataset, names)
+        return None if values is None else [values[number] for number in dataset.indices]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_attribute(part, names) for part in dataset.datasets]
+        if any(part is None for part in parts):
+            return None
+        return [value for part in parts for value in part]
+    for name in names:
+        values = getattr(dataset, name, None)
+        if values is not None and not callable(values) and hasattr(values, "__len__"):
+            return values
+    return None
+
+
+def _is_plain(dataset: Any, limit: int) -> bool:
+    """Return whether the samples are pairs of tensors that may be kept in memory."""
+    probed = list(range(min(_PROBED, len(dataset))))
+    first, again = (_seeded(dataset, probed, seed) for seed in (0, 1))
+    if not all(isinstance(s, (tuple, list)) and len(s) == 2 for s in first):
+        return False
+    (x, y), *_ = first
+    if not isinstance(x, Tensor) or not isinstance(y, (int, float, np.number, Tensor)):
+        return False
+    shapes = {(s[0].shape, torch.as_tensor(s[1]).shape) for s in first}
+    size = len(dataset) * (x.numel() * x.element_size() + 8 * torch.as_tensor(y).numel())
+    # A random transform would be drawn once and for all.
+    same = all(
+        torch.equal(a[0], b[0]) and torch.equal(torch.as_tensor(a[1]), torch.as_tensor(b[1]))
+        for a, b in zip(first, again, strict=True)
+        if a[0].shape == b[0].shape
+    )
+    return len(shapes) == 1 and size <= limit and same
+
+
+def _in_memory(dataset: Any) -> DataSplit | None:
+    """Return a dataset's samples as two tensors, or ``None`` where they have no such form."""
+    samples = _seeded(dataset, list(range(len(dataset))), 0)
+    try:
+        x = torch.stack([torch.as_tensor(sample[0]) for sample in samples])
+        y = torch.stack([torch.as_tensor(sample[1]) for sample in samples])
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
+        return None
+    return DataSplit(x, y.float() if y.dtype == torch.float64 else y)
+
+
+def _seeded(dataset: Any, numbers: list[int], seed: int) -> list[Any]:
+    with isolate_rng(include_cuda=False):
+        seed_cpu(seed)
+        return fetch(dataset, numbers)

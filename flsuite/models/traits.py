@@ -1,0 +1,184 @@
+"""What a model declares to the federation, with a default for each declaration.
+
+Any LightningModule can be trained by clients. :class:`~flsuite.models.ClientModel` declares all of
+this, and a plain module may declare any part of it under the same names.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from flsuite.data.spec import DataSpec
+from flsuite.errors import FlsuiteError
+from flsuite.models.base import ClientModel
+from flsuite.state import matches
+
+__all__ = [
+    "begin_task",
+    "class_outputs",
+    "extra_epochs",
+    "frozen_entries",
+    "has_step",
+    "own_entries",
+    "parameter_groups",
+    "pictures",
+    "require_trainable",
+    "scores_by_columns",
+    "scores_by_steps",
+    "to_channels_last",
+    "training_only",
+]
+
+_OVERRIDES = ("training_step", "configure_optimizers")
+_STEPS = ("validation_step", "test_step")
+
+
+def own_entries(model: LightningModule) -> list[str]:
+    """Return the entries of the state dict that stay with each client.
+
+    A model names them as ``private``, or the others as ``shared``.
+
+    Raises:
+        FlsuiteError: If it has both, or a pattern matches no entry.
+    """
+    shared, private = _patterns(model, "shared"), _patterns(model, "private")
+    names = list(model.state_dict())
+    if shared and private:
+        raise FlsuiteError(
+            f"{type(model).__name__} has both shared and private; keep one of them: the entries "
+            "that it does not name are of the other kind"
+        )
+    _refuse_unused(model, "shared", shared, names)
+    _refuse_unused(model, "private", private, names)
+    if shared:
+        return [name for name in names if not matches(name, shared)]
+    return [name for name in names if matches(name, private)]
+
+
+def frozen_entries(model: LightningModule) -> list[str]:
+    """Return the parameters that are not trained, and that the model does not call private."""
+    private = _patterns(model, "private")
+    named = model.named_parameters(remove_duplicate=False)
+    entries = set(model.state_dict())
+    return [
+        name
+        for name, parameter in named
+        if not parameter.requires_grad and name in entries and not matches(name, private)
+    ]
+
+
+def training_only(model: LightningModule) -> Sequence[str]:
+    """Return the patterns of private entries that predictions do not read."""
+    return _patterns(model, "training_only")
+
+
+def parameter_groups(model: LightningModule) -> Mapping[str, Sequence[str]]:
+    """Return the groups of parameters that an aggregator may treat apart, name to prefixes."""
+    groups = getattr(model, "parameter_groups", {})
+    return groups if isinstance(groups, Mapping) else {}
+
+
+def extra_epochs(model: LightningModule) -> int:
+    """Return the warm-up epochs of a client's fit."""
+    epochs = getattr(model, "extra_epochs", 0)
+    return epochs if isinstance(epochs, int) else 0
+
+
+def begin_task(model: LightningModule, task: int, seen: Sequence[int], past: Sequence[int]) -> None:
+    """Call the model's method of this name, if it has one."""
+    method = getattr(model, "begin_task", None)
+    if callable(method):
+        method(task, seen, past)
+
+
+def pictures(model: LightningModule, x: Tensor) -> dict[str, Tensor]:
+    """Return the model's pictures of some samples, none where it has no such method."""
+    return model.pictures(x) if isinstance(model, ClientModel) else {}
+
+
+def to_channels_last(model: LightningModule) -> None:
+    """Convert the memory format where the model offers it.
+
+    A module of somebody else keeps its own, which is part of how it trains elsewhere.
+    """
+    if isinstance(model, ClientModel):
+        model.to_channels_last()
+
+
+def has_step(model: LightningModule, name: str) -> bool:
+    """Return whether a model has a step of its own, and not the one of a base class."""
+    method = getattr(model, name, None)
+    function = getattr(method, "__func__", method)
+    bases = (LightningModule, ClientModel)
+    return function is not None and all(function is not getattr(base, name, None) for base in bases)
+
+
+def scores_by_columns(model: LightningModule) -> bool:
+    """Return whether the model scores a batch with one row per sample."""
+    return has_step(model, "evaluation_step")
+
+
+def scores_by_steps(model: LightningModule) -> bool:
+    """Return whether the model is scored by what its own steps log."""
+    return not scores_by_columns(model) and any(has_step(model, step) for step in _STEPS)
+
+
+def class_outputs(model: LightningModule, spec: DataSpec) -> Callable[[Any], Tensor] | None:
+    """Return the model's method ``logits`` if the suite can score classes with it."""
+    method: Callable[[Any], Tensor] | None = getattr(model, "logits", None)
+    return method if callable(method) and spec.task != "other" else None
+
+
+def require_trainable(model: LightningModule, spec: DataSpec) -> None:
+    """Refuse a model that lacks what a federation needs, before anything trains.
+
+    Raises:
+        FlsuiteError: If it does. The message says what to add.
+    """
+    kind = type(model).__name__
+    for name in _OVERRIDES:
+        if not has_step(model, name):
+            raise FlsuiteError(f"model: {kind} has no {name}; add one, as for Lightning's Trainer")
+    has_steps = scores_by_columns(model) or scores_by_steps(model)
+    if not has_steps and class_outputs(model, spec) is None:
+        own = "an evaluation_step(batch), " if isinstance(model, ClientModel) else ""
+        raise FlsuiteError(
+            f"model: {kind} cannot be scored; add {own}a test_step and a validation_step that call "
+            "self.log, or logits(x) for data with classes"
+        )
+    named = list(model.named_parameters())
+    if not named:
+        raise FlsuiteError(
+            f"model: {kind} has no parameters yet; make its layers in __init__ or in "
+            "configure_model, not in setup"
+        )
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise FlsuiteError(f"model: all parameters of {kind} are frozen; leave some to train")
+
+
+def _patterns(model: LightningModule, name: str) -> tuple[str, ...]:
+    """Return the patterns of a declaration."""
+    value = getattr(model, name, ())
+    if isinstance(value, str):
+        return (value,)
+    # A module that knows nothing of flsuite may have a layer of this name.
+    is_declared = isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+    return tuple(value) if is_declared else ()
+
+
+def _refuse_unused(
+    model: LightningModule, what: str, patterns: Sequence[str], names: Sequence[str]
+) -> None:
+    """Refuse a pattern that matches nothing.
+
+    With a mistyped pattern, the method would silently be another one.
+    """
+    for pattern in patterns:
+        if not any(matches(name, (pattern,)) for name in names):
+            prefixes = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
+            raise FlsuiteError(
+                f"model.{what}: {pattern!r} matches no entry of {type(model).__name__}; it has "
+                f"{prefixes[:300]}"
+            )

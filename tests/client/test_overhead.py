@@ -1,0 +1,48 @@
+"""What a client costs beside its training, measured against a loop without anything else.
+
+Both sides take turns in one process, and the smallest time of each counts, so that the load of the
+machine does not decide. The bound is three times what was measured.
+"""
+
+import time
+from collections.abc import Callable
+
+from flsuite.client.runner import ClientRunner
+from flsuite.models import MLP, Classifier
+from tests.benchmarks.loop import HandWrittenLoop
+from tests.conftest import digits, trainer
+
+MEASURED = 2.3  # times the loop
+
+
+def test_a_small_client_costs_little_more_than_its_step() -> None:
+    clients = range(40)
+    data = digits(clients=len(clients))
+    made = trainer(rounds=1)
+    run = made.prepare(Classifier(MLP(hidden=(256, 256))), data)
+    runner = ClientRunner(made.worker_setup(run))
+    requests = run.requests(made.schedule.start(run.clock))
+
+    federated = data.federated
+    scaling = federated.scaling
+    loop = HandWrittenLoop(
+        MLP(hidden=(256, 256)).build(federated.spec.shape, 10),
+        federated.train.x,
+        federated.train.y,
+        [federated.train_rows(client) for client in clients],
+        scaling.scale,
+        scaling.shift,
+    )
+
+    ours, theirs = [], []
+    for _ in range(8):
+        theirs.append(seconds(lambda: loop.round(clients)))
+        ours.append(seconds(lambda: runner.run_job(requests)))
+    assert min(ours) < 3 * MEASURED * min(theirs)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the time of this process that the work takes."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started

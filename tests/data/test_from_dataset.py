@@ -1,0 +1,286 @@
+"""Map-style datasets and plain data modules as federated data."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from flsuite.data import (
+    IID,
+    Dirichlet,
+    FederatedData,
+    FromDataModule,
+    FromDataset,
+    Natural,
+    Pathological,
+)
+from flsuite.data.stored import StoredSplit
+from flsuite.errors import FlsuiteError
+from tests.plain import Blobs, Sentences, blobs, pad, slope
+
+
+class Pairs(Dataset):
+    """Tensors and numbers, as torchvision's datasets return them."""
+
+    classes = ["even", "odd"]
+
+    def __init__(self, samples: int = 40, noise: float = 0.0) -> None:
+        self.targets = [number % 2 for number in range(samples)]
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        if number >= len(self):
+            raise IndexError
+        x = torch.full((3,), float(number))
+        return x + self.noise * torch.rand(3) * np.random.rand(), self.targets[number]
+
+
+class Columns:
+    """The interface of a Hugging Face dataset with a torch format."""
+
+    column_names = ["text", "label"]
+
+    def __init__(self, samples: int = 30) -> None:
+        self.rows = [
+            {"text": torch.arange(1 + number % 4), "label": torch.tensor(number % 3)}
+            for number in range(samples)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: int | str) -> Any:
+        return [row[key] for row in self.rows] if isinstance(key, str) else self.rows[key]
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Tensor]]:
+        return [self.rows[number] for number in numbers]
+
+
+def texts(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    text = torch.nn.utils.rnn.pad_sequence([s["text"] for s in samples], batch_first=True)
+    return {"text": text, "label": torch.stack([s["label"] for s in samples])}
+
+
+def split(train: Any, test: Any, **kwargs: Any) -> FederatedData:
+    module = FromDataset(train, test, **{"clients": 2, "batch_size": 8, **kwargs})
+    module.setup()
+    return module.federated
+
+
+def batches(data: FederatedData, client: int = 0, seed: int = 0, round: int = 1) -> list[Any]:
+    return list(data.loader(client, seed, round))
+
+
+def test_pairs_of_tensors_are_kept_in_memory() -> None:
+    data = split(Pairs(), Pairs(10))
+    assert not isinstance(data.train, StoredSplit)
+    assert torch.equal(data.train.x[:, 0], torch.arange(40.0)) and data.train.y.dtype == torch.int64
+    assert data.spec.task == "multiclass" and data.spec.shape == (3,)
+    x, y = batches(data)[0]
+    assert torch.equal(x[:, 0] % 2, y.float())
+
+
+def test_tensors_are_not_copied() -> None:
+    train = blobs(50, 0)
+    data = split(train, blobs(20, 1), val=blobs(10, 2))
+    assert data.train.x.data_ptr() == train.tensors[0].data_ptr()
+    assert data.val is not None and len(data.val) == 10
+
+
+def test_bytes_reach_the_model_as_they_are() -> None:
+    images = torch.randint(256, (20, 3, 4, 4), dtype=torch.uint8)
+    data = split(TensorDataset(images, torch.arange(20) % 2), Pairs(10), in_memory=None)
+    (x, _), *_ = batches(data)
+    assert x.dtype == torch.uint8 and x.shape[1:] == (3, 4, 4)
+
+
+def test_random_transforms_stay_random_and_depend_on_seed_round_and_client_alone() -> None:
+    data = split(Pairs(noise=0.1), Pairs(10))
+    assert isinstance(data.train, StoredSplit) and data.spec.task == "multiclass"
+
+    first = torch.cat([x for x, _ in batches(data)])
+    torch.manual_seed(9)
+    np.random.seed(9)
+    assert torch.equal(first, torch.cat([x for x, _ in batches(data)]))
+    later = torch.cat([x for x, _ in batches(data, round=2)])
+    assert not torch.equal(first.sort(0).values, later.sort(0).values)
+    before = torch.get_rng_state()
+    batches(data)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_workers_read_the_same_batches() -> None:
+    alone = batches(split(Pairs(noise=0.1), Pairs(10)))
+    helped = batches(split(Pairs(noise=0.1), Pairs(10), workers=2))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(alone, helped, strict=True))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [None, "topic", lambda sample: "abc"[sample["topic"]], Sentences(60, 0).targets],
+    ids=["found", "a field", "a function", "values"],
+)
+def test_labels_may_be_given_in_any_way(labels: Any) -> None:
+    data = split(
+        Sentences(60, 0),
+        Sentences(30, 1),
+        collate=pad,
+        labels=labels,
+        clients=3,
+        partition=Pathological(classes_per_client=1),
+        val_fraction=0.0,
+    )
+    assert [int((data.class_counts(client) > 0).sum()) for client in range(3)] == [1, 1, 1]
+    for client in range(3):
+        (batch, *_) = batches(data, client)
+        assert set(batch) == {"words", "topic"} and len(batch["topic"].unique()) == 1
+
+
+def test_a_hugging_face_dataset_with_a_torch_format() -> None:
+    data = split(
+        Columns(),
+        Columns(12),
+        labels="label",
+        collate=texts,
+        partition=Dirichlet(1.0),
+        batch_size=4,
+    )
+    assert data.spec.num_classes == 3 and int(data.class_counts(0).sum()) == data.samples(0)
+    (batch, *_) = batches(data)
+    assert batch["text"].ndim == 2 and len(batch["label"]) == 4
+
+
+def test_labels_of_a_subset_are_those_of_its_samples() -> None:
+    data = split(Subset(Pairs(noise=0.1), range(0, 40, 2)), Pairs(10))
+    assert data.train.classes.tolist() == [0] * 20
+
+
+def test_owners_are_clients() -> None:
+    data = split(
+        Sentences(60, 0),
+        Sentences(30, 1),
+        collate=pad,
+        ids=lambda sample: f"person {sample['topic']}",
+        partition=Natural(),
+        clients=3,
+    )
+    owners = [set(data.train.ids[data.train_index[c]].tolist()) for c in range(3)]  # type: ignore[index]
+    tested = [set(data.test.ids[data.test_index[c]].tolist()) for c in range(3)]  # type: ignore[index]
+    assert all(len(own) == 1 for own in owners) and owners == tested
+
+
+def test_numbers_are_binned_for_the_partition_and_stay_targets() -> None:
+    data = split(
+        slope(60, 0), slope(20, 1), labels=slope(60, 0).tensors[1], bins=3, partition=Dirichlet(0.3)
+    )
+    assert data.spec.num_classes == 3 and data.spec.task == "other"
+    assert sum(data.class_counts(c) for c in range(2)).sum() + len(data.val_index.values) == 60  # type: ignore[union-attr]
+    assert batches(data)[0][1].is_floating_point()
+
+
+class NoTrain(LightningDataModule):
+    """Has loaders of nothing."""
+
+
+class NoTest(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(blobs(40, 0), batch_size=4)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(blobs(4, 0))
+
+
+class Streams(NoTest):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Stream())
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(blobs(4, 0))
+
+
+class Transfers(Blobs):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "no labels": (
+        lambda: FromDataset(slope(40, 0), slope(9, 1), partition=Dirichlet(1.0)),
+        "Dirichlet splits by class, and these samples have no classes; set data.labels",
+    ),
+    "no such field": (
+        lambda: FromDataset(Sentences(9, 0), Sentences(9, 0), collate=pad, labels="theme"),
+        "there is no field 'theme' in a sample, which has words, topic",
+    ),
+    "too few labels": (
+        lambda: FromDataset(blobs(9, 0), blobs(9, 0), labels=[0, 1]),
+        "data.labels must give one value per sample: 9 are expected",
+    ),
+    "negative classes": (
+        lambda: FromDataset(TensorDataset(torch.ones(4, 1), -torch.ones(4).long()), Pairs(2)),
+        "targets of classes must be 0 or above",
+    ),
+    "an iterable dataset": (
+        lambda: FromDataset(Stream(), Pairs(2)),
+        "train must be a map-style dataset",
+    ),
+    "nothing": (lambda: FromDataset(Pairs(0), Pairs(2)), "train has no samples"),
+    "not in memory": (
+        lambda: FromDataset(Sentences(9, 0), Sentences(9, 0), in_memory=True),
+        "data.in_memory needs pairs of a tensor and a number",
+    ),
+    "one bin": (lambda: FromDataset(slope(9, 0), slope(9, 0), bins=1), "bins must be at least 2"),
+    "no train loader": (lambda: FromDataModule(NoTrain()), "NoTrain has no train_dataloader"),
+    "no test loader": (lambda: FromDataModule(NoTest()), "NoTest has no test_dataloader"),
+    "a stream": (lambda: FromDataModule(Streams()), "train must be a map-style dataset"),
+    "a batch hook": (lambda: FromDataModule(Transfers()), "move it into the model"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_one_line(name: str) -> None:
+    make, line = WRONG[name]
+    with pytest.raises(FlsuiteError, match=line) as error:
+        make().setup()
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_test_loader_validation_samples_are_for_testing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Two(Blobs):
+        test_dataloader = LightningDataModule.test_dataloader
+
+    module = FromDataModule(Two(), clients=2, partition=IID())
+    with caplog.at_level("WARNING", logger="flsuite"):
+        module.setup()
+    assert "Two has no test_dataloader" in caplog.text
+    assert len(module.federated.test) == 40 and module.federated.val is None
+    assert len(module.federated.val_index.values) == 16
+
+
+def test_a_random_split_of_a_data_module_follows_the_seed() -> None:
+    def first_rows(seed: int) -> Tensor:
+        module = FromDataModule(Blobs(), clients=2)
+        module.use_seed(seed)
+        module.setup()
+        return module.federated.train.x[:5]
+
+    assert torch.equal(first_rows(1), first_rows(1))
+    assert not torch.equal(first_rows(1), first_rows(2))
+
+
+def test_samples_that_make_no_batch_ask_for_a_collate_function() -> None:
+    data = FromDataset(Sentences(30, 0), Sentences(9, 1), clients=2, batch_size=8)
+    with pytest.raises(FlsuiteError, match="give FromDataset or your DataLoader a collate"):
+        data.setup("fit")

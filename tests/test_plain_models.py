@@ -1,0 +1,320 @@
+"""Any LightningModule federates: fitted, scored by its own steps, resumed, on every engine."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from flsuite import FederatedTrainer
+from flsuite.analysis import read_metrics
+from flsuite.data import Dirichlet, FromDataset, Natural
+from flsuite.engines import Processes
+from flsuite.errors import FlsuiteError
+from flsuite.models import ClientModel
+from tests.conftest import equal_states, trainer
+from tests.plain import CLASSES, Blobs, Net, Reader, Regression, Sentences, blobs, pad, slope
+
+
+def net(**kwargs: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**kwargs)
+
+
+def points(**kwargs: Any) -> FromDataset:
+    kwargs = {"clients": 4, "partition": Dirichlet(0.5), "batch_size": 16, **kwargs}
+    return FromDataset(blobs(200, 0), blobs(60, 1), **kwargs)
+
+
+def table(**kwargs: Any) -> FromDataset:
+    return FromDataset(slope(120, 0), slope(40, 1), clients=3, batch_size=8, **kwargs)
+
+
+def sentences(**kwargs: Any) -> FromDataset:
+    kwargs = {"clients": 3, "partition": Dirichlet(1.0), "batch_size": 8, **kwargs}
+    return FromDataset(Sentences(90, 0), Sentences(30, 1), collate=pad, **kwargs)
+
+
+CASES = {
+    "classes": (net, points),
+    "regression": (Regression, table),
+    "text": (Reader, sentences),
+}
+
+
+def fitted(
+    case: str, rounds: int = 2, ckpt_path: str | None = None, **kwargs: Any
+) -> FederatedTrainer:
+    make_model, make_data = CASES[case]
+    seed_everything(5, verbose=False)
+    made = trainer(rounds=rounds, max_epochs=2, **kwargs)
+    made.fit(make_model(), make_data(), ckpt_path=ckpt_path)
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_and_worker_processes_end_with_the_same_weights(
+    case: str, tmp_path: Path
+) -> None:
+    whole = fitted(case, rounds=3)
+    fitted(case, rounds=1, run_dir=str(tmp_path))
+    resumed = fitted(case, rounds=3, ckpt_path="last", run_dir=str(tmp_path))
+    spread = fitted(case, rounds=3, engine=Processes(workers=2))
+    assert equal_states(whole.run.state, resumed.run.state)
+    assert equal_states(whole.run.state, spread.run.state)
+    assert whole.test() == resumed.test() == spread.test()
+
+
+def test_one_client_is_lightnings_own_fit() -> None:
+    """Take the batches of the federation, and expect the weights of a plain Trainer."""
+    seed_everything(5, verbose=False)
+    made, data = trainer(rounds=1, max_epochs=2), points(clients=1, partition=None)
+    made.fit(model := net(), data)
+
+    from flsuite.random import seed_process
+
+    plain = net()
+    seed_process(3, "fit", 1, 0)
+    kwargs: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(max_epochs=2, accelerator="cpu", limit_val_batches=0, **kwargs).fit(
+        plain, data.federated.loader(0, 3, 1)
+    )
+    assert equal_states(plain.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [("classes", {"loss", "accuracy"}), ("text", {"loss", "acc"}), ("regression", {"r2", "mae"})],
+)
+def test_scores_are_those_of_lightnings_own_evaluation(case: str, names: set[str]) -> None:
+    made = fitted(case)
+    (whole, *clients) = made.test()
+    assert names <= whole.keys()
+
+    data, model = made.run.federation.data, made.run.model
+    dataset = CASES[case][1]().test
+    kwargs: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    lightning = Trainer(accelerator="cpu", enable_checkpointing=False, **kwargs)
+    run = lightning.test if case != "regression" else lightning.validate
+    collate = pad if case == "text" else None
+
+    def logged(numbers: Any) -> dict[str, float]:
+        part = torch.utils.data.Subset(dataset, numbers)
+        loader = DataLoader(part, batch_size=data.batch_size, collate_fn=collate)
+        (row,) = run(model, loader, verbose=False)
+        return {
+            k.removeprefix("test_").removeprefix("val_").removeprefix("test/"): v
+            for k, v in row.items()
+        }
+
+    for name, value in logged(range(len(dataset))).items():
+        assert whole[name] == pytest.approx(value, abs=1e-6)
+    for client, row in enumerate(clients):
+        for name, value in logged(data.test_index[client].tolist()).items():
+            assert row[name] == pytest.approx(value, abs=1e-6)
+        assert row["samples"] == len(data.test_index[client])
+    name = min(names)
+    values = torch.tensor([row[name] for row in clients], dtype=torch.float64)
+    assert whole[f"{name}_client_mean"] == pytest.approx(float(values.mean()))
+
+
+def test_text_and_regression_learn() -> None:
+    assert fitted("text", rounds=6).test()[0]["acc"] > 0.7
+    assert fitted("regression", rounds=10).test()[0]["r2"] > 0.8
+
+
+def test_the_monitor_may_be_a_logged_number(tmp_path: Path) -> None:
+    made = fitted("regression", rounds=3, monitor="val_mae", run_dir=str(tmp_path))
+    table = read_metrics(tmp_path)
+    rows = table[
+        (table["split"] == "val") & (table["metric"] == "mae") & (table["scope"] == "global")
+    ]
+    best = rows.loc[rows["value"].idxmin()]
+    assert made.run.summary.best["round"] == best["round"]
+    assert made.run.settings["monitor"] == "mae"
+    with pytest.raises(FlsuiteError, match="monitor must be one of r2, mae, got 'accuracy'"):
+        fitted("regression", monitor="accuracy")
+
+
+def test_the_suites_scores_are_added_for_logits() -> None:
+    class WithLogits(Net):
+        def logits(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x)
+
+    made = trainer(rounds=1)
+    made.fit(WithLogits(), points())
+    (whole, *_) = made.test()
+    assert {"f1_macro", "balanced_accuracy", "auroc", "accuracy/0"} <= whole.keys()
+    assert made.predict().shape == (60, CLASSES)
+
+    class LogitsAlone(WithLogits):
+        test_step = LightningModule.test_step
+        validation_step = LightningModule.validation_step
+
+    made = trainer(rounds=1)
+    made.fit(LogitsAlone(), points())
+    assert {"accuracy", "loss"} <= made.test()[0].keys()
+
+
+class Manual(Net):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.seen: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        first, second = self.optimizers()
+        loss = F.cross_entropy(self(x), y)
+        self.manual_backward(loss)
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+        self.seen.append(float(loss.detach()))
+
+    def configure_optimizers(self):
+        first, _, second = self.body
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (first, second)]
+
+
+def test_manual_optimization_on_every_engine() -> None:
+    ends = []
+    for engine in (None, Processes(workers=2)):
+        seed_everything(5, verbose=False)
+        made = trainer(rounds=2, engine=engine)
+        made.fit(Manual(), points())
+        ends.append(made.run.state)
+        losses = [row.value for row in made.run.folder.table.rows if row.metric == "loss"]
+        assert losses and not any(map(math.isnan, losses)), "a step need not return its loss"
+    assert equal_states(*ends)
+
+
+class Lacking(LightningModule):
+    """Has no way to be scored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NoStep(Net):
+    training_step = LightningModule.training_step
+
+
+class NoOptimizer(Net):
+    configure_optimizers = LightningModule.configure_optimizers
+
+
+class InSetup(Lacking):
+    """Makes its layers in setup, in every fit again."""
+
+    def setup(self, stage):
+        self.layer = nn.Linear(4, CLASSES)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", F.cross_entropy(self.layer(batch[0]), batch[1]))
+
+
+class Silent(Lacking):
+    def test_step(self, batch, batch_idx):
+        self.layer(batch[0])
+
+
+class AllFrozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class OldStyle(ClientModel):
+    def build(self, spec):
+        self.layer = nn.Linear(4, CLASSES)
+
+    training_step = Lacking.training_step
+    configure_optimizers = Lacking.configure_optimizers
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (Lacking, "Lacking cannot be scored; add a test_step and a validation_step that call"),
+        (OldStyle, r"OldStyle cannot be scored; add an evaluation_step\(batch\), a test_step"),
+        (NoStep, "NoStep has no training_step"),
+        (NoOptimizer, "NoOptimizer has no configure_optimizers"),
+        (Silent, "test_step of Silent logs nothing"),
+        (AllFrozen, "all parameters of AllFrozen are frozen"),
+        (InSetup, "a fit of InSetup makes new layers"),
+    ],
+)
+def test_what_a_model_lacks_is_one_line_before_a_round(
+    kind: type, line: str, tmp_path: Path
+) -> None:
+    made = trainer(rounds=1, run_dir=str(tmp_path / "run"))
+    with pytest.raises(FlsuiteError, match=line) as error:
+        made.fit(kind(), points())
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_client_model_may_be_scored_by_its_own_steps() -> None:
+    class Logs(OldStyle):
+        test_step = InSetup.test_step
+
+    made = trainer(rounds=1)
+    made.fit(Logs(), points())
+    assert made.test()[0].keys() >= {"loss", "loss_client_mean"}
+
+
+def test_a_plain_data_module_is_split_over_clients() -> None:
+    data = Blobs()
+    data.clients, data.partition = 4, Dirichlet(0.5)
+    made = trainer(rounds=2, max_epochs=5)
+    made.fit(net(), data)
+    federated = made.run.federation.data
+    assert (federated.clients, federated.batch_size, len(federated.test)) == (4, 16, 60)
+    assert sum(federated.samples(client) for client in range(4)) == 160 and len(federated.val) == 40
+    assert made.test()[0]["accuracy"] > 0.5
+
+    again = trainer(rounds=2, max_epochs=1)
+    again.fit(net(), (other := Blobs()))
+    assert again.run.clients == 10 and not hasattr(other, "clients")
+
+
+def test_the_model_checkpoint_is_lightnings(tmp_path: Path) -> None:
+    made = fitted("classes", run_dir=str(tmp_path))
+    loaded = Net.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt")
+    assert equal_states(loaded.state_dict(), made.run.model.state_dict())
+    assert loaded.hparams.width == 8
+
+
+def test_settings_tell_hyperparameters_and_samples_apart(tmp_path: Path) -> None:
+    fitted("classes", rounds=1, run_dir=str(tmp_path))
+    seed_everything(5, verbose=False)
+    with pytest.raises(FlsuiteError, match=r"model.lr is 0.2 here and 0.1 there"):
+        trainer(rounds=2, max_epochs=2, run_dir=str(tmp_path)).fit(net(lr=0.2), points(), "last")
+    other = FromDataset(
+        blobs(200, 7), blobs(60, 1), clients=4, partition=Dirichlet(0.5), batch_size=16
+    )
+    with pytest.raises(FlsuiteError, match=r"data.content is"):
+        trainer(rounds=2, max_epochs=2, run_dir=str(tmp_path)).fit(net(), other, "last")
+
+
+def test_natural_clients_by_a_field() -> None:
+    made = trainer(rounds=1)
+    made.fit(Reader(), sentences(partition=Natural(), clients=3, ids="topic"))
+    counts = made.run.federation.data
+    assert [int((counts.class_counts(c) > 0).sum()) for c in range(3)] == [1, 1, 1]
