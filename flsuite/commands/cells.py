@@ -1,0 +1,115 @@
+"""The process that a sweep's cells are forked from: it imports what a run needs, once.
+
+It reads a sweep and its folder from its input, checks that every method can be built, answers, and
+runs the cells when it is told to.
+"""
+
+import gc
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flsuite.commands.main import import_plugins, run_command
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.sweeps.plan import Cell, fit_arguments, require_distinct, samples_of
+from flsuite.sweeps.queue import Queue
+from flsuite.sweeps.reading import Sweep
+from flsuite.sweeps.worker import die_with, fork, run_workers
+
+__all__ = ["check", "main"]
+
+
+def main() -> int:
+    """Serve one sweep."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
+    sweep, folder, parent = pickle.load(sys.stdin.buffer)
+    die_with(parent)
+    _import_all()
+
+    print(json.dumps(_checked_in_fork(sweep)), flush=True)
+    if not sys.stdin.buffer.readline():
+        return 0
+    return run_workers(Queue(sweep, folder), lambda arguments: run_command("fit", arguments))
+
+
+def check(sweep: Sweep) -> dict[str, Any]:
+    """Build what the cells would fit, without fitting it.
+
+    Returns:
+        ``workers`` is the largest number of workers that a cell's own engine has.
+
+    Raises:
+        FlsuiteError: If one of them cannot be built. The message names the method.
+    """
+    from flsuite.commands.fit import build
+
+    require_distinct(sweep)
+    workers = 1
+    for cell in samples_of(sweep):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = fit_arguments(sweep, cell, Path(folder))
+            try:
+                import_plugins(arguments)
+                trainer, _, _ = build(arguments)
+            except FlsuiteError as error:
+                raise FlsuiteError(f"{_place(sweep, cell)}: {one_line(error)}") from error
+        workers = max(workers, getattr(trainer.engine, "workers", None) or 1)
+    return {"workers": workers}
+
+
+def _place(sweep: Sweep, cell: Cell) -> str:
+    """Return the method, and what the grid and the tuning change in it."""
+    usual = {**sweep.shared, **sweep.methods[cell.method]}
+    changes = [f"{k} {v}" for k, v in cell.overrides.items() if usual.get(k, usual) != v]
+    return f"method {cell.method}" + (f", {', '.join(changes)}" if changes else "")
+
+
+def _import_all() -> None:
+    """Import what every cell needs, without a collection, which would find nothing."""
+    gc.disable()
+    import torch
+
+    import flsuite.analysis
+    import flsuite.commands.fit
+    import flsuite.engines.worker  # noqa: F401  (where an engine's workers are forked from)
+
+    torch.set_num_threads(1)  # also of what a cell does beside its engine
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # finds a user's package in the working folder
+    gc.freeze()  # a collection in a fork would copy each object that is shared
+    gc.enable()
+
+
+def _checked_in_fork(sweep: Sweep) -> dict[str, Any]:
+    """Run :func:`check` in a fork, because what it builds starts threads and processes."""
+    read, write = os.pipe()
+    child = fork(lambda: _answer(sweep, write))
+    os.close(write)
+    with open(read) as file:
+        answer = file.read()
+    os.waitpid(child, 0)
+    return json.loads(answer) if answer else {"error": "the check of the methods was ended"}
+
+
+def _answer(sweep: Sweep, descriptor: int) -> int:
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # libraries say the same again in every cell's log
+        os.dup2(null, stream)
+    try:
+        answer = check(sweep)
+    except FlsuiteError as error:
+        answer = {"error": one_line(error)}
+    except Exception as error:  # of a user's own class
+        answer = {"error": f"{type(error).__name__}: {one_line(error)}"}
+    with open(descriptor, "w") as file:
+        json.dump(answer, file)
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())

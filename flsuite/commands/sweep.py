@@ -1,0 +1,212 @@
+"""``flsuite sweep``: methods x grid x seeds, killed and resumed at will."""
+
+import argparse
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flsuite.engines.forkserver import interrupts_ignored
+from flsuite.errors import FederationError, FlsuiteError
+from flsuite.files import make_folder
+from flsuite.sweeps.queue import Queue
+from flsuite.sweeps.reading import Overrides, Sweep, read_sweep
+from flsuite.sweeps.status import (
+    SweepProgress,
+    failures,
+    print_cells,
+    print_status,
+    strangers,
+)
+
+__all__ = ["sweep"]
+
+_PATIENCE = 30.0  # seconds that runs have to end after Ctrl-C
+_LOOK = 0.2  # seconds
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise FlsuiteError(f"sweep: {message}; see flsuite sweep --help")
+
+
+def sweep(args: list[str]) -> None:
+    """Run the cells of a sweep that are not done, or print what there is.
+
+    Raises:
+        FlsuiteError: If something is wrong in the sweep's file. Nothing has been run.
+        FederationError: If cells have failed. All others are done.
+    """
+    parser = _Parser(prog="flsuite sweep", add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--config", required=True)
+    parser.add_argument("--folder")
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--status", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    request, rest = parser.parse_known_args(args)
+    content = read_sweep(request.config, _overrides(rest), request.workers)
+    folder = Path(request.folder or Path("runs", content.name))
+
+    if request.status:
+        print_status(Queue(content, folder, retries=False))
+        return
+    queue = Queue(content, folder)
+    if queue.is_complete():
+        queue.note_tuning()  # the file may have fewer trials than before
+        print(f"nothing to do: {queue.size} of {queue.size} cells are done")
+        _print_end(queue)
+        return
+    with _CellProcess(content, folder) as process:
+        _warn_of_workers(content, process.check())
+        if request.dry_run:
+            print_cells(queue)
+            return
+        make_folder(folder)
+        queue.note_tuning()
+        _run(queue, process)
+    _print_end(queue)
+
+
+def _overrides(args: list[str]) -> Overrides:
+    """Return the keys that all cells change, from ``--KEY VALUE`` and ``--KEY=VALUE``."""
+    overrides: Overrides = {}
+    rest = list(args)
+    while rest:
+        option, *rest = rest
+        key, given, value = option.removeprefix("--").partition("=")
+        if not option.startswith("--") or ("." not in key and key not in ("model", "data")):
+            raise FlsuiteError(f"sweep: there is no option {option}; see flsuite sweep --help")
+        if not given:
+            if not rest:
+                raise FlsuiteError(f"sweep: {option} needs a value")
+            value, *rest = rest
+        try:
+            overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError:  # the command that runs the cell says what is wrong
+            overrides[key] = value
+    return overrides
+
+
+class _CellProcess:
+    """The process that cells are forked from, see :mod:`flsuite.commands.cells`.
+
+    Args:
+        sweep: The sweep.
+        folder: Its folder.
+    """
+
+    def __init__(self, sweep: Sweep, folder: Path) -> None:
+        # Libraries for linear algebra read the number of threads when they are imported.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with interrupts_ignored():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flsuite.commands.cells"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+        assert self._process.stdin is not None
+        pickle.dump((sweep, folder, os.getpid()), self._process.stdin)
+        self._process.stdin.flush()
+
+    def __enter__(self) -> "_CellProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def check(self) -> dict[str, Any]:
+        """Wait until every method has been built.
+
+        Raises:
+            FlsuiteError: If one of them cannot be.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise FederationError("the process that cells are forked from has ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise FlsuiteError(f"sweep: {answer['error']}")
+        return answer
+
+    def start(self) -> None:
+        """Run the cells."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"run\n")
+        self._process.stdin.flush()
+
+    def wait(self, seconds: float) -> int | None:
+        """Return the exit status, or ``None`` if it is still at work after so many seconds."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self) -> None:
+        """Let the runs in progress end, with their last round on disk."""
+        self._process.terminate()
+        self.wait(_PATIENCE)
+
+
+def _run(queue: Queue, process: _CellProcess) -> None:
+    """Run all cells, and show their progress.
+
+    Raises:
+        KeyboardInterrupt: After Ctrl-C or SIGTERM, when the runs have ended.
+    """
+    with _sigterm_interrupts(), SweepProgress(queue) as progress:
+        process.start()
+        try:
+            while (status := process.wait(_LOOK)) is None:
+                progress.look()
+        except KeyboardInterrupt:
+            print("stopping; the runs go to their last finished round", file=sys.stderr)
+            process.stop()
+            raise
+    if status:
+        raise FederationError("a worker has ended; the same command goes on with the sweep")
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Treat SIGTERM, which SLURM sends before the time is up, as Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _print_end(queue: Queue) -> None:
+    for line in strangers(queue):
+        print(line)
+    failed = failures(queue)
+    for line in failed:
+        print(line)
+    done = queue.counts()["done"]
+    if failed:
+        raise FederationError(
+            f"{queue.size - done} of {queue.size} cells are not done; the same command tries them "
+            "again"
+        )
+    print(f"{done} of {queue.size} cells are done; compare them: flsuite report {queue.folder}")
+
+
+def _warn_of_workers(sweep: Sweep, answer: dict[str, Any]) -> None:
+    own = answer["workers"]
+    if own > 1 and sweep.workers > 1:
+        print(
+            f"warning: {sweep.workers} cells run at a time, and each has an engine with {own} "
+            "workers; set trainer.engine to InProcess under overrides, or workers to 1",
+            file=sys.stderr,
+        )

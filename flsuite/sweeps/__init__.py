@@ -1,0 +1,1 @@
+"""Sweeps: methods x grid x seeds as a queue of run folders."""

@@ -1,0 +1,96 @@
+"""What a finished cell leaves for its sweep: its time and its scores."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+from flsuite.errors import FlsuiteError
+from flsuite.files import atomic_save
+
+__all__ = ["DONE", "Outcome", "measure", "read_outcome", "seconds_so_far", "write_outcome"]
+
+DONE = "done.json"
+"""The file in a run's folder that marks its cell as done."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Time and scores of a finished cell.
+
+    Attributes:
+        seconds: Seconds that it took, with all its starts.
+        monitor: The score that picks a round.
+        lower_is_better: Whether low values of this score are good.
+        val: The best value of it on validation data. ``None`` without validation data, or if nobody
+            knows whether high or low values are good.
+        test: Its value on test data in that round, or in the last one without validation data.
+    """
+
+    seconds: float
+    monitor: str
+    lower_is_better: bool
+    val: float | None
+    test: float | None
+
+
+def write_outcome(run_dir: Path, outcome: Outcome) -> None:
+    """Mark a cell as done."""
+    text = json.dumps(asdict(outcome)) + "\n"
+    atomic_save(lambda path: path.write_text(text), run_dir / DONE)
+
+
+def read_outcome(run_dir: Path) -> Outcome | None:
+    """Return the outcome of a cell, or ``None`` if it is not done.
+
+    Raises:
+        FlsuiteError: If the file that marks it is damaged.
+    """
+    path = run_dir / DONE
+    try:
+        return Outcome(**json.loads(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError) as error:
+        raise FlsuiteError(f"{path} is damaged; delete it, and the cell is run again") from error
+
+
+def measure(run_dir: Path, seconds: float) -> Outcome:
+    """Read the scores of a run that has ended."""
+    # pandas and matplotlib are of no use before.
+    from flsuite.analysis.runs import curve, read_metrics
+    from flsuite.analysis.scores import lower_is_better, of_last_task
+
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    monitor = str(config["trainer"].get("monitor", "accuracy"))
+    is_lower = lower_is_better(monitor)
+    table = of_last_task(read_metrics(run_dir))
+    test, validation = curve(table, monitor, "test"), curve(table, monitor, "val").dropna()
+    if validation.empty or is_lower is None:
+        return Outcome(seconds, monitor, bool(is_lower), None, _finite(test.iloc[-1:]))
+    # argmin gives the earlier one of two equal rounds.
+    picked = validation.index[int((validation if is_lower else -validation).argmin())]
+    scores = _finite(validation[[picked]]), _finite(test[test.index == picked])
+    return Outcome(seconds, monitor, is_lower, *scores)
+
+
+def seconds_so_far(run_dir: Path) -> float:
+    """Return the seconds that a run has trained, as its table says."""
+    table = run_dir / "metrics.csv"
+    lines = table.read_text().splitlines() if table.is_file() else []
+    if len(lines) < 2:
+        return 0.0
+    row = dict(zip(lines[0].split(","), lines[-1].split(","), strict=False))
+    try:
+        return float(row["wall_s"])
+    except (KeyError, ValueError):  # a kill may leave half a row
+        return 0.0
+
+
+def _finite(values: Iterable[float]) -> float | None:
+    """Return the last of these numbers, or ``None`` without any, or if it is not finite."""
+    numbers = [float(value) for value in values]
+    return numbers[-1] if numbers and math.isfinite(numbers[-1]) else None

@@ -1,0 +1,194 @@
+"""The cells of a sweep: which run each of them is, and the folder that it has."""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flsuite.errors import FlsuiteError
+from flsuite.sweeps.reading import Overrides, Sweep
+
+__all__ = [
+    "Cell",
+    "cell",
+    "fit_arguments",
+    "grid_points",
+    "label_of",
+    "require_distinct",
+    "samples_of",
+]
+
+# Parts of a config that do not decide a result. A cell stays the same one if they change.
+_OPEN = (
+    "seed_everything",
+    "run_dir",
+    "ckpt_path",
+    "trainer.run_dir",
+    "trainer.engine",
+    "trainer.logger",
+    "trainer.enable_progress_bar",
+)
+_LONGEST_LABEL = 80
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+        method: Name of the method.
+        point: Label of the grid point, empty without a grid.
+        seed: The run's seed.
+        overrides: All that the run changes in the sweep's config.
+        folder: The run's folder, from the folder of the sweep.
+        is_trial: Whether it is a trial of the tuning, and no result.
+    """
+
+    method: str
+    point: str
+    seed: int
+    overrides: Overrides
+    folder: Path
+    is_trial: bool
+
+    # Two cells are the same run if they have the same folder. Overrides cannot be hashed.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cell) and self.folder == other.folder
+
+    def __hash__(self) -> int:
+        return hash(self.folder)
+
+    @property
+    def name(self) -> str:
+        """Return the method and the grid point, as text."""
+        return f"{self.method} {self.point}".strip()
+
+
+def grid_points(sweep: Sweep) -> list[Overrides]:
+    """Return all combinations of the grid's values, one empty one without a grid."""
+    return [
+        dict(zip(sweep.grid, values, strict=True))
+        for values in itertools.product(*sweep.grid.values())
+    ]
+
+
+def cell(
+    sweep: Sweep, method: str, tuned: Overrides, point: Overrides, seed: int, is_trial: bool
+) -> Cell:
+    """Return the cell of a method at a grid point, with values that the tuning gives it."""
+    own = {**sweep.methods[method], **point, **tuned}
+    folder = "-".join(filter(None, (method, _file_name(label_of(point)), _digest(sweep, own))))
+    place = Path("tuning", folder) if is_trial else Path(folder)
+    overrides = {**sweep.shared, **own}
+    return Cell(method, label_of(point), seed, overrides, place / f"seed-{seed}", is_trial)
+
+
+def fit_arguments(sweep: Sweep, cell: Cell, folder: Path) -> list[str]:
+    """Return the arguments of the ``flsuite fit`` that a cell is.
+
+    Args:
+        sweep: The sweep.
+        cell: One of its cells.
+        folder: The folder of the sweep.
+    """
+    # A class comes before its arguments, whatever the order in the file.
+    keys = sorted(cell.overrides, key=lambda key: key.count("."))
+    changes = [f"--{key}={_text(cell.overrides[key])}" for key in keys]
+    place = ["--run_dir", str(folder / cell.folder), "--ckpt_path", "last"]
+    return ["--config", str(sweep.config), "--seed_everything", str(cell.seed), *changes, *place]
+
+
+def samples_of(sweep: Sweep) -> list[Cell]:
+    """Return few cells that have each method, and each value of the grid and of the tuning.
+
+    If all of them can be built, nothing that the file names is wrong on its own.
+    """
+    choices = sweep.tuning.choices if sweep.tuning else {}
+    tuned = [(name, t) for name in sweep.methods for t in _each_value(choices.get(name, {}))]
+    points = _each_value(sweep.grid)
+    number = max(len(tuned), len(points))
+    return [
+        cell(sweep, *tuned[n % len(tuned)], points[n % len(points)], sweep.seeds[0], bool(choices))
+        for n in range(number)
+    ]
+
+
+def require_distinct(sweep: Sweep) -> None:
+    """Refuse two methods that are the same experiment, which a report would count as one.
+
+    Raises:
+        FlsuiteError: If there are any.
+    """
+    names: dict[tuple[str, str], str] = {}
+    for name, own in sweep.methods.items():
+        choices = sweep.tuning.choices[name] if sweep.tuning else {}
+        content = _digest(sweep, own), json.dumps(choices, sort_keys=True, default=str)
+        if content in names:
+            raise FlsuiteError(
+                f"methods {names[content]} and {name} are the same experiment; leave one out"
+            )
+        names[content] = name
+
+
+def label_of(values: Mapping[str, Any]) -> str:
+    """Return values of a config as text, each after the last part of its key."""
+    lasts = [key.rsplit(".", 1)[-1] for key in values]
+    parts = []
+    for (key, value), last in zip(values.items(), lasts, strict=True):
+        name = last if lasts.count(last) == 1 else key
+        parts.append(f"{name}={_readable(value)}")
+    return " ".join(parts)
+
+
+def _each_value(choices: Mapping[str, list[Any]]) -> list[Overrides]:
+    """Return few combinations that have each value at least once."""
+    number = max((len(values) for values in choices.values()), default=1)
+    return [
+        {key: values[n % len(values)] for key, values in choices.items()} for n in range(number)
+    ]
+
+
+def _digest(sweep: Sweep, own: Overrides) -> str:
+    """Return eight characters that stand for all that decides the result but the seed."""
+    shared = {key: value for key, value in sweep.shared.items() if not _is_open(key)}
+    content = [_decisive(sweep.base), {**shared, **own}]
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _decisive(node: Any, path: str = "") -> Any:
+    if not isinstance(node, Mapping):
+        return node
+    places = {str(key): f"{path}.{key}" if path else str(key) for key in node}
+    return {
+        str(key): _decisive(value, places[str(key)])
+        for key, value in node.items()
+        if not _is_open(places[str(key)])
+    }
+
+
+def _is_open(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in _OPEN)
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, Mapping) and "class_path" in value:
+        name = str(value["class_path"]).rsplit(".", 1)[-1]
+        arguments = [f"{k}={_readable(v)}" for k, v in (value.get("init_args") or {}).items()]
+        return f"{name}({', '.join(arguments)})" if arguments else name
+    if isinstance(value, list):
+        return "+".join(map(_readable, value))
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^\w.=+-]+", "-", label, flags=re.ASCII).strip("-")[:_LONGEST_LABEL]
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is written on a command line."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,256 @@
+"""A sweep's file, read and checked."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flsuite.errors import FlsuiteError, one_line
+
+__all__ = ["Overrides", "Sweep", "Tuning", "read_sweep"]
+
+Overrides = dict[str, Any]
+"""Dotted keys of a config, without ``init_args``, to values."""
+
+_KEYS = ("config", "seeds", "methods", "grid", "tune", "overrides", "workers")
+_OF_THE_TUNING = ("trials", "seeds", "seed", "common")
+# A sweep sets them itself, one value per run.
+_OF_THE_SWEEP = ("config", "seed_everything", "run_dir", "ckpt_path", "trainer.run_dir")
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How methods are tuned before their results.
+
+    Attributes:
+        trials: The most trials that a method may spend at each grid point.
+        seeds: Seeds of the trials, none of which is a seed of the results.
+        seed: Decides which trials are drawn.
+        choices: Method to keys to the values that a trial may draw.
+    """
+
+    trials: int
+    seeds: tuple[int, ...]
+    seed: int
+    choices: dict[str, dict[str, list[Any]]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The content of a sweep's file.
+
+    Attributes:
+        name: Name of the file, and of the default folder.
+        config: The config that all cells start from.
+        base: The content of this config.
+        seeds: Seeds of the results.
+        methods: Name to what the method changes in the config.
+        grid: Key to values. Its points are all combinations.
+        shared: What all cells change in the config.
+        workers: Cells that run at a time.
+        tuning: How methods are tuned, if they are.
+    """
+
+    name: str
+    config: Path
+    base: dict[str, Any]
+    seeds: tuple[int, ...]
+    methods: dict[str, Overrides]
+    grid: dict[str, list[Any]]
+    shared: Overrides = field(default_factory=dict)
+    workers: int = 1
+    tuning: Tuning | None = None
+
+
+def read_sweep(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, workers: int | None = None
+) -> Sweep:
+    """Read a sweep's file.
+
+    Args:
+        path: The file.
+        overrides: Further keys that all cells change, which win over those of the file.
+        workers: Cells that run at a time. Default: as the file says, else one.
+
+    Raises:
+        FlsuiteError: If something is wrong in the file. The message names the place.
+    """
+    path = Path(path)
+    reader = _Reader(str(path))
+    content = reader.load(path)
+    reader.require_known(content, _KEYS, "")
+    for name in ("config", "seeds", "methods"):
+        if content.get(name) is None:
+            raise reader.error(name, "is missing")
+
+    config = reader.find_config(content["config"], path)
+    methods = reader.methods(content["methods"])
+    grid = reader.grid(content.get("grid"), "grid" in content)
+    shared = {
+        **reader.overrides(content.get("overrides"), "overrides"),
+        **reader.overrides(overrides, "the command line"),
+    }
+    seeds = reader.seeds(content["seeds"], "seeds")
+    tuning = reader.tuning(content.get("tune"), methods, seeds)
+    reader.require_one_value(methods, grid, shared, tuning)
+
+    given = content.get("workers", 1) if workers is None else workers
+    workers = reader.whole(given, "workers", 1)
+    base = reader.load(config)
+    return Sweep(path.stem, config, base, seeds, methods, grid, shared, workers, tuning)
+
+
+class _Reader:
+    """The parts of a sweep's file, one method each. Errors name the file and the place."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def error(self, place: str, what: str) -> FlsuiteError:
+        return FlsuiteError(f"{self.path}: {place}{' ' if place else ''}{what}")
+
+    def load(self, path: Path) -> dict[str, Any]:
+        if not path.is_file():
+            raise FlsuiteError(f"there is no file {path}")
+        try:
+            content = yaml.load(path.read_text(), _UniqueLoader)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise FlsuiteError(f"{path} is not valid YAML: {one_line(error)}") from error
+        if not isinstance(content, dict):
+            raise FlsuiteError(f"{path} must be a mapping of keys to values")
+        return content
+
+    def require_known(self, content: Mapping[str, Any], known: Sequence[str], place: str) -> None:
+        for key in content:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+                raise self.error(place, f"has an unknown key {key!r}; {hint}")
+
+    def find_config(self, name: Any, path: Path) -> Path:
+        """Return the config, which is named from the working folder or from the sweep's file."""
+        if not isinstance(name, str):
+            raise self.error("config", f"must be the path of a config, got {name!r}")
+        for config in (Path(name), path.parent / name):
+            if config.is_file():
+                return config
+        raise self.error("config", f"there is no file {name}, nor {path.parent / name}")
+
+    def methods(self, content: Any) -> dict[str, Overrides]:
+        if not isinstance(content, dict) or not content:
+            raise self.error("methods", "must map at least one name to the keys that it changes")
+        for name in content:
+            if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _OF_THE_TUNING:
+                raise self.error(
+                    "methods",
+                    f"{name!r} cannot be a name; use letters, digits and . _ + -, and none of "
+                    + ", ".join(_OF_THE_TUNING),
+                )
+        return {name: self.overrides(keys, f"methods.{name}") for name, keys in content.items()}
+
+    def overrides(self, content: Any, place: str) -> Overrides:
+        if content is None:
+            return {}
+        if not isinstance(content, Mapping):
+            raise self.error(place, f"must map keys of the config to values, got {content!r}")
+        return {self._key(key, place): value for key, value in content.items()}
+
+    def _key(self, key: Any, place: str) -> str:
+        if not isinstance(key, str):
+            raise self.error(place, f"{key!r} is no key of a config")
+        # An argument of a class goes by the same key with and without init_args.
+        parts = [part for part in key.split(".") if part != "init_args"]
+        plain = ".".join(parts[:-1] if parts[-1:] == ["class_path"] else parts)
+        if plain in _OF_THE_SWEEP or not plain:
+            raise self.error(place, f"cannot set {key!r}, because the sweep sets it for each run")
+        return plain
+
+    def grid(self, content: Any, is_given: bool) -> dict[str, list[Any]]:
+        if is_given and not content:
+            raise self.error("grid", "is empty; give keys lists of values, or leave grid out")
+        return self._choices(content, "grid")
+
+    def _choices(self, content: Any, place: str) -> dict[str, list[Any]]:
+        choices = self.overrides(content, place)
+        for key, values in choices.items():
+            if not isinstance(values, list) or not values:
+                raise self.error(f"{place}.{key}", f"must be a list of values, got {values!r}")
+            for position, value in enumerate(values):
+                if value in values[:position]:
+                    raise self.error(f"{place}.{key}", f"has {value!r} twice")
+        return choices
+
+    def seeds(self, content: Any, place: str) -> tuple[int, ...]:
+        if not isinstance(content, list) or not content:
+            raise self.error(place, f"must be a list of whole numbers, got {content!r}")
+        for seed in content:
+            self.whole(seed, place, 0)
+            if content.count(seed) > 1:
+                raise self.error(place, f"has {seed} twice")
+        return tuple(content)
+
+    def whole(self, value: Any, place: str, least: int) -> int:
+        if type(value) is not int or value < least:
+            raise self.error(place, f"must be a whole number of at least {least}, got {value!r}")
+        return value
+
+    def tuning(
+        self, content: Any, methods: Mapping[str, Overrides], seeds: Sequence[int]
+    ) -> Tuning | None:
+        if content is None:
+            return None
+        if not isinstance(content, dict):
+            raise self.error("tune", f"must be a mapping with trials and seeds, got {content!r}")
+        self.require_known(content, [*_OF_THE_TUNING, *methods], "tune")
+        for name in ("trials", "seeds"):
+            if content.get(name) is None:
+                raise self.error(f"tune.{name}", "is missing")
+
+        trials = self.whole(content["trials"], "tune.trials", 1)
+        own_seeds = self.seeds(content["seeds"], "tune.seeds")
+        if both := sorted(set(own_seeds) & set(seeds)):
+            raise self.error("tune.seeds", f"has {both[0]}, which is a seed of the results too")
+        common = self._choices(content.get("common"), "tune.common")
+        choices = {
+            name: {**common, **self._choices(content.get(name), f"tune.{name}")} for name in methods
+        }
+        if not any(choices.values()):
+            raise self.error(
+                "tune", "gives no method a choice; list values per method or in common"
+            )
+        seed = self.whole(content.get("seed", 0), "tune.seed", 0)
+        return Tuning(trials, own_seeds, seed, choices)
+
+    def require_one_value(
+        self,
+        methods: Mapping[str, Overrides],
+        grid: Mapping[str, list[Any]],
+        shared: Overrides,
+        tuning: Tuning | None,
+    ) -> None:
+        """Refuse a key of the grid that something else sets too."""
+        places = {f"methods.{name}": keys for name, keys in methods.items()}
+        places["overrides"] = shared
+        if tuning is not None:
+            places |= {f"tune.{name}": keys for name, keys in tuning.choices.items()}
+        for place, keys in places.items():
+            if both := [key for key in grid if key in keys]:
+                raise self.error(f"grid.{both[0]}", f"is set by {place} too; remove one of them")
+
+
+class _UniqueLoader(yaml.SafeLoader):
+    """A loader that refuses a key that is there twice, where YAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen and key.tag != "tag:yaml.org,2002:merge":
+                where = f"line {key.start_mark.line + 1}"
+                raise yaml.YAMLError(f"{where}: {key.value!r} is there twice; rename one of them")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,216 @@
+"""A sweep's state as tables and lines: the grid, what failed, and the time left."""
+
+import sys
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flsuite.sweeps.outcome import Outcome
+from flsuite.sweeps.plan import Cell, label_of
+from flsuite.sweeps.queue import Queue
+
+__all__ = ["SweepProgress", "estimate", "failures", "print_cells", "print_status", "strangers"]
+
+
+def print_status(queue: Queue) -> None:
+    """Print the grid: each cell's score, or its state."""
+    table = Table(title=f"{queue.folder}", title_justify="left")
+    table.add_column("method", overflow="fold")
+    for seed in queue.sweep.seeds:
+        table.add_column(f"seed {seed}", justify="right")
+    for contest in queue.contests:
+        name = f"{contest.method} {label_of(contest.point)}".strip()
+        results = queue.results(contest)
+        if contest in queue.without_winner():
+            table.add_row(name, *("failed" for _ in queue.sweep.seeds))
+        elif results is None:
+            table.add_row(name, *("waiting" for _ in queue.sweep.seeds))
+        else:
+            table.add_row(name, *(_cell_text(queue, cell) for cell in results))
+
+    outcomes = [o for cell in queue.known() if not cell.is_trial and (o := queue.outcome(cell))]
+    if outcomes:
+        table.caption = f"test {outcomes[0].monitor}, in the round picked on validation data"
+    console = Console()
+    console.print(table)
+    print(_counts(queue))
+    print(estimate(queue))
+    for line in (*failures(queue), *strangers(queue)):
+        print(line)
+
+
+def print_cells(queue: Queue) -> None:
+    """Print the cells and how long they are going to take."""
+    table = Table(title=f"{queue.folder}", title_justify="left")
+    for heading in ("run", "state"):
+        table.add_column(heading, overflow="fold")
+    for cell in queue.known():
+        table.add_row(str(cell.folder), queue.state(cell))
+    unknown = queue.size - len(queue.known())
+    if unknown:
+        table.add_row(f"{unknown} results, with values that the tuning chooses", "waiting")
+    Console().print(table)
+    print(_counts(queue))
+    print(estimate(queue))
+
+
+def estimate(queue: Queue) -> str:
+    """Return the time that the cells which are not done are going to take, as a sentence."""
+    left = _seconds_left(queue)
+    if left is None:
+        return (
+            "time left: not known before the first cell is done; start the sweep, and ask again "
+            "with --status"
+        )
+    workers = queue.sweep.workers
+    return f"time left: about {timedelta(seconds=round(left))} with {workers} at a time"
+
+
+def failures(queue: Queue) -> list[str]:
+    """Return a line for each cell that has failed, and for each method without a trial."""
+    lines = [
+        f"failed: {'trial of ' * cell.is_trial}{cell.name} seed {cell.seed}: {queue.reason(cell)}"
+        for cell in queue.known()
+        if queue.state(cell) == "failed"
+    ]
+    return lines + [
+        f"failed: {contest.method} {label_of(contest.point)}: none of its trials has a score"
+        for contest in queue.without_winner()
+    ]
+
+
+def strangers(queue: Queue) -> list[str]:
+    """Return a line about runs in the folder that are not of this sweep, if there are any."""
+    if len(queue.known()) < queue.size:  # which results are its own is not known yet
+        return []
+    own = {queue.run_dir(cell) for cell in queue.known() if not cell.is_trial}
+    runs = {table.parent for table in queue.folder.glob("*/seed-*/metrics.csv")}
+    others = sorted(runs - own)
+    if not others:
+        return []
+    return [
+        f"{len(others)} runs in the folder are not of this sweep as it is now, and count in a "
+        f"report of it, such as {others[0]}"
+    ]
+
+
+class SweepProgress:
+    """Shows how many cells are done, and the time left.
+
+    Without a terminal, it prints a line per finished cell.
+
+    Args:
+        queue: The cells.
+    """
+
+    _INTERVAL = 1.0  # seconds between two looks at the files
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._finished = {c for c in queue.known() if queue.state(c) in ("done", "failed")}
+        self._looked = 0.0
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("cells"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bar = Progress(*columns, console=console) if console.is_terminal else None
+
+    def __enter__(self) -> "SweepProgress":
+        if self._bar is not None:
+            self._task = self._bar.add_task("cells", total=self._queue.size, note="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.look(is_last=True)
+        if self._bar is not None:
+            self._bar.stop()
+
+    def look(self, is_last: bool = False) -> None:
+        """Read the state of the cells, and show what has changed."""
+        if not is_last and time.monotonic() - self._looked < self._INTERVAL:
+            return
+        self._looked = time.monotonic()
+        counts = self._queue.counts()
+        self._print_finished(counts["done"])
+        if self._bar is not None:
+            notes = [f"{counts['running']} running"]
+            notes += [f"{counts['failed']} failed"] if counts["failed"] else []
+            if (left := _seconds_left(self._queue)) is not None:
+                notes.append(f"{timedelta(seconds=round(left))} left")
+            self._bar.update(self._task, completed=counts["done"], note=", ".join(notes))
+
+    def _print_finished(self, done: int) -> None:
+        queue = self._queue
+        for cell in queue.known():
+            state = queue.state(cell)
+            if state not in ("done", "failed") or cell in self._finished:
+                continue
+            self._finished.add(cell)
+            outcome = queue.outcome(cell)
+            what = _outcome_text(outcome, cell) if outcome else f"failed: {queue.reason(cell)}"
+            kind = "trial of " if cell.is_trial else ""
+            line = f"{done}/{queue.size}  {kind}{cell.name} seed {cell.seed}: {what}"
+            if self._bar is not None:
+                self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+
+def _seconds_left(queue: Queue) -> float | None:
+    """Return the seconds until all cells are done, or ``None`` before the first one is.
+
+    A cell takes as long as the mean of its method, or as the mean of all.
+    """
+    seconds: dict[str, list[float]] = {}
+    for cell in queue.known():
+        if outcome := queue.outcome(cell):
+            seconds.setdefault(cell.method, []).append(outcome.seconds)
+    if not seconds:
+        return None
+    overall = _mean(second for times in seconds.values() for second in times)
+
+    left = 0.0
+    for contest in queue.contests:
+        cells = contest.cells + (queue.results(contest) or [])
+        number = (
+            len(contest.cells)
+            + len(queue.sweep.seeds)
+            - sum(queue.outcome(cell) is not None for cell in cells)
+        )
+        times = seconds.get(contest.method)
+        left += number * (_mean(times) if times else overall)
+    return left / queue.sweep.workers
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def _counts(queue: Queue) -> str:
+    counts = queue.counts()
+    others = [f"{counts[s]} {s}" for s in ("running", "failed", "waiting") if counts[s]]
+    return ", ".join([f"{counts['done']} of {queue.size} cells are done", *others])
+
+
+def _cell_text(queue: Queue, cell: Cell) -> str:
+    outcome = queue.outcome(cell)
+    if outcome is None:
+        return queue.state(cell)
+    return "done" if outcome.test is None else f"{outcome.test:.4f}"
+
+
+def _outcome_text(outcome: Outcome, cell: Cell) -> str:
+    # Of a trial, nobody is to see a score on test data.
+    split, score = ("val", outcome.val) if cell.is_trial else ("test", outcome.test)
+    shown = "" if score is None else f", {split} {outcome.monitor} {score:.4f}"
+    return f"{outcome.seconds:.1f} s{shown}"

@@ -1,0 +1,214 @@
+"""A folder of cells: who runs which, what is done, what the tuning chooses. Nothing is trained."""
+
+import csv
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flsuite.errors import FlsuiteError
+from flsuite.sweeps.outcome import Outcome
+from flsuite.sweeps.plan import Cell
+from flsuite.sweeps.queue import Queue
+from flsuite.sweeps.reading import Sweep, Tuning
+from flsuite.sweeps.status import estimate, failures
+from flsuite.sweeps.tuning import COLUMNS, draw
+
+SWEEP = Sweep(
+    name="s",
+    config=Path("base.yaml"),
+    base={},
+    seeds=(1, 2),
+    methods={"A": {}, "B": {"trainer.aggregator": "B"}},
+    grid={"data.alpha": [0.1, 1.0]},
+)
+TUNED = replace(SWEEP, tuning=Tuning(2, (8, 9), 0, {"A": {}, "B": {"trainer.mu": [0.0, 0.5, 1.0]}}))
+
+
+def outcome(val: float | None = 0.5, lower: bool = False, seconds: float = 2.0) -> Outcome:
+    return Outcome(seconds, "loss" if lower else "accuracy", lower, val, 0.4)
+
+
+def run_all(queue: Queue, val: float = 0.5) -> list[Cell]:
+    """Finish all cells that can be claimed, and return them."""
+    finished = []
+    while True:
+        with queue.claim() as cell:
+            if cell is None:
+                return finished
+            queue.begin(cell)
+            queue.finish(cell, outcome(val))
+            finished.append(cell)
+
+
+def test_every_cell_is_claimed_once(tmp_path: Path) -> None:
+    mine, theirs = Queue(SWEEP, tmp_path), Queue(SWEEP, tmp_path)
+    with ExitStack() as stack:
+        claimed = [stack.enter_context(q.claim()) for q in (mine, theirs) * 4]
+        assert len(set(claimed)) == 8 == mine.size and None not in claimed
+        assert [stack.enter_context(q.claim()) for q in (mine, theirs)] == [None, None]
+        assert mine.counts()["running"] == 8 and not mine.is_over_for_now()
+    assert mine.counts()["waiting"] == 8  # nobody has finished them
+
+
+def test_processes_never_share_a_cell(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    workers = []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            try:
+                names = [str(cell.folder) for cell in run_all(Queue(SWEEP, tmp_path))]
+                os.write(write, "".join(f"{name}\n" for name in names).encode())
+            finally:
+                os._exit(0)
+        workers.append(child)
+    for child in workers:
+        os.waitpid(child, 0)
+    os.close(write)
+    with open(read) as file:
+        ran = file.read().splitlines()
+    assert len(ran) == len(set(ran)) == 8
+    assert Queue(SWEEP, tmp_path).is_complete()
+
+
+def test_early_results_compare_all_methods(tmp_path: Path) -> None:
+    cells = Queue(SWEEP, tmp_path).known()
+    assert [cell.seed for cell in cells] == [1] * 4 + [2] * 4
+    assert {cell.name for cell in cells[:4]} == {
+        "A alpha=0.1",
+        "B alpha=0.1",
+        "A alpha=1.0",
+        "B alpha=1.0",
+    }
+
+
+def test_a_failed_cell_is_tried_again_by_the_next_start_alone(tmp_path: Path) -> None:
+    queue, other = Queue(SWEEP, tmp_path), Queue(SWEEP, tmp_path)
+    with queue.claim() as cell:
+        assert cell is not None
+        queue.begin(cell)
+        queue.fail(cell, "it cannot")
+    assert queue.state(cell) == "failed" and "it cannot" in failures(queue)[0]
+    for process in (queue, other):  # both have started before it failed
+        assert cell not in run_all(process)
+        assert process.is_over_for_now() and not process.is_complete()
+    again = Queue(SWEEP, tmp_path)
+    assert run_all(again) == [cell] and again.is_complete() and not failures(again)
+
+
+def test_a_deleted_folder_is_run_again(tmp_path: Path) -> None:
+    cell, *_ = run_all(Queue(SWEEP, tmp_path))
+    (tmp_path / cell.folder / "done.json").unlink()
+    assert run_all(Queue(SWEEP, tmp_path)) == [cell]
+
+
+def test_a_damaged_mark_is_named(tmp_path: Path) -> None:
+    cell, *_ = run_all(Queue(SWEEP, tmp_path))
+    (tmp_path / cell.folder / "done.json").write_text('{"seconds": ')
+    with pytest.raises(FlsuiteError, match=r"done.json is damaged; delete it"):
+        Queue(SWEEP, tmp_path).counts()
+
+
+def test_the_estimate_is_the_time_of_the_method(tmp_path: Path) -> None:
+    queue = Queue(replace(SWEEP, workers=2), tmp_path)
+    assert "not known before the first cell" in estimate(queue)
+    a, b, *_ = queue.known()
+    for cell, seconds in ((a, 10.0), (b, 100.0)):
+        queue.begin(cell)
+        queue.finish(cell, outcome(seconds=seconds))
+    assert "about 0:02:45 with 2 at a time" in estimate(queue)  # (3 * 10 + 3 * 100) / 2
+
+
+# Tuning
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "tuning.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def finish_trials(queue: Queue, scores: dict[float, float], lower: bool = False) -> None:
+    """Finish every trial, with a score that depends on the value that it has drawn."""
+    for contest in queue.contests:
+        for cell in contest.cells:
+            queue.begin(cell)
+            noise = 0.01 if cell.seed == 9 else -0.01
+            queue.finish(cell, outcome(scores[cell.overrides["trainer.mu"]] + noise, lower))
+
+
+def test_the_best_trial_goes_into_the_results(tmp_path: Path) -> None:
+    queue = Queue(TUNED, tmp_path)
+    assert queue.size == 2 * 2 * 2 + 8  # two trials on two seeds of B at two points, and results
+    assert {cell.method for cell in queue.known() if not cell.is_trial} == {"A"}
+    drawn = [trial.values["trainer.mu"] for trial in queue.contests[1].trials]
+    finish_trials(queue, {mu: 0.5 + 0.1 * (mu == drawn[1]) for mu in (0.0, 0.5, 1.0)})
+    results = [cell for cell in queue.known() if cell.method == "B" and not cell.is_trial]
+    assert len(results) == 4
+    assert {cell.overrides["trainer.mu"] for cell in results} == {drawn[1]}
+    assert {cell.seed for cell in results} == {1, 2}
+
+    table = rows(tmp_path)
+    assert tuple(table[0]) == COLUMNS
+    assert [(r["method"], r["grid point"], r["trial"], r["chosen"]) for r in table] == [
+        ("B", f"alpha={alpha}", str(trial), str(trial == 2))
+        for alpha in (0.1, 1.0)
+        for trial in (1, 2)
+    ]
+    assert [json.loads(row["values"]) for row in table[:2]] == [{"trainer.mu": mu} for mu in drawn]
+    assert [float(row["score"]) for row in table[:2]] == pytest.approx([0.5, 0.6])
+
+
+def test_a_loss_is_best_when_it_is_low(tmp_path: Path) -> None:
+    queue = Queue(TUNED, tmp_path)
+    drawn = [trial.values["trainer.mu"] for trial in queue.contests[1].trials]
+    finish_trials(queue, {mu: 0.5 + 0.1 * (mu == drawn[1]) for mu in (0.0, 0.5, 1.0)}, lower=True)
+    chosen = [row["chosen"] for row in rows(tmp_path)]
+    assert chosen == ["True", "False"] * 2
+
+
+def test_a_failed_trial_is_not_chosen_and_holds_up_nothing(tmp_path: Path) -> None:
+    queue = Queue(TUNED, tmp_path)
+    first, second = queue.contests[1].trials
+    for cell in queue.contests[1].cells:
+        queue.begin(cell)
+        if cell is first.cells[0]:
+            queue.fail(cell, "it diverges")
+        else:
+            assert queue.results(queue.contests[1]) is None
+            queue.finish(cell, outcome(0.1 if cell in second.cells else 0.9))
+    results = queue.results(queue.contests[1])
+    assert results and results[0].overrides["trainer.mu"] == second.values["trainer.mu"]
+    assert [row["score"] for row in rows(tmp_path)] == ["", "0.1", "", ""]
+
+
+def test_a_method_without_a_score_has_no_results(tmp_path: Path) -> None:
+    queue = Queue(TUNED, tmp_path)
+    for cell in queue.contests[1].cells:
+        queue.begin(cell)
+        queue.fail(cell, "it diverges")
+    assert len(run_all(queue)) == 2 * 2 + 4 + 2  # the other point's trials, and the results
+    assert queue.is_over_for_now() and not queue.is_complete()
+    assert queue.counts()["failed"] == 4 + 2
+    assert "failed: B alpha=0.1: none of its trials has a score" in failures(queue)
+
+
+def test_more_trials_begin_with_the_same_draws() -> None:
+    choices: dict[str, list[object]] = {"a": [1, 2, 3], "b": [1, 2, 3]}
+    few, more = draw(choices, 3, 0, "A"), draw(choices, 7, 0, "A")
+    assert more[:3] == few and len({tuple(d.values()) for d in more}) == 7
+    assert draw(choices, 7, 1, "A") != more != draw(choices, 7, 0, "B")
+
+
+def test_all_combinations_are_tried_if_there_are_no_more_than_trials() -> None:
+    drawn = draw({"a": [1, 2], "b": [3, 4]}, 8, 0, "A")
+    assert sorted(tuple(d.values()) for d in drawn) == [(1, 3), (1, 4), (2, 3), (2, 4)]
+
+
+def test_trials_are_the_same_at_every_grid_point(tmp_path: Path) -> None:
+    _, b, _, other_b = Queue(TUNED, tmp_path).contests
+    assert [t.values for t in b.trials] == [t.values for t in other_b.trials]
+    assert not set(b.cells) & set(other_b.cells)

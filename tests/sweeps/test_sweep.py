@@ -1,0 +1,258 @@
+"""``flsuite sweep`` end to end: kills, several sweeps on one folder, edits, failures, tuning."""
+
+import csv
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from flsuite.commands import sweep as command
+from flsuite.commands.cells import check
+from flsuite.errors import FlsuiteError
+from flsuite.sweeps.plan import fit_arguments, samples_of
+from flsuite.sweeps.queue import Queue
+from flsuite.sweeps.reading import Sweep, read_sweep
+from tests.commands.command import cli, files, refused
+from tests.conftest import equal_states
+from tests.sweeps.sweeping import (
+    SWEEPS,
+    results_of,
+    signal_after_progress,
+    start,
+    write_sweep,
+)
+
+QUICKSTART = str(SWEEPS / "quickstart.yaml")
+SHORT = ("--trainer.rounds", "3", "--trainer.max_epochs", "1")
+SHIPPED = sorted(path for path in SWEEPS.glob("*.yaml") if path.stem != "wandb")
+
+
+@pytest.fixture(autouse=True)
+def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Run the shipped quickstart, shortened, in two sweeps at a time on one folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("sweep"))
+        both = [start("--config", QUICKSTART, *SHORT, "--workers", "1") for _ in range(2)]
+        for process in both:
+            out, _ = process.communicate(timeout=600)
+            assert process.returncode == 0, out
+            assert "8 of 8 cells are done; compare them: flsuite report runs/quickstart" in out
+        yield Path.cwd() / "runs" / "quickstart"
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """Copy the finished sweep, so that a test may change it."""
+    return Path(shutil.copytree(finished, tmp_path / "runs" / "quickstart"))
+
+
+def test_two_sweeps_on_one_folder_run_each_cell_once(finished: Path) -> None:
+    logs = [log.read_text() for log in finished.rglob("log.txt")]
+    assert [log.count("$ flsuite fit") for log in logs] == [1] * 8
+    assert len(list(finished.rglob("done.json"))) == 8
+
+
+def test_a_sweep_killed_three_times_equals_the_unbroken_one(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "quickstart"
+    for more in (1, 4, 7):
+        process = start("--config", QUICKSTART, *SHORT)
+        signal_after_progress(process, folder, more, signal.SIGKILL)
+        assert len(list(folder.rglob("done.json"))) < 8
+    process = start("--config", QUICKSTART, *SHORT)
+    out = signal_after_progress(process, folder, 1, signal.SIGTERM)
+    assert process.returncode == 130
+    assert "interrupted; the same command goes on with the sweep" in out
+    assert not list(folder.rglob("failed.txt"))
+    assert cli("sweep", "--config", QUICKSTART, *SHORT) == 0
+
+    ours, theirs = results_of(folder), results_of(finished)
+    assert len(ours) == 8 and ours.keys() == theirs.keys()
+    for run, (weights, table) in ours.items():
+        assert equal_states(weights, theirs[run][0]), run
+        assert table.equals(theirs[run][1]), run
+    launches = [log.read_text().count("$ flsuite fit") for log in folder.rglob("log.txt")]
+    assert max(launches) > 1, "no kill has hit a cell"
+
+
+def test_a_cell_is_what_flsuite_fit_makes_of_its_arguments(finished: Path, tmp_path: Path) -> None:
+    sweep = read_sweep(QUICKSTART, {"trainer.rounds": 3, "trainer.max_epochs": 1})
+    cell = Queue(sweep, finished).known()[1]
+    assert cell.method == "FedProx"
+    assert cli("fit", *fit_arguments(sweep, cell, tmp_path)) == 0
+    (weights, table), name = results_of(tmp_path)[str(cell.folder)], str(cell.folder)
+    assert equal_states(weights, results_of(finished)[name][0])
+    assert table.equals(results_of(finished)[name][1])
+    config = yaml.safe_load((finished / cell.folder / "config.yaml").read_text())
+    assert config["trainer"]["aggregator"]["init_args"]["mu"] == 0.1
+    assert config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.1
+
+
+def test_an_unchanged_sweep_does_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, began = files(folder), time.monotonic()
+    assert cli("sweep", "--config", QUICKSTART, *SHORT) == 0
+    assert "nothing to do: 8 of 8 cells are done" in capsys.readouterr().out
+    assert files(folder) == before
+    assert time.monotonic() - began < 2  # nothing heavy is imported
+
+
+def test_status_shows_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(next(folder.glob("FedAvg-alpha=0.1-*")) / "seed-2")
+    before = files(folder)
+    assert cli("sweep", "--config", QUICKSTART, *SHORT, "--status") == 0
+    out = capsys.readouterr().out
+    assert "7 of 8 cells are done, 1 waiting" in out and "time left: about 0:00:0" in out
+    (row,) = (line for line in out.splitlines() if "FedAvg alpha=0.1" in line)
+    assert "waiting" in row and "0." in row.split("│")[2]
+    assert files(folder) == before
+
+
+def edited_quickstart() -> str:
+    """Write the quickstart with another value in its grid, and return the file's name."""
+    text = Path(QUICKSTART).read_text().replace("../", f"{SWEEPS.parent}/")
+    Path("quickstart.yaml").write_text(text.replace("[0.1, 1.0]", "[0.1, 10.0]"))
+    return "quickstart.yaml"
+
+
+def test_an_edited_sweep_runs_the_new_cells_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(folder)
+    assert cli("sweep", "--config", edited_quickstart(), *SHORT) == 0
+    captured = capsys.readouterr()
+    assert "8 of 8 cells are done" in captured.out
+    assert "4 runs in the folder are not of this sweep as it is now" in captured.out
+    assert "FedAvg alpha=10.0 seed 1" in captured.err and "alpha=0.1" not in captured.err
+    after = files(folder)
+    assert {name: after[name] for name in before} == before
+    assert sum(name.endswith("done.json") for name in after) == 12
+
+
+def test_a_dry_run_lists_cells_and_time_and_runs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def in_this_process(sweep: Sweep, folder: Path) -> Any:
+        """Return what can check a sweep, and cannot run it."""
+        return nullcontext(SimpleNamespace(check=partial(check, sweep)))
+
+    monkeypatch.setattr(command, "_CellProcess", in_this_process)
+    before = files(folder)
+    assert cli("sweep", "--config", edited_quickstart(), *SHORT, "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "4 of 8 cells are done, 4 waiting" in out and "time left: about" in out
+    assert "FedAvg-alpha=10.0-" in out and files(folder) == before
+
+
+def test_tuning_and_failures_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods = "{A: {}, B: {}, C: {data.partition.min_samples: 5000}}"
+    tune = "tune: {trials: 2, seeds: [101], A: {model.optimizer.lr: [0.1, 1.0e-5]}}"
+    name = write_sweep("s.yaml", methods, f"{tune}\nworkers: 2")
+    assert cli("sweep", "--config", name) == 1
+    folder, captured = tmp_path / "runs" / "s", capsys.readouterr()
+
+    with (folder / "tuning.csv").open() as file:
+        chosen = {row["values"]: row["chosen"] for row in csv.DictReader(file)}
+    assert chosen == {
+        '{"model.optimizer.lr": 0.1}': "True",
+        '{"model.optimizer.lr": 1e-05}': "False",
+    }
+    (config,) = folder.glob("A-*/seed-1/config.yaml")
+    content = yaml.safe_load(config.read_text())
+    assert content["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
+    trials = [yaml.safe_load(p.read_text()) for p in folder.glob("tuning/*/*/settings.yaml")]
+    assert [trial["seed"] for trial in trials] == [101, 101]
+
+    # A cell that fails is named at the end, and the others are done.
+    (line,) = (line for line in captured.out.splitlines() if line.startswith("failed: "))
+    assert line.startswith("failed: C seed 1: ") and "log.txt" in line
+    assert "1 of 5 cells are not done; the same command tries them again" in captured.err
+    assert len(list(folder.rglob("done.json"))) == 4
+
+    # Trials are no results: their seed is not one of the report's runs.
+    assert cli("report", str(folder)) == 0
+    out = capsys.readouterr().out
+    assert "1e-05" not in out and "seed 1 more than once" in out  # what A has chosen is B
+    Path(name).write_text(Path(name).read_text().replace(", C:", "}\n#"))
+    assert cli("sweep", "--config", name) == 0
+    assert "nothing to do: 4 of 4 cells are done" in capsys.readouterr().out
+
+
+# Files that cannot be run
+
+UNBUILDABLE = {
+    "{A: {trainer.aggregator: FedProxx}}": ("method A: ", "there is no class FedProxx"),
+    "{A: {}, B: {trainer.aggregator: {class_path: FedProx, init_args: {muu: 1}}}}": ("B", "muu"),
+    "{A: {}}\ngrid: {data.partition.alhpa: [0.1]}": ("data.partition.alhpa 0.1", "alhpa"),
+    "{A: {}}\ngrid: {data.partition.alpha: [0.1, -1.0]}": ("data.partition.alpha -1.0", "alpha"),
+    "{A: {trainer.aggregator: FedProx}, B: {}}\ngrid: {trainer.aggregator.mu: [0.1]}": ("B", "mu"),
+    "{A: {}}\ntune: {trials: 1, seeds: [9], A: {model.optimizer.lr: [big]}}": ("lr big", "big"),
+}
+
+
+@pytest.mark.parametrize("methods", UNBUILDABLE)
+def test_what_cannot_be_built_is_named_with_its_method(methods: str) -> None:
+    sweep = read_sweep(write_sweep("s.yaml", methods))
+    with pytest.raises(FlsuiteError) as error:
+        check(sweep)
+    assert all(part in str(error.value) for part in UNBUILDABLE[methods]), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    methods = "{FedAvg: {}, FedProx: {trainer.aggregator: FedProxx}}"
+    name = write_sweep("s.yaml", methods)
+    line = refused(capsys, "sweep", "--config", name)
+    assert "method FedProx: trainer.aggregator: there is no class FedProxx" in line
+    Path(name).write_text("config: x.yaml\nseed: [1]\nmethods: {A: {}}\n")
+    assert "did you mean seeds?" in refused(capsys, "sweep", "--config", name)
+    assert "there is no option --rounds" in refused(
+        capsys, "sweep", "--config", QUICKSTART, "--rounds", "3"
+    )
+    assert "--config" in refused(capsys, "sweep")
+    assert "there is no file none.yaml" in refused(capsys, "sweep", "--config", "none.yaml")
+
+
+# What is shipped
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_sweep_can_be_built(path: Path) -> None:
+    name = f"configs/sweeps/{path.name}"
+    assert path.read_text().startswith(f"# flsuite sweep --config {name}\n")
+    answer = check(read_sweep(path))
+    assert answer["workers"] == 1  # the cells have the cores for themselves
+
+
+def test_a_wandb_sweep_gives_commands_that_are_understood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    monkeypatch.chdir(SWEEPS.parents[1])
+    content = yaml.safe_load((SWEEPS / "wandb.yaml").read_text())
+    assert content["command"][:3] == ["${env}", "flsuite", "fit"]
+    for values in zip(*(p["values"] for p in content["parameters"].values()), strict=True):
+        chosen = dict(zip(content["parameters"], ({"value": v} for v in values), strict=True))
+        arguments = create_sweep_command_args({"args": chosen})["args"]
+        assert cli(*content["command"][2:-1], *arguments, "--print_config") == 0
+
+
+def test_samples_of_a_shipped_sweep_run_in_the_folder_of_the_method() -> None:
+    sweep = read_sweep(SWEEPS / "asynchronous.yaml")
+    names = [sample.folder.parent.name.rpartition("-")[0] for sample in samples_of(sweep)]
+    assert names == ["FedBuff", "FedAsync", "FedAvg", "FedAvg-over-selection"]
