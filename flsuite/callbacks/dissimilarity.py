@@ -3,9 +3,10 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from flsuite.data.loader import Batch, batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of
 from flsuite.lightning_internals import detached
 from flsuite.metrics.dissimilarity import RunningDissimilarity
-from flsuite.models.base import ClientModel
 from flsuite.models.modes import kept_modes
 from flsuite.models.protocols import FusedModel
 from flsuite.random import numpy_generator, seed_for, torch_generator
@@ -113,7 +113,7 @@ class GradientDissimilarity(FederationCallback):
         return sorted(rng.choice(clients, self.clients, replace=False).tolist())
 
 
-def head_parameters(model: ClientModel, shared: Mapping[str, Tensor]) -> list[Tensor]:
+def head_parameters(model: LightningModule, shared: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the parameters at which gradients are compared.
 
     They are the parameters of the classifier that all clients share.
@@ -156,7 +156,7 @@ def gradient_batches(
 
 
 def head_gradients(
-    model: ClientModel,
+    model: LightningModule,
     parameters: Sequence[Tensor],
     batches: Iterator[Batch],
     device: torch.device,
@@ -180,12 +180,12 @@ def head_gradients(
     return tuple(total / samples for total in sums)
 
 
-def _losses(model: ClientModel, batch: Batch) -> tuple[Tensor, ...]:
+def _losses(model: LightningModule, batch: Batch) -> tuple[Tensor, ...]:
     if isinstance(model, FusedModel):
         plain, fused = model.head_losses(batch)
         return fused, plain
 
-    loss = model.training_step(batch, 0)
+    loss: Any = model.training_step(batch, 0)
     loss = loss.get("loss") if isinstance(loss, Mapping) else loss
     if not isinstance(loss, Tensor):
         raise FlsuiteError(
@@ -196,7 +196,7 @@ def _losses(model: ClientModel, batch: Batch) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _untouched(model: ClientModel) -> Iterator[None]:
+def _untouched(model: LightningModule) -> Iterator[None]:
     """Restore weights, buffers and modes at the end.
 
     Inside, the model has no Trainer, so that it cannot log.

@@ -5,8 +5,8 @@ import math
 from typing import Any, ClassVar
 
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of
-from flsuite.metrics import HIGHER_IS_BETTER
+from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.metrics import lower_is_better, require_score, score_name
 from flsuite.runs.run import Run
 from flsuite.server.evaluation import GLOBAL, Scores
 
@@ -22,7 +22,7 @@ class RoundEarlyStopping(FederationCallback):
 
     Args:
         monitor: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the
-            global model.
+            global model, or a number that the model logs itself.
         patience: Evaluations without improvement.
         min_delta: The smallest change that counts as an improvement.
     """
@@ -37,7 +37,7 @@ class RoundEarlyStopping(FederationCallback):
         self.min_delta = min_delta
         self.best: float | None = None
         self.waited = 0
-        require_one_of("RoundEarlyStopping", HIGHER_IS_BETTER, monitor=monitor)
+        require_score("RoundEarlyStopping", monitor=monitor)
         require_at_least("RoundEarlyStopping", 1, patience=patience)
         require_at_least("RoundEarlyStopping", 0, min_delta=min_delta)
 
@@ -62,8 +62,8 @@ class RoundEarlyStopping(FederationCallback):
         if split != "val":
             return
         # The sign makes the larger value the better one, for a loss too.
-        sign = 1 if HIGHER_IS_BETTER[self.monitor] else -1
-        value = scores[GLOBAL].get(self.monitor, math.nan) * sign
+        sign = -1 if lower_is_better(self.monitor) else 1
+        value = scores[GLOBAL].get(score_name(self.monitor), math.nan) * sign
         if not math.isnan(value) and (self.best is None or value > self.best + self.min_delta):
             self.best, self.waited = value, 0
             return

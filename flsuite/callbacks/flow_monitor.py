@@ -13,6 +13,7 @@ from flsuite.errors import FlsuiteError, require_at_least
 from flsuite.messages import ClientFailure, Outcome
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import FlowModel
+from flsuite.models.traits import parameter_groups
 from flsuite.random import numpy_generator, seed_process
 from flsuite.runs.run import Run
 from flsuite.state import RunningMean, State, matches
@@ -56,7 +57,7 @@ class FlowMonitor(FederationCallback):
         require_at_least("FlowMonitor", 2, samples=samples)
 
     def on_federation_start(self, run: Run) -> None:
-        if not isinstance(run.model, FlowModel) or "flow" not in run.model.parameter_groups:
+        if not isinstance(run.model, FlowModel) or "flow" not in parameter_groups(run.model):
             raise FlsuiteError(
                 f"FlowMonitor scores a flow of features, and {type(run.model).__name__} has none; "
                 "use a model such as NFClassifier, or remove the callback"
@@ -70,7 +71,7 @@ class FlowMonitor(FederationCallback):
         if isinstance(outcome, ClientFailure):
             return
 
-        patterns = run.model.parameter_groups["flow"]
+        patterns = parameter_groups(run.model)["flow"]
         flow = {
             name: value
             for name, value in outcome.update.state.items()

@@ -1,8 +1,7 @@
 """The latent space of the clients and their class priors, as pictures and as numbers."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,10 +14,7 @@ from flsuite.models.protocols import PriorModel
 from flsuite.random import numpy_generator
 from flsuite.runs.run import Run
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["LatentSpace", "latent_figure"]
+__all__ = ["LatentSpace"]
 
 
 class LatentSpace(FederationCallback):
@@ -67,6 +63,8 @@ class LatentSpace(FederationCallback):
             self._draw(run, round, means.numpy(), sigmas.numpy())
 
     def _draw(self, run: Run, round: int, means: np.ndarray, sigmas: np.ndarray) -> None:
+        from flsuite.analysis.latent import latent_figure
+
         federation, test = run.federation, run.federation.data.test
         rng = numpy_generator(run.seed, "latent")  # the same samples in every round
         rows = torch.from_numpy(rng.choice(len(test), min(self.samples, len(test)), replace=False))
@@ -83,7 +81,7 @@ class LatentSpace(FederationCallback):
         if run.folder.path is not None:
             path = run.folder.path / "latent" / f"round-{round:04d}.png"
             path.parent.mkdir(exist_ok=True)
-            figure.savefig(path, dpi=120)
+            figure.savefig(path, dpi=100)
             _send(run, path, round)
 
 
@@ -104,83 +102,6 @@ def prior_distances(means: Tensor, sigmas: Tensor) -> dict[str, float]:
         "prior_distance_mean": float(distances.mean()),
         "prior_sigma_min": float(sigmas.min()),
     }
-
-
-def latent_figure(
-    latents: Mapping[str, np.ndarray],
-    y: np.ndarray,
-    means: np.ndarray,
-    sigmas: np.ndarray,
-    class_names: Sequence[str],
-) -> "Figure":
-    """Draw one panel per client.
-
-    Samples are dots. Priors are crosses with an ellipse of one standard deviation.
-
-    Args:
-        latents: Title to ``(n, latent)``.
-        y: int ``(n,)``.
-        means: Class centres ``(classes, latent)``.
-        sigmas: Their standard deviations.
-        class_names: Names for the legend.
-    """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from sklearn.decomposition import PCA
-
-    # Two centres span only a line, so the samples give the second axis.
-    plane = PCA(2).fit(
-        means if min(means.shape) > 2 else np.concatenate([means, *latents.values()])
-    )
-
-    figure = Figure(figsize=(3.3 * len(latents) + 1.6, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(latents), sharex=True, sharey=True, squeeze=False)[0]
-    centres = plane.transform(means)
-    angles = np.linspace(0, 2 * np.pi, 60)
-    colors = colormaps["tab10" if len(class_names) <= 10 else "tab20"]
-    circle = np.stack([np.cos(angles), np.sin(angles)])
-
-    for panel, (title, points) in zip(panels, latents.items(), strict=True):
-        projected = plane.transform(points)
-        for c, name in enumerate(class_names):
-            color = colors(c % 20)
-            own = projected[y == c]
-            panel.scatter(
-                own[:, 0], own[:, 1], s=7, color=color, alpha=0.55, linewidths=0, label=name
-            )
-
-            covariance = plane.components_ @ np.diag(sigmas[c] ** 2) @ plane.components_.T
-            # The prior projected to the plane. Rounding may leave a negative eigenvalue.
-            values, vectors = np.linalg.eigh(covariance)
-            ellipse = centres[c][:, None] + vectors @ (np.sqrt(values.clip(0))[:, None] * circle)
-
-            panel.plot(*ellipse, color=color, linewidth=1)
-            panel.scatter(
-                *centres[c],
-                marker="X",
-                s=70,
-                color=color,
-                edgecolors="black",
-                linewidths=0.7,
-                zorder=3,
-            )
-
-        panel.set_title(title, fontsize=10)
-        panel.set_aspect("equal")
-        panel.spines[["top", "right"]].set_visible(False)
-
-    figure.supxlabel("first principal component of the class centres", fontsize=8)
-    figure.supylabel("second", fontsize=8)
-    handles = panels[0].get_legend_handles_labels()[0]
-    figure.legend(
-        handles,
-        [n[:18] for n in class_names],
-        loc="outside right center",
-        frameon=False,
-        fontsize=7,
-        markerscale=2,
-    )
-    return figure
 
 
 def _send(run: Run, path: Path, round: int) -> None:

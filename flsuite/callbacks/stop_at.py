@@ -5,8 +5,8 @@ import math
 from typing import Any, ClassVar
 
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import FlsuiteError, require_one_of
-from flsuite.metrics import HIGHER_IS_BETTER
+from flsuite.errors import FlsuiteError
+from flsuite.metrics import lower_is_better, require_score, score_name
 from flsuite.runs.run import Run
 from flsuite.server.evaluation import GLOBAL, Scores
 
@@ -33,7 +33,7 @@ class StopAt(FederationCallback):
         self.metric = metric
         self.value = value
         self.reached: float | None = None
-        require_one_of("StopAt", HIGHER_IS_BETTER, metric=metric)
+        require_score("StopAt", metric=metric)
         if not math.isfinite(value):
             raise FlsuiteError(f"StopAt: value must be a finite number, got {value}")
 
@@ -51,12 +51,12 @@ class StopAt(FederationCallback):
         if run.round == 0:
             self.reached = None
         # A resumed run that had stopped stops again, unless its target is now harder.
-        elif self._is_reached(self.reached):
+        elif self.is_reached(self.reached):
             run.stop()
 
     def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
-        score = scores[GLOBAL].get(self.metric)
-        if split != "val" or not self._is_reached(score):
+        score = scores[GLOBAL].get(score_name(self.metric))
+        if split != "val" or not self.is_reached(score):
             return
         self.reached = score
         log.info(
@@ -77,7 +77,8 @@ class StopAt(FederationCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.reached = state_dict["reached"]
 
-    def _is_reached(self, score: float | None) -> bool:
+    def is_reached(self, score: float | None) -> bool:
+        """Return whether a score on validation data is at the target or beyond."""
         if score is None or math.isnan(score):
             return False
-        return score >= self.value if HIGHER_IS_BETTER[self.metric] else score <= self.value
+        return score <= self.value if lower_is_better(self.metric) else score >= self.value

@@ -1,7 +1,7 @@
 """The accuracy on each task after each task."""
 
 import logging
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,7 @@ from flsuite.errors import require_at_least
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.runs.run import Run
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["TaskMatrix", "task_figure"]
+__all__ = ["TaskMatrix"]
 
 log = logging.getLogger("flsuite")
 
@@ -93,7 +90,9 @@ class TaskMatrix(FederationCallback):
         for name, value in summarize(self.matrix).items():
             run.log_metric(name, value, split="test")
         if run.folder.path is not None:
-            figure = task_figure(self.matrix.mean(0)[1:])
+            from flsuite.analysis.tasks import task_figure
+
+            figure = task_figure(self.matrix.mean(0)[1:].numpy())
             figure.savefig(run.folder.path / "tasks.png", dpi=150)
 
     def row(self, run: Run, data: TaskData) -> Tensor:
@@ -132,39 +131,6 @@ def summarize(matrix: Tensor) -> dict[str, float]:
     return {
         name: float(values.mean()) for name, values in numbers.items() if not values.isnan().any()
     }
-
-
-def task_figure(matrix: Tensor) -> "Figure":
-    """Draw the matrix ``(tasks done, tasks)``.
-
-    Rows are the tasks trained on, and columns are the tasks scored.
-    """
-    from matplotlib.figure import Figure
-
-    done, tasks = matrix.shape
-    figure = Figure(figsize=(1.6 + 0.62 * tasks, 1.3 + 0.5 * done), layout="constrained")
-    panel = figure.subplots()
-
-    image = panel.imshow(matrix.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
-    for i, row in enumerate(matrix.tolist()):
-        for j, value in enumerate(row):
-            weight = "bold" if i == j else "normal"
-            panel.text(
-                j,
-                i,
-                f"{value:.2f}",
-                ha="center",
-                va="center",
-                color="white" if value > 0.6 else "black",
-                weight=weight,
-            )
-
-    panel.set_xticks(range(tasks), [str(task) for task in range(tasks)])
-    panel.set_yticks(range(done), [str(task) for task in range(done)])
-    panel.set_xlabel("accuracy on a client's task")
-    panel.set_ylabel("after its task")
-    figure.colorbar(image, ax=panel)
-    return figure
 
 
 def _by_class(right: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:

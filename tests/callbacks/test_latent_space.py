@@ -9,8 +9,9 @@ import torch
 from matplotlib.image import imread
 
 from flsuite.aggregators import CMGA, FedAvg
+from flsuite.analysis import latent_figure
 from flsuite.callbacks import ForestProbe, LatentSpace
-from flsuite.callbacks.latent_space import latent_figure, prior_distances
+from flsuite.callbacks.latent_space import prior_distances
 from flsuite.data import Digits, Dirichlet, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.models import ACVAE

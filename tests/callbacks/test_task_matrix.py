@@ -10,8 +10,8 @@ import torch
 from matplotlib.image import imread
 from torch import Tensor
 
+from flsuite.analysis.tasks import task_figure
 from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
-from flsuite.callbacks.task_matrix import task_figure
 from flsuite.data import Synthetic, TaskSequence
 from flsuite.data.federated import FederatedData
 from flsuite.data.task_data import TaskData
@@ -172,7 +172,7 @@ def test_the_table_has_a_row_of_the_matrix_after_each_task() -> None:
 def test_the_picture_lies_in_the_runs_folder(tmp_path: Path) -> None:
     fit(run_dir=str(tmp_path), rounds=3)
     assert np.ptp(imread(tmp_path / "tasks.png")[..., :3]) > 0.5
-    panel = task_figure(torch.tensor([[0.9, 0.25], [0.5, 0.75]])).axes[0]
+    panel = task_figure(np.array([[0.9, 0.25], [0.5, 0.75]])).axes[0]
     texts = {text.get_position(): text.get_text() for text in panel.texts}
     assert texts == {(0, 0): "0.90", (1, 0): "0.25", (0, 1): "0.50", (1, 1): "0.75"}
 

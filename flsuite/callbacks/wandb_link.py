@@ -1,0 +1,203 @@
+"""The way of a run into Weights & Biases: one run there for each run here, also after a resume."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+
+from flsuite.callbacks.experiment_names import group_name, run_name, tags
+from flsuite.callbacks.logger_links import LoggerLink, RoundNumbers
+from flsuite.callbacks.stop_at import StopAt
+from flsuite.callbacks.wandb_media import (
+    client_table,
+    confusion_chart,
+    final_pictures,
+    partition_picture,
+)
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.metrics import score_name
+from flsuite.runs.run import Run
+from flsuite.runs.settings import describe
+
+__all__ = ["WandbLink"]
+
+log = logging.getLogger("flsuite")
+
+# The argument of wandb.init, and the variable that means the same.
+_VARIABLES = {
+    "group": "WANDB_RUN_GROUP",
+    "name": "WANDB_NAME",
+    "job_type": "WANDB_JOB_TYPE",
+    "tags": "WANDB_TAGS",
+}
+
+
+class WandbLink(LoggerLink):
+    """Sends a run to W&B.
+
+    Beside the numbers of each round it sends the settings, group, name, tags, a table of the
+    clients' scores per evaluation, pictures of the partition, of the clients over the rounds and of
+    the timeline, a confusion matrix, and a summary of the last and the picked round.
+
+    Args:
+        logger: The logger, a WandbLogger.
+        log_model: Whether to upload the final model.
+    """
+
+    def __init__(self, logger: Logger, log_model: bool = False) -> None:
+        super().__init__(logger)
+        self.log_model = log_model
+        self._id: str | None = None
+        self._step = 0  # the first one that is free
+        self._has_engine = False
+        self._rounds_to_target: int | None = None
+
+    def start(self, run: Run, state: dict[str, Any]) -> None:
+        self._id, self._step = state.get("id"), state.get("step", 0)
+        self._rounds_to_target = state.get("rounds_to_target")
+        if (stop := _stop_at(run)) and not stop.is_reached(stop.reached):  # a harder target
+            self._rounds_to_target = None
+
+        experiment = self._open(run)
+        self._id = experiment.id
+        experiment.define_metric("round")
+        experiment.define_metric("*", step_metric="round")
+        super().start(run, state)
+
+        # Offline, W&B does not know of the steps before a resume. Later rows join this one.
+        if self._step > _next_step(experiment):
+            experiment.log({"round": run.round}, step=self._step, commit=False)
+        if run.round == 0:
+            self._log({"round": 0}, partition_picture(run))
+
+    def start_round(self, run: Run) -> None:
+        if not self._has_engine:  # which is not known before
+            engine = {"engine": describe(run.evaluator.engine)}
+            self.logger.experiment.config.update(engine, allow_val_change=True)
+            self._has_engine = True
+
+    def log(self, run: Run, row: RoundNumbers) -> None:
+        # Never with step=, which would bind rows to W&B's own counter.
+        self._log({**row.numbers, "round": row.round}, client_table(run, row.of_clients))
+
+        stop = _stop_at(run)
+        if stop and self._rounds_to_target is None:
+            is_reached = stop.is_reached(row.numbers.get(f"val/{score_name(stop.metric)}"))
+            self._rounds_to_target = row.round if is_reached else None
+        self.logger.experiment.summary.update(self._summary(run))
+
+        # One more is needed for the pictures at the end. An extended run goes on after them.
+        self._step = _next_step(self.logger.experiment) + int(run.finished)
+
+    def finish(self, run: Run) -> None:
+        import wandb
+
+        if run.status == "success" and run.round:
+            media = {**final_pictures(run), **confusion_chart(run)}
+            if media:
+                self._log({"round": run.round}, media)
+        experiment = self.logger.experiment
+        model = run.folder.checkpoints / "model.ckpt" if run.folder.checkpoints else None
+        if self.log_model and isinstance(model, Path) and model.exists():
+            artifact = wandb.Artifact(f"model-{experiment.id}", type="model")
+            artifact.add_file(str(model))
+            experiment.log_artifact(artifact)
+
+        # The next run of this process must not continue this one.
+        experiment.finish(exit_code=0 if run.status == "success" else 1)
+        self.logger._experiment = None
+        super().finish(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "id": self._id,
+            "step": self._step,
+            "rounds_to_target": self._rounds_to_target,
+        }
+
+    def _open(self, run: Run) -> Any:
+        """Open the run in W&B, which is that of :attr:`_id` if there is one.
+
+        A run that the user has opened already stays as it is.
+
+        Raises:
+            FlsuiteError: If W&B refuses it.
+        """
+        import wandb
+
+        if self.logger._experiment is None and wandb.run is None:
+            self._complete(self.logger._wandb_init, run)
+        try:
+            return self.logger.experiment
+        except wandb.errors.Error as error:
+            raise FlsuiteError(
+                f"trainer.logger: W&B does not open a run ({one_line(error)}); log in with wandb "
+                "login, or set trainer.logger.init_args.offline to true"
+            ) from error
+
+    def _complete(self, arguments: dict[str, Any], run: Run) -> None:
+        """Complete the arguments of wandb.init, where the user has set none."""
+        # The command passes None for every argument that is left out. W&B takes a None for resume
+        # as a wish to start anew.
+        for name in [name for name, value in arguments.items() if value is None]:
+            del arguments[name]
+
+        usual = {
+            "group": group_name(run.settings),
+            "name": run_name(run.settings),
+            "job_type": "fit",
+            "tags": tags(run.settings),
+        }
+        for name, value in usual.items():
+            if not os.environ.get(_VARIABLES[name]):
+                arguments.setdefault(name, value)
+
+        if self._id is not None:
+            arguments["id"] = self.logger._id = self._id
+        if self.logger._offline:
+            arguments.pop("resume", None)  # W&B warns that it is of no use
+        else:
+            arguments.setdefault("resume", "allow")
+
+    def _summary(self, run: Run) -> dict[str, float]:
+        """Return the test scores of the last and of the picked round.
+
+        W&B's own rules for summaries would turn a value into a mapping.
+        """
+        named: dict[str, float] = {}
+        for title, scores in (("last", run.summary.last), ("picked", run.summary.best)):
+            for name, value in scores.items():
+                if name == "round":
+                    named[f"{title}/round"] = value
+                elif "/" not in name or name.startswith("all_clients/"):  # no class by class
+                    named[f"{title}/test/{name}"] = value
+        if self._rounds_to_target is not None:
+            named["rounds_to_target"] = self._rounds_to_target
+        return named
+
+    def _log(self, row: dict[str, Any], media: dict[str, Any]) -> None:
+        """Send numbers, and tables and pictures if W&B takes them now.
+
+        For a table, W&B asks its server something, and raises where there is no answer. A run that
+        trains does not end for that.
+        """
+        try:
+            self.logger.log_metrics({**row, **media})
+        except Exception as error:  # of W&B's client, of its transport, or of the answer
+            if not media:
+                raise
+            missing = ", ".join(media)
+            log.warning("W&B: no %s of round %s (%s)", missing, row["round"], one_line(error, 200))
+            self.logger.log_metrics(row)
+
+
+def _next_step(experiment: Any) -> int:
+    """Return the step of the next row. A run of the mode ``disabled`` has none."""
+    return 0 if experiment.disabled else int(experiment.step)
+
+
+def _stop_at(run: Run) -> StopAt | None:
+    return next((callback for callback in run.callbacks if isinstance(callback, StopAt)), None)

@@ -1,0 +1,154 @@
+"""Tables and pictures of a run for Weights & Biases."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flsuite.runs.predictions import predict
+from flsuite.runs.run import Run
+from flsuite.server.evaluation import GLOBAL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "client_figure",
+    "client_rounds",
+    "client_table",
+    "confusion_chart",
+    "final_pictures",
+    "partition_picture",
+]
+
+_MOST_CLASSES = 100  # W&B draws at most 10,000 cells
+
+
+def client_table(run: Run, of_clients: Mapping[str, float]) -> dict[str, Any]:
+    """Return one row per client of an evaluation: client, training samples, scores.
+
+    It is empty in a round that is not scored.
+
+    Args:
+        run: The run.
+        of_clients: Numbers named ``client/<n>/<split>/<metric>``.
+    """
+    scores: dict[int, dict[str, float]] = {}
+    for name, value in of_clients.items():
+        _, client, split, metric = name.split("/", 3)
+        if split != "train" and metric != "samples":
+            scores.setdefault(int(client), {})[f"{split}/{metric}"] = value
+    if not scores:
+        return {}
+
+    import wandb
+
+    names = list(dict.fromkeys(name for row in scores.values() for name in row))
+    rows = [
+        [client, run.data.samples(client), *(row.get(name) for name in names)]
+        for client, row in sorted(scores.items())
+    ]
+    return {"clients": wandb.Table(columns=["client", "samples", *names], data=rows)}
+
+
+def partition_picture(run: Run) -> dict[str, Any]:
+    """Return the picture of the partition."""
+    from flsuite.analysis import partition_figure
+    from flsuite.runs.partition import partition_table
+
+    return {"partition": _image(partition_figure(partition_table(run.federation.data)))}
+
+
+def final_pictures(run: Run) -> dict[str, Any]:
+    """Return the clients' scores over the rounds, and who trained when if times are virtual."""
+    pictures = {}
+    for metric in (run.summary.monitor, "accuracy", "loss"):  # the first that clients have
+        rounds, clients, values = client_rounds(run, metric)
+        if values.size:
+            title = f"test {metric.replace('_', ' ')}"
+            pictures["clients/heatmap"] = _image(client_figure(rounds, clients, values, title))
+            break
+
+    if run.folder.path is not None and run.federation.schedule.is_virtual:
+        from flsuite.analysis import read_timeline, timeline_figure
+
+        timeline = read_timeline(run.folder.path)
+        if not timeline.empty:
+            pictures["timeline"] = _image(timeline_figure(timeline))
+    return pictures
+
+
+def client_rounds(run: Run, metric: str) -> tuple[list[int], list[int], np.ndarray]:
+    """Return rounds, clients, and the clients' test scores ``(clients, rounds)``.
+
+    A score that is missing is NaN.
+    """
+    rows = {
+        (int(row.scope), row.round): row.value
+        for row in run.folder.table.rows
+        if row.scope != GLOBAL and row.split == "test" and row.metric == metric
+    }
+    clients = sorted({client for client, _ in rows})
+    rounds = sorted({round for _, round in rows})
+    values = [[rows.get((client, round), np.nan) for round in rounds] for client in clients]
+    return rounds, clients, np.array(values)
+
+
+def client_figure(
+    rounds: list[int], clients: list[int], values: np.ndarray, title: str
+) -> "Figure":
+    """Draw the clients' scores ``(clients, rounds)`` as colors."""
+    from matplotlib.figure import Figure
+
+    height = min(1.6 + 0.22 * len(clients), 9)
+    figure = Figure(figsize=(min(3.2 + 0.12 * len(rounds), 11), height), layout="constrained")
+    panel = figure.subplots()
+    # One column per evaluation, because rounds may have gaps.
+    image = panel.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest")
+    for axis, labels in ((panel.xaxis, rounds), (panel.yaxis, clients)):
+        places = np.unique(
+            np.linspace(0, len(labels) - 1, min(len(labels), 20)).round().astype(int)
+        )
+        axis.set_ticks(places, [str(labels[place]) for place in places])
+    panel.set_xlabel("round")
+    panel.set_ylabel("client")
+    figure.colorbar(image, ax=panel, label=title)
+    return figure
+
+
+def confusion_chart(run: Run) -> dict[str, Any]:
+    """Return the confusion matrix of the global model on test data, as a chart of W&B.
+
+    It is that of the mean prediction where each client has a model of its own. There is none for
+    other targets than one class per sample, and where the server cannot have the clients' models.
+    """
+    federation = run.federation
+    data = federation.data  # of all tasks, if there are any
+    classes = data.spec.num_classes
+    targets = data.test.y
+    is_one_class = targets.ndim == 1 and not targets.is_floating_point()
+    is_shown = is_one_class and 2 <= classes <= _MOST_CLASSES
+    has_models = not federation.personal or (
+        federation.clients.is_local and run.clients <= run.options.score_clients
+    )
+    if not (is_shown and has_models):
+        return {}
+
+    import wandb
+
+    probabilities, _ = predict(federation, run.evaluator, None)
+    run.evaluator.load(federation.client_state(None))  # the resident model is the global one again
+    names = data.spec.class_names or tuple(map(str, range(classes)))
+    chart = wandb.plot.confusion_matrix(
+        preds=probabilities.argmax(1).tolist(),
+        y_true=targets.tolist(),
+        class_names=list(names),
+        title="test data",
+    )
+    return {"confusion": chart}
+
+
+def _image(figure: "Figure") -> Any:
+    import wandb
+
+    return wandb.Image(figure)

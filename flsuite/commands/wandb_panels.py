@@ -1,0 +1,118 @@
+"""The charts of a federation in Weights & Biases, for a workspace and for a report.
+
+They are built without any network call. The package ``wandb-workspaces`` checks them.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from flsuite.commands.loggers import require_extra
+from flsuite.errors import FlsuiteError, one_line
+
+__all__ = ["default_entity", "panels", "saved", "sections"]
+
+_AXES = {  # as they are logged, see RoundLogger
+    "round": "round",
+    "bytes": "bytes sent and received",
+    "virtual_s": "virtual seconds",
+    "client_updates": "client updates",
+    "wall_s": "seconds",
+}
+_GAMMA = ("gamma", "gamma_relative", "gamma_orig", "R", "Phi")
+
+
+def panels() -> Any:
+    """Return the module of panels.
+
+    Raises:
+        FlsuiteError: If the extra is not installed.
+    """
+    require_extra("this command", ("wandb_workspaces",), "workspaces")
+    import wandb_workspaces.reports.v2 as module
+
+    return module
+
+
+def sections(metric: str) -> dict[str, list[Any]]:
+    """Return the panels of each section.
+
+    Runs are to be grouped by their W&B group, so that a curve is a mean over seeds. Its band is the
+    standard deviation.
+
+    Args:
+        metric: The score to compare, such as ``accuracy``.
+    """
+    wr = panels()
+
+    def lines(title: str, *names: str, x: str = "round", x_title: str | None = None) -> Any:
+        return wr.LinePlot(
+            title=title,
+            x=x,
+            y=list(names),
+            title_x=x_title or _AXES[x],
+            groupby_aggfunc="mean",
+            groupby_rangefunc="stddev",
+        )
+
+    score = metric.replace("_", " ")
+    return {
+        score.capitalize(): [
+            lines(f"test {score} by {title}", f"test/{metric}", x=x) for x, title in _AXES.items()
+        ],
+        "Last and picked round": [
+            wr.BarPlot(title=f"{title}: test {score}", metrics=[wr.SummaryMetric(name)])
+            for title, name in (
+                ("last round", f"last/test/{metric}"),
+                ("picked on validation data", f"picked/test/{metric}"),
+            )
+        ]
+        + [
+            wr.BarPlot(title="rounds to the target", metrics=[wr.SummaryMetric("rounds_to_target")])
+        ],
+        "Dissimilarity of gradients": [lines(name, f"train/{name}") for name in _GAMMA],
+        "Clients": [
+            lines("mean over clients", f"test/{metric}_client_mean"),
+            lines("worst client", f"test/{metric}_client_worst"),
+            lines("spread over clients", f"test/{metric}_client_std"),
+            wr.MediaBrowser(title="clients over rounds", media_keys=["clients/heatmap"]),
+            wr.WeavePanelSummaryTable(table_name="clients"),
+        ],
+        "Partition": [
+            wr.MediaBrowser(title="samples by client and class", media_keys=["partition"]),
+            wr.MediaBrowser(title="who trained when", media_keys=["timeline"]),
+        ],
+        "Comparison of runs": [
+            wr.RunComparer(diff_only="split"),
+            wr.CustomChart(
+                query={"summaryTable": {"tableKey": "confusion_table"}},
+                chart_name="wandb/confusion_matrix/v1",
+                chart_fields={name: name for name in ("Actual", "Predicted", "nPredictions")},
+            ),
+        ],
+    }
+
+
+def default_entity(given: str | None) -> str:
+    """Return the user or team to save for: the one given, else the one that W&B knows."""
+    entity = given or os.environ.get("WANDB_ENTITY")
+    if entity:
+        return entity
+    import wandb
+
+    return saved("the default entity", lambda: wandb.Api().default_entity) or ""
+
+
+def saved(what: str, request: Callable[[], Any]) -> Any:
+    """Return the answer of W&B to a request.
+
+    Raises:
+        FlsuiteError: If W&B refuses it, or cannot be reached.
+    """
+    try:
+        return request()
+    except Exception as error:  # of the client, of its transport, or of a check
+        raise FlsuiteError(
+            f"W&B: no answer to the request for {what} ({one_line(error, longest=200)}); log in "
+            "with wandb login, and name --entity"
+        ) from error

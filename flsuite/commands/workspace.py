@@ -1,0 +1,63 @@
+"""``flsuite workspace``: the charts of a project in Weights & Biases."""
+
+from typing import Any
+
+from flsuite.commands.arguments import CommandParser
+from flsuite.commands.wandb_panels import default_entity, panels, saved, sections
+
+__all__ = ["build_workspace", "workspace"]
+
+
+def workspace(args: list[str]) -> None:
+    """Save a workspace, or print what it would be."""
+    parser = CommandParser("workspace")
+    parser.add_argument("--project", required=True)
+    parser.add_argument("--entity")
+    parser.add_argument("--name", default="flsuite")
+    parser.add_argument("--metric", default="accuracy")
+    parser.add_argument("--dry-run", action="store_true")
+    request = parser.parse_args(args)
+
+    panels()  # before W&B is asked for anything
+    named = request.entity or ("ENTITY" if request.dry_run else None)
+    entity = named or default_entity(None)
+    made = build_workspace(entity, request.project, request.name, request.metric)
+    if request.dry_run:
+        _print(made)
+    else:
+        saved("the workspace", made.save)
+        print(saved("its address", lambda: made.url))
+
+
+def build_workspace(entity: str, project: str, name: str, metric: str) -> Any:
+    """Return the workspace, without any network call.
+
+    Args:
+        entity: The user or team that owns the project.
+        project: The project of the runs.
+        name: The title of the workspace.
+        metric: The score to compare.
+    """
+    import wandb_workspaces.workspaces as ws
+
+    made = [
+        ws.Section(name=title, panels=charts, is_open=True)
+        for title, charts in sections(metric).items()
+    ]
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=made,
+        settings=ws.WorkspaceSettings(x_axis="round", max_runs=50),
+        runset_settings=ws.RunsetSettings(groupby=[ws.Metric("Group")]),
+    )
+
+
+def _print(made: Any) -> None:
+    print(f"workspace {made.name!r} of {made.entity}/{made.project}, runs grouped by W&B group")
+    for section in made.sections:
+        print(f"  {section.name}")
+        for panel in section.panels:
+            title = getattr(panel, "title", None)
+            print(f"    {type(panel).__name__}" + (f": {title}" if title else ""))

@@ -1,0 +1,128 @@
+"""CSV, TensorBoard and MLflow: one log for a run, however often it is resumed."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
+
+from flsuite.callbacks.logger_links import _mlflow_name
+from tests.conftest import classifier, digits, trainer
+
+
+class KilledError(Exception):
+    pass
+
+
+def run_in_parts(folder: Path, make: Callable[[], Logger], *parts: int) -> None:
+    """Fit to each of these rounds in turn, with a new logger as a new process has."""
+    for rounds in parts:
+        made = trainer(rounds=rounds, logger=make(), run_dir=folder / "run")
+        made.fit(classifier(), digits(), ckpt_path="last")
+
+
+def csv_rows(folder: Path) -> list[dict[str, str]]:
+    (path,) = folder.glob("log/lightning_logs/version_*/metrics.csv")
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def values(rows: list[dict[str, str]]) -> list[dict[str, float]]:
+    """Return the numbers that do not depend on the time."""
+    timed = ("wall_s", "virtual_s")
+    return [
+        {k: float(v) for k, v in row.items() if v and k not in timed and "seconds" not in k}
+        for row in rows
+    ]
+
+
+def test_csv_goes_on_in_one_file_with_the_same_numbers(tmp_path: Path) -> None:
+    run_in_parts(tmp_path / "once", lambda: CSVLogger(tmp_path / "once" / "log"), 4)
+    run_in_parts(tmp_path / "parts", lambda: CSVLogger(tmp_path / "parts" / "log"), 1, 3, 4)
+    once, parts = csv_rows(tmp_path / "once"), csv_rows(tmp_path / "parts")
+    assert [row["step"] for row in parts] == ["1", "2", "3", "4"]
+    # Scores by class come with the last round, which rounds 1 and 3 were once.
+    shared = [{k: row[k] for k in values(once)[0] if k in row} for row in values(parts)]
+    assert shared == [{k: row[k] for k in shared[0]} for row in values(once)]
+
+
+def test_csv_rows_are_there_after_each_round_and_rows_of_lost_rounds_go(tmp_path: Path) -> None:
+    """A run that dies after a round was logged, and before it was saved, logs it again."""
+    seen: list[int] = []
+
+    class Dying(CSVLogger):
+        def save(self) -> None:
+            super().save()
+            seen.append(len(csv_rows(tmp_path)))
+            if len(seen) == 3:
+                raise KilledError
+
+    with pytest.raises(KilledError):
+        run_in_parts(tmp_path, lambda: Dying(tmp_path / "log"), 5)
+    assert seen[:3] == [1, 2, 3], "each round is on the disk at once"
+    assert len(csv_rows(tmp_path)) == 3
+
+    run_in_parts(tmp_path, lambda: CSVLogger(tmp_path / "log"), 5)
+    assert [row["step"] for row in csv_rows(tmp_path)] == ["1", "2", "3", "4", "5"]
+
+
+def test_a_version_of_the_user_stays(tmp_path: Path) -> None:
+    run_in_parts(tmp_path, lambda: CSVLogger(tmp_path / "log", version="mine"), 1, 2)
+    with (tmp_path / "log" / "lightning_logs" / "mine" / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2"]
+
+
+def test_tensorboard_goes_on_in_one_version(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run_in_parts(tmp_path, lambda: TensorBoardLogger(tmp_path / "log"), 2, 4)
+    (version,) = (tmp_path / "log" / "lightning_logs").iterdir()
+    events = reader.EventAccumulator(str(version)).Reload()
+    assert [event.step for event in events.Scalars("test/accuracy")] == [1, 2, 3, 4]
+    assert {"virtual_s", "wall_s", "bytes", "client_updates"} <= set(events.Tags()["scalars"])
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("test/accuracy", "test/accuracy"),
+        ("test/accuracy/0", "test/accuracy.0"),
+        ("test/all_clients/accuracy", "test/all_clients.accuracy"),
+        ("client/3/test/accuracy", "client/3/test/accuracy"),
+        ("client/3/test/task_accuracy/1", "client/3/test/task_accuracy.1"),
+        ("test/accuracy/köln, (x)", "test/accuracy.k_ln_ _x_"),
+        ("bytes", "bytes"),
+    ],
+)
+def test_names_that_every_store_of_mlflow_takes(name: str, stored: str) -> None:
+    assert _mlflow_name(name) == stored
+
+
+def mlflow_logger(folder: Path, **kwargs: Any) -> MLFlowLogger:
+    pytest.importorskip("mlflow")
+    return MLFlowLogger(
+        tracking_uri=f"sqlite:///{folder}/mlflow.db", artifact_location=str(folder), **kwargs
+    )
+
+
+def test_mlflow_goes_on_in_one_run(tmp_path: Path) -> None:
+    run_in_parts(tmp_path, lambda: mlflow_logger(tmp_path), 2, 4)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert run.info.status == "FINISHED" and run.info.run_name == "FedAvg-3"
+    assert run.data.params["aggregator/class_path"] == "flsuite.aggregators.FedAvg"
+    history = client.get_metric_history(run.info.run_id, "test/accuracy")
+    assert [metric.step for metric in history] == [1, 2, 3, 4]
+    assert "test/accuracy.0" in run.data.metrics
+
+
+def test_mlflow_starts_anew_where_its_run_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_in_parts(tmp_path, lambda: mlflow_logger(tmp_path), 1)
+    (tmp_path / "other").mkdir()
+    run_in_parts(tmp_path, lambda: mlflow_logger(tmp_path / "other"), 2)
+    assert "MLflow: the run is not there, starting a new one" in caplog.text

@@ -1,0 +1,296 @@
+"""What a run sends to Weights & Biases, offline and online, and how it is resumed there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from lightning.pytorch.loggers import WandbLogger
+
+from flsuite.aggregators import FedBuff
+from flsuite.analysis.groups import experiment_hash
+from flsuite.callbacks import RoundLogger, StopAt
+from flsuite.callbacks.wandb_media import client_rounds, confusion_chart
+from flsuite.data.spec import DataSpec, DataSplit
+from flsuite.schedules import Asynchronous, Stragglers
+from tests.callbacks.wandb_files import Recorded, recorded
+from tests.callbacks.wandb_server import WandbServer
+from tests.conftest import classifier, digits, trainer
+
+ROUNDS = 2
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+FINAL = {"clients/heatmap/_type", "confusion_table/_type"}
+
+
+def offline(folder: Path, **kwargs: Any) -> WandbLogger:
+    return WandbLogger(offline=True, project="flsuite", save_dir=folder, **kwargs)
+
+
+# Offline
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
+    """Run three experiments in one process: the same one twice, and another seed."""
+    folder = tmp_path_factory.mktemp("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        import wandb
+
+        for number, seed in enumerate((3, 3, 4)):
+            logger = offline(folder / str(number))
+            made = trainer(rounds=ROUNDS, logger=logger, seed=seed)
+            made.fit(classifier(), digits())
+            assert wandb.run is None, "the next experiment would go on in this run"
+    return recorded(folder)
+
+
+def test_one_row_a_round_without_a_chart_per_client(runs: list[Recorded]) -> None:
+    for run in runs:
+        assert all("round" in row and "step" not in row for row in run.rows)
+        assert [row["round"] for row in run.rounds] == [1, 2]
+        for row in run.rounds:
+            assert {"train/loss", "val/accuracy", "test/accuracy", "wall_s"} <= row.keys()
+            assert not [name for name in row if name.startswith("client/")]
+        assert run.step_metrics["*"] == "round"
+        assert run.steps == list(range(len(run.rows)))
+
+
+def test_the_same_experiment_twice_is_two_runs(runs: list[Recorded]) -> None:
+    assert len({run.id for run in runs}) == 3
+    values = [[(row["train/loss"], row["test/accuracy"]) for row in run.rounds] for run in runs]
+    assert values[0] == values[1] != values[2]
+
+
+def test_config_has_settings_rounds_and_engine(runs: list[Recorded]) -> None:
+    for run in runs:
+        assert run.config["model"]["class_path"] == "flsuite.models.Classifier"
+        assert run.config["model"]["init_args"]["backbone"]["init_args"]["hidden"] == [16]
+        assert run.config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.5
+        assert run.config["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
+        assert run.config["rounds"] == ROUNDS
+        assert run.config["engine"]["class_path"] == "flsuite.engines.InProcess"
+
+
+def test_seeds_share_a_group_and_have_names(runs: list[Recorded]) -> None:
+    assert [run.name for run in runs] == ["FedAvg-3", "FedAvg-3", "FedAvg-4"]
+    (group,) = {run.group for run in runs}
+    assert group.startswith("FedAvg-") and len(group) == len("FedAvg-") + 8
+    assert {run.job_type for run in runs} == {"fit"}
+    assert all(set(run.tags) == {"Digits", "Dirichlet(0.5)"} for run in runs)
+
+
+def test_the_hash_of_a_group_is_that_of_settings_yaml(tmp_path: Path) -> None:
+    def settings(name: str, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        made = trainer(rounds=1, run_dir=tmp_path / name, **kwargs)
+        made.fit(classifier(), digits())
+        return made.run.settings, yaml.safe_load((tmp_path / name / "settings.yaml").read_text())
+
+    known, read = settings("one")
+    assert experiment_hash(known) == experiment_hash(read)
+    assert experiment_hash(settings("seed", seed=5)[0]) == experiment_hash(known)
+    assert experiment_hash(settings("epochs", max_epochs=2)[0]) != experiment_hash(known)
+
+
+def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_RUN_GROUP", "ours")
+    logger = offline(tmp_path, name="mine", tags=["own"], job_type="trial")
+    trainer(rounds=1, logger=logger).fit(classifier(), digits())
+    (run,) = recorded(tmp_path)
+    assert (run.name, run.tags, run.job_type) == ("mine", ["own"], "trial")
+    assert "group" not in logger._wandb_init, "W&B takes it from the environment"
+
+
+def content(run: Recorded, row: dict[str, Any], key: str) -> Any:
+    """Return the content of a table that a row refers to."""
+    return json.loads((run.path.parent / "files" / row[f"{key}/path"]).read_text())
+
+
+def test_clients_are_a_table_per_evaluation(tmp_path: Path) -> None:
+    made = trainer(rounds=3, evaluate_every=2, logger=offline(tmp_path))
+    made.fit(classifier(), digits())
+    (run,) = recorded(tmp_path)
+    assert [("clients/path" in row) for row in run.rounds] == [False, True, True]
+
+    table = content(run, run.rounds[-1], "clients")
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [row["client"] for row in rows] == list(range(5))
+    values = {row[5:8]: row.value for row in made.run.folder.table.rows if row.round == 3}
+    for row in rows:
+        client = str(row["client"])
+        assert row["samples"] == values[client, "train", "samples"]
+        assert row["test/accuracy"] == pytest.approx(values[client, "test", "accuracy"])
+        assert row["val/loss"] == pytest.approx(values[client, "val", "loss"])
+
+
+def test_pictures_and_the_confusion_matrix(tmp_path: Path) -> None:
+    made = trainer(rounds=2, logger=offline(tmp_path))
+    made.fit(classifier(), digits())
+    (run,) = recorded(tmp_path)
+    first, *_, last = run.rows
+    assert first["partition/_type"] == "image-file" and first["round"] == 0
+    assert last.keys() >= FINAL and last["round"] == 2
+    assert last["clients/heatmap/_type"] == "image-file"
+
+    cells = content(run, last, "confusion_table")["data"]
+    right = sum(count for actual, predicted, count in cells if actual == predicted)
+    samples = sum(count for *_, count in cells)
+    assert samples == len(made.run.data.test)
+    assert right / samples == pytest.approx(run.rounds[-1]["test/accuracy"])
+
+    rounds, clients, values = client_rounds(made.run, "accuracy")
+    assert (rounds, clients, values.shape) == ([1, 2], [0, 1, 2, 3, 4], (5, 2))
+
+
+def test_the_resident_model_stays_the_global_one(tmp_path: Path) -> None:
+    def final_weights(**kwargs: Any) -> dict[str, torch.Tensor]:
+        model = classifier()
+        trainer(rounds=1, **kwargs).fit(model, digits())
+        return model.state_dict()
+
+    plain, logged = final_weights(), final_weights(logger=offline(tmp_path))
+    assert all(torch.equal(plain[name], logged[name]) for name in plain)
+
+
+def test_the_summary_is_explicit(tmp_path: Path) -> None:
+    stop = StopAt("accuracy", 0.5)
+    made = trainer(rounds=30, callbacks=[stop], logger=offline(tmp_path))
+    made.fit(classifier(), digits())
+    (run,) = recorded(tmp_path)
+    reached = [row["round"] for row in run.rounds if row["val/accuracy"] >= 0.5]
+    assert run.summary["rounds_to_target"] == reached[0] == made.round
+    for title, scores in (("last", made.run.summary.last), ("picked", made.run.summary.best)):
+        assert run.summary[f"{title}/round"] == scores["round"]
+        assert run.summary[f"{title}/test/accuracy"] == pytest.approx(scores["accuracy"])
+    assert not [name for name in run.summary if name.startswith("last/test/accuracy/")]
+
+
+def test_no_target_no_rounds_to_it(runs: list[Recorded]) -> None:
+    assert all("rounds_to_target" not in run.summary for run in runs)
+    assert all(run.summary["last/round"] == ROUNDS for run in runs)
+
+
+def test_the_work_of_each_round_and_the_timeline(tmp_path: Path) -> None:
+    made = trainer(
+        rounds=3,
+        aggregator=FedBuff(),
+        schedule=Asynchronous(4, buffer_size=2, speeds=Stragglers()),
+        logger=offline(tmp_path / "log"),
+        run_dir=tmp_path / "run",
+    )
+    made.fit(classifier(), digits())
+    (run,) = recorded(tmp_path)
+    rows = {row.round: row for row in made.run.folder.table.rows}
+    names = ("virtual_s", "client_updates", "bytes")
+    assert [tuple(row[name] for name in names) for row in run.rounds] == [
+        tuple(getattr(rows[n], name) for name in names) for n in (1, 2, 3)
+    ]
+    assert all("train/staleness_max" in row for row in run.rounds)
+    assert run.rows[-1]["timeline/_type"] == "image-file"
+
+
+def test_an_offline_resume_goes_on_with_the_steps(tmp_path: Path) -> None:
+    for rounds in (2, 4):
+        made = trainer(rounds=rounds, logger=offline(tmp_path / "log"), run_dir=tmp_path / "run")
+        made.fit(classifier(), digits(), ckpt_path="last")
+    runs = recorded(tmp_path)
+    assert len(runs) == 2 and len({run.id for run in runs}) == 1
+    assert [row["round"] for run in runs for row in run.rounds] == [1, 2, 3, 4]
+    # The partition and two rounds, the pictures of an end; two rounds, the pictures of the end.
+    assert [run.steps for run in runs] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert "partition/_type" not in runs[1].rows[0]
+
+
+def test_a_checkpoint_of_an_earlier_version_names_its_wandb_run() -> None:
+    logger = RoundLogger()
+    logger.load_state_dict({"wandb_id": "abc"})
+    assert logger.state_dict() == {"loggers": [{"link": "WandbLink", "id": "abc"}]}
+
+
+def test_a_resume_without_the_logger_does_not_forget_its_run(tmp_path: Path) -> None:
+    for rounds, is_logged in ((1, True), (2, False), (3, True)):
+        logger = offline(tmp_path / "log") if is_logged else False
+        made = trainer(rounds=rounds, logger=logger, run_dir=tmp_path / "run")
+        made.fit(classifier(), digits(), ckpt_path="last")
+    assert len({run.id for run in recorded(tmp_path)}) == 1
+
+
+def test_no_confusion_matrix_for_several_labels_per_sample() -> None:
+    samples = DataSplit(torch.zeros(4, 2), torch.zeros(4, 3, dtype=torch.uint8))
+    data = SimpleNamespace(spec=DataSpec((2,), 3, "multilabel"), test=samples)
+    run: Any = SimpleNamespace(federation=SimpleNamespace(data=data, personal=False))
+    assert confusion_chart(run) == {}
+
+
+# Online, with the local server
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    made = WandbServer()
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.close()
+
+
+def command(folder: Path, rounds: int, *more: str) -> list[str]:
+    """Return the command of a small online run, as a process of its own."""
+    return [
+        *(sys.executable, "-m", "flsuite", "fit", "--config", str(QUICKSTART)),
+        *("--trainer.rounds", str(rounds), "--trainer.max_epochs", "1"),
+        *("--trainer.logger", "WandbLogger", "--trainer.logger.project", "flsuite"),
+        *("--run_dir", str(folder), *more),
+    ]
+
+
+def test_a_killed_online_run_goes_on_with_increasing_steps(
+    server: WandbServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        command(folder, 100_000), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert server.wait_for_rows(4), "no rows arrived"
+        helpers = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    # W&B's own process outlives the run, and sends what it has.
+    psutil.wait_procs(helpers, timeout=120)
+
+    (run,) = server.runs
+    before = server.steps(run)
+    done = last_round(folder)
+    resume = command(folder, done + 3, "--ckpt_path", "last")
+    subprocess.run(resume, cwd=tmp_path, check=True, timeout=300)
+
+    assert set(server.runs) == {run}, "one run id"
+    steps = server.steps(run)
+    assert len(steps) > len(before)
+    assert all(earlier < later for earlier, later in pairwise(steps)), steps
+    rounds = [row["round"] for row in server.history[run] if "train/loss" in row]
+    assert rounds[-3:] == [done + 1, done + 2, done + 3]
+    assert server.summaries[run]["last/round"] == done + 3
+
+    # What the command leaves open has its default, as in Python.
+    sent = server.runs[run]
+    assert sent["groupName"].startswith("FedAvg-") and sent["displayName"] == "FedAvg-1"
+    assert sent["jobType"] == "fit" and "Digits" in sent["tags"]
+
+
+def last_round(folder: Path) -> int:
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    return int(checkpoint["federation"]["clock"]["round"])
