@@ -1,23 +1,48 @@
 """Tables and figures of finished runs, from the files of a run and nothing else."""
 
+from flsuite.analysis.clients import client_gains, clients_figure, gain_figure
+from flsuite.analysis.comparison import compare
+from flsuite.analysis.confusion import confusion_figure, confusion_matrix
+from flsuite.analysis.curves import curves_figure
+from flsuite.analysis.gamma import gamma_figure
 from flsuite.analysis.groups import find_runs, group_runs
-from flsuite.analysis.partition import partition_figure
+from flsuite.analysis.latent import flow_figure, latent_figure, load_model
+from flsuite.analysis.partition import label_skew, partition_figure, partitions_figure
 from flsuite.analysis.report import report_figure, report_markdown, report_table
-from flsuite.analysis.runs import curves_figure, read_metrics, read_partition
-from flsuite.analysis.tasks import task_plan_figure
+from flsuite.analysis.results import Results, load
+from flsuite.analysis.runs import read_metrics, read_partition
+from flsuite.analysis.target import target_figure, target_table
+from flsuite.analysis.tasks import forgetting_figure, task_plan_figure
 from flsuite.analysis.timeline import read_timeline, timeline_figure
 
 __all__ = [
+    "Results",
+    "client_gains",
+    "clients_figure",
+    "compare",
+    "confusion_figure",
+    "confusion_matrix",
     "curves_figure",
     "find_runs",
+    "flow_figure",
+    "forgetting_figure",
+    "gain_figure",
+    "gamma_figure",
     "group_runs",
+    "label_skew",
+    "latent_figure",
+    "load",
+    "load_model",
     "partition_figure",
+    "partitions_figure",
     "read_metrics",
     "read_partition",
     "read_timeline",
     "report_figure",
     "report_markdown",
     "report_table",
+    "target_figure",
+    "target_table",
     "task_plan_figure",
     "timeline_figure",
 ]

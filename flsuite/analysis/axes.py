@@ -7,7 +7,7 @@ import pandas as pd
 
 from flsuite.errors import FlsuiteError, require_one_of
 
-__all__ = ["AXES", "Axis", "on_common_grid", "require_axis"]
+__all__ = ["AXES", "Axis", "aligned", "on_common_grid", "require_axis"]
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -63,6 +63,15 @@ def require_axis(x: str, table: pd.DataFrame, run: object) -> None:
             f"{run} has no {x}: an earlier version of flsuite made it; leave it out, or choose "
             f"another axis of {noted}"
         )
+
+
+def aligned(curves: Mapping[Name, pd.Series], x: str) -> pd.DataFrame:
+    """Return the curves of runs as columns of one table.
+
+    Runs have the same rounds, but not the same points on another axis. There, the rows are those of
+    :func:`on_common_grid`.
+    """
+    return pd.DataFrame(dict(curves)) if x == "round" else on_common_grid(curves)
 
 
 def on_common_grid(curves: Mapping[Name, pd.Series]) -> pd.DataFrame:

@@ -1,6 +1,8 @@
 """Groups of runs that differ in nothing but the seed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,19 +10,17 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from flsuite.analysis.axes import on_common_grid, require_axis
+from flsuite.analysis.axes import aligned, require_axis
+from flsuite.analysis.labels import Flat, flatten, label_of, method_of, partition_of
 from flsuite.analysis.runs import curve, is_metrics, read_metrics
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["Group", "find_runs", "group_runs", "seed_of"]
+__all__ = ["Group", "experiment_hash", "find_runs", "group_runs", "read_yaml"]
 
-Flat = dict[str, Any]
-
+_CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
+"""The folder of a sweep's cell: METHOD, the grid values if there are any, and a hash."""
+_OF_THE_SEED = ("seed", "given_weights")  # the seed may have decided the weights of a given model
 _CALLBACKS = ("callbacks", "stopping")  # settings that are lists of callbacks
-
-
-class _Class(str):
-    """The path of a class, whose name is enough in a label."""
 
 
 @dataclass
@@ -31,12 +31,18 @@ class Group:
         settings: The settings that they share, flat: ``model`` is a class, ``model.lr`` one of its
             parameters.
         label: The settings in which they differ from the other groups.
+        method: The aggregator, and what else differs outside of the data.
+        partition: The partition, and what else of the data differs.
         runs: Folder to metrics.
+        seeds: Folder to seed, where there is one.
     """
 
     settings: Flat
     label: str = ""
+    method: str = ""
+    partition: str = ""
     runs: dict[Path, pd.DataFrame] = field(default_factory=dict)
+    seeds: dict[Path, int | None] = field(default_factory=dict)
 
     def curves(self, metric: str, split: str, x: str = "round") -> pd.DataFrame:
         """Return the global score, one column per run.
@@ -44,9 +50,7 @@ class Group:
         Args:
             metric: The score.
             split: ``test`` or ``val``.
-            x: The axis, whose points are the rows. Runs have the same rounds, but not the same
-                points on another axis. There, the rows are the points of all runs in the range that
-                every run covers, and a run's value is its last one at or before a point.
+            x: The axis, whose points are the rows, as :func:`aligned` has them.
 
         Raises:
             FlsuiteError: If the axis does not exist, or a run has not noted it.
@@ -54,19 +58,25 @@ class Group:
         for folder, table in self.runs.items():
             require_axis(x, table, folder)
         curves = {folder: curve(table, metric, split, x=x) for folder, table in self.runs.items()}
-        return pd.DataFrame(curves) if x == "round" else on_common_grid(curves)
+        return aligned(curves, x)
 
 
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
     """Return the run folders among and below ``places``.
 
-    A ``metrics.csv`` of another kind, such as that of Lightning's CSVLogger, is passed over.
+    A ``metrics.csv`` of another kind, such as that of Lightning's CSVLogger, is passed over. So are
+    the trials of a sweep, which are no results, unless a place names their folder.
 
     Raises:
         FlsuiteError: If there are none.
     """
     roots = [Path(place) for place in places]
-    tables = {table.resolve() for root in roots for table in root.rglob("metrics.csv")}
+    tables = {
+        table.resolve()
+        for root in roots
+        for table in root.rglob("metrics.csv")
+        if not _is_trial(table, root)
+    }
     folders = sorted(table.parent for table in tables if is_metrics(table))
     if not folders:
         raise FlsuiteError(
@@ -84,24 +94,72 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
     """
     by_settings: dict[str, Group] = {}
     for folder in folders:
-        shared = _without_open({k: v for k, v in _settings(folder).items() if k != "seed"})
         metrics = read_metrics(folder)
-        if len(metrics):  # else the first round is not done yet
-            group = by_settings.setdefault(yaml.safe_dump(shared), Group(dict(_flatten(shared))))
-            group.runs[folder] = metrics
+        if metrics.empty:  # the first round is not done yet
+            continue
+        settings = _settings(folder)
+        seed, shared = settings.get("seed"), _without_seed(settings)
+        group = by_settings.setdefault(_text(shared), Group(dict(flatten(shared))))
+        group.runs[folder] = metrics
+        group.seeds[folder] = None if seed is None else int(seed)
 
     groups = list(by_settings.values())
     if not groups:
         raise FlsuiteError("none of these runs has a finished round yet")
+    all_settings = [group.settings for group in groups]
     for group in groups:
-        group.label = _label(group.settings, [other.settings for other in groups])
+        group.label = label_of(group.settings, all_settings)
+        group.method = method_of(group.settings, all_settings)
+        group.partition = partition_of(group.settings, all_settings)
+    _take_names_of_sweep(groups)
     return sorted(groups, key=lambda group: group.label)
 
 
-def seed_of(folder: Path) -> int | None:
-    """Return a run's seed."""
-    seed = _settings(folder).get("seed")
-    return None if seed is None else int(seed)
+def experiment_hash(settings: Mapping[str, Any]) -> str:
+    """Return eight hexadecimal digits that runs share if they are in one group."""
+    return hashlib.sha256(_text(_without_seed(settings)).encode()).hexdigest()[:8]
+
+
+def _take_names_of_sweep(groups: list[Group]) -> None:
+    """Name methods as their sweep does, so that tuned values do not make them several methods.
+
+    Grid values that are not of the data then name the partition, which is the grid point. Two
+    sweeps may give one name to two experiments: these keep the names that their settings give.
+    """
+    names = [(group.method, group.partition) for group in groups]
+    cells = [_cell_of(group) for group in groups]
+    short = [(cell[0], name[1]) if cell else name for cell, name in zip(cells, names, strict=True)]
+    full = [
+        (pair[0], cell[1] or pair[1]) if cell and short.count(pair) > 1 else pair
+        for cell, pair in zip(cells, short, strict=True)
+    ]
+    for group, name, pair in zip(groups, names, full, strict=True):
+        group.method, group.partition = name if full.count(pair) > 1 else pair
+
+
+def _cell_of(group: Group) -> tuple[str, str] | None:
+    """Return the method and the grid point if all runs are of one cell of a sweep."""
+    folders = {folder.parent.name for folder in group.runs if folder.name.startswith("seed-")}
+    matches = [match for name in folders if (match := _CELL.fullmatch(name))]
+    if len(matches) != 1 or any(not f.name.startswith("seed-") for f in group.runs):
+        return None
+    return matches[0]["method"], matches[0]["point"] or ""
+
+
+def _text(settings: Any) -> str:
+    """Return settings as text that does not depend on their order."""
+    return yaml.dump(settings, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper))
+
+
+def read_yaml(text: str) -> Any:
+    """Parse plain YAML, with the parser in C where it is built: it is ten times as fast."""
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _is_trial(table: Path, root: Path) -> bool:
+    """Return whether a run is below a folder ``tuning`` that is itself below the root."""
+    parents = [root / part for part in table.relative_to(root).parents]
+    return any(p.name == "tuning" and (p.parent / "tuning.csv").is_file() for p in parents[:-1])
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -113,12 +171,17 @@ def _settings(folder: Path) -> dict[str, Any]:
             "of flsuite made it; name other folders, or run it again"
         )
     try:
-        content = yaml.safe_load(path.read_text())
+        content = read_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlsuiteError(f"{path} is not valid YAML ({one_line(error)})") from error
     if not isinstance(content, dict):
         raise FlsuiteError(f"{path} does not hold the settings of a run; leave the folder out")
     return content
+
+
+def _without_seed(settings: Mapping[str, Any]) -> Any:
+    """Return the settings that runs of one group share."""
+    return _without_open({k: v for k, v in settings.items() if k not in _OF_THE_SEED})
 
 
 def _without_open(node: Any) -> Any:
@@ -135,76 +198,3 @@ def _without_open(node: Any) -> Any:
         for key, value in node.items()
         if value is not None and not (key in _CALLBACKS and not value)
     }
-
-
-def _flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield path and value of each setting, with a class before its parameters."""
-    if isinstance(node, Mapping) and "class_path" in node:
-        yield path, _Class(node["class_path"])
-        for key, value in (node.get("init_args") or {}).items():
-            # A mapping of plain values is one value: another group may have a word in its place.
-            yield from _flatten(repr(value) if _is_plain(value) else value, f"{path}.{key}")
-    elif isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from _flatten(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
-        # Objects in a list go by their class names, so that labels can name them.
-        for name, item in zip(_names(node), node, strict=True):
-            yield from _flatten(item, f"{path}.{name}")
-    else:
-        yield path, repr(node) if isinstance(node, (list, Mapping)) else node
-
-
-def _is_plain(node: Any) -> bool:
-    """Return whether an argument is a mapping of values that have no parts."""
-    return (
-        isinstance(node, Mapping)
-        and "class_path" not in node
-        and not any(isinstance(value, (Mapping, list)) for value in node.values())
-    )
-
-
-def _names(items: Sequence[Any]) -> list[str]:
-    """Return a name per item: its class where it has one, numbered from the second on."""
-    names: list[str] = []
-    for item in items:
-        path = item.get("class_path", "") if isinstance(item, Mapping) else ""
-        name = str(path).rsplit(".", 1)[-1]
-        count = sum(other.split("#")[0] == name for other in names)
-        names.append(f"{name}#{count + 1}" if count else name)
-    return names
-
-
-def _label(own: Flat, all_settings: Sequence[Flat]) -> str:
-    """Return the settings in which a group differs from the others, as text.
-
-    A parameter is compared only among groups that share the class it belongs to.
-    """
-    keys = [
-        key
-        for key in dict.fromkeys(key for settings in all_settings for key in settings)
-        if _differs(key, own, all_settings)
-    ]
-
-    parts = []
-    for key in keys:
-        value = own.get(key)
-        last = key.rsplit(".", 1)[-1]
-        name = last if sum(other.rsplit(".", 1)[-1] == last for other in keys) == 1 else key
-        parts.append(value.rsplit(".", 1)[-1] if isinstance(value, _Class) else f"{name}={value}")
-    return ", ".join(parts) or "all"
-
-
-def _differs(key: str, own: Flat, all_settings: Sequence[Flat]) -> bool:
-    """Return whether groups with the same owner of this setting differ in it."""
-    peers = [other for other in all_settings if _same_owners(key, own, other)]
-    return (
-        any(key in other for other in peers) and len({repr(other.get(key)) for other in peers}) > 1
-    )
-
-
-def _same_owners(key: str, own: Flat, other: Flat) -> bool:
-    """Return whether both groups have the same classes on the way to this setting."""
-    parts = key.split(".")
-    owners = [".".join(parts[:n]) for n in range(1, len(parts))]
-    return all(own.get(owner) == other.get(owner) for owner in owners)

@@ -1,10 +1,15 @@
-"""A figure of how a dataset is split among clients."""
+"""Figures of how a dataset is split among clients."""
 
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-__all__ = ["partition_figure"]
+from flsuite.analysis.panels import panel_grid
+from flsuite.analysis.results import require_results
+from flsuite.analysis.runs import read_partition
+
+__all__ = ["class_counts", "label_skew", "partition_figure", "partitions_figure"]
 
 _MOST_CLIENTS = 200
 
@@ -58,3 +63,67 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
 
 def _short(name: str, most: int = 28) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def partitions_figure(results: pd.DataFrame, split: str = "train", clients: int = 60) -> Figure:
+    """Draw the partitions side by side: a bar per client, with a colour per class.
+
+    A panel is the partition of the first run. Its title has the :func:`label_skew`.
+
+    Args:
+        results: What :func:`~flsuite.analysis.load` returns.
+        split: ``train``, ``val`` or ``test``.
+        clients: Clients that are shown at most, the first ones by number.
+    """
+    require_results(results)
+    of_partition = results.groupby("partition", observed=True)["run"].first()
+    figure, panels = panel_grid(len(of_partition), (4.2, 3.0))
+    for panel, (name, run) in zip(panels, of_partition.items(), strict=True):
+        table = read_partition(run)
+        counts = class_counts(table, split)
+        shown = counts.head(clients)
+        colors = colormaps["tab10" if counts.shape[1] <= 10 else "tab20"]
+        below = np.zeros(len(shown))
+        for c, label in enumerate(counts.columns):
+            panel.bar(
+                shown.index,
+                shown[label],
+                bottom=below,
+                width=0.85,
+                color=colors(c % 20),
+                label=label,
+            )
+            below += shown[label].to_numpy()
+        panel.set_title(f"{name}: label skew {label_skew(counts):.2f}", fontsize=10)
+        # Bars without height would else keep the axis from ending above the others.
+        panel.set(xlabel="client", ylabel=f"{split} samples", ylim=(0, 1.04 * below.max()))
+        panel.spines[["top", "right"]].set_visible(False)
+
+    handles, labels = panels[0].get_legend_handles_labels()
+    if len(labels) <= 20:
+        short = [_short(label, 18) for label in labels]
+        figure.legend(handles, short, loc="outside right center", frameon=False, fontsize=7)
+    return figure
+
+
+def class_counts(table: pd.DataFrame, split: str = "train") -> pd.DataFrame:
+    """Return the samples of each client, with a column per class in the order of the table."""
+    rows = table[table["split"] == split]
+    counts = rows.pivot(index="client", columns="class", values="samples")
+    return counts.reindex(columns=rows["class"].unique())
+
+
+def label_skew(counts: pd.DataFrame) -> float:
+    """Return the mean distance of the clients' class shares to those of all samples.
+
+    The distance is the total variation: the share of a client's samples that would have to change
+    their class. It is 0 where all clients have the same mix, and near 1 where each client has a
+    class of its own among many.
+
+    Args:
+        counts: Samples, with clients as rows and classes as columns.
+    """
+    samples = counts[counts.sum(axis=1) > 0].to_numpy(dtype=float)
+    shares = samples / samples.sum(axis=1, keepdims=True)
+    overall = samples.sum(axis=0) / samples.sum()
+    return float(np.abs(shares - overall).sum(axis=1).mean() / 2)

@@ -1,21 +1,26 @@
 """Comparison of experiments: mean and spread over their runs, as a table and as curves."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flsuite.analysis.axes import AXES
+from flsuite.analysis.comparison import Score
+from flsuite.analysis.curves import draw_band, label_axes
 from flsuite.analysis.groups import Group
-from flsuite.analysis.runs import label_axes
 from flsuite.analysis.scores import run_scores
 from flsuite.analysis.target import target_cell, target_columns, target_title
 from flsuite.errors import FlsuiteError
 
-__all__ = ["report_figure", "report_markdown", "report_table", "require_score"]
+__all__ = [
+    "first_score",
+    "group_row",
+    "report_figure",
+    "report_markdown",
+    "report_table",
+    "require_score",
+]
 
 
 def report_table(
@@ -49,22 +54,41 @@ def report_table(
         if target is not None:
             require_score(groups, metric, split)
         for group in groups:
-            row = _group_row(group, metric, last)
+            row = group_row(group, metric, last)
             if row and target is not None:
                 row |= target_columns(group, metric, target, x, split)
             rows += [row] if row else []
     return pd.DataFrame(rows)
 
 
-def _group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
+def group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
     """Return a group's row of the table, or ``None`` if no run of it has the score."""
-    monitor = str(group.settings.get("monitor", "accuracy"))
-    scores = [run_scores(table, metric, monitor, last) for table in group.runs.values()]
+    scores = [run_scores(table, metric, _monitor(group), last) for table in group.runs.values()]
     scores = [row for row in scores if row]
     if not scores:
         return None
     runs = {"group": group.label, "metric": metric, "runs": len(scores)}
     return {**runs, **_mean_and_spread(scores)}
+
+
+def first_score(groups: Sequence[Group], metric: str) -> tuple[Score, str]:
+    """Return the score that experiments are compared by, and what picks a round.
+
+    It is that of the round picked on validation data, if all runs have one and pick it by the same
+    score. Otherwise it is that of the last round.
+    """
+    monitors = {_monitor(group) for group in groups}
+    scores = [
+        run_scores(table, metric, _monitor(group), 1)
+        for group in groups
+        for table in group.runs.values()
+    ]
+    are_picked = all("picked" in row for row in scores if row)
+    return ("picked" if are_picked and len(monitors) == 1 else "last"), monitors.pop()
+
+
+def _monitor(group: Group) -> str:
+    return str(group.settings.get("monitor", "accuracy"))
 
 
 def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
@@ -154,8 +178,10 @@ def report_figure(
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
         for group in groups:
+            curves = group.curves(metric, split, x)
             # About 14 characters of the legend are an inch wide.
-            _draw_group(panel, group, metric, split, x, int(14 * figure.get_figwidth()))
+            width = int(14 * figure.get_figwidth())
+            draw_band(panel, curves, f"{group.label} ({curves.shape[1]})", x, width)
         if target is not None:
             panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
         label_axes(panel, metric, split, x)
@@ -163,18 +189,3 @@ def report_figure(
         *panels[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8
     )
     return figure
-
-
-def _draw_group(panel: Axes, group: Group, metric: str, split: str, x: str, width: int) -> None:
-    """Draw a group's curve; its label has lines of at most ``width`` characters."""
-    curves = group.curves(metric, split, x)
-    points = curves.index * AXES[x].scale
-    line = panel.plot(
-        points,
-        curves.mean(axis=1),
-        label=textwrap.fill(f"{group.label} ({curves.shape[1]})", width),
-        linewidth=1.6,
-        marker="o" if len(points) == 1 else None,  # a line of one point is invisible
-    )[0]
-    low, high = curves.min(axis=1), curves.max(axis=1)
-    panel.fill_between(points, low, high, color=line.get_color(), alpha=0.15, lw=0)

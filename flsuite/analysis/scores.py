@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from flsuite import metrics
 from flsuite.analysis.runs import curve
 
 __all__ = ["lower_is_better", "of_last_task", "run_scores"]
@@ -28,7 +29,8 @@ def lower_is_better(metric: str) -> bool | None:
     metric = metric.removeprefix("all_clients/")
     if metric.endswith("_std") or metric.startswith(_DOWN):
         return True
-    return False if metric.startswith(_UP) else None
+    # Any other name is one that a model of the user's own has logged.
+    return False if metric.startswith(_UP) else metrics.lower_is_better(metric)
 
 
 def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dict[str, float]:

@@ -4,14 +4,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from flsuite.analysis.axes import AXES, require_axis
 from flsuite.analysis.groups import Group
-from flsuite.analysis.runs import curve
+from flsuite.analysis.panels import by_experiment, panel_grid
+from flsuite.analysis.results import only
+from flsuite.analysis.runs import curve, score_rows
 from flsuite.analysis.scores import lower_is_better, of_last_task
 from flsuite.errors import FlsuiteError
 
-__all__ = ["first_to_target", "point_of_target", "target_cell", "target_columns", "target_title"]
+__all__ = [
+    "amount_cell",
+    "first_to_target",
+    "own_target",
+    "point_of_target",
+    "reached_text",
+    "target_cell",
+    "target_columns",
+    "target_figure",
+    "target_points",
+    "target_table",
+    "target_title",
+]
 
 
 def point_of_target(scores: pd.Series, target: float, lower: bool) -> float | None:
@@ -42,13 +57,7 @@ def target_columns(
     Raises:
         FlsuiteError: If it is not known whether low scores are good, or a run lacks the axis.
     """
-    lower = lower_is_better(metric)
-    if lower is None:
-        raise FlsuiteError(
-            f"target: it is not known whether {metric!r} should be high or low; choose another "
-            "metric"
-        )
-
+    lower = _is_lower_better(metric)
     points = []
     for folder, table in group.runs.items():
         require_axis(x, table, folder)
@@ -62,6 +71,139 @@ def target_columns(
         "to_target_std": float(reached.std()),
         "reached": f"{len(reached)}/{len(points)}" if points else "",
     }
+
+
+def _is_lower_better(metric: str) -> bool:
+    lower = lower_is_better(metric)
+    if lower is None:
+        raise FlsuiteError(
+            f"target: it is not known whether {metric!r} should be high or low; choose another "
+            "metric"
+        )
+    return lower
+
+
+def target_points(
+    results: pd.DataFrame, target: float, metric: str = "accuracy", split: str = "test"
+) -> pd.DataFrame:
+    """Return where each run first reaches a score, on all axes.
+
+    Args:
+        results: What :func:`~flsuite.analysis.load` returns.
+        target: The score to reach. A loss is reached from above.
+        metric: The score.
+        split: ``test`` or ``val``.
+
+    Returns:
+        One row per run: ``run, method, partition, seed``, and the columns of the clock. These are
+        empty where the run does not reach the score. Of a sequence of tasks, only the last counts.
+
+    Raises:
+        FlsuiteError: If no run has the score, or it is not known whether it should be low.
+    """
+    lower = _is_lower_better(metric)
+    only(results, metric, split)
+    rows = []
+    for _, own in results[results["scope"] == "global"].groupby("run", observed=True):
+        scores = score_rows(of_last_task(own), metric, split).sort_values("round")
+        reaching = scores["value"] <= target if lower else scores["value"] >= target
+        if len(scores):
+            clock = scores.loc[reaching, list(AXES)].head(1)
+            names = own[["run", "method", "partition", "seed"]].iloc[0].to_dict()
+            rows.append(names | (clock.iloc[0].to_dict() if len(clock) else {}))
+    return pd.DataFrame(rows).reindex(columns=["run", "method", "partition", "seed", *AXES])
+
+
+def target_table(
+    results: pd.DataFrame, target: float, metric: str = "accuracy", split: str = "test"
+) -> pd.DataFrame:
+    """Return how soon each method reaches a score, on all axes.
+
+    Args:
+        results: What :func:`~flsuite.analysis.load` returns.
+        target: The score to reach. A loss is reached from above.
+        metric: The score.
+        split: ``test`` or ``val``.
+
+    Returns:
+        One row per method and partition: ``method, partition, runs, reached``, and mean and
+        standard deviation per axis over the runs that reach it, such as ``wall_s, wall_s_std``.
+        Axes that no run has noted are left out.
+    """
+    points = target_points(results, target, metric, split)
+    axes = [x for x in AXES if results[x].notna().any()]
+    groups = points.groupby(["method", "partition"], observed=True, sort=False)
+    table = groups.agg(runs=("run", "size"), reached=("round", "count"))
+    for x in axes:
+        column = groups[x]
+        table[x], table[f"{x}_std"] = column.mean(), column.std()
+    return table.reset_index()
+
+
+def own_target(results: pd.DataFrame, metric: str, split: str = "test") -> float | None:
+    """Return 95 % of the best last score, as the mean over seeds of a method.
+
+    It is rounded to two digits. There is none for losses, and for scores of which it is not known
+    whether they should be high.
+    """
+    if lower_is_better(metric) is not False:
+        return None
+    rows = only(results, metric, split).sort_values("round")
+    last = rows.drop_duplicates("run", keep="last")
+    best = float(last.groupby(["method", "partition"], observed=True)["value"].mean().max())
+    return float(f"{0.95 * best:.2g}") if best > 0 else None
+
+
+def reached_text(reached: int, runs: int) -> str:
+    """Return how many runs reach a target, such as ``not reached in 2 of 5``."""
+    return f"reached in {runs}" if reached == runs else f"not reached in {runs - reached} of {runs}"
+
+
+def amount_cell(row: Mapping[Any, Any], x: str, spread: bool = True) -> str:
+    """Return the mean of a row of :func:`target_table` on an axis as text, with its spread."""
+    return _mean_and_spread(row[x], row[f"{x}_std"] if spread else float("nan"), x)
+
+
+def target_figure(
+    results: pd.DataFrame,
+    target: float,
+    metric: str = "accuracy",
+    x: str = "round",
+    split: str = "test",
+) -> Figure:
+    """Draw how soon each method reaches a score: a dot per run, and a line at the mean.
+
+    Runs that do not reach it are counted at the right.
+
+    Args:
+        results: What :func:`~flsuite.analysis.load` returns.
+        target: The score to reach. A loss is reached from above.
+        metric: The score.
+        x: The axis.
+        split: ``test`` or ``val``.
+    """
+    if isinstance(target, str):
+        raise FlsuiteError(f"target_figure: target must be a number, got {target!r}; then metric")
+    points = target_points(results, target, metric, split)
+    require_axis(x, results, "the table")
+    groups = by_experiment(points)
+    figure, (panel,) = panel_grid(1, (6.0, 0.9 + 0.36 * len(groups)))
+    for row, own in enumerate(groups.values()):
+        reached = own[x].dropna().astype(float) * AXES[x].scale
+        panel.scatter(reached, [row] * len(reached), s=22, alpha=0.7, linewidths=0)
+        if len(reached):
+            panel.plot([reached.mean()] * 2, [row - 0.3, row + 0.3], color="0.2", linewidth=1.4)
+        missing = reached_text(len(reached), len(own)) if len(reached) < len(own) else ""
+        where = panel.get_yaxis_transform()
+        panel.text(1.01, row, missing, transform=where, va="center", fontsize=8, color="0.4")
+
+    panel.set_yticks(range(len(groups)), list(groups))
+    panel.set_ylim(len(groups) - 0.4, -0.6)
+    panel.set_xlim(left=0)
+    panel.set_xlabel(f"{AXES[x].label} to {split} {metric} {target:g}")
+    panel.grid(axis="x", alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def target_title(target: float, x: str, split: str = "test", metric: str = "") -> str:
@@ -79,9 +221,14 @@ def target_cell(row: Mapping[Any, Any], x: str) -> str:
         return ""
     if pd.isna(row["to_target"]):
         return f"not reached ({row['reached']})"
-    number, spread = AXES[x].number, row["to_target_std"]
+    return f"{_mean_and_spread(row['to_target'], row['to_target_std'], x)} ({row['reached']})"
+
+
+def _mean_and_spread(mean: float, spread: float, x: str) -> str:
+    """Return numbers of an axis as text, empty if there are none."""
+    number = AXES[x].number
     plus_minus = "" if pd.isna(spread) else f" ± {number(spread)}"
-    return f"{number(row['to_target'])}{plus_minus} ({row['reached']})"
+    return "" if pd.isna(mean) else f"{number(mean)}{plus_minus}"
 
 
 def first_to_target(

@@ -5,19 +5,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import flsuite.aggregators
 import flsuite.callbacks
 import flsuite.client.lr_decay
+import flsuite.data
 import flsuite.engines.in_process
 import flsuite.engines.processes
 import flsuite.engines.ray
+import flsuite.models
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
+from flsuite.commands.loggers import complete_loggers
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
-from flsuite.data import FederatedDataModule
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.models import ClientModel
 from flsuite.runs.folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
 
@@ -38,7 +40,7 @@ def run(command: str, args: list[str]) -> None:
     _FederatedCLI(command)
 
 
-def build(args: list[str]) -> tuple[FederatedTrainer, ClientModel, FederatedDataModule]:
+def build(args: list[str]) -> tuple[FederatedTrainer, LightningModule, LightningDataModule]:
     """Build what ``flsuite fit`` would fit with these arguments, without fitting it.
 
     Raises:
@@ -59,8 +61,8 @@ class _FederatedCLI(LightningCLI):
     def __init__(self, command: str, **kwargs: Any) -> None:
         _FederatedCLI._command = command
         super().__init__(
-            model_class=ClientModel,
-            datamodule_class=FederatedDataModule,
+            model_class=LightningModule,
+            datamodule_class=LightningDataModule,
             trainer_class=FederatedTrainer,
             save_config_callback=None,
             seed_everything_default=1,
@@ -118,14 +120,7 @@ class _FederatedCLI(LightningCLI):
         config.run_dir = config.trainer.run_dir = run_dir
         config.trainer.from_updates = config.from_updates or config.trainer.from_updates
 
-        # Files of a logger without a folder of its own go into the run's folder.
-        for logger in _loggers(config.trainer.logger):
-            if logger.get("init_args") is not None and logger.init_args.get("save_dir", "") in (
-                None,
-                "",
-                ".",
-            ):
-                logger.init_args.save_dir = str(Path(run_dir).resolve())
+        complete_loggers(config.trainer.logger, Path(run_dir))
 
     def instantiate_classes(self) -> None:
         with plain_errors():
@@ -201,11 +196,6 @@ def _speak() -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
-
-
-def _loggers(logger: Any) -> list[Any]:
-    found = logger if isinstance(logger, list) else [logger]
-    return [one for one in found if hasattr(one, "get")]
 
 
 def _without(dump: str, keys: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The command: ``flsuite fit | validate | test | predict | partition | schedule | report``.
+"""The command ``flsuite``: its subcommands, their help, and the exit status.
 
 Importing torch and Lightning takes seconds. Nothing here imports them before the subcommand is
 known to need them.
@@ -21,7 +21,7 @@ from typing import Any
 from flsuite import __version__
 from flsuite.errors import FederationError, FlsuiteError, one_line
 
-__all__ = ["console", "import_plugins", "main"]
+__all__ = ["console", "import_plugins", "main", "run_command"]
 
 _HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch Lightning
 
@@ -34,7 +34,9 @@ commands:
   predict     write class probabilities on test data to predictions.csv, and a model's pictures
   partition   draw how a config splits the data, without training
   schedule    draw who trains when by the virtual clock, without training
+  sweep       run methods x grid x seeds; killed and started again it goes on
   report      compare finished runs: mean and spread over seeds
+  workspace   make the charts of a project in Weights & Biases
 
 examples:
   flsuite fit --config configs/quickstart.yaml
@@ -43,7 +45,8 @@ examples:
   flsuite test --config runs/quickstart/TIME-SEED/config.yaml --ckpt_path best
   flsuite partition --config configs/quickstart.yaml
   flsuite schedule --config configs/quickstart.yaml
-  flsuite report runs/quickstart --metric accuracy f1_macro
+  flsuite sweep --config configs/sweeps/quickstart.yaml
+  flsuite report runs/quickstart --metric accuracy f1_macro --html report.html
 
 flsuite COMMAND --help lists every key; flsuite fit --config FILE --print_config prints the resolved
 config. A key of a class is given without init_args:
@@ -75,24 +78,55 @@ round, staleness, weight. NAME is the name of the config.
   --KEY VALUE        override a key of the config, as for flsuite fit, e.g. --trainer.rounds 20
 """
 
+_SWEEP_HELP = """usage: flsuite sweep --config FILE [--folder FOLDER] [--workers N]
+                     [--status | --dry-run] [--KEY VALUE ...]
+
+Run methods x grid x seeds. Each cell is an ordinary run folder, FOLDER/METHOD-GRID-HASH/seed-N.
+Start the same command again after a kill or an error, and it goes on: done cells are left alone,
+others are resumed, failed ones are tried again. Several of these commands may work on one folder.
+After a change of FILE, the new cells run. Cells that fail are listed at the end and stop nobody.
+
+  --config FILE      a sweep, see configs/sweeps/README.md
+  --folder FOLDER    the sweep's folder; default: runs/NAME, with the name of FILE
+  --workers N        cells that run at a time; default: workers of FILE, else 1
+  --status           print each cell's score or state, failures and the time left; run nothing
+  --dry-run          build every method once, print the cells and the time left; run nothing
+  --KEY VALUE        override a key of the config in all cells, e.g. --trainer.rounds 2
+
+The exit status is 0 if all cells are done, 1 if some have failed, 2 if something is wrong in FILE,
+or 130 after Ctrl-C or SIGTERM.
+"""
+
 _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] [--last N]
-                      [--x AXIS] [--split SPLIT] [--target VALUE] [--output FOLDER]
+                      [--x AXIS] [--split SPLIT] [--target VALUE] [--against METHOD]
+                      [--output FOLDER] [--html FILE] [--wandb PROJECT]
 
 Compare finished runs. Every run in or below a FOLDER counts. Runs whose settings (settings.yaml)
 differ in nothing but the seed are one row, named by the settings in which it differs from the other
 rows, with mean and standard deviation: test scores of the last round, of the round picked on
 validation data, the mean of the last rounds, and the best on test data (not an honest choice; for
-comparison with published tables that were made so).
+comparison with published tables that were made so). Methods that have seeds in common are compared
+in pairs, within the same partition: mean difference, 95 % interval and p-value of the paired
+t-test, and p-value with Holm's correction over all pairs. Of a sweep, the budget of the tuning is
+shown too.
 
   --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro; default accuracy
   --last N            rounds in the mean of the last ones; default 10
   --x AXIS            axis of the picture and of --target: round, virtual_s, wall_s, client_updates
                       or bytes (shown in MB); default round
   --split SPLIT       data of the picture and of --target: test or val; default test
-  --target VALUE      add the first point of the axis at which the score reaches VALUE (a loss is
-                      reached from above): mean and standard deviation over the runs that reach it,
-                      and their number; the group that is first is named
-  --output FOLDER     write report.csv, report.md and report.png (curves with their range) there
+  --target VALUE      add when the score first reaches VALUE (a loss is reached from above), in
+                      rounds, virtual seconds, seconds, client updates and MB: mean and standard
+                      deviation over the runs that reach it, and how many do not; the group that is
+                      first on the axis of --x is named
+  --against METHOD    compare all others with this method, and not all pairs
+  --output FOLDER     write report.csv, report.md, report.png (curves with their range),
+                      comparison.csv (pairs) and target.csv (all axes) there
+  --html FILE         write one page that needs no other file and no network: tables that sort,
+                      curves with bands, clients, partition, and how to run each row again; it needs
+                      the extra flsuite[report]
+  --wandb PROJECT     make a report with the table and charts in Weights & Biases; PROJECT or
+                      ENTITY/PROJECT; needs pip install 'flsuite[workspaces]'
 
 report.csv has the columns to_target, to_target_std and reached if there is a target. They are in
 the unit of the AXIS in metrics.csv. On every axis but round, runs of one group have different
@@ -100,9 +134,32 @@ points. The picture then shows the range that all of them cover, with the last s
 each point.
 """
 
-_HELPS = {"partition": _PARTITION_HELP, "schedule": _SCHEDULE_HELP, "report": _REPORT_HELP}
+_WORKSPACE_HELP = """usage: flsuite workspace --project PROJECT [--entity ENTITY] [--name NAME]
+                         [--metric NAME] [--dry-run]
+
+Make the charts of a project in Weights & Biases: the score by round, bytes, virtual seconds and
+client updates, as mean and band over the seeds of a group; last and picked round; gamma and its
+parts; clients; partition; comparison of runs. It needs pip install 'flsuite[workspaces]'.
+
+  --project PROJECT   the project of the runs
+  --entity ENTITY     the user or team that owns it; default: $WANDB_ENTITY, else yours
+  --name NAME         the title of the workspace; default flsuite
+  --metric NAME       the score to compare; default accuracy
+  --dry-run           print what would be made, without asking W&B
+"""
+
+_HELPS = {
+    "partition": _PARTITION_HELP,
+    "schedule": _SCHEDULE_HELP,
+    "sweep": _SWEEP_HELP,
+    "report": _REPORT_HELP,
+    "workspace": _WORKSPACE_HELP,
+}
+_RESUME = "fit goes on from the last finished round with --ckpt_path last"
+_HOW_TO_GO_ON = {"sweep": "the same command goes on with the sweep"}
 _BINARY = (io.BufferedWriter, io.BufferedRandom)
 _LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
+_OF_A_CONFIG = (*_LIGHTNING_COMMANDS, "partition", "schedule")
 
 
 def console() -> None:
@@ -129,37 +186,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif command in _HELPS and {"-h", "--help"} & set(args):
         print(_HELPS[command], end="")
     elif command in _LIGHTNING_COMMANDS or command in _HELPS:
-        sys.exit(_guarded(command, args[1:]))
+        sys.exit(run_command(command, args[1:]))
     else:
         known = ", ".join((*_LIGHTNING_COMMANDS, *_HELPS))
         sys.exit(_complain(f"unknown command {command!r}; there are: {known}", 2))
 
 
-def _guarded(command: str, args: list[str]) -> int:
+def run_command(command: str, args: list[str]) -> int:
     """Run one subcommand and return the exit status.
 
     Errors become one line.
     """
     try:
-        if command == "report":
-            from flsuite.commands.report import report
-
-            report(args)
+        if command not in _OF_A_CONFIG:
+            _call(command, args)
             return 0
         _prepare(args)
-        if command == "partition":
-            from flsuite.commands.partition import partition
-
-            partition(args)
-        elif command == "schedule":
-            from flsuite.commands.schedule import schedule
-
-            schedule(args)
-        else:
+        if command in _LIGHTNING_COMMANDS:
             with _collecting_later():
                 from flsuite.commands.fit import run
 
             run(command, args)
+        else:
+            _call(command, args)
     except FlsuiteError as error:
         return _complain(one_line(error), 2)
     except FederationError as error:
@@ -167,10 +216,13 @@ def _guarded(command: str, args: list[str]) -> int:
     except OSError as error:  # a full or read-only disk, a folder that is gone
         return _complain(one_line(error), 1)
     except KeyboardInterrupt:
-        return _complain(
-            "interrupted; fit goes on from the last finished round with --ckpt_path last", 130
-        )
+        return _complain(f"interrupted; {_HOW_TO_GO_ON.get(command, _RESUME)}", 130)
     return 0
+
+
+def _call(command: str, args: list[str]) -> None:
+    """Call the function that is a command, in the module of the same name."""
+    getattr(importlib.import_module(f"flsuite.commands.{command}"), command)(args)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
 
 from flsuite.errors import FlsuiteError
 
@@ -22,16 +23,31 @@ _NOISE = re.compile(
 _ABSTRACT = re.compile(r"Expected an instantiatable class, but (flsuite[\w.]*)\.(\w+) is abstract")
 _REQUIRED = re.compile(r"the following arguments are required: (.+)")
 # A nested parser has said where already.
-_NESTED = re.compile(r"[\w.]+: (there is no |expected )")
+_NESTED = re.compile(r"[\w.]+: (there is no |expected |set )")
 _OPTION = re.compile(r"Given value: NestedArg\(key='([^']+)'")  # given as --KEY.OPTION
 _KIND = re.compile(r"Expected a (?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.+)\])(?:\. Got|$)")
 _VALUE = re.compile(r"(?:Given|Got) value: (.*)")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
+_OWN = {
+    "LightningModule": ("flsuite.models", "ClientModel"),
+    "LightningDataModule": ("flsuite.data", "FederatedDataModule"),
+}
 _KEY = re.compile(r'Parser key "([^"]+)":?')
 
 
 class OneLineParser(LightningArgumentParser):
-    """LightningCLI's parser, with each error as a :class:`FlsuiteError` of one line."""
+    """LightningCLI's parser, with each error as a :class:`FlsuiteError` of one line.
+
+    A logger needs no ``save_dir``: its files go into the run's folder, which is known later.
+    """
+
+    def add_class_arguments(self, class_type: Any, *args: Any, **kwargs: Any) -> list[str]:
+        if not _needs_save_dir(class_type):
+            return super().add_class_arguments(class_type, *args, **kwargs)
+        kwargs["skip"] = {*(kwargs.get("skip") or ()), "save_dir"}
+        added = super().add_class_arguments(class_type, *args, **kwargs)
+        self.add_argument("--save_dir", type=str | Path, default="", help="Default: the run's.")
+        return [*added, "save_dir"]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if found := re.search(r"unrecognized arguments: (\S+)", message):
@@ -46,6 +62,14 @@ class OneLineParser(LightningArgumentParser):
             if name.startswith("--")
         ]
         return _suggest(option.split("=")[0], known)
+
+
+def _needs_save_dir(class_type: Any) -> bool:
+    """Return whether a class is a logger that must be told where to write."""
+    if not (inspect.isclass(class_type) and issubclass(class_type, Logger)):
+        return False
+    parameter = inspect.signature(class_type).parameters.get("save_dir")
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def essence(message: str) -> str:
@@ -68,6 +92,11 @@ def essence(message: str) -> str:
     lacking = [found[1] for reason in reasons if (found := _REQUIRED.match(reason))]
     if lacking and path:
         return f"{'.'.join(path)}: set {lacking[0]} too; it has no default"
+
+    # The same holds where a class was found, and has no such argument.
+    unknown = [reason for reason in reasons if reason.startswith("there is no key ")]
+    if unknown and path:
+        return f"{'.'.join(path)}: {unknown[0]}"
 
     if kind := _wrong_kind(reasons, message):
         return f"{'.'.join(path)}: {kind}" if path else kind
@@ -113,7 +142,9 @@ def _readable(reason: str) -> str:
 
 
 def _unknown_class(name: str, message: str) -> str:
-    bases = re.findall(r"<class '([\w.]+)\.(\w+)'>", message)
+    found = re.findall(r"<class '([\w.]+)\.(\w+)'>", message)
+    # Any module will do, and flsuite's own are those to choose from.
+    bases = [_OWN.get(base, (module, base)) for module, base in found]
     known = sorted(
         {
             cls.__name__

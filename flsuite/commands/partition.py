@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
+from lightning.pytorch import LightningDataModule
 from rich.console import Console
 from rich.table import Table
 
 from flsuite.analysis import partition_figure, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
-from flsuite.data import FederatedDataModule
+from flsuite.data.plain import as_federated
 from flsuite.data.task_data import TaskData
 from flsuite.files import make_folder
 from flsuite.runs.partition import partition_table, task_table
@@ -29,12 +30,12 @@ def partition(args: list[str]) -> None:
     # Keys of a config for flsuite fit, which play no part here.
     for ignored in ("model", "trainer", "run_dir", "ckpt_path"):
         parser.add_argument(f"--{ignored}", type=Any)
-    parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
+    parser.add_subclass_arguments(LightningDataModule, "data", required=True)
 
     config = parser.parse_args(args)
     name = config_name(config.config, "data")
     with plain_errors():
-        data: FederatedDataModule = parser.instantiate_classes(Namespace(data=config.data)).data
+        data = as_federated(parser.instantiate_classes(Namespace(data=config.data)).data)
 
     data.use_seed(config.seed_everything)
     data.setup()

@@ -2,21 +2,29 @@
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from flsuite.analysis.axes import AXES
-from flsuite.analysis.groups import Group, find_runs, group_runs, seed_of
+from flsuite.analysis.comparison import compare, comparison_note, shown_interval, shown_p
+from flsuite.analysis.groups import Group, find_runs, group_runs
+from flsuite.analysis.notes import apart, measured, repeated, uneven
+from flsuite.analysis.page import PageRequest, require_page, write_page
 from flsuite.analysis.report import (
+    first_score,
     report_figure,
     report_markdown,
     report_table,
     require_score,
 )
-from flsuite.analysis.target import first_to_target, target_cell, target_title
+from flsuite.analysis.results import Results, results_of
+from flsuite.analysis.target import amount_cell, first_to_target, reached_text, target_table
+from flsuite.analysis.tuning import read_tuning
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 
@@ -29,10 +37,53 @@ class _Parser(argparse.ArgumentParser):
 
 
 def report(args: list[str]) -> None:
-    """Print the table of the runs.
+    """Print the tables of the runs.
 
-    With ``--output``, the table and a picture are written too.
+    With ``--output``, they and a picture are written too, and with ``--html`` a page.
     """
+    request = _parse(args)
+    if request.html:
+        require_page()
+    groups = group_runs(find_runs(request.folders))
+    for metric in request.metric:
+        require_score(groups, metric, request.split)
+    results, console = results_of(groups), Console()
+    target = {"target": request.target, "x": request.x, "split": request.split}
+    table = report_table(groups, request.metric, request.last, **target)
+    comparisons = {metric: _compared(groups, results, metric, request) for metric in request.metric}
+
+    for metric in request.metric:
+        rows = table[table["metric"] == metric]
+        console.print(_shown(rows, metric, request.last))
+        if request.target is not None:
+            _print_target(console, results, rows, metric, request)
+        _print_comparison(console, comparisons[metric], groups, metric)
+    tuning = read_tuning(request.folders)
+    if tuning is not None:
+        console.print(_shown_tuning(tuning))
+    notes = [*uneven(groups), *repeated(groups), *measured(groups, request.x)]
+    for line in notes:
+        console.print(line)
+
+    if request.output:
+        _write(request, groups, table, results, comparisons, console)
+    if request.html:
+        path = Path(request.html)
+        make_folder(path.parent)
+        page = PageRequest(
+            request.metric, request.last, request.split, request.x, request.target, request.against
+        )
+        write_page(path, groups, page, tuning, notes)
+        print(path)
+    if request.wandb:
+        from flsuite.commands.wandb_report import send_report
+
+        send_report(
+            request.wandb, request.metric[0], report_markdown(table, request.last, **target)
+        )
+
+
+def _parse(args: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="flsuite report", add_help=False)
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--metric", nargs="+", default=["accuracy"])
@@ -40,38 +91,23 @@ def report(args: list[str]) -> None:
     parser.add_argument("--x", choices=list(AXES), default="round")
     parser.add_argument("--split", choices=["test", "val"], default="test")
     parser.add_argument("--target", type=float)
+    parser.add_argument("--against")
     parser.add_argument("--output")
+    parser.add_argument("--html")
+    parser.add_argument("--wandb")
     request = parser.parse_args(args)
     if request.last < 1:
         raise FlsuiteError(f"report: --last must be at least 1, got {request.last}")
     if request.target is not None and not math.isfinite(request.target):
         raise FlsuiteError(f"report: --target must be a finite number, got {request.target}")
+    return request
 
-    groups = group_runs(find_runs(request.folders))
-    for metric in request.metric:
-        require_score(groups, metric, request.split)
-    target = {"target": request.target, "x": request.x, "split": request.split}
-    table = report_table(groups, request.metric, request.last, **target)
 
-    console = Console()
-    for metric in request.metric:
-        rows = table[table["metric"] == metric]
-        console.print(_shown(rows, metric, request.last))
-        if request.target is not None:
-            _print_target(console, rows, metric, request)
-    for warning in (*uneven(groups), *repeated(groups), *measured(groups, request.x)):
-        console.print(warning)
-
-    if request.output:
-        folder = make_folder(Path(request.output))
-        table.to_csv(folder / "report.csv", index=False)
-        for metric in request.metric:
-            for warning in apart(groups, metric, request.split, request.x):
-                console.print(warning)
-        (folder / "report.md").write_text(report_markdown(table, request.last, **target))
-        picture = report_figure(groups, request.metric, **target)
-        picture.savefig(folder / "report.png", dpi=150)
-        print(f"{folder}/report.csv\n{folder}/report.md\n{folder}/report.png")
+def _compared(
+    groups: Sequence[Group], results: Results, metric: str, request: argparse.Namespace
+) -> pd.DataFrame:
+    score, monitor = first_score(groups, metric)
+    return compare(results, metric, score, request.against, monitor, request.last)
 
 
 def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
@@ -95,95 +131,112 @@ def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
 
 
 def _print_target(
-    console: Console, rows: pd.DataFrame, metric: str, request: argparse.Namespace
+    console: Console,
+    results: Results,
+    rows: pd.DataFrame,
+    metric: str,
+    request: argparse.Namespace,
 ) -> None:
-    """Print how soon the groups reach the target, and which one is the first.
+    """Print how soon the experiments reach the target on every axis, and which one is the first.
 
     It is a table of its own, because both do not fit side by side into 80 characters.
     """
-    shown = Table()
-    shown.add_column("what differs", overflow="fold", min_width=14)
-    title = target_title(request.target, request.x, request.split, metric)
-    shown.add_column(title, justify="right", overflow="fold")
-    for row in rows.to_dict("records"):
-        shown.add_row(row["group"], target_cell(row, request.x))
-    console.print(shown)
+    goal = f"{request.split} {metric} {request.target:g}"
+    table = target_table(results, request.target, metric, request.split)
+    axes = [x for x in AXES if x in table]
+    for partition, own in table.groupby("partition", sort=False):
+        title = _title(f"to {goal}: means of runs that reach it", partition, table)
+        shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        shown.add_column("method", overflow="fold", min_width=14)
+        for x in axes:
+            shown.add_column(AXES[x].unit, justify="right")
+        shown.add_column("runs", min_width=11)
+        for row in own.to_dict("records"):
+            # There is room for one spread, that of the axis that was asked for.
+            amounts = [amount_cell(row, x, spread=x == request.x).replace(" ", "") for x in axes]
+            shown.add_row(row["method"], *amounts, reached_text(row["reached"], row["runs"]))
+        console.print(shown)
 
     line = first_to_target(rows, metric, request.target, request.x, request.split)
     if line:
         print(line)
 
 
-def uneven(groups: list[Group]) -> list[str]:
-    """Return a line for each run that ended before the others.
-
-    The rows of such runs do not match those of the others, unless all have spent the same budget of
-    client updates or virtual seconds: rounds may differ in size.
-    """
-    if _share_budget(groups, "max_client_updates", "client_updates") or _share_budget(
-        groups, "max_virtual_seconds", "virtual_s"
-    ):
-        return []
-    ends = {
-        folder: int(table["round"].max())
-        for group in groups
-        for folder, table in group.runs.items()
-    }
-    most = max(ends.values())
-    return [
-        f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most
-    ]
-
-
-def _share_budget(groups: list[Group], setting: str, column: str) -> bool:
-    """Return whether all runs have the same limit and have reached it."""
-    limit = groups[0].settings.get(setting)
-    is_common = limit is not None and all(g.settings.get(setting) == limit for g in groups)
-    ends = [table[column].max() for group in groups for table in group.runs.values()]
-    return is_common and min(ends) >= limit
+def _print_comparison(
+    console: Console, table: pd.DataFrame, groups: Sequence[Group], metric: str
+) -> None:
+    """Print the paired differences, if any two methods have two seeds in common."""
+    if table["p"].isna().all() and not (table["seeds"] > 1).any():
+        return
+    for partition, own in table.groupby("partition", sort=False):
+        title = _title(f"test {metric}, paired by seed", partition, table)
+        shown = Table(title=title, title_justify="left")
+        shown.add_column("difference of", overflow="fold", min_width=14)
+        for heading in ("seeds", "mean", "95 % interval", "p", "p (Holm)"):
+            shown.add_column(heading, justify="right", overflow="fold")
+        for row in own.to_dict("records"):
+            shown.add_row(
+                f"{row['method']} - {row['other']}",
+                f"{row['seeds']}",
+                f"{row['difference']:+.4f}",
+                shown_interval(row["low"], row["high"]),
+                shown_p(row["p"]),
+                shown_p(row["p_holm"]),
+            )
+        console.print(shown)
+    console.print(comparison_note(table, metric, first_score(groups, metric)[0]))
 
 
-def measured(groups: list[Group], x: str) -> list[str]:
-    """Return a line for each group whose virtual seconds cannot be compared."""
-    if x != "virtual_s":
-        return []
-    return [
-        f"{group.label}: its virtual seconds were measured on the machine; compare it with others "
-        "of the same trainer.schedule.speeds"
-        for group in groups
-        if _is_measured(group)
-    ]
-
-
-def _is_measured(group: Group) -> bool:
-    schedule = str(group.settings.get("schedule", ""))
-    speeds = group.settings.get("schedule.speeds")
-    # A synchronous round without speeds takes as long as on this machine.
-    is_open = speeds is None and schedule.endswith("Synchronous") and "Asyn" not in schedule
-    return is_open or str(speeds).endswith("Measured")
-
-
-def apart(groups: list[Group], metric: str, split: str, x: str) -> list[str]:
-    """Return a line for each group whose runs have no part of the axis in common.
-
-    The picture has no curve of such a group.
-    """
-    return [
-        f"{group.label}: its runs have no {x} of {split} {metric} in common; it is not drawn"
-        for group in groups
-        if group.curves(metric, split, x).empty
-    ]
-
-
-def repeated(groups: list[Group]) -> list[str]:
-    """Return a line for each group in which a seed appears more than once."""
-    found = []
-    for group in groups:
-        seeds = [seed_of(folder) for folder in group.runs]
-        twice = sorted({str(seed) for seed in seeds if seed is not None and seeds.count(seed) > 1})
-        found += (
-            [f"{group.label}: seed {', '.join(twice)} more than once; the spread is too small"]
-            if twice
-            else []
+def _shown_tuning(tuning: pd.DataFrame) -> Table:
+    """Return how many trials each method has had, and what was chosen."""
+    shown = Table(title="budget of the tuning, on validation data", title_justify="left")
+    for heading in ("method", "grid point"):
+        shown.add_column(heading, overflow="fold")
+    shown.add_column("trials", justify="right")
+    shown.add_column("chosen", overflow="fold")
+    shown.add_column("score", justify="right")
+    for row in tuning.to_dict("records"):
+        shown.add_row(
+            *(str(row[name]) for name in ("method", "grid point", "trials")),
+            row["values"],
+            f"{row['score']}",
         )
-    return found
+    return shown
+
+
+def _title(title: str, partition: object, table: pd.DataFrame) -> str:
+    """Return the title of a partition's table, with its name where there are several."""
+    return f"{title}, {partition}" if table["partition"].nunique() > 1 else title
+
+
+def _write(
+    request: argparse.Namespace,
+    groups: Sequence[Group],
+    table: pd.DataFrame,
+    results: Results,
+    comparisons: dict[str, pd.DataFrame],
+    console: Console,
+) -> None:
+    """Write the tables and the picture into a folder."""
+    target = {"target": request.target, "x": request.x, "split": request.split}
+    folder = make_folder(Path(request.output))
+    written = ["report.csv", "report.md", "report.png"]
+    table.to_csv(folder / "report.csv", index=False)
+    (folder / "report.md").write_text(report_markdown(table, request.last, **target))
+    for metric in request.metric:
+        for line in apart(groups, metric, request.split, request.x):
+            console.print(line)
+    report_figure(groups, request.metric, **target).savefig(folder / "report.png", dpi=150)
+
+    pairs = pd.concat([own.assign(metric=name) for name, own in comparisons.items()])
+    if len(pairs):
+        pairs.to_csv(folder / "comparison.csv", index=False)
+        written.append("comparison.csv")
+    if request.target is not None:
+        reached = [
+            target_table(results, request.target, name, request.split).assign(metric=name)
+            for name in request.metric
+        ]
+        pd.concat(reached).to_csv(folder / "target.csv", index=False)
+        written.append("target.csv")
+    print("\n".join(f"{folder}/{name}" for name in written))

@@ -33,7 +33,8 @@ def schedule(args: list[str]) -> None:
     trainer, model, data = build([*configs, *rest])
 
     # Before the folder is made: a request that cannot be met leaves nothing.
-    fits = list(rehearse(trainer.prepare(model, data)))
+    run = trainer.prepare(model, data)
+    fits = list(rehearse(run))
     name = config_name(own.config, "flsuite")
     folder = make_folder(Path(own.output))
     table = TimelineTable(folder / f"{name}-timeline.csv")
@@ -44,7 +45,7 @@ def schedule(args: list[str]) -> None:
     types = {"round": "Int64", "staleness": "Int64", "weight": float}
     timeline = pd.DataFrame(fits).astype(types)
     timeline_figure(timeline).savefig(folder / f"{name}-timeline.png", dpi=150)
-    _print(timeline, data.federated.clients)
+    _print(timeline, run.clients)
     print(f"{folder / name}-timeline.png\n{folder / name}-timeline.csv")
 
 

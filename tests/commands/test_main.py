@@ -483,8 +483,12 @@ def test_the_usual_logger_writes_into_the_runs_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--trainer.logger", "CSVLogger"], "trainer.logger: set save_dir too"),
+        (["--data.partition", "Pathological"], "data.partition: set classes_per_client too"),
         (["--trainer.lr_decay.rounds", "3"], "trainer.lr_decay: name the class before its keys"),
+        (
+            ["--trainer.logger", "CSVLogger", "--trainer.logger.nam", "x"],
+            "trainer.logger: there is no key 'nam' here",
+        ),
     ],
 )
 def test_a_class_that_is_half_given_is_named(

@@ -123,6 +123,7 @@ def test_the_command_prints_and_writes(
         and "ends with round 1 of 3" in " ".join(out.split())
     )
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "comparison.csv",
         "report.csv",
         "report.md",
         "report.png",
@@ -355,27 +356,43 @@ def test_the_way_to_a_target_by_hand(races: Path) -> None:
     ]
 
 
+POINTS = {"round": 2.5, "virtual_s": 6.5, "wall_s": 106.5, "client_updates": 12.5, "bytes": 2.5e6}
+"""Where FedAvg reaches 0.7, on each axis."""
+
+
 @pytest.mark.parametrize(
-    ("x", "mean", "title"),
+    ("x", "title"),
     [
-        ("round", 2.5, "rounds to accuracy 0.7"),
-        ("virtual_s", 6.5, "virtual s to accuracy 0.7"),
-        ("wall_s", 106.5, "s to accuracy 0.7"),
-        ("client_updates", 12.5, "client updates to accuracy 0.7"),
-        ("bytes", 2.5e6, "MB to accuracy 0.7"),
+        ("round", "rounds to accuracy 0.7"),
+        ("virtual_s", "virtual s to accuracy 0.7"),
+        ("wall_s", "s to accuracy 0.7"),
+        ("client_updates", "client updates to accuracy 0.7"),
+        ("bytes", "MB to accuracy 0.7"),
     ],
 )
 def test_every_axis_of_the_command(
-    x: str, mean: float, title: str, races: Path, capsys: pytest.CaptureFixture[str]
+    x: str, title: str, races: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = races.parent / "out"
     out = ran(capsys, str(races), "--x", x, "--target", "0.7", "--output", str(output))
-    assert title in out and "not reached (0/1)" in out and "(2/3)" in out
+    assert "to test accuracy 0.7: means of runs that reach it" in " ".join(out.split())
     assert "is the first" not in out, "only FedAdam reaches it in all runs"
     table = pd.read_csv(output / "report.csv").set_index("group")
     assert list(table.columns[-3:]) == ["to_target", "to_target_std", "reached"]
-    assert table.loc["FedAvg", "to_target"] == mean
+    assert table.loc["FedAvg", "to_target"] == POINTS[x]
     assert title in (output / "report.md").read_text() and (output / "report.png").is_file()
+
+
+def test_all_axes_are_in_one_table(races: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = races.parent / "out"
+    out = ran(capsys, str(races), "--target", "0.7", "--output", str(output))
+    words = " ".join(out.replace("│", " ").split())
+    assert "FedAdam 2 2 102 10 2 reached in 1" in words
+    assert "FedAvg 2.5±0.707 6.5 106 12.5 2.5 not reached" in words
+    assert "not reached in 1 of 3" in words and "not reached in 1 of 1" in words
+    table = pd.read_csv(output / "target.csv").set_index("method")
+    assert table.loc["FedAvg", list(POINTS)].to_dict() == POINTS
+    assert (table.loc["FedAvg", "runs"], table.loc["FedAvg", "reached"]) == (3, 2)
 
 
 def test_a_loss_reaches_its_target_from_above(tmp_path: Path) -> None:
@@ -393,7 +410,7 @@ def test_the_target_can_be_one_on_validation_data(
 ) -> None:
     timed(tmp_path / "a", settings(1), [1.0, 2.0], test=[0.1, 0.2], val=[0.3, 0.8])
     out = ran(capsys, str(tmp_path), "--split", "val", "--target", "0.7")
-    assert "rounds to val accuracy 0.7" in out and "2 (1/1)" in out
+    assert "to val accuracy 0.7" in out and "reached in 1" in out
 
 
 def test_of_tasks_only_the_last_one_has_a_target(tmp_path: Path) -> None:
@@ -485,3 +502,68 @@ def test_runs_of_equal_work_may_differ_in_rounds(
         main(["report", str(tmp_path)])
     printed = " ".join(capsys.readouterr().out.split())
     assert "ends with round 2 of 4" in printed and "were measured" not in printed
+
+
+# Pairs, and the tuning
+
+
+def test_pairs_are_compared_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, more in ((1, 0.01), (2, 0.02), (3, 0.03)):
+        write(tmp_path / f"a{seed}", settings(seed), [0.1, 0.5])
+        write(tmp_path / f"b{seed}", settings(seed, "FedAdam"), [0.1, 0.5 + more])
+    out = " ".join(ran(capsys, str(tmp_path), "--output", str(tmp_path / "out")).split())
+    # Differences 0.01, 0.02, 0.03: mean 0.02, standard error 0.01 / sqrt(3), t = 2 sqrt(3) with two
+    # degrees of freedom, where p = 1 - t / sqrt(t^2 + 2) and the quantile is 4.302653.
+    assert "FedAdam - FedAvg" in out
+    assert "+0.0200" in out and "-0.0048 to +0.0448" in out and "0.0742" in out
+    assert "Wilcoxon, sign-flip) cannot go below p = 0.25" in out
+    (row,) = pd.read_csv(tmp_path / "out" / "comparison.csv").to_dict("records")
+    assert row["p"] == pytest.approx(1 - (12 / 14) ** 0.5)
+    assert row["high"] == pytest.approx(0.02 + 4.302653 * 0.01 / 3**0.5)
+
+
+def test_against_compares_with_one_method(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in (1, 2):
+        for n, method in enumerate(("FedAvg", "FedAdam", "FedYogi")):
+            write(tmp_path / f"{method}{seed}", settings(seed, method), [0.1, 0.1 * n * seed])
+    out = " ".join(ran(capsys, str(tmp_path), "--against", "FedAvg").split())
+    assert "over 2 pairs" in out
+    with pytest.raises(SystemExit) as done:
+        main(["report", str(tmp_path), "--against", "FedSGD"])
+    assert done.value.code == 2
+    assert "there is no method 'FedSGD'" in capsys.readouterr().err
+
+
+def test_the_budget_of_the_tuning_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "FedProx-0a1b2c3d" / "seed-1", settings(1, "FedProx"), [0.5])
+    write(tmp_path / "tuning" / "FedProx-1a1b2c3d" / "seed-101", settings(101, "FedProx"), [0.9])
+    lines = ["method,grid point,trial,values,score,chosen"]
+    lines += [f'FedProx,alpha=0.3,{n},"{{""mu"": {n}}}",0.{n},{n == 2}' for n in (1, 2, 3)]
+    lines += ["FedProx,alpha=0.3,4,,,False"]
+    (tmp_path / "tuning.csv").write_text("\n".join(lines) + "\n")
+    for place in (tmp_path, tmp_path / "FedProx-0a1b2c3d"):
+        out = ran(capsys, str(place))
+        row = next(line for line in out.splitlines() if '{"mu": 2}' in line)
+        assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+            "FedProx",
+            "alpha=0.3",
+            "3",
+            '{"mu": 2}',
+            "0.2",
+        ]
+        assert "0.900" not in out, "a trial is no result"
+
+
+def test_a_table_that_is_not_the_tunings_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a", settings(1), [0.5])
+    (tmp_path / "tuning.csv").write_text("lr,score\n0.1,0.5\n")
+    with pytest.raises(SystemExit) as done:
+        main(["report", str(tmp_path)])
+    assert done.value.code == 2
+    assert "lacks the columns method, grid point, trial, values, ch" in capsys.readouterr().err

@@ -1,0 +1,184 @@
+"""Paired comparisons of methods: differences over common seeds, with intervals and p-values."""
+
+import itertools
+import warnings
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+
+from flsuite.analysis.results import only, require_results
+from flsuite.analysis.scores import run_scores
+from flsuite.errors import FlsuiteError, require_one_of
+
+__all__ = [
+    "Score",
+    "compare",
+    "comparison_note",
+    "floor_of_rank_tests",
+    "holm",
+    "paired",
+    "seed_scores",
+    "shown_interval",
+    "shown_p",
+]
+
+Score = Literal["last", "picked", "mean_last"]
+_COLUMNS = ("partition", "method", "other", "seeds", "difference", "low", "high", "p", "p_holm")
+
+
+def compare(
+    results: pd.DataFrame,
+    metric: str = "accuracy",
+    score: Score = "last",
+    against: str | None = None,
+    monitor: str = "accuracy",
+    last: int = 10,
+) -> pd.DataFrame:
+    """Compare methods in pairs, over the seeds that both have, within the same partition.
+
+    ``difference`` is the mean over seeds of the method's test score minus that of the other one.
+    ``low`` and ``high`` bound its 95 % interval, and ``p`` is the two-sided p-value, both of the
+    paired t-test (:func:`scipy.stats.ttest_rel`). ``p_holm`` is the p-value with Holm's correction
+    over all pairs of the table. A pair with fewer than two common seeds has no interval and no
+    p-value.
+
+    Args:
+        results: What :func:`~flsuite.analysis.load` returns.
+        metric: The score.
+        score: ``last`` round, round ``picked`` on validation data, or ``mean_last`` of rounds.
+        against: Compare with this method only. Default: all pairs.
+        monitor: The score on validation data that picks a round.
+        last: Rounds of ``mean_last``.
+
+    Returns:
+        One row per pair, with the columns ``partition, method, other, seeds, difference, low, high,
+        p, p_holm``.
+
+    Raises:
+        FlsuiteError: If there is no such score or method.
+    """
+    scores = seed_scores(results, metric, score, monitor, last)
+    methods = list(dict.fromkeys(scores["method"]))
+    if against is not None and against not in methods:
+        raise FlsuiteError(
+            f"compare: there is no method {against!r}; there are {', '.join(methods)}"
+        )
+
+    rows = []
+    for partition, own in scores.groupby("partition", sort=False):
+        by_seed = own.pivot_table(index="seed", columns="method", values="value")
+        for method, other in _pairs([m for m in methods if m in by_seed], against):
+            both = by_seed[[method, other]].dropna()
+            numbers = paired(both[method].to_numpy(), both[other].to_numpy())
+            rows.append((partition, method, other, len(both), *numbers))
+    table = pd.DataFrame(rows, columns=list(_COLUMNS[:-1]))
+    table["p_holm"] = holm(table["p"].to_numpy(dtype=float))
+    return table
+
+
+def seed_scores(
+    results: pd.DataFrame,
+    metric: str = "accuracy",
+    score: Score = "last",
+    monitor: str = "accuracy",
+    last: int = 10,
+) -> pd.DataFrame:
+    """Return one test score per run: columns ``run, method, partition, seed, value``.
+
+    The arguments are those of :func:`compare`. Runs without the score are left out.
+    """
+    require_results(results)
+    require_one_of("compare", get_args(Score), score=score)
+    only(results, metric)  # raises if no run has it
+    rows = []
+    for _, own in results[results["scope"] == "global"].groupby("run", observed=True):
+        scores = run_scores(own, metric, monitor, last)
+        if score in scores:
+            names = own[["run", "method", "partition", "seed"]].iloc[0]
+            rows.append((*names, scores[score]))
+    if not rows:
+        raise FlsuiteError(
+            f"compare: no run has validation scores of {monitor!r} to pick a round by; compare the "
+            "last rounds"
+        )
+    return pd.DataFrame(rows, columns=["run", "method", "partition", "seed", "value"])
+
+
+def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float]:
+    """Return the mean difference, its 95 % interval and the p-value of the paired t-test.
+
+    Without two pairs, interval and p-value are NaN. So is the p-value of scores that are all equal.
+    """
+    from scipy.stats import ttest_rel
+
+    difference = float(np.mean(ours - theirs)) if len(ours) else float("nan")
+    if len(ours) < 2:
+        return difference, float("nan"), float("nan"), float("nan")
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # differences that are all equal are no mistake
+        test = ttest_rel(ours, theirs)
+        interval = test.confidence_interval(0.95)
+    return difference, float(interval.low), float(interval.high), float(test.pvalue)
+
+
+def holm(p_values: np.ndarray) -> np.ndarray:
+    """Return p-values with Holm's step-down correction; NaN stays NaN and does not count.
+
+    Holm 1979, A Simple Sequentially Rejective Multiple Test Procedure. The k-th smallest of m
+    p-values is multiplied by m + 1 - k, and none is smaller than one before it.
+    """
+    adjusted = np.full(len(p_values), np.nan)
+    order = np.argsort(p_values, kind="stable")[: int(np.isfinite(p_values).sum())]
+    factors = len(order) - np.arange(len(order))
+    adjusted[order] = np.maximum.accumulate(p_values[order] * factors).clip(max=1.0)
+    return adjusted
+
+
+def floor_of_rank_tests(seeds: int) -> float:
+    """Return the smallest two-sided p-value of Wilcoxon's and of sign-flip tests of paired scores.
+
+    There are only ``2 ** seeds`` ways to choose the signs of the differences.
+    """
+    return min(1.0, 2.0 / 2**seeds)
+
+
+def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
+    """Return how the numbers of :func:`compare` are to be read."""
+    what = {
+        "last": "of the last round",
+        "picked": "of the round picked on validation data",
+        "mean_last": "as the mean of the last rounds",
+    }[score]
+    seeds = int(table["seeds"].max()) if len(table) else 0
+    pairs = int(table["p"].notna().sum())
+    note = (
+        f"Test {metric} {what}: mean difference over common seeds, 95 % interval and p-value of "
+        f"the paired t-test, and p-value with Holm's correction over {pairs} "
+        f"{'pair' if pairs == 1 else 'pairs'}."
+    )
+    if seeds < 2:
+        return f"{note} A pair needs two common seeds."
+    floor = floor_of_rank_tests(seeds)
+    return (
+        f"{note} The t-test takes the differences as normal. With {seeds} seeds, tests without "
+        f"that assumption (Wilcoxon, sign-flip) cannot go below p = {floor:.4g}."
+    )
+
+
+def shown_interval(low: float, high: float) -> str:
+    """Return an interval as text, empty if there is none."""
+    return "" if np.isnan(low) else f"{low:+.4f} to {high:+.4f}"
+
+
+def shown_p(p: float) -> str:
+    """Return a p-value as text, empty if there is none."""
+    if np.isnan(p):
+        return ""
+    return "<0.0001" if p < 1e-4 else f"{p:.4f}"
+
+
+def _pairs(methods: list[str], against: str | None) -> list[tuple[str, str]]:
+    if against is None:
+        return list(itertools.combinations(methods, 2))
+    return [(method, against) for method in methods if against in methods and method != against]

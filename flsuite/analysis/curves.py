@@ -1,0 +1,165 @@
+"""Figures of scores over rounds, time and work."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from flsuite.analysis.axes import AXES, aligned, require_axis
+from flsuite.analysis.panels import panel_grid
+from flsuite.analysis.results import only, require_results
+from flsuite.analysis.runs import curve, read_metrics
+from flsuite.errors import FlsuiteError
+
+__all__ = ["curves_figure", "draw_band", "label_axes", "seed_curves"]
+
+
+def curves_figure(
+    runs: pd.DataFrame | Mapping[str, str | Path],
+    metrics: Sequence[str] = ("accuracy", "loss"),
+    split: str = "test",
+    x: str = "round",
+    target: float | None = None,
+) -> Figure:
+    """Draw the global scores of runs, one panel per metric.
+
+    Args:
+        runs: What :func:`~flsuite.analysis.load` returns, or label to run folder. Of a table, each
+            method has a line, the mean over its seeds, in a band, which is their range. Each
+            partition has a row of panels, or one panel if there is one metric.
+        metrics: Names of scores.
+        split: ``val`` or ``test``.
+        x: The horizontal axis: ``round``, ``virtual_s``, ``wall_s``, ``client_updates`` or
+            ``bytes``.
+        target: A value of the first metric that is drawn as a dashed line.
+
+    Raises:
+        FlsuiteError: If the axis does not exist, or a run has not noted it.
+    """
+    metrics = [metrics] if isinstance(metrics, str) else metrics
+    if isinstance(runs, pd.DataFrame):
+        by_partition = _from_table(runs, metrics, split, x)
+    else:
+        by_partition = _from_folders(runs, metrics, split, x)
+    rows = len(by_partition)
+    if len(metrics) == 1:
+        figure, flat = panel_grid(rows, (4.2, 3.0))
+        panels = [[panel] for panel in flat]
+    else:
+        figure = Figure(figsize=(4.6 * len(metrics), 0.4 + 3.0 * rows), layout="constrained")
+        panels = figure.subplots(rows, len(metrics), squeeze=False).tolist()
+
+    names = dict.fromkeys(
+        label for line in by_partition.values() for lines in line.values() for label in lines
+    )
+    # Some have no score of a panel, and the others must keep their colours there.
+    colors = {label: f"C{n % 10}" for n, label in enumerate(names)}
+
+    for line, (partition, by_metric) in zip(panels, by_partition.items(), strict=True):
+        for panel, (metric, lines) in zip(line, by_metric.items(), strict=True):
+            for label, curves in lines.items():
+                draw_band(panel, curves, label, x, color=colors[label])
+            if target is not None and metric == metrics[0]:
+                panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
+            label_axes(panel, metric, split, x)
+            if rows > 1:
+                panel.set_title(partition, fontsize=10)
+
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    if len(labels) > 1:
+        panels[0][0].legend(handles, labels, frameon=False, fontsize=8)
+    return figure
+
+
+Lines = dict[str, pd.DataFrame]
+"""Label to curves, one column per run."""
+
+
+def _from_folders(
+    runs: Mapping[str, str | Path], metrics: Sequence[str], split: str, x: str
+) -> dict[str, dict[str, Lines]]:
+    """Return the curves of single runs, as one partition without a name."""
+    by_metric: dict[str, Lines] = {metric: {} for metric in metrics}
+    for label, folder in runs.items():
+        table = read_metrics(folder)
+        require_axis(x, table, folder)
+        for metric in metrics:
+            by_metric[metric][label] = curve(table, metric, split, x=x).to_frame()
+    return {"": by_metric}
+
+
+def _from_table(
+    results: pd.DataFrame, metrics: Sequence[str], split: str, x: str
+) -> dict[str, dict[str, Lines]]:
+    """Return partition to metric to curves."""
+    require_results(results)
+    if results.empty:
+        raise FlsuiteError("curves_figure: the table has no rows; choose other runs")
+    require_axis(x, results, "the table")
+    return {
+        str(partition): {
+            metric: {
+                str(method): seed_curves(rows, x)
+                for method, rows in only(of_one, metric, split).groupby("method", observed=True)
+            }
+            for metric in metrics
+        }
+        for partition, of_one in results.groupby("partition", observed=True)
+    }
+
+
+def seed_curves(rows: pd.DataFrame, x: str = "round") -> pd.DataFrame:
+    """Return a score of one experiment, one column per run, as :func:`aligned` has it.
+
+    Args:
+        rows: The score's rows of a table of :func:`~flsuite.analysis.load`.
+        x: The axis.
+    """
+    curves = {
+        str(run): own.set_index(x)["value"] for run, own in rows.groupby("run", observed=True)
+    }
+    return aligned(curves, x)
+
+
+def draw_band(
+    panel: Axes,
+    curves: pd.DataFrame,
+    label: str,
+    x: str,
+    width: int = 40,
+    color: str | None = None,
+) -> None:
+    """Draw the mean of curves, and their range as a band.
+
+    Args:
+        panel: Where to draw.
+        curves: One column per run, indexed by the axis.
+        label: The label, with lines of at most ``width`` characters.
+        x: The axis.
+        width: Characters.
+        color: The colour. Default: the next one of the panel.
+    """
+    points = curves.index * AXES[x].scale
+    line = panel.plot(
+        points,
+        curves.mean(axis=1),
+        label=textwrap.fill(label, width),
+        color=color,
+        linewidth=1.6,
+        marker="o" if len(points) == 1 else None,  # a line of one point is invisible
+    )[0]
+    if curves.shape[1] > 1:
+        low, high = curves.min(axis=1), curves.max(axis=1)
+        panel.fill_between(points, low, high, color=line.get_color(), alpha=0.15, lw=0)
+
+
+def label_axes(panel: Axes, metric: str, split: str, x: str) -> None:
+    """Name the axes of a panel of curves, and give it a grid."""
+    panel.set(xlabel=AXES[x].label, ylabel=f"{split} {metric.replace('_', ' ')}")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=AXES[x].is_whole))
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,153 @@
+"""Names of experiments: the settings in which they differ, as text."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "Flat",
+    "differing",
+    "flatten",
+    "label_of",
+    "method_of",
+    "partition_of",
+    "shown_value",
+]
+
+Flat = dict[str, Any]
+"""Settings by path: ``model`` is a class, ``model.lr`` one of its parameters."""
+
+
+class _Class(str):
+    """The path of a class, whose name is enough in a label."""
+
+
+def flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield path and value of each setting, with a class before its parameters."""
+    if isinstance(node, Mapping) and "class_path" in node:
+        yield path, _Class(node["class_path"])
+        for key, value in (node.get("init_args") or {}).items():
+            # A mapping of plain values is one value: another group may have a word in its place.
+            yield from flatten(repr(value) if _is_plain(value) else value, f"{path}.{key}")
+    elif isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from flatten(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+        # Objects in a list go by their class names, so that labels can name them.
+        for name, item in zip(_names(node), node, strict=True):
+            yield from flatten(item, f"{path}.{name}")
+    else:
+        yield path, repr(node) if isinstance(node, (list, Mapping)) else node
+
+
+def _is_plain(node: Any) -> bool:
+    """Return whether an argument is a mapping of values that have no parts."""
+    return (
+        isinstance(node, Mapping)
+        and "class_path" not in node
+        and not any(isinstance(value, (Mapping, list)) for value in node.values())
+    )
+
+
+def _names(items: Sequence[Any]) -> list[str]:
+    """Return a name per item: its class where it has one, numbered from the second on."""
+    names: list[str] = []
+    for item in items:
+        path = item.get("class_path", "") if isinstance(item, Mapping) else ""
+        name = str(path).rsplit(".", 1)[-1]
+        count = sum(other.split("#")[0] == name for other in names)
+        names.append(f"{name}#{count + 1}" if count else name)
+    return names
+
+
+def label_of(own: Flat, all_settings: Sequence[Flat]) -> str:
+    """Return the settings in which a group differs from the others, as text.
+
+    A parameter is compared only among groups that share the class it belongs to.
+    """
+    return ", ".join(_differences(own, all_settings)) or "all"
+
+
+def method_of(own: Flat, all_settings: Sequence[Flat]) -> str:
+    """Return the aggregator, and what else differs between groups outside of their data."""
+    parts = _differences(own, all_settings, lambda key: key != "aggregator" and not _is_data(key))
+    return ", ".join([_last(own.get("aggregator", "run")), *parts])
+
+
+def partition_of(own: Flat, all_settings: Sequence[Flat]) -> str:
+    """Return the partition, and what else differs between the groups' data.
+
+    The first parameter of a partition, such as alpha, is named even where it is the same.
+    """
+    place = next((key for key in own if _is_data(key) and _last_key(key) == "partition"), None)
+    parts = _differences(
+        own, all_settings, lambda key: _is_data(key) and not f"{key}.".startswith(f"{place}.")
+    )
+    if place is None:
+        return ", ".join(parts) or _last(own.get("data", "data"))
+
+    named = [key for key in own if key.startswith(f"{place}.")]
+    shown = named[:1] + [key for key in named[1:] if _differs(key, own, all_settings)]
+    values = ", ".join(f"{_last_key(key)}={own[key]}" for key in shown)
+    name = _last(own[place] or "no partition")
+    return ", ".join([f"{name}({values})" if values else name, *parts])
+
+
+def _differences(
+    own: Flat, all_settings: Sequence[Flat], keep: Callable[[str], bool] = lambda key: True
+) -> list[str]:
+    """Return the settings that differ, as text, of those whose path is kept."""
+    keys = [key for key in _keys(all_settings) if keep(key) and _differs(key, own, all_settings)]
+
+    parts = []
+    for key in keys:
+        value, last = own.get(key), _last_key(key)
+        name = last if sum(_last_key(other) == last for other in keys) == 1 else key
+        shown = shown_value(value)
+        parts.append(shown if isinstance(value, _Class) else f"{name}={shown}")
+    return parts
+
+
+def differing(all_settings: Sequence[Flat]) -> list[str]:
+    """Return the paths of the settings in which any two groups differ."""
+    return [
+        key
+        for key in _keys(all_settings)
+        if len({repr(settings.get(key)) for settings in all_settings}) > 1
+    ]
+
+
+def shown_value(value: Any) -> str:
+    """Return a setting as text: of a class its name."""
+    return _last(value) if isinstance(value, _Class) else str(value)
+
+
+def _keys(all_settings: Sequence[Flat]) -> list[str]:
+    return list(dict.fromkeys(key for settings in all_settings for key in settings))
+
+
+def _is_data(key: str) -> bool:
+    return key == "data" or key.startswith("data.")
+
+
+def _last_key(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+def _last(path: object) -> str:
+    """Return the name of a class from its path."""
+    return str(path).rsplit(".", 1)[-1]
+
+
+def _differs(key: str, own: Flat, all_settings: Sequence[Flat]) -> bool:
+    """Return whether groups with the same owner of this setting differ in it."""
+    peers = [other for other in all_settings if _same_owners(key, own, other)]
+    return (
+        any(key in other for other in peers) and len({repr(other.get(key)) for other in peers}) > 1
+    )
+
+
+def _same_owners(key: str, own: Flat, other: Flat) -> bool:
+    """Return whether both groups have the same classes on the way to this setting."""
+    parts = key.split(".")
+    owners = [".".join(parts[:n]) for n in range(1, len(parts))]
+    return all(own.get(owner) == other.get(owner) for owner in owners)

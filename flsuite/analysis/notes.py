@@ -1,0 +1,82 @@
+"""What of finished runs cannot be compared, as lines for a reader."""
+
+from collections.abc import Sequence
+
+from flsuite.analysis.groups import Group
+
+__all__ = ["apart", "measured", "repeated", "uneven"]
+
+
+def uneven(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each run that ended before the others.
+
+    The rows of such runs do not match those of the others, unless all have spent the same budget of
+    client updates or virtual seconds: rounds may differ in size.
+    """
+    if _share_budget(groups, "max_client_updates", "client_updates") or _share_budget(
+        groups, "max_virtual_seconds", "virtual_s"
+    ):
+        return []
+    ends = {
+        folder: int(table["round"].max())
+        for group in groups
+        for folder, table in group.runs.items()
+    }
+    most = max(ends.values())
+    return [
+        f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most
+    ]
+
+
+def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
+    """Return whether all runs have the same limit and have reached it."""
+    limit = groups[0].settings.get(setting)
+    is_common = limit is not None and all(g.settings.get(setting) == limit for g in groups)
+    ends = [table[column].max() for group in groups for table in group.runs.values()]
+    return is_common and min(ends) >= limit
+
+
+def measured(groups: Sequence[Group], x: str) -> list[str]:
+    """Return a line for each group whose virtual seconds cannot be compared."""
+    if x != "virtual_s":
+        return []
+    return [
+        f"{group.label}: its virtual seconds were measured on the machine; compare it with others "
+        "of the same trainer.schedule.speeds"
+        for group in groups
+        if _is_measured(group)
+    ]
+
+
+def _is_measured(group: Group) -> bool:
+    schedule = str(group.settings.get("schedule", ""))
+    speeds = group.settings.get("schedule.speeds")
+    # A synchronous round without speeds takes as long as on this machine.
+    is_open = speeds is None and schedule.endswith("Synchronous") and "Asyn" not in schedule
+    return is_open or str(speeds).endswith("Measured")
+
+
+def apart(groups: Sequence[Group], metric: str, split: str, x: str) -> list[str]:
+    """Return a line for each group whose runs have no part of the axis in common.
+
+    The picture has no curve of such a group.
+    """
+    return [
+        f"{group.label}: its runs have no {x} of {split} {metric} in common; it is not drawn"
+        for group in groups
+        if group.curves(metric, split, x).empty
+    ]
+
+
+def repeated(groups: Sequence[Group]) -> list[str]:
+    """Return a line for each group in which a seed appears more than once."""
+    found = []
+    for group in groups:
+        seeds = list(group.seeds.values())
+        twice = sorted({str(seed) for seed in seeds if seed is not None and seeds.count(seed) > 1})
+        found += (
+            [f"{group.label}: seed {', '.join(twice)} more than once; the spread is too small"]
+            if twice
+            else []
+        )
+    return found

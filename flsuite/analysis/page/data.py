@@ -1,0 +1,211 @@
+"""What the page shows, gathered from runs and thinned to what a picture needs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from flsuite.analysis.axes import AXES
+from flsuite.analysis.clients import client_gains, final_scores
+from flsuite.analysis.comparison import Score, compare
+from flsuite.analysis.curves import seed_curves
+from flsuite.analysis.gamma import gamma_parts
+from flsuite.analysis.partition import class_counts
+from flsuite.analysis.results import client_numbers, only
+from flsuite.analysis.runs import read_partition
+from flsuite.analysis.target import target_points
+from flsuite.errors import FlsuiteError
+
+__all__ = ["PageData", "gather"]
+
+# The page stays below 2 MB, of which the library of charts is 1.2 MB.
+_CURVE_ROWS = 6000
+_MAP_ROWS = 9000
+_CLIENT_ROWS = 3000
+_MIX_ROWS = 3000
+_MOST_CLIENTS = 60
+
+
+@dataclass
+class PageData:
+    """The tables behind the charts; an empty one has no chart.
+
+    Attributes:
+        methods: All methods, in the order of their colours.
+        partitions: All partitions.
+        axis: The axis that is shown first.
+        curves: ``method, partition, metric, axis, x, mean, low, high``.
+        gamma: The same for gamma and its parts.
+        targets: ``method, partition, seed, axis, x``: where a run reaches the target.
+        pairs: As :func:`~flsuite.analysis.compare` returns it.
+        client_rounds: ``method, partition, client, round, value`` of one run each.
+        clients: ``method, partition, seed, client, value``: the last score.
+        gains: As :func:`~flsuite.analysis.client_gains` returns it.
+        mix: ``partition, client, class, index, samples``.
+    """
+
+    methods: list[str]
+    partitions: list[str]
+    axis: str
+    curves: pd.DataFrame
+    gamma: pd.DataFrame
+    targets: pd.DataFrame
+    pairs: pd.DataFrame
+    client_rounds: pd.DataFrame
+    clients: pd.DataFrame
+    gains: pd.DataFrame
+    mix: pd.DataFrame
+
+
+def gather(
+    results: pd.DataFrame,
+    metrics: Sequence[str],
+    split: str,
+    axis: str,
+    target: float | None,
+    score: Score,
+    monitor: str,
+    against: str | None = None,
+) -> PageData:
+    """Return the tables of the page.
+
+    Args:
+        results: What :func:`~flsuite.analysis.load` returns.
+        metrics: The scores. The first one is that of all charts but the curves.
+        split: The data of the curves and of the target.
+        axis: The axis that is shown first.
+        target: The score to reach, if there is one.
+        score: The score that methods are compared by.
+        monitor: The score on validation data that picks a round.
+        against: Compare with this method only.
+    """
+    metric = metrics[0]
+    no_rows = pd.DataFrame()
+    has_clients = _has_client_scores(results, metric)
+    return PageData(
+        methods=[str(name) for name in results["method"].unique()],
+        partitions=[str(name) for name in results["partition"].unique()],
+        axis=axis,
+        curves=_curves(results, {f"{split} {name}": (name, split) for name in metrics}),
+        gamma=_curves(results, {name: (name, "train") for name in gamma_parts(results)}),
+        targets=no_rows if target is None else _targets(results, target, metric, split),
+        pairs=compare(results, metric, score, against, monitor),
+        client_rounds=_client_rounds(results, metric) if has_clients else no_rows,
+        clients=_clients(results, metric) if has_clients else no_rows,
+        gains=_gains(results, metric) if has_clients else no_rows,
+        mix=_mix(results),
+    )
+
+
+def _has_client_scores(results: pd.DataFrame, metric: str) -> bool:
+    is_score = (results["split"] == "test") & (results["metric"] == metric)
+    return bool((results.loc[is_score, "scope"] != "global").any())
+
+
+def _curves(results: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> pd.DataFrame:
+    """Return mean and range of the seeds, on every axis.
+
+    Args:
+        results: All results.
+        shown: Name in the menu to metric and split.
+    """
+    axes = [x for x in AXES if results[x].notna().any()]
+    parts = []
+    for name, (metric, split) in shown.items():
+        rows = only(results, metric, split)
+        for (method, partition), own in rows.groupby(["method", "partition"], observed=True):
+            for x in axes:
+                curves = seed_curves(own[own[x].notna()], x)
+                numbers = {
+                    "x": curves.index * AXES[x].scale,
+                    "mean": curves.mean(axis=1),
+                    "low": curves.min(axis=1),
+                    "high": curves.max(axis=1),
+                }
+                names = {"method": method, "partition": partition, "metric": name, "axis": x}
+                parts.append(pd.DataFrame(numbers).dropna().assign(**names))
+
+    most = max(12, _CURVE_ROWS // max(1, len(parts)))
+    parts = [_thinned(part, most) for part in parts if len(part)]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def _targets(results: pd.DataFrame, target: float, metric: str, split: str) -> pd.DataFrame:
+    """Return where each run reaches the target, one row per axis."""
+    points = target_points(results, target, metric, split)
+    axes = [x for x in AXES if points[x].notna().any()]
+    for x in axes:
+        points[x] = points[x].astype(float) * AXES[x].scale
+    names = ["method", "partition", "seed"]
+    table = points.melt(id_vars=names, value_vars=axes, var_name="axis", value_name="x")
+    return table.dropna(subset="x")
+
+
+def _client_rounds(results: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return the clients' scores over the rounds, of the first run of each method and partition."""
+    rows = only(results, metric, scope=None)
+    groups = rows.groupby(["method", "partition"], observed=True)
+    first = rows[rows["run"].isin(groups["run"].first())]
+    table = pd.DataFrame(first[["method", "partition", "round", "value"]])
+    table["client"] = client_numbers(first)
+    table = table[table["client"].isin(sorted(table["client"].unique())[:_MOST_CLIENTS])]
+
+    per_round = max(1, len(groups) * table["client"].nunique())
+    rounds = np.sort(table["round"].unique())
+    kept = rounds[_spread(len(rounds), max(4, _MAP_ROWS // per_round))]
+    return table[table["round"].isin(kept)]
+
+
+def _clients(results: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return the last score of each client, of as many seeds as there is room for."""
+    return _of_first_seeds(final_scores(results, metric))
+
+
+def _gains(results: pd.DataFrame, metric: str) -> pd.DataFrame:
+    alone = [name for name in results["method"].unique() if str(name).startswith("LocalOnly")]
+    if len(alone) != 1:
+        return pd.DataFrame()
+    try:
+        return _of_first_seeds(client_gains(results, metric, over=str(alone[0])))
+    except FlsuiteError:  # it has no seed in common with the others
+        return pd.DataFrame()
+
+
+def _of_first_seeds(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of as many seeds as there is room for, and then of as many clients."""
+    seeds = sorted(table["seed"].unique())
+    sizes = table.groupby("seed").size().reindex(seeds).cumsum()
+    table = table[table["seed"].isin(sizes.index[: max(1, int((sizes <= _CLIENT_ROWS).sum()))])]
+    if len(table) > _CLIENT_ROWS:
+        share = _CLIENT_ROWS / len(table)
+        clients = sorted(table["client"].unique())
+        table = table[table["client"].isin(clients[: max(1, int(share * len(clients)))])]
+    return table
+
+
+def _mix(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the training samples by client and class, of the first run of each partition."""
+    parts = []
+    of_partition = results.groupby("partition", observed=True)["run"].first()
+    for partition, run in of_partition.items():
+        try:
+            counts = class_counts(read_partition(run)).head(_MOST_CLIENTS)
+        except FlsuiteError:  # a run of an earlier version has no such table
+            continue
+        if counts.size * len(of_partition) > _MIX_ROWS:
+            counts = counts.head(max(5, _MIX_ROWS // (counts.shape[1] * len(of_partition))))
+        long = counts.reset_index().melt(id_vars="client", var_name="class", value_name="samples")
+        index = {name: n for n, name in enumerate(counts.columns)}
+        long["index"] = long["class"].map(index)
+        parts.append(long[long["samples"] > 0].assign(partition=str(partition)))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def _thinned(table: pd.DataFrame, most: int) -> pd.DataFrame:
+    return table.iloc[_spread(len(table), most)]
+
+
+def _spread(number: int, most: int) -> np.ndarray:
+    """Return at most so many positions, evenly spread, with the first and the last one."""
+    return np.unique(np.linspace(0, number - 1, min(number, most)).round().astype(int))

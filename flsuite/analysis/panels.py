@@ -1,0 +1,68 @@
+"""Panels side by side."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+__all__ = ["by_experiment", "draw_matrix", "legend_right", "panel_grid"]
+
+_COLUMNS = 3
+
+
+def panel_grid(number: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """Return a figure with this number of panels, each of a size in inches, at most three a row.
+
+    Four panels are two rows of two.
+    """
+    columns = 2 if number == 4 else max(1, min(number, _COLUMNS))
+    rows = max(1, -(-number // columns))
+    figure = Figure(figsize=(size[0] * columns + 0.6, size[1] * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for unused in panels[number:]:
+        unused.remove()
+    return figure, panels[:number]
+
+
+def by_experiment(results: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return the rows of each method and partition, by a title that names what differs."""
+    several = results["partition"].nunique() > 1
+    return {
+        f"{method}, {partition}" if several else str(method): rows
+        for (method, partition), rows in results.groupby(["method", "partition"], observed=True)
+    }
+
+
+def legend_right(figure: Figure, panel: Axes) -> None:
+    """Add the legend of a panel to the right of all panels, where it covers nothing."""
+    figure.set_figwidth(figure.get_figwidth() + 2.4)
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
+
+
+def draw_matrix(panel: Axes, matrix: pd.DataFrame, digits: int = 2) -> AxesImage:
+    """Draw shares within [0, 1] as blue cells with their numbers; NaN stays empty.
+
+    The numbers are left out where they would not fit. The return value is the image.
+    """
+    image = panel.imshow(matrix.to_numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    rows, columns = matrix.shape
+    is_small = max(rows, columns) > 12
+    for i, row in enumerate(matrix.to_numpy().tolist()):
+        for j, value in enumerate(row):
+            if value != value or (is_small and i != j):
+                continue
+            panel.text(
+                j,
+                i,
+                f"{value:.{1 if is_small else digits}f}",
+                ha="center",
+                va="center",
+                fontsize=6 if is_small else 8,
+                color="white" if value > 0.6 else "black",
+                weight="bold" if i == j else "normal",
+            )
+    step_x, step_y = -(-columns // 25), -(-rows // 25)
+    panel.set_xticks(range(0, columns, step_x), [str(name) for name in matrix.columns[::step_x]])
+    panel.set_yticks(range(0, rows, step_y), [str(name) for name in matrix.index[::step_y]])
+    return image

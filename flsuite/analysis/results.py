@@ -1,0 +1,151 @@
+"""All numbers of many runs as one tidy table."""
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from flsuite.analysis.groups import Group, find_runs, group_runs
+from flsuite.errors import FlsuiteError
+
+__all__ = [
+    "Results",
+    "client_numbers",
+    "load",
+    "only",
+    "require_results",
+    "results_of",
+    "short_path",
+]
+
+_OF_RUN = ("run", "method", "partition", "seed")
+_OF_ROUND = ("round", "virtual_s", "wall_s", "client_updates", "bytes")
+_NAMES = ("scope", "split", "metric")
+COLUMNS = (*_OF_RUN, *_OF_ROUND, *_NAMES, "value")
+
+
+class Results(pd.DataFrame):
+    """The numbers of runs, one per row. It is an ordinary DataFrame with one more method.
+
+    Columns: ``run`` (its folder), ``method``, ``partition``, ``seed``, then those of a run's
+    ``metrics.csv``: ``round, virtual_s, wall_s, client_updates, bytes, scope, split, metric,
+    value``. All words are categories.
+    """
+
+    @property
+    def _constructor(self) -> type["Results"]:
+        return Results
+
+    def wide(self) -> pd.DataFrame:
+        """Return one row per run, round and scope, and one column per number.
+
+        The columns of the run and of the clock come first. Those of numbers are named
+        ``<split>/<metric>``, such as ``test/accuracy``.
+        """
+        rows = self.groupby(["run", "round", "scope"], observed=True, sort=False).ngroup()
+        pairs = self.groupby(["split", "metric"], observed=True, sort=False).ngroup()
+        values = np.full((rows.max() + 1 if len(rows) else 0, pairs.nunique()), np.nan)
+        values[rows.to_numpy(), pairs.to_numpy()] = self["value"].to_numpy()
+
+        names = self.loc[~pairs.duplicated(), ["split", "metric"]].astype(str)
+        columns = (names["split"] + "/" + names["metric"]).tolist()
+        keys = pd.DataFrame(self.loc[~rows.duplicated(), [*_OF_RUN, *_OF_ROUND, "scope"]])
+        numbers = pd.DataFrame(values, columns=columns, index=keys.index)
+        return pd.concat([keys, numbers], axis=1).reset_index(drop=True)
+
+
+def load(*places: str | Path | Iterable[str | Path]) -> Results:
+    """Read the runs in and below folders as one tidy table.
+
+    Runs that differ in nothing but the seed have the same ``method`` and ``partition``. A method is
+    named by its aggregator and by the settings in which methods differ, a partition by its class
+    and parameters.
+
+    Args:
+        places: Folders, or lists of them: of a run, of several, or of a sweep.
+
+    Raises:
+        FlsuiteError: If there is no run with a finished round.
+    """
+    folders = [[place] if isinstance(place, (str, Path)) else place for place in places]
+    return results_of(group_runs(find_runs(chain.from_iterable(folders))))
+
+
+def results_of(groups: Sequence[Group]) -> Results:
+    """Return the numbers of groups of runs as one table."""
+    found = [(group, folder) for group in groups for folder in group.runs]
+    tables = [group.runs[folder] for group, folder in found]
+    sizes = [len(table) for table in tables]
+    seeds = [group.seeds[folder] for group, folder in found]
+
+    columns: dict[str, object] = {
+        "run": _repeated([short_path(folder) for _, folder in found], sizes),
+        "method": _repeated([group.method for group, _ in found], sizes),
+        "partition": _repeated([group.partition for group, _ in found], sizes),
+        "seed": np.repeat(pd.array(seeds, dtype="Int64"), sizes),
+    }
+    columns |= {name: np.concatenate([table[name] for table in tables]) for name in _OF_ROUND}
+    for name in _NAMES:
+        columns[name] = pd.api.types.union_categoricals([table[name] for table in tables])
+    columns["value"] = np.concatenate([table["value"] for table in tables])
+    return Results(columns)
+
+
+def only(
+    results: pd.DataFrame, metric: str, split: str = "test", scope: str | None = "global"
+) -> pd.DataFrame:
+    """Return the rows of one score.
+
+    Args:
+        results: What :func:`load` returns, or a part of it.
+        metric: The score.
+        split: ``train``, ``val`` or ``test``.
+        scope: ``global``, a client's number, or ``None`` for all clients.
+
+    Raises:
+        FlsuiteError: If there are none.
+    """
+    require_results(results)
+    of_split = results["split"] == split
+    of_scope = results["scope"] != "global" if scope is None else results["scope"] == scope
+    rows = results[of_split & of_scope & (results["metric"] == metric)]
+    if rows.empty:
+        names = results.loc[of_split & of_scope, "metric"].unique()
+        whose = "client" if scope is None else f"{scope}"
+        raise FlsuiteError(
+            f"no run has the {whose} {split} score {metric!r}; there are "
+            f"{', '.join(sorted(names)) or 'none'}"
+        )
+    return rows
+
+
+def client_numbers(rows: pd.DataFrame) -> pd.Series:
+    """Return the clients of rows whose scopes are clients, as integers."""
+    # By text, because the categories include "global".
+    return rows["scope"].astype(str).astype(int)
+
+
+def require_results(results: object) -> None:
+    """Refuse what is not a table of :func:`load`."""
+    columns = list(results.columns) if isinstance(results, pd.DataFrame) else []
+    if missing := [name for name in COLUMNS if name not in columns]:
+        raise FlsuiteError(
+            f"a table of flsuite.analysis.load is needed; this {type(results).__name__} lacks the "
+            f"columns {', '.join(missing)}"
+        )
+
+
+def _repeated(names: Sequence[str], sizes: Sequence[int]) -> pd.Categorical:
+    """Return a category per row, from one name and the number of rows per run."""
+    categories = list(dict.fromkeys(names))
+    codes = [categories.index(name) for name in names]
+    return pd.Categorical.from_codes(np.repeat(codes, sizes), pd.Index(categories))
+
+
+def short_path(folder: Path) -> str:
+    """Return the path of a folder from here, if it lies below."""
+    here = Path.cwd()
+    return os.path.relpath(folder, here) if folder.is_relative_to(here) else str(folder)

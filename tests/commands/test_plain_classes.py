@@ -1,0 +1,104 @@
+"""The command with classes that know nothing of flsuite, by their dotted path."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.commands.command import cli, refused
+
+MODEL = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(LightningModule):
+    def __init__(self, width: int = 8, lr: float = 0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.body = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.body(batch[0]), batch[1])
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Unscored(Net):
+    test_step = LightningModule.test_step
+
+
+class MyData(LightningDataModule):
+    def __init__(self, samples: int = 60):
+        super().__init__()
+        self.samples = samples
+
+    def train_dataloader(self):
+        return DataLoader(self._points(self.samples), batch_size=8)
+
+    def test_dataloader(self):
+        return DataLoader(self._points(30), batch_size=8)
+
+    def _points(self, samples):
+        x = torch.randn(samples, 4)
+        return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+class Untested(MyData):
+    test_dataloader = LightningDataModule.test_dataloader
+"""
+FAST = ("--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false")
+OWN = ("--model", "my_package.Net", "--data", "my_package.MyData")
+
+
+@pytest.fixture(autouse=True)
+def _my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_package.py").write_text(MODEL)
+
+
+def test_fit_resume_test_and_config(tmp_path: Path) -> None:
+    rounds = ("--trainer.rounds", "1", "--run_dir", "run", *FAST)
+    assert cli("fit", *OWN, "--model.width", "6", "--data.samples", "80", *rounds) == 0
+    settings = yaml.safe_load(Path("run/settings.yaml").read_text())
+    assert settings["model"]["init_args"]["width"] == 6
+    assert settings["data"]["init_args"]["clients"] == 10
+
+    config = ("--config", "run/config.yaml", "--run_dir", "run")
+    assert cli("fit", *config, "--ckpt_path", "last", "--trainer.rounds", "2") == 0
+    assert cli("test", *config, "--trainer.rounds", "2") == 0
+    assert Path("run/checkpoints/model.ckpt").is_file()
+
+
+def test_clients_and_partition_of_a_plain_data_module(capsys: pytest.CaptureFixture[str]) -> None:
+    wrapped = ("--data", "FromDataModule", "--data.data", "my_package.MyData")
+    split = ("--data.clients", "3", "--data.partition", "Dirichlet", "--data.partition.alpha", "1")
+    assert cli("partition", *wrapped, *split) == 0
+    assert "training samples" in capsys.readouterr().out
+    rounds = ("--trainer.rounds", "1", "--run_dir", "run", *FAST)
+    assert cli("fit", "--model", "my_package.Net", *wrapped, *split, *rounds) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (
+            ("--model", "my_package.Unscored", *OWN[2:]),
+            "Unscored cannot be scored; add",
+        ),
+        ((*OWN[:2], "--data", "my_package.Untested"), "Untested has no test_dataloader; add one"),
+        (("--model", "my_package.Nett", *OWN[2:]), "has no attribute 'Nett'"),
+        ((*OWN, "--model.widht", "3"), "widht"),
+        ((*OWN, "--trainer.monitor", "acc"), "trainer: monitor must be one of loss, got 'acc'"),
+    ],
+)
+def test_a_missing_piece_is_one_line(
+    args: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert line in refused(capsys, "fit", *args, *FAST)
