@@ -6,9 +6,11 @@ every name in :data:`INTERNALS` and reports those that are gone.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
@@ -57,13 +59,20 @@ INTERNALS = (
     "LightningCLI._set_seed",
     "WandbLogger._experiment",
     "WandbLogger._id",
+    "WandbLogger._offline",
     "WandbLogger._wandb_init",
+    "CSVLogger._version",
+    "TensorBoardLogger._kwargs",
+    "TensorBoardLogger._version",
+    "MLFlowLogger._run_id",
+    "MLFlowLogger._run_name",
 )
 """Owner and path of every private attribute, as ``Class.attribute.attribute``.
 
-Those of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`, those of ``WandbLogger``
-are used in :mod:`flsuite.callbacks.loggers`, and ``Trainer._run_stage`` is overridden in
-:mod:`flsuite.client.trainer`. The functions of this module use the others.
+Those of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`, those of loggers are used
+in :mod:`flsuite.callbacks.logger_links` and :mod:`flsuite.callbacks.wandb_link`, and
+``Trainer._run_stage`` is overridden in :mod:`flsuite.client.trainer`. The functions of this module
+use the others.
 """
 
 
@@ -216,11 +225,19 @@ def detached(module: LightningModule) -> Iterator[None]:
 def _move_to_device(trainer: Trainer) -> None:
     """Move the module, unless it is there already.
 
-    A move walks through the whole module, which takes longer than a small step.
+    A look at every tensor takes longer than a small operation, and where there is nothing but a CPU
+    they can only be there.
     """
+    if not _has_accelerator():
+        return
     device, module = trainer.strategy.root_device, trainer.lightning_module
     if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
         module.to(device)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import torch
 
-__all__ = ["numpy_generator", "seed_for", "seed_process", "torch_generator"]
+__all__ = ["numpy_generator", "seed_cpu", "seed_for", "seed_process", "torch_generator"]
 
 
 def seed_for(seed: int, stream: str, round: int = 0, client: int = 0) -> int:
@@ -43,9 +43,14 @@ def torch_generator(seed: int, stream: str, round: int = 0, client: int = 0) -> 
 def seed_process(seed: int, stream: str, round: int = 0, client: int = 0) -> None:
     """Seed the global generators before a fit: dropout and third-party code draw from them."""
     value = seed_for(seed, stream, round, client)
+    seed_cpu(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
+
+
+def seed_cpu(value: int) -> None:
+    """Seed the global generators, except those of GPUs."""
     python_random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     # torch.manual_seed would collect a stack trace for GPUs that are not in use.
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(value)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,15 +20,16 @@ from flsuite.engines.base import Engine
 from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError, require_at_least, require_one_of
 from flsuite.exchange import Compression, Exchange, SecureSum
+from flsuite.models.traits import extra_epochs
 from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.predictions import predict
-from flsuite.runs.preparation import make_federation, make_ready
+from flsuite.runs.preparation import make_evaluator, make_federation, make_ready
 from flsuite.runs.run import Run, RunOptions
 from flsuite.runs.settings import OF_THE_TRAINER, describe_chosen, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
-from flsuite.server.evaluation import GLOBAL, Evaluator, Split
+from flsuite.server.evaluation import GLOBAL, Split
 from flsuite.server.federation import Federation
 
 __all__ = ["FederatedTrainer"]
@@ -50,7 +52,7 @@ class FederatedTrainer(Trainer):
         secure_sum: How updates are masked, so that the server learns their sum alone.
         max_epochs: Local epochs per fit.
         evaluate_every: Rounds between two evaluations. The last round is always evaluated.
-        monitor: The score on validation data that picks the best round.
+        monitor: The validation score that picks a round. Default: accuracy, loss, or one logged.
         max_virtual_seconds: Limit of virtual time. The run ends with the round that reaches it.
         max_client_updates: Limit of aggregated client updates, for comparisons at equal work.
         score_clients: Clients that are scored one by one, always the first ones, so that rounds can
@@ -78,7 +80,7 @@ class FederatedTrainer(Trainer):
         secure_sum: SecureSum | None = None,
         max_epochs: int = 1,
         evaluate_every: int = 1,
-        monitor: str = "accuracy",
+        monitor: str | None = None,
         max_virtual_seconds: float | None = None,
         max_client_updates: int | None = None,
         score_clients: int = 100,
@@ -228,21 +230,19 @@ class FederatedTrainer(Trainer):
         name = f"{type(datamodule).__name__}-{type(self.aggregator).__name__}".lower()
         folder = RunFolder((self.run_dir or new_run_dir(name, seed)) if self.writes else None)
         is_restored = folder.find_checkpoint(ckpt_path) is not None
-        model, datamodule, own_weights = make_ready(
-            model, datamodule, seed, self.channels_last, is_restored
-        )
-        data = datamodule.federated
+        request = model, datamodule, self, seed, self.channels_last, is_restored
+        data, weights = make_ready(*request)
 
-        samples = fit_samples(self.client_kwargs, data.batch_size, model.extra_epochs)
-        device, precision = self.strategy.root_device, self.precision_plugin.forward_context
-        evaluator = Evaluator(model, data, device, precision, seed=seed)
+        samples = fit_samples(self.client_kwargs, data.batch_size, extra_epochs(model))
+        evaluator = make_evaluator(model, data.federated, self, self.client_kwargs, seed)
+        options = replace(options, monitor=evaluator.monitored(options.monitor))
         exchange = Exchange(self.compression, self.secure_sum)
         chosen = self.aggregator, self.schedule, self.buffers, exchange
         federation = make_federation(evaluator, *chosen, folder, options, samples)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         others = {name: getattr(self, name) for name in OF_THE_TRAINER}
         others = {"client": describe_chosen(self.client_kwargs, Trainer), **others}
-        settings = run_settings(options, model, datamodule, callbacks, own_weights, **others)
+        settings = run_settings(options, model, data, callbacks, weights, **others)
         config = self.config or settings
         self.run = Run(
             federation, evaluator, folder, options, settings, config, callbacks, self.loggers

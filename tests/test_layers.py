@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "flsuite"
 LAYERS = (  # from the top to the ground floor; a file imports its own layer and those below
     ("commands", "flower", "__main__"),
+    ("sweeps",),
     ("trainer",),
     ("callbacks",),
     ("analysis",),

@@ -1,13 +1,19 @@
 """Private attributes of Lightning: this says which of them is gone."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import (
+    CSVLogger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from torch.amp import GradScaler
 
 from flsuite.lightning_internals import INTERNALS
@@ -15,21 +21,25 @@ from flsuite.lightning_internals import INTERNALS
 PACKAGE = Path(__file__).parents[1] / "flsuite"
 
 
-def owners(folder: Path) -> dict[str, Any]:
+def owner_of(name: str, folder: Path) -> Any:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return {
-        "GradScaler": GradScaler,
-        "Trainer": Trainer(accelerator="cpu", **quiet),
-        "LightningModule": LightningModule(),
-        "LightningCLI": LightningCLI,
-        "WandbLogger": WandbLogger(offline=True, save_dir=folder),
+    makers: dict[str, Callable[[], Any]] = {
+        "GradScaler": lambda: GradScaler,
+        "Trainer": lambda: Trainer(accelerator="cpu", **quiet),
+        "LightningModule": LightningModule,
+        "LightningCLI": lambda: LightningCLI,
+        "WandbLogger": lambda: WandbLogger(offline=True, save_dir=folder),
+        "CSVLogger": lambda: CSVLogger(folder),
+        "TensorBoardLogger": lambda: TensorBoardLogger(folder),
+        "MLFlowLogger": lambda: MLFlowLogger(tracking_uri="http://127.0.0.1:1"),
     }
+    return makers[name]()
 
 
 @pytest.mark.parametrize("name", INTERNALS)
 def test_it_is_there(name: str, tmp_path: Path) -> None:
     owner, *path = name.split(".")
-    value = owners(tmp_path)[owner]
+    value = owner_of(owner, tmp_path)
     for attribute in path:
         if value is LightningCLI and attribute == "_parser":
             assert "_parser" in Path(str(LightningCLI_source())).read_text(), f"{name} is gone"
@@ -45,8 +55,13 @@ def LightningCLI_source() -> str:  # noqa: N802
 
 
 def test_no_other_file_uses_one() -> None:
-    """All private names of foreign objects, outside the two files that override or need them."""
-    allowed = {"commands/fit.py", "callbacks/loggers.py", "client/trainer.py"}
+    """All private names of foreign objects, outside the files that override or need them."""
+    allowed = {
+        "commands/fit.py",
+        "callbacks/logger_links.py",
+        "callbacks/wandb_link.py",
+        "client/trainer.py",
+    }
     foreign = re.compile(
         r"\b(?:trainer|pl_module|module|model|logger|fit_loop|loop|strategy)\._[a-z]\w*"
     )

@@ -125,6 +125,7 @@ class NodeEvaluator(Evaluator):
             evaluator.precision,
             evaluator.batch_size,
         )
+        self._steps = evaluator._steps  # it knows the names of what the model logs
         self.asked: set[int] = set()
         self.rows: dict[str, dict[int, OwnScores]] = {}
 
@@ -143,7 +144,8 @@ class NodeEvaluator(Evaluator):
         answers = self.rows.get(split, {})
         rows = {client: answers[client] for client in clients if client in answers}
         return combine(
-            {client: row if details else row._replace(classes={}) for client, row in rows.items()}
+            {client: row if details else row._replace(classes={}) for client, row in rows.items()},
+            self.names,
         )
 
 

@@ -2,28 +2,31 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch import LightningModule
 
 from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.files import atomic_save, flush_to_disk, replace_file
-from flsuite.models.base import ClientModel
 from flsuite.runs.settings import describe, differences, init_args
-from flsuite.state import plain
+from flsuite.state import State, plain
 
 __all__ = [
     "export_model",
     "load_checkpoint",
     "publish_checkpoint",
+    "read_frozen",
     "refuse_mismatch",
     "write_checkpoint",
+    "write_frozen",
 ]
 
 _FORMAT = 3
+_FROZEN = "frozen.pt"
 
 
 def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
@@ -63,6 +66,37 @@ def publish_checkpoint(path: Path, is_best: bool, needed: Iterable[Path]) -> Non
         replace_file(lambda twin: _link(path, twin), folder / "best.ckpt")
     os.replace(path, folder / "last.ckpt")
     flush_to_disk([folder])
+
+
+def write_frozen(state: State, folder: Path) -> None:
+    """Write the entries that nobody trains, once and not with every checkpoint."""
+    if state:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_save(lambda path: torch.save(state, path), folder / _FROZEN)
+
+
+def read_frozen(names: Sequence[str], folder: Path) -> State:
+    """Read what :func:`write_frozen` has written.
+
+    Raises:
+        FlsuiteError: If the file is missing or has other entries.
+    """
+    if not names:
+        return {}
+    path = folder / _FROZEN
+    try:
+        state: State = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise FlsuiteError(
+            f"{path} cannot be read, which holds the frozen weights ({one_line(error, 200)}); "
+            "restore it, or start a new run"
+        ) from error
+    if set(state) != set(names):
+        raise FlsuiteError(
+            f"{path} has {len(state)} frozen entries and the model has {len(names)}; freeze the "
+            "same parameters as the run did, or start a new one"
+        )
+    return state
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -114,7 +148,7 @@ def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Pa
         )
 
 
-def export_model(model: ClientModel, path: Path) -> None:
+def export_model(model: LightningModule, path: Path) -> None:
     """Write an ordinary Lightning checkpoint, which ``load_from_checkpoint`` reads.
 
     Settings that only code can express, such as an optimizer given as a lambda, keep their

@@ -103,9 +103,9 @@ def _counts(data: FederatedData) -> Iterator[tuple[int, Tensor]]:
     They are int64 ``(clients, splits * classes)``, in the order of splits and then classes.
     """
     parts = (
-        (data.train.y, data.train_index),
-        (data.train.y, data.val_index),
-        (data.test.y, data.test_index),
+        (data.train.classes, data.train_index),
+        (data.train.classes, data.val_index),
+        (data.test.classes, data.test_index),
     )
     for first in range(0, data.clients, _CLIENTS_AT_A_TIME):
         last = min(first + _CLIENTS_AT_A_TIME, data.clients)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData
+from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 from flsuite.random import seed_process
 from flsuite.server.evaluation import Evaluator
@@ -29,7 +30,15 @@ def predict(
         federation: As it is now.
         evaluator: Runs the models of the federation.
         folder: Folder of the table and of the model's pictures. ``None`` writes nothing.
+
+    Raises:
+        FlsuiteError: If the model offers no probabilities.
     """
+    if not evaluator.has_classes:
+        raise FlsuiteError(
+            f"predict: {type(evaluator.model).__name__} offers no class probabilities; add "
+            "logits(x), and use data whose targets are classes"
+        )
     clients = range(federation.data.clients) if federation.personal else [None]
     total = torch.zeros(())
     for client in clients:

@@ -1,15 +1,20 @@
 """Model, data and federation, made ready for a run."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from flsuite.aggregators import Aggregator
-from flsuite.client.setup import Buffers, private_patterns
+from flsuite.client.setup import Buffers, entries_of
+from flsuite.data.federated import FederatedData
 from flsuite.data.module import FederatedDataModule
+from flsuite.data.plain import as_federated
 from flsuite.errors import require_instance
 from flsuite.exchange import Exchange
 from flsuite.models.base import ClientModel
+from flsuite.models.traits import has_step, require_trainable, to_channels_last
 from flsuite.random import seed_process
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.run import RunOptions
@@ -20,45 +25,89 @@ from flsuite.server.federation import Federation
 from flsuite.server.tools import make_tools
 from flsuite.server.version_store import VersionStore
 
-__all__ = ["make_federation", "make_ready"]
+__all__ = ["make_evaluator", "make_federation", "make_ready"]
+
+_USED: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
+"""Models that have been made ready for a run, whose weights a fit may have changed."""
 
 
 def make_ready(
     model: LightningModule,
     datamodule: LightningDataModule,
+    trainer: Trainer,
     seed: int,
     channels_last: bool,
     is_restored: bool,
-) -> tuple[ClientModel, FederatedDataModule, bool]:
+) -> tuple[FederatedDataModule, str | None]:
     """Split the data and build the model, both as the run's seed decides.
 
     Args:
-        model: The client model.
+        model: The model that clients train.
         datamodule: The data of all clients.
+        trainer: The federation's, which ``configure_model`` may ask for the data module.
         seed: The run's seed.
         channels_last: Whether convolutions use this memory format.
         is_restored: Whether the weights of a checkpoint follow, so that the model reads none.
 
     Returns:
-        Model, data module, and whether the model had its weights before.
+        The data module, and the setting that the model's weights are, see
+        :data:`~flsuite.runs.settings.WEIGHTS`.
 
     Raises:
         FlsuiteError: If model or data are of the wrong kind, or do not fit each other.
     """
-    require_instance("fit", ClientModel, model=model)
-    require_instance("fit", FederatedDataModule, datamodule=datamodule)
-    assert isinstance(model, ClientModel) and isinstance(datamodule, FederatedDataModule)
-    datamodule.use_seed(seed)
-    datamodule.setup("fit")
+    require_instance("fit", LightningModule, model=model)
+    data = as_federated(datamodule)
+    data.use_seed(seed)
+    data.setup("fit")
 
-    # Before the model is built: a model without a spec has no weights yet.
-    own_weights = model.spec is not None
-    model.weights_follow = is_restored
+    weights = None
     seed_process(seed, "model")
-    model.ensure_built(datamodule.federated.spec)
+    if isinstance(model, ClientModel):
+        # Before the model is built: a model without a spec has no weights yet.
+        weights = "initial_weights" if model.spec is not None else None
+        model.weights_follow = is_restored
+        model.ensure_built(data.federated.spec)
+    else:
+        weights = "given_weights" if any(True for _ in model.parameters()) else None
+        weights = "initial_weights" if weights and model in _USED else weights
+        _configure(model, trainer, datamodule)
+    _USED.add(model)
+
+    require_trainable(model, data.federated.spec)
     if channels_last:
-        model.to_channels_last()
-    return model, datamodule, own_weights
+        to_channels_last(model)
+    return data, weights
+
+
+def _configure(model: LightningModule, trainer: Trainer, datamodule: LightningDataModule) -> None:
+    """Call ``configure_model`` as Lightning would before a fit."""
+    if not has_step(model, "configure_model"):
+        return
+    before = trainer.datamodule  # type: ignore[attr-defined]
+    model.trainer, trainer.datamodule = trainer, datamodule  # type: ignore[attr-defined]
+    try:
+        model.configure_model()
+    finally:
+        model.trainer, trainer.datamodule = None, before  # type: ignore[attr-defined]
+
+
+def make_evaluator(
+    model: LightningModule,
+    data: FederatedData,
+    trainer: Trainer,
+    trainer_kwargs: Mapping[str, Any],
+    seed: int,
+) -> Evaluator:
+    """Return what scores the model, on the device and in the precision of the trainer."""
+    return Evaluator(
+        model,
+        data,
+        trainer.strategy.root_device,
+        trainer.precision_plugin.forward_context,
+        seed=seed,
+        trainer_kwargs=trainer_kwargs,
+    )
 
 
 def make_federation(
@@ -87,7 +136,7 @@ def make_federation(
         FlsuiteError: If the algorithm fits neither the model nor the schedule.
     """
     model, path = evaluator.model, folder.path
-    private = private_patterns(model, aggregator, buffers)
+    private = entries_of(model, aggregator, buffers).private
     return Federation(
         model,
         evaluator.data,

@@ -10,6 +10,7 @@ from flsuite.aggregators.after_fit import AfterFit
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.runs.checkpoint import refuse_mismatch
+from flsuite.runs.settings import WEIGHTS
 from flsuite.server.federation import Federation
 from flsuite.server.update_store import UpdateStore
 
@@ -22,7 +23,7 @@ UPDATES = "updates"
 _DECIDE_TRAINING = (
     "seed",
     "model",
-    "initial_weights",
+    *WEIGHTS,
     "data",
     "client",
     "callbacks",

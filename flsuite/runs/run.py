@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
@@ -18,23 +18,23 @@ from flsuite.client.lr_decay import LRDecay
 from flsuite.client.setup import WorkerSetup, has_lightning_hooks
 from flsuite.data.federated import FederatedData
 from flsuite.engines.base import Engine
-from flsuite.errors import FlsuiteError, one_line, require_at_least, require_one_of
+from flsuite.errors import FlsuiteError, one_line, require_at_least
 from flsuite.files import BackgroundTask, replace_file
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
-from flsuite.metrics import HIGHER_IS_BETTER
-from flsuite.models.base import ClientModel
 from flsuite.runs.budget import Budget
 from flsuite.runs.checkpoint import (
     export_model,
     load_checkpoint,
     publish_checkpoint,
+    read_frozen,
     refuse_mismatch,
     write_checkpoint,
+    write_frozen,
 )
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.reuse import UPDATES, require_plain_training, trained_clients
 from flsuite.runs.scoring import score_round
-from flsuite.runs.settings import with_contents
+from flsuite.runs.settings import WEIGHTS, with_contents
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.timeline import timeline_rows
 from flsuite.schedules import Clock, Fit
@@ -57,7 +57,7 @@ _HOOKS = (
     "on_federation_end",
 )
 # Settings that a resumed run may change.
-_MAY_DIFFER = (*vars(Budget()), "stopping", "initial_weights")
+_MAY_DIFFER = (*vars(Budget()), "stopping", *WEIGHTS)
 _DECIDE_SCORES = ("seed", "model", "data", "buffers", "aggregator")  # of a given state
 
 Status = Literal["running", "success", "failed"]
@@ -70,7 +70,7 @@ class RunOptions:
     budget: Budget
     seed: int
     evaluate_every: int = 1
-    monitor: str = "accuracy"
+    monitor: str | None = None
     score_clients: int = 100
     lr_decay: LRDecay | None = None
     show: bool = False
@@ -78,7 +78,6 @@ class RunOptions:
     def __post_init__(self) -> None:
         require_at_least("trainer", 1, evaluate_every=self.evaluate_every)
         require_at_least("trainer", 1, score_clients=self.score_clients)
-        require_one_of("trainer", HIGHER_IS_BETTER, monitor=self.monitor)
 
 
 class Run:
@@ -124,7 +123,7 @@ class Run:
         self.callbacks = list(callbacks)
         self.loggers = list(loggers)
 
-        self.summary = RunSummary(options.monitor)
+        self.summary = RunSummary(options.monitor or "accuracy")
         self.status: Status = "running"
         self.updates: UpdateStore | None = None
         self.source: Path | None = None
@@ -166,7 +165,7 @@ class Run:
         return self.federation.state
 
     @property
-    def model(self) -> ClientModel:
+    def model(self) -> LightningModule:
         """Return the resident model, which is free for use between rounds."""
         return self.evaluator.model
 
@@ -395,6 +394,9 @@ class Run:
         if is_restart:
             log.info("no checkpoint in %s yet: starting with round 1", self.folder.checkpoints)
         self.folder.create(self.config, self.settings, self.federation.data, is_restart)
+        if self.folder.checkpoints is not None:
+            frozen = {name: self.federation.initial[name] for name in self.federation.frozen}
+            write_frozen(frozen, self.folder.checkpoints)
         if self.settings.get("initial_weights"):
             log.warning(
                 "the model was built before, perhaps by another fit: the federation starts from "
@@ -466,6 +468,7 @@ class Run:
         refuse_mismatch(ours, theirs, checkpoint)
 
         self.federation.load_state_dict(content["federation"])
+        self.federation.initial |= read_frozen(self.federation.frozen, checkpoint.parent)
         self.summary.load_state_dict(content["summary"])
         self.settle()
         self._wall_before, self._began = content["wall_seconds"], time.monotonic()

@@ -19,6 +19,7 @@ import torch
 
 __all__ = [
     "OF_THE_TRAINER",
+    "WEIGHTS",
     "class_name",
     "defaults",
     "describe",
@@ -42,6 +43,13 @@ OF_THE_TRAINER = (
     "channels_last",
 )
 """The settings that a :class:`~flsuite.FederatedTrainer` keeps under their own names."""
+WEIGHTS = ("initial_weights", "given_weights")
+"""Digests of weights that a model has had before the run.
+
+``initial_weights`` are those of a model that was built for other data or has been in another run.
+``given_weights`` are those of a module that has its layers from the start, and which a seed may
+have decided.
+"""
 _UNREAD = ", content not read"
 _SCALARS = (str, int, float, bool, type(None))
 _MISSING = object()
@@ -52,7 +60,7 @@ def run_settings(
     model: torch.nn.Module,
     data: Any,
     callbacks: Sequence[Any],
-    own_weights: bool,
+    weights: str | None,
     **others: Any,
 ) -> dict[str, Any]:
     """Return all that decides a run's result, as plain data.
@@ -62,8 +70,8 @@ def run_settings(
         model: The client model.
         data: The data module.
         callbacks: The callbacks. Those that can change the result are described.
-        own_weights: Whether the model had its weights before the run. Their digest is then a
-            setting. Weights that the seed decides are not.
+        weights: The one of :data:`WEIGHTS` that the model's weights are. Weights that the run's
+            seed decides are ``None``.
         others: Further settings by name.
     """
     named = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
@@ -73,7 +81,7 @@ def run_settings(
         "data": describe_data(data),
         **describe(others),
         **describe_callbacks(callbacks),
-        "initial_weights": weights_digest(model) if own_weights else None,
+        **{name: weights_digest(model) if name == weights else None for name in WEIGHTS},
     }
 
 
@@ -148,6 +156,8 @@ def describe(obj: Any) -> Any:
         return f"{obj.__module__}.{obj.__qualname__}"
     if inspect.isroutine(obj):
         return _describe_function(obj)
+    if described := getattr(type(obj), "described", None):
+        return {"class_path": class_name(type(obj)), "init_args": describe(described(obj))}
     arguments = init_args(obj)
     # What an object has read from a file decides the result. The folder of the file does not.
     if (content := getattr(obj, "content_digest", None)) is not None:
@@ -234,7 +244,10 @@ def _kept(obj: Any, name: str) -> Any:
         is_own_method = inspect.ismethod(value) and value.__self__ is obj
         if name != "self" and value is not _MISSING and not is_own_method:
             return value
-    return _MISSING
+    # Lightning's save_hyperparameters() keeps them here.
+    return (
+        vars(obj).get("_hparams", {}).get(name, _MISSING) if hasattr(obj, "__dict__") else _MISSING
+    )
 
 
 def _describe_partial(obj: functools.partial[Any]) -> dict[str, Any]:

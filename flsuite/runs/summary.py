@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.metrics import HIGHER_IS_BETTER
+from flsuite.metrics import lower_is_better
 from flsuite.server.evaluation import GLOBAL, Scores
 from flsuite.server.round_log import RoundLog
 
@@ -70,7 +70,7 @@ class RunSummary:
         """
         # A loss is best when it is low: its sign is changed, so that the larger value is always
         # better.
-        sign = 1 if HIGHER_IS_BETTER[self.monitor] else -1
+        sign = -1 if lower_is_better(self.monitor) else 1
         value = validation.get(self.monitor, math.nan) * sign
         if math.isnan(value):
             log.warning(
@@ -121,7 +121,7 @@ class RunSummary:
         table.add_column("")
         for title, scores in columns:
             table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
-        for metric, label in _LABELS.items():
+        for metric, label in {**_LABELS, **_own_labels(self.last)}.items():
             if any(metric in scores for _, scores in columns):
                 cells = [f"{s[metric]:.4f}" if metric in s else "" for _, s in columns]
                 table.add_row(label, *cells)
@@ -133,6 +133,18 @@ class RunSummary:
         console.print(table)
         if folder is not None:
             console.print(f"run: {folder}", soft_wrap=True)
+
+
+def _own_labels(scores: dict[str, float]) -> dict[str, str]:
+    """Return labels of the numbers that a model of the user's own has logged."""
+    labels: dict[str, str] = {}
+    for name in scores:
+        mean = f"{name}_client_mean"
+        if name not in _LABELS and mean in scores:
+            labels |= {name: f"global {name}", mean: f"clients' {name}, mean"}
+            worst, spread = f"{name}_client_worst", f"{name}_client_std"
+            labels |= {worst: f"clients' {name}, worst", spread: f"clients' {name}, spread"}
+    return labels
 
 
 def print_scores(scores: Scores, split: str, round: int) -> None:

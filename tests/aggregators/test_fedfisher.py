@@ -494,6 +494,10 @@ class WithoutLogits(ClientModel):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.layer(batch[0]).square().mean()
 
+    def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        scores = self.layer(batch[0])
+        return {"loss": scores.square().mean(1), "scores": scores.softmax(1)}
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 

@@ -40,6 +40,7 @@ from tests.engines.test_engines import (
     within,
     worker_setup,
 )
+from tests.test_plain_models import fitted
 
 ray: Any = pytest.importorskip("ray", reason="needs the extra: pip install 'flsuite[ray]'")
 ROOT = Path(__file__).parents[2]
@@ -303,6 +304,13 @@ def test_a_second_driver_ends_with_the_same_weights(machines: Machines, engine: 
         weights.append(made.federation.state)
     assert equal_states(*weights)
     assert not ray.is_initialized()
+
+
+def test_any_module_and_samples_of_any_structure(machines: Machines, engine: Ray) -> None:
+    engine.stop()
+    here, there = fitted("text"), fitted("text", engine=machines.engine(workers=1))
+    assert equal_states(here.run.state, there.run.state)
+    assert here.test() == there.test()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from flsuite.engines.forkserver import _interrupts_ignored
+from flsuite.engines.forkserver import interrupts_ignored
 from flsuite.engines.wire import receive, send
 
 
@@ -31,6 +31,6 @@ def test_values_survive_and_channels_last_stays_so(tensor: torch.Tensor) -> None
 
 def test_a_process_started_here_ignores_interrupts_and_this_one_does_not() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with _interrupts_ignored():
+    with interrupts_ignored():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGINT) is before

@@ -14,6 +14,7 @@ from flwr.common.serde import (
 )
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from flsuite.aggregators import Aggregator, FedAvg
@@ -23,10 +24,11 @@ from flsuite.flower.app import client_app, make_client_app
 from flsuite.flower.client import Site
 from flsuite.flower.server import serve
 from flsuite.messages import ClientFailure
-from flsuite.models import ACVAE, Classifier, ClientModel, FusedSpaceFed, ResNet20
+from flsuite.models import ACVAE, Classifier, FusedSpaceFed, ResNet20
 from flsuite.models.backbones import Backbone
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
+from tests.plain import Reader
 
 
 def travelled(message: Message) -> Message:
@@ -58,6 +60,7 @@ class Nodes(Grid):  # type: ignore[misc]
         self.app = app
         self.tamper = tamper
         # Neither the numbers of nodes nor their order are those of the clients.
+        assert clients % 3, "another factor, or two clients have one node"
         numbers = {client: 1000 + 7 * (client * 3 % clients) for client in range(clients)}
         self.contexts = {
             node: self.context(node, client, clients) for client, node in numbers.items()
@@ -139,9 +142,20 @@ def autoencoder() -> ACVAE:
     return ACVAE(latent_dim=4, width=4)
 
 
+def plain() -> LightningModule:
+    """Return a module that knows nothing of flsuite."""
+    torch.manual_seed(0)
+    return Reader()
+
+
 def unscaled() -> FederatedDataModule:
     """Return small data within [0, 1], as autoencoders need it."""
     return digits(standardize=False)
+
+
+def many() -> FederatedDataModule:
+    """Return clients of which two make up a part of the cohort."""
+    return digits(clients=46)
 
 
 def tasks() -> FederatedDataModule:
@@ -149,7 +163,7 @@ def tasks() -> FederatedDataModule:
 
 
 def node_app(
-    model: Callable[[], ClientModel],
+    model: Callable[[], LightningModule],
     data: Callable[[], FederatedDataModule] = unscaled,
     **kwargs: Any,
 ) -> Any:
@@ -159,10 +173,11 @@ def node_app(
 
 
 def both(
-    model: Callable[[], ClientModel],
+    model: Callable[[], LightningModule],
     algorithm: Callable[[], Aggregator],
     tamper: Any = None,
     data: Callable[[], FederatedDataModule] = unscaled,
+    clients: int = 5,
     **kwargs: Any,
 ) -> tuple[FederatedTrainer, FederatedTrainer, Nodes]:
     """Run the same federation on our own engine and under Flower."""
@@ -171,7 +186,7 @@ def both(
     ours.fit(model(), data())
 
     theirs = trainer(aggregator=algorithm(), **kwargs)
-    grid = Nodes(5, node_app(model, data, aggregator=algorithm(), **kwargs), tamper)
+    grid = Nodes(clients, node_app(model, data, aggregator=algorithm(), **kwargs), tamper)
     serve(grid, theirs, model(), data())
     return ours, theirs, grid
 

@@ -39,12 +39,15 @@ from tests.flower.grid import (
     both,
     convolution,
     fused,
+    many,
     node_app,
+    plain,
     state,
     table,
     tasks,
     unscaled,
 )
+from tests.test_plain_models import sentences
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,8 @@ from tests.flower.grid import (
         ),
         (autoencoder, CMGA, {}),
         (classifier, FedAvg, {"data": tasks}),
+        (classifier, FedAvg, {"data": many, "clients": 46}),
+        (plain, FedAvg, {"data": lambda: sentences(clients=5)}),
         (classifier, FedFisher, {}),
         (classifier, lambda: FedFisher("diag", samples=100, expectation="sampled"), {}),
         (classifier, lambda: RegMean(alpha=0.9), {}),
@@ -98,6 +103,8 @@ from tests.flower.grid import (
         "private_encoder_two_of_five",
         "cmga",
         "tasks",
+        "sums_of_parts",
+        "any_module",
         "fedfisher",
         "fedfisher_sampled",
         "regmean",
