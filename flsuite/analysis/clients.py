@@ -1,14 +1,15 @@
 """Figures of single clients: their scores over the rounds, and what a federation gives them."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from flsuite.analysis.panels import by_experiment, legend_right, panel_grid
+from flsuite.analysis.panels import (
+    by_experiment,
+    draw_client_rounds,
+    legend_right,
+    panel_grid,
+)
 from flsuite.analysis.results import client_numbers, only
 from flsuite.analysis.scores import lower_is_better
 from flsuite.errors import FlsuiteError
@@ -40,13 +41,8 @@ def clients_figure(
     # Scores in [0, 1] have the same colours in every figure.
     low, high = (0, 1) if values.between(0, 1).all() else (values.min(), values.max())
     for panel, (title, table) in zip(panels, maps.items(), strict=True):
-        image = panel.imshow(
-            table, vmin=low, vmax=high, aspect="auto", cmap="viridis", interpolation="nearest"
-        )
-        _label_rounds(panel, table.columns)
-        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
-        panel.set(title=title, xlabel="round", ylabel="client")
-        panel.title.set_fontsize(10)
+        image = draw_client_rounds(panel, table, low, high)
+        panel.set_title(title, fontsize=10)
     figure.colorbar(image, ax=panels, label=f"{split} {metric}", fraction=0.04)
     return figure
 
@@ -156,9 +152,3 @@ def _by_round(rows: pd.DataFrame, clients: int) -> pd.DataFrame:
     first = rows[rows["run"] == rows["run"].iloc[0]]
     numbered = pd.DataFrame(first[["round", "value"]]).assign(client=client_numbers(first))
     return numbered.pivot(index="client", columns="round", values="value").head(clients)
-
-
-def _label_rounds(panel: Axes, rounds: Sequence[int] | pd.Index) -> None:
-    """Label the columns of a heat map, about eight of them."""
-    step = -(-len(rounds) // 8)
-    panel.set_xticks(range(0, len(rounds), step), [str(round) for round in rounds[::step]])

@@ -123,10 +123,11 @@ def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, f
 
 
 def holm(p_values: np.ndarray) -> np.ndarray:
-    """Return p-values with Holm's step-down correction; NaN stays NaN and does not count.
+    """Return p-values with Holm's step-down correction.
 
     Holm 1979, A Simple Sequentially Rejective Multiple Test Procedure. The k-th smallest of m
-    p-values is multiplied by m + 1 - k, and none is smaller than one before it.
+    p-values is multiplied by m + 1 - k, and none is smaller than one before it. A NaN stays NaN
+    and does not count.
     """
     adjusted = np.full(len(p_values), np.nan)
     order = np.argsort(p_values, kind="stable")[: int(np.isfinite(p_values).sum())]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flsuite.analysis.panels import panel_grid
@@ -14,8 +15,11 @@ from flsuite.errors import FlsuiteError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+    from sklearn.decomposition import PCA
 
 __all__ = ["flow_figure", "latent_figure", "load_model"]
+
+Color = tuple[float, float, float, float]  # red, green, blue, opacity
 
 
 def latent_figure(
@@ -45,51 +49,16 @@ def latent_figure(
 
     figure = Figure(figsize=(3.3 * len(latents) + 1.6, 3.6), layout="constrained")
     panels = figure.subplots(1, len(latents), sharex=True, sharey=True, squeeze=False)[0]
-    centres = plane.transform(means)
-    angles = np.linspace(0, 2 * np.pi, 60)
-    colors = colormaps["tab10" if len(class_names) <= 10 else "tab20"]
-    circle = np.stack([np.cos(angles), np.sin(angles)])
-
     for panel, (title, points) in zip(panels, latents.items(), strict=True):
-        projected = plane.transform(points)
-        for c, name in enumerate(class_names):
-            color = colors(c % 20)
-            own = projected[y == c]
-            panel.scatter(
-                own[:, 0], own[:, 1], s=7, color=color, alpha=0.55, linewidths=0, label=name
-            )
-
-            covariance = plane.components_ @ np.diag(sigmas[c] ** 2) @ plane.components_.T
-            # The prior projected to the plane. Rounding may leave a negative eigenvalue.
-            values, vectors = np.linalg.eigh(covariance)
-            ellipse = centres[c][:, None] + vectors @ (np.sqrt(values.clip(0))[:, None] * circle)
-
-            panel.plot(*ellipse, color=color, linewidth=1)
-            panel.scatter(
-                *centres[c],
-                marker="X",
-                s=70,
-                color=color,
-                edgecolors="black",
-                linewidths=0.7,
-                zorder=3,
-            )
-
+        _scatter_classes(panel, plane.transform(points), y, class_names)
+        for color, mean, sigma in zip(_colors(class_names), means, sigmas, strict=True):
+            _draw_prior(panel, plane, mean, sigma, color)
         panel.set_title(title, fontsize=10)
         panel.set_aspect("equal")
-        panel.spines[["top", "right"]].set_visible(False)
 
     figure.supxlabel("first principal component of the class centres", fontsize=8)
     figure.supylabel("second", fontsize=8)
-    handles = panels[0].get_legend_handles_labels()[0]
-    figure.legend(
-        handles,
-        [n[:18] for n in class_names],
-        loc="outside right center",
-        frameon=False,
-        fontsize=7,
-        markerscale=2,
-    )
+    _add_class_legend(figure, panels[0], class_names)
     return figure
 
 
@@ -117,37 +86,16 @@ def flow_figure(
     plane = PCA(2).fit(features)
     figure, panels = panel_grid(2, (3.6, 3.6))
     shown = {"features of samples": (features, y), "drawn from the flow": (samples, sampled_y)}
-    colors = colormaps["tab10" if len(class_names) <= 10 else "tab20"]
     for panel, (title, (points, classes)) in zip(panels, shown.items(), strict=True):
-        projected = plane.transform(points)
-        for c, name in enumerate(class_names):
-            own = projected[classes == c]
-            panel.scatter(
-                own[:, 0],
-                own[:, 1],
-                s=7,
-                color=colors(c % 20),
-                alpha=0.55,
-                linewidths=0,
-                label=name,
-            )
+        _scatter_classes(panel, plane.transform(points), classes, class_names)
         panel.set_title(title, fontsize=10)
-        panel.spines[["top", "right"]].set_visible(False)
 
     panels[1].sharex(panels[0])
     panels[1].sharey(panels[0])
     panels[0].autoscale()
     figure.supxlabel("first principal component of the features", fontsize=8)
     figure.supylabel("second", fontsize=8)
-    handles = panels[0].get_legend_handles_labels()[0]
-    figure.legend(
-        handles,
-        [name[:18] for name in class_names],
-        loc="outside right center",
-        frameon=False,
-        fontsize=7,
-        markerscale=2,
-    )
+    _add_class_legend(figure, panels[0], class_names)
     return figure
 
 
@@ -178,3 +126,49 @@ def load_model(run_dir: str | Path) -> "LightningModule":
         ) from error
     model: LightningModule = found.load_from_checkpoint(path, map_location="cpu")
     return model.eval()
+
+
+def _colors(class_names: Sequence[str]) -> list[Color]:
+    """Return a color per class."""
+    palette = colormaps["tab10" if len(class_names) <= 10 else "tab20"]
+    return [palette(c % 20) for c in range(len(class_names))]
+
+
+def _scatter_classes(
+    panel: Axes, points: np.ndarray, y: np.ndarray, class_names: Sequence[str]
+) -> None:
+    """Draw points ``(n, 2)`` as dots in the colors of their classes ``(n,)``."""
+    for c, (name, color) in enumerate(zip(class_names, _colors(class_names), strict=True)):
+        own = points[y == c]
+        panel.scatter(own[:, 0], own[:, 1], s=7, color=color, alpha=0.55, linewidths=0, label=name)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_prior(
+    panel: Axes, plane: "PCA", mean: np.ndarray, sigma: np.ndarray, color: Color
+) -> None:
+    """Draw a diagonal Gaussian, projected to the plane: its centre and one standard deviation."""
+    covariance = plane.components_ @ np.diag(sigma**2) @ plane.components_.T
+    # Rounding may leave a negative eigenvalue.
+    values, vectors = np.linalg.eigh(covariance)
+    angles = np.linspace(0, 2 * np.pi, 60)
+    circle = np.stack([np.cos(angles), np.sin(angles)])
+    x, y = plane.transform(mean[None])[0]
+
+    ellipse = np.array([[x], [y]]) + vectors @ (np.sqrt(values.clip(0))[:, None] * circle)
+    panel.plot(*ellipse, color=color, linewidth=1)
+    panel.scatter(
+        x, y, marker="X", s=70, color=color, edgecolors="black", linewidths=0.7, zorder=3
+    )
+
+
+def _add_class_legend(figure: Figure, panel: Axes, class_names: Sequence[str]) -> None:
+    handles = panel.get_legend_handles_labels()[0]
+    figure.legend(
+        handles,
+        [name[:18] for name in class_names],
+        loc="outside right center",
+        frameon=False,
+        fontsize=7,
+        markerscale=2,
+    )

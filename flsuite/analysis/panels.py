@@ -4,8 +4,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
 
-__all__ = ["by_experiment", "draw_matrix", "legend_right", "panel_grid"]
+__all__ = ["by_experiment", "draw_client_rounds", "draw_matrix", "legend_right", "panel_grid"]
 
 _COLUMNS = 3
 
@@ -41,9 +42,9 @@ def legend_right(figure: Figure, panel: Axes) -> None:
 
 
 def draw_matrix(panel: Axes, matrix: pd.DataFrame, digits: int = 2) -> AxesImage:
-    """Draw shares within [0, 1] as blue cells with their numbers; NaN stays empty.
+    """Draw shares within [0, 1] as blue cells with their numbers, and return the image.
 
-    The numbers are left out where they would not fit. The return value is the image.
+    A NaN stays empty. The numbers are left out where they would not fit.
     """
     image = panel.imshow(matrix.to_numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
     rows, columns = matrix.shape
@@ -65,4 +66,29 @@ def draw_matrix(panel: Axes, matrix: pd.DataFrame, digits: int = 2) -> AxesImage
     step_x, step_y = -(-columns // 25), -(-rows // 25)
     panel.set_xticks(range(0, columns, step_x), [str(name) for name in matrix.columns[::step_x]])
     panel.set_yticks(range(0, rows, step_y), [str(name) for name in matrix.index[::step_y]])
+    return image
+
+
+def draw_client_rounds(
+    panel: Axes, scores: pd.DataFrame, low: float | None = None, high: float | None = None
+) -> AxesImage:
+    """Draw the scores of clients (rows) over rounds (columns) as a heat map, and return the image.
+
+    A score that is missing stays empty. Each evaluation is a column, because rounds may have gaps.
+
+    Args:
+        panel: Where to draw.
+        scores: The scores.
+        low: Score of the darkest color. The default is the lowest score.
+        high: Score of the brightest color. The default is the highest score.
+    """
+    image = panel.imshow(
+        scores, vmin=low, vmax=high, aspect="auto", cmap="viridis", interpolation="nearest"
+    )
+    step = -(-scores.shape[1] // 8)
+    panel.set_xticks(
+        range(0, scores.shape[1], step), [str(round) for round in scores.columns[::step]]
+    )
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set(xlabel="round", ylabel="client")
     return image

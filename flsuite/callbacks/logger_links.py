@@ -4,6 +4,7 @@ import csv
 import logging
 import re
 import warnings
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ class LoggerLink:
         return {"link": type(self).__name__}
 
 
-class _VersionLink(LoggerLink):
+class _VersionLink(LoggerLink, ABC):
     """Goes on in the version, which is a folder, of the run that is resumed.
 
     Each round is written at once. A killed run then has lost nothing.
@@ -81,9 +82,9 @@ class _VersionLink(LoggerLink):
         else:
             super().start(run, state)
 
+    @abstractmethod
     def go_on(self, run: Run) -> None:
         """Open the files of the run that is resumed."""
-        raise NotImplementedError
 
     def log(self, run: Run, row: RoundNumbers) -> None:
         super().log(run, row)

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from flsuite.runs.predictions import predict
 from flsuite.runs.run import Run
 from flsuite.server.evaluation import GLOBAL
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
 __all__ = [
@@ -63,10 +62,10 @@ def final_pictures(run: Run) -> dict[str, Any]:
     """Return the clients' scores over the rounds, and who trained when if times are virtual."""
     pictures = {}
     for metric in (run.summary.monitor, "accuracy", "loss"):  # the first that clients have
-        rounds, clients, values = client_rounds(run, metric)
-        if values.size:
+        scores = client_rounds(run, metric)
+        if not scores.empty:
             title = f"test {metric.replace('_', ' ')}"
-            pictures["clients/heatmap"] = _image(client_figure(rounds, clients, values, title))
+            pictures["clients/heatmap"] = _image(client_figure(scores, title))
             break
 
     if run.folder.path is not None and run.federation.schedule.is_virtual:
@@ -78,41 +77,33 @@ def final_pictures(run: Run) -> dict[str, Any]:
     return pictures
 
 
-def client_rounds(run: Run, metric: str) -> tuple[list[int], list[int], np.ndarray]:
-    """Return rounds, clients, and the clients' test scores ``(clients, rounds)``.
+def client_rounds(run: Run, metric: str) -> "pd.DataFrame":
+    """Return the clients' test scores, with clients as rows and rounds as columns.
 
     A score that is missing is NaN.
     """
-    rows = {
-        (int(row.scope), row.round): row.value
+    import pandas as pd
+
+    rows = [
+        (int(row.scope), row.round, row.value)
         for row in run.folder.table.rows
         if row.scope != GLOBAL and row.split == "test" and row.metric == metric
-    }
-    clients = sorted({client for client, _ in rows})
-    rounds = sorted({round for _, round in rows})
-    values = [[rows.get((client, round), np.nan) for round in rounds] for client in clients]
-    return rounds, clients, np.array(values)
+    ]
+    table = pd.DataFrame(rows, columns=["client", "round", "value"])
+    return table.pivot(index="client", columns="round", values="value")
 
 
-def client_figure(
-    rounds: list[int], clients: list[int], values: np.ndarray, title: str
-) -> "Figure":
-    """Draw the clients' scores ``(clients, rounds)`` as colors."""
+def client_figure(scores: "pd.DataFrame", title: str) -> "Figure":
+    """Draw the scores of clients (rows) over rounds (columns) as colors."""
     from matplotlib.figure import Figure
 
-    height = min(1.6 + 0.22 * len(clients), 9)
-    figure = Figure(figsize=(min(3.2 + 0.12 * len(rounds), 11), height), layout="constrained")
+    from flsuite.analysis.panels import draw_client_rounds
+
+    clients, rounds = scores.shape
+    size = min(3.2 + 0.12 * rounds, 11), min(1.6 + 0.22 * clients, 9)
+    figure = Figure(figsize=size, layout="constrained")
     panel = figure.subplots()
-    # One column per evaluation, because rounds may have gaps.
-    image = panel.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest")
-    for axis, labels in ((panel.xaxis, rounds), (panel.yaxis, clients)):
-        places = np.unique(
-            np.linspace(0, len(labels) - 1, min(len(labels), 20)).round().astype(int)
-        )
-        axis.set_ticks(places, [str(labels[place]) for place in places])
-    panel.set_xlabel("round")
-    panel.set_ylabel("client")
-    figure.colorbar(image, ax=panel, label=title)
+    figure.colorbar(draw_client_rounds(panel, scores), ax=panel, label=title)
     return figure
 
 

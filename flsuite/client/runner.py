@@ -183,19 +183,8 @@ class ClientRunner:
         self._resident.mark()
         if view.stage is not None:
             traits.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
-        keeper = KeepOptimizers(request.memory.get("optimizers"))
-        # The order matters: the rate is set before the user's callbacks see it, and the algorithm
-        # comes after them, so that its term joins the final gradient.
-        callbacks = [
-            *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
-            *copy.deepcopy(broadcast.callbacks),
-            *([keeper] if setup.keep_optimizers else []),
-            *setup.aggregator.client_callbacks(client),
-            loss,
-        ]
-        skips = CountSkips()
-        if scaler_of(self._started_trainer()) is not None:
-            callbacks.append(skips)
+        keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
+        callbacks = self._callbacks(request, client, keeper, loss, skips)
         trainer, data = self._rewound_trainer(callbacks)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         view = data.at(broadcast.round)
@@ -205,18 +194,58 @@ class ClientRunner:
         if request.trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()
-            logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
             steps, kept = steps_taken(trainer) - skips.skipped, keeper.states
-            numbers = {**loss.means(), **skips.numbers(), **logged}
-            if steps and not loss.steps:  # under manual optimization, steps need not return a loss
-                del numbers["loss"]
-                numbers |= {"loss": logged["train_loss"]} if "train_loss" in logged else {}
+            numbers = _training_numbers(trainer, loss, skips, steps)
         else:
             self._measure(request.trained, trainer, callbacks, loader)
             numbers, steps = request.trained.metrics, request.trained.steps
             started -= request.trained.seconds
             kept = request.trained.memory.get("optimizers")
+        return self._result(request, client, started, steps, numbers, kept)
 
+    def _callbacks(
+        self,
+        request: FitRequest,
+        client: ClientContext,
+        keeper: KeepOptimizers,
+        loss: MeanLoss,
+        skips: CountSkips,
+    ) -> list[Callback]:
+        """Return the callbacks of a fit, in their order.
+
+        The learning rate is set before the user's callbacks see it. The algorithm comes after them,
+        so that its term joins the final gradient.
+        """
+        setup = self.setup
+        return [
+            *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
+            *copy.deepcopy(request.broadcast.callbacks),
+            *([keeper] if setup.keep_optimizers else []),
+            *setup.aggregator.client_callbacks(client),
+            loss,
+            *([skips] if scaler_of(self._started_trainer()) is not None else []),
+        ]
+
+    def _result(
+        self,
+        request: FitRequest,
+        client: ClientContext,
+        started: float,
+        steps: int,
+        numbers: dict[str, float],
+        kept: Any,
+    ) -> ClientResult:
+        """Return what leaves the resident model: the update, and what the client keeps.
+
+        Args:
+            request: What was asked for.
+            client: The client's view of the round.
+            started: When the fit began, in seconds of ``time.perf_counter``.
+            steps: Steps of the optimizer.
+            numbers: The numbers of its training.
+            kept: States of the optimizers, if it keeps them.
+        """
+        setup, broadcast = self.setup, request.broadcast
         state = self.model.state_dict()
         shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
         update = ClientUpdate(
@@ -314,6 +343,18 @@ class ClientRunner:
     def _has_no_callbacks_of_its_own(self) -> bool:
         method = type(self.model).configure_callbacks
         return method.__module__.startswith(("flsuite.", "lightning."))
+
+
+def _training_numbers(
+    trainer: ClientTrainer, loss: MeanLoss, skips: CountSkips, steps: int
+) -> dict[str, float]:
+    """Return what a fit has measured and what its model has logged."""
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    numbers = {**loss.means(), **skips.numbers(), **logged}
+    if steps and not loss.steps:  # under manual optimization, steps need not return a loss
+        del numbers["loss"]
+        numbers |= {"loss": logged["train_loss"]} if "train_loss" in logged else {}
+    return numbers
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

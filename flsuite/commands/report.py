@@ -25,15 +25,11 @@ from flsuite.analysis.report import (
 from flsuite.analysis.results import Results, results_of
 from flsuite.analysis.target import amount_cell, first_to_target, reached_text, target_table
 from flsuite.analysis.tuning import read_tuning
+from flsuite.commands.arguments import CommandParser
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 
 __all__ = ["report"]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise FlsuiteError(f"report: {message}; see flsuite report --help")
 
 
 def report(args: list[str]) -> None:
@@ -84,7 +80,7 @@ def report(args: list[str]) -> None:
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog="flsuite report", add_help=False)
+    parser = CommandParser("report")
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--metric", nargs="+", default=["accuracy"])
     parser.add_argument("--last", type=int, default=10)

@@ -1,6 +1,5 @@
 """``flsuite schedule``: who trains when by a config, without training."""
 
-import argparse
 from pathlib import Path
 
 import pandas as pd
@@ -8,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from flsuite.analysis import timeline_figure
+from flsuite.commands.arguments import CommandParser
 from flsuite.commands.fit import build
 from flsuite.commands.parsing import config_name
-from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 from flsuite.runs.rehearsal import rehearse
 from flsuite.runs.table import TimelineTable
@@ -18,14 +17,9 @@ from flsuite.runs.table import TimelineTable
 __all__ = ["schedule"]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise FlsuiteError(f"schedule: {message}; see flsuite schedule --help")
-
-
 def schedule(args: list[str]) -> None:
     """Write a picture and a table of who trains when, and print what it comes to."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = CommandParser("schedule")
     parser.add_argument("-c", "--config", action="append", default=[])
     parser.add_argument("--output", default=".")
     own, rest = parser.parse_known_args(args)

@@ -1,6 +1,5 @@
 """``flsuite sweep``: methods x grid x seeds, killed and resumed at will."""
 
-import argparse
 import json
 import os
 import pickle
@@ -14,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from flsuite.commands.arguments import CommandParser
 from flsuite.engines.forkserver import interrupts_ignored
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.files import make_folder
@@ -33,11 +33,6 @@ _PATIENCE = 30.0  # seconds that runs have to end after Ctrl-C
 _LOOK = 0.2  # seconds
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise FlsuiteError(f"sweep: {message}; see flsuite sweep --help")
-
-
 def sweep(args: list[str]) -> None:
     """Run the cells of a sweep that are not done, or print what there is.
 
@@ -45,7 +40,7 @@ def sweep(args: list[str]) -> None:
         FlsuiteError: If something is wrong in the sweep's file. Nothing has been run.
         FederationError: If cells have failed. All others are done.
     """
-    parser = _Parser(prog="flsuite sweep", add_help=False, allow_abbrev=False)
+    parser = CommandParser("sweep")
     parser.add_argument("-c", "--config", required=True)
     parser.add_argument("--folder")
     parser.add_argument("--workers", type=int)

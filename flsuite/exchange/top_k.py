@@ -25,7 +25,7 @@ __all__ = ["TopK"]
 
 
 class TopK(Compression):
-    """The largest entries of a client's change; what is left out is added to its next change.
+    """The largest entries of a client's change. What is left out is added to its next change.
 
     The client adds the residual of its earlier fits to the change of its model. It sends the k
     entries of largest magnitude, over all parameters together, and keeps the others as the new

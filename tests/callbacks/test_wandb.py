@@ -149,8 +149,9 @@ def test_pictures_and_the_confusion_matrix(tmp_path: Path) -> None:
     assert samples == len(made.run.data.test)
     assert right / samples == pytest.approx(run.rounds[-1]["test/accuracy"])
 
-    rounds, clients, values = client_rounds(made.run, "accuracy")
-    assert (rounds, clients, values.shape) == ([1, 2], [0, 1, 2, 3, 4], (5, 2))
+    scores = client_rounds(made.run, "accuracy")
+    assert list(scores.columns) == [1, 2] and list(scores.index) == [0, 1, 2, 3, 4]
+    assert scores.notna().all(axis=None)
 
 
 def test_the_resident_model_stays_the_global_one(tmp_path: Path) -> None:

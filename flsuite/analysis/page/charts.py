@@ -52,7 +52,7 @@ def charts(data: PageData) -> dict[str, dict[str, Any]]:
 
 
 def _curves(data: PageData) -> alt.LayerChart | None:
-    """Draw mean and range over seeds; metric and axis are menus."""
+    """Draw mean and range over seeds, with menus for the metric and the axis."""
     if data.curves.empty:
         return None
     menu = _menu("metric", "Score", _unique(data.curves["metric"]))

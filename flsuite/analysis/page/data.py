@@ -29,7 +29,7 @@ _MOST_CLIENTS = 60
 
 @dataclass
 class PageData:
-    """The tables behind the charts; an empty one has no chart.
+    """The tables behind the charts. An empty table has no chart.
 
     Attributes:
         methods: All methods, in the order of their colours.
