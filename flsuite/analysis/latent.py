@@ -157,9 +157,7 @@ def _draw_prior(
 
     ellipse = np.array([[x], [y]]) + vectors @ (np.sqrt(values.clip(0))[:, None] * circle)
     panel.plot(*ellipse, color=color, linewidth=1)
-    panel.scatter(
-        x, y, marker="X", s=70, color=color, edgecolors="black", linewidths=0.7, zorder=3
-    )
+    panel.scatter(x, y, marker="X", s=70, color=color, edgecolors="black", linewidths=0.7, zorder=3)
 
 
 def _add_class_legend(figure: Figure, panel: Axes, class_names: Sequence[str]) -> None:
