@@ -38,12 +38,12 @@ class RobustAggregator(Aggregator):
     """
 
     def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        cohort = Cohort.of(global_state, self.layout.parameters, updates)
-        if fault := self.too_few(len(cohort)):
-            raise FederationError(
-                f"round {cohort.round}: {fault}; the state of round {cohort.round - 1} is kept"
-            )
         with one_thread():
+            cohort = Cohort.of(global_state, self.layout.parameters, updates)
+            if fault := self.too_few(len(cohort)):
+                raise FederationError(
+                    f"round {cohort.round}: {fault}; the state of round {cohort.round - 1} is kept"
+                )
             return self.fold(cohort)
 
     @abstractmethod

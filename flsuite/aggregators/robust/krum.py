@@ -57,10 +57,11 @@ class MultiKrum(ParameterRule):
 
     def too_few(self, updates: int) -> str | None:
         name, byzantine = type(self).__name__, number_of(self.byzantine, updates)
+        remedy = more_clients("byzantine", (updates - 3) // 2)
         if updates <= 2 * byzantine + 2:
             return (
                 f"{name} needs more than 2 f + 2 = {2 * byzantine + 2} updates for f = {byzantine} "
-                f"attackers, and there are {updates}; {more_clients('byzantine', (updates - 3) // 2)}"
+                f"attackers, and there are {updates}; {remedy}"
             )
         if updates < (self.selected or 0):
             return (

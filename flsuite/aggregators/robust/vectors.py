@@ -128,7 +128,7 @@ def squared_distances(gram: Tensor) -> Tensor:
 
 
 def row_dtype(state: State) -> torch.dtype:
-    """Return the dtype of rows that lose nothing of a state: float64 if it has any, else float32."""
+    """Return a dtype of rows that lose nothing: float64 if the state has any, else float32."""
     has_double = any(value.dtype == torch.float64 for value in state.values())
     return torch.float64 if has_double else torch.float32
 
