@@ -1,8 +1,10 @@
 """Robust rules on hand-made updates: breakdown points, limits, order, and other implementations."""
 
+import copy
 import itertools
 import logging
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,9 +35,10 @@ from flsuite.aggregators import (
 from flsuite.aggregators.robust.base import number_of
 from flsuite.aggregators.robust.vectors import Vectors
 from flsuite.aggregators.tools import ServerTools
+from flsuite.client.setup import client_half
 from flsuite.errors import FederationError
-from flsuite.messages import ClientUpdate
-from flsuite.state import State
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.state import State, clone
 
 INF = float("inf")
 
@@ -252,6 +255,31 @@ def test_the_order_of_clients_changes_no_bit(make: Callable[[], Aggregator]) -> 
     for new, metrics in results[1:]:
         assert_same_bits(new, results[0][0])
         assert metrics == results[0][1]
+
+
+@every_rule
+def test_nothing_that_was_given_changes(make: Callable[[], Aggregator]) -> None:
+    start, updates = models()
+    before = clone(start), copy.deepcopy(updates)
+    rule = make()
+    new = folded(rule, updates, start, trusting({"w": start["w"] + 0.5}))
+    rule.aggregate(new, iter(updates))
+    assert_same_bits(start, before[0])
+    for now, then in zip(updates, before[1], strict=True):
+        assert_same_bits(now.state, then.state)
+
+
+@every_rule
+def test_clients_have_no_part_in_a_rule(make: Callable[[], Aggregator]) -> None:
+    """Workers are sent neither the server's memory nor its tools, which hold the data."""
+    start, updates = models()
+    rule = make()
+    folded(rule, updates, start, trusting({"w": start["w"] + 0.5}))
+    half = client_half(rule)
+    assert half.tools == ServerTools()
+    assert len(pickle.dumps(half)) < 1000 and b"torch" not in pickle.dumps(half)
+    client = ClientContext(0, 1, 1, torch.ones(1), start, {}, {})
+    assert half.client_callbacks(client) == [] and rule.expected_extras(start) == {}
 
 
 # Rules against other implementations
