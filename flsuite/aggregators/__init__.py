@@ -23,7 +23,6 @@ from flsuite.aggregators.robust import (
     Krum,
     MultiKrum,
     NormClipping,
-    RobustAggregator,
     TrimmedMean,
 )
 from flsuite.aggregators.scaffold import SCAFFOLD
@@ -63,7 +62,6 @@ __all__ = [
     "OTFusion",
     "Polynomial",
     "RegMean",
-    "RobustAggregator",
     "Staleness",
     "TrimmedMean",
 ]
