@@ -14,6 +14,17 @@ from flsuite.aggregators.fisher_merge import FisherMerge
 from flsuite.aggregators.otfusion import OTFusion
 from flsuite.aggregators.pfnm import PFNM
 from flsuite.aggregators.regmean import RegMean
+from flsuite.aggregators.robust import (
+    Bucketing,
+    CenteredClipping,
+    CoordinateMedian,
+    FLTrust,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    NormClipping,
+    TrimmedMean,
+)
 from flsuite.aggregators.scaffold import SCAFFOLD
 from flsuite.aggregators.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from flsuite.aggregators.staleness import Constant, Hinge, Hyperbolic, Polynomial, Staleness
@@ -24,8 +35,12 @@ __all__ = [
     "PFNM",
     "SCAFFOLD",
     "Aggregator",
+    "Bucketing",
+    "CenteredClipping",
     "Centralized",
     "Constant",
+    "CoordinateMedian",
+    "FLTrust",
     "FedAdagrad",
     "FedAdam",
     "FedAsync",
@@ -37,11 +52,16 @@ __all__ = [
     "FedYogi",
     "FisherAveraging",
     "FisherMerge",
+    "GeometricMedian",
     "Hinge",
     "Hyperbolic",
+    "Krum",
     "LocalOnly",
+    "MultiKrum",
+    "NormClipping",
     "OTFusion",
     "Polynomial",
     "RegMean",
     "Staleness",
+    "TrimmedMean",
 ]

@@ -108,6 +108,14 @@ class Aggregator(ABC):
                 once.
         """
 
+    def too_few(self, updates: int) -> str | None:
+        """Return why this number of updates is too small for an aggregation, or ``None``.
+
+        The federation asks before the first round, with the updates that the schedule waits for.
+        The text names the algorithm and says what to change.
+        """
+        return None
+
     @property
     def works_from_mean(self) -> bool:
         """Return whether the mean of the clients' models is all that the server half needs.

@@ -24,6 +24,9 @@ class ServerTools:
             ``(n, *shape)`` to logits ``(n, outputs)``. No two of them share tensors.
         to_inputs: Returns images ``(n, channels, height, width)`` within [0, 1] as the clients'
             models see them.
+        train: Returns the shared state after a fit on the server's own samples, given the one that
+            it starts from and the round, counted from 1. The fit is that of a client with these
+            samples.
         shape: Shape of a sample as the model receives it.
         outputs: Number of the model's outputs.
         task: The kind of classification, see :class:`~flsuite.data.DataSpec`.
@@ -36,6 +39,7 @@ class ServerTools:
     score_module: Callable[[nn.Module], float] | None = None
     module: Callable[[State], nn.Module] | None = None
     to_inputs: Callable[[Tensor], Tensor] | None = None
+    train: Callable[[State, int], State] | None = None
     shape: tuple[int, ...] = ()
     outputs: int = 0
     task: str = "multiclass"

@@ -61,6 +61,7 @@ class Scorer:
         self.precision = precision
         self.batch_size = batch_size
         self.seed = seed
+        self.trainer_kwargs = dict(trainer_kwargs or {})
         self._steps = OwnSteps(model, trainer_kwargs or {}) if scores_by_steps(model) else None
 
     def own(

@@ -22,6 +22,7 @@ from flsuite.schedules import Schedule
 from flsuite.server.client_store import ClientStore
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
+from flsuite.server.own_fit import OwnFit
 from flsuite.server.tools import make_tools
 from flsuite.server.version_store import VersionStore
 
@@ -137,7 +138,8 @@ def make_federation(
     """
     model, path = evaluator.model, folder.path
     private = entries_of(model, aggregator, buffers).private
-    return Federation(
+    fit = OwnFit(evaluator, aggregator, buffers, options.lr_decay)
+    federation = Federation(
         model,
         evaluator.data,
         aggregator,
@@ -147,6 +149,8 @@ def make_federation(
         options.seed,
         VersionStore(path / "in_flight" if path else None),
         fit_samples,
-        make_tools(evaluator, private, options.seed, options.budget.rounds),
+        make_tools(evaluator, private, options.seed, options.budget.rounds, fit),
         exchange,
     )
+    fit.initial = federation.initial
+    return federation

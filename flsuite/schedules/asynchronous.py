@@ -85,6 +85,10 @@ class Asynchronous(Schedule):
         self._round, self._draws = -1, 0
 
     @property
+    def awaited(self) -> int:
+        return self.buffer_size
+
+    @property
     def ended(self) -> Sequence[Fit]:
         return self._ended
 

@@ -35,6 +35,8 @@ class Schedule(ABC):
         in_flight: Fits that have started and not ended.
         cohort: Clients that a round starts, after :meth:`configure`. It is 0 where there are no
             rounds.
+        awaited: Updates that an aggregation waits for, after :meth:`configure`, if no client is
+            lost. It is 0 where that is not known.
     """
 
     is_asynchronous: ClassVar[bool] = False
@@ -92,6 +94,10 @@ class Schedule(ABC):
 
     @property
     def cohort(self) -> int:
+        return 0
+
+    @property
+    def awaited(self) -> int:
         return 0
 
     def numbers(self) -> dict[str, float]:

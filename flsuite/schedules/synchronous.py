@@ -181,6 +181,10 @@ class Synchronous(Schedule):
     def cohort(self) -> int:
         return int(self._number * self.over_selection + 0.5)
 
+    @property
+    def awaited(self) -> int:
+        return self._number
+
     def _taken(self, now: float) -> list[Fit]:
         """Decide which updates the round takes, and when it ends."""
         arriving = [fit for fit in self._cohort if fit.outcome == "arrived"]

@@ -118,6 +118,8 @@ class Federation:
         sizes = data.train_index.lengths().tolist()
         _refuse_unfit(aggregator, schedule, self.exchange.secure_sum is not None)
         schedule.configure(sizes, seed, self.work)
+        if schedule.awaited and (fault := aggregator.too_few(schedule.awaited)):
+            raise FlsuiteError(fault)
         aggregator.tools = tools or ServerTools()
         aggregator.configure(_layout(model, self.state, data.spec.shape, sizes))
         # After configure, which tells the aggregator what travels.

@@ -12,13 +12,14 @@ from flsuite.lightning_internals import detached
 from flsuite.metrics import scores
 from flsuite.models.protocols import LogitModel
 from flsuite.server.evaluation import Evaluator
+from flsuite.server.own_fit import OwnFit
 from flsuite.state import State, load_
 
 __all__ = ["make_tools"]
 
 
 def make_tools(
-    evaluator: Evaluator, private: Sequence[str], seed: int, rounds: int | None
+    evaluator: Evaluator, private: Sequence[str], seed: int, rounds: int | None, fit: OwnFit
 ) -> ServerTools:
     """Return what the server can offer to an aggregator beside the updates.
 
@@ -27,14 +28,18 @@ def make_tools(
         private: Patterns of the entries that stay with the clients.
         seed: The run's seed.
         rounds: Rounds of the run, or ``None`` where another limit ends it.
+        fit: Trains on the server's samples.
     """
     spec, missing = evaluator.data.spec, _missing(evaluator, private)
+    if reason := fit.missing(private):
+        missing["train"] = reason
     able = _Able(evaluator)
     return ServerTools(
         score=None if "score" in missing else able.score,
         score_module=None if "score_module" in missing else able.score_module,
         module=None if "module" in missing else able.module,
         to_inputs=None if "to_inputs" in missing else able.to_inputs,
+        train=None if "train" in missing else fit.train,
         shape=spec.shape,
         outputs=spec.num_classes,
         task=spec.task,

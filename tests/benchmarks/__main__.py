@@ -42,6 +42,7 @@ from flsuite.trainer import FederatedTrainer
 from tests.benchmarks.cifar import TwoConvs
 from tests.benchmarks.fisher import SAMPLES, PredictivePasses
 from tests.benchmarks.loop import FusedLoop, HandWrittenLoop, TwoProcessLoop
+from tests.benchmarks.robust import measure_rules
 
 BATCH = 64
 FISHER_SAMPLES = 1920
@@ -522,6 +523,11 @@ def fisher(rounds: int) -> None:
     flow_fisher(rounds)
 
 
+def robust(rounds: int) -> None:
+    """Measure the robust rules: 100 clients of a million parameters."""
+    measure_rules(max(3, rounds // 3))
+
+
 def _mlp() -> Backbone:
     from flsuite.models import MLP
 
@@ -557,6 +563,7 @@ CASES = {
     "acvae": acvae,
     "fused": fused,
     "fisher": fisher,
+    "robust": robust,
 }
 
 

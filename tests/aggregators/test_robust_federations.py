@@ -1,0 +1,269 @@
+"""Robust rules in federations: resuming, engines, refusals, the table, and the server's own fit."""
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import (
+    Quadratic,
+    Quadratics,
+    Updates,
+    assert_equal,
+    assert_same_models,
+    federation,
+    run,
+    table_data,
+    table_model,
+)
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import (
+    Aggregator,
+    Bucketing,
+    CenteredClipping,
+    CoordinateMedian,
+    FedAvg,
+    FLTrust,
+    GeometricMedian,
+    Krum,
+    LocalOnly,
+    MultiKrum,
+    NormClipping,
+    TrimmedMean,
+)
+from flsuite.client.lr_decay import ExponentialDecay
+from flsuite.commands.main import main
+from flsuite.data import FederatedDataModule
+from flsuite.engines import Processes
+from flsuite.errors import FederationError
+from flsuite.exchange import PairwiseMasks
+from flsuite.models import FusedSpaceFed
+from flsuite.runs.settings import init_args
+from flsuite.schedules import Asynchronous, Schedule, Stragglers, Synchronous
+from flsuite.state import clone
+from tests.conftest import classifier, digits
+
+ROOT = Path(__file__).parents[2]
+RULES: dict[str, Callable[[], Aggregator]] = {
+    "median": CoordinateMedian,
+    "trimmed": lambda: TrimmedMean(1),
+    "krum": lambda: Krum(0),
+    "multi_krum": lambda: MultiKrum(0, 2),
+    "geometric": GeometricMedian,
+    "norm": NormClipping,
+    "centered": CenteredClipping,
+    "bucketing": lambda: Bucketing(CenteredClipping(), 2),
+    "fltrust": FLTrust,
+}
+
+
+def table(samples: int = 20) -> FederatedDataModule:
+    """Return the small tables, of which the server holds some samples."""
+    data = table_data()
+    data.server_samples = samples
+    return data
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_resumed_run_ends_like_one_that_never_stopped(name: str, tmp_path: Path) -> None:
+    settings = {"schedule": Synchronous(0.75), "max_epochs": 2}
+    whole = run(RULES[name](), 4, table(), **settings)
+    folder = str(tmp_path / "run")
+    run(RULES[name](), 2, table(), run_dir=folder, **settings)
+    resumed = federation(RULES[name](), 4, run_dir=folder, **settings)
+    resumed.fit(table_model(), table(), ckpt_path="last")
+    assert_same_models(whole, resumed)
+    assert bool(whole.aggregator.memory) == (name in ("centered", "bucketing"))
+
+
+@pytest.mark.parametrize("name", ["multi_krum", "bucketing", "fltrust"])
+def test_engines_end_with_the_same_bits(name: str) -> None:
+    whole = run(RULES[name](), 2, table())
+    for workers in (1, 2):
+        other = run(RULES[name](), 2, table(), engine=Processes(workers=workers))
+        assert_same_models(whole, other)
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    one = run(Bucketing(GeometricMedian(), 2), 2)
+    torch.set_num_threads(2)
+    assert_same_models(one, run(Bucketing(GeometricMedian(), 2), 2))
+    assert torch.get_num_threads() == 2
+
+
+# Too few clients
+
+
+@pytest.mark.parametrize(
+    ("rule", "schedule", "message"),
+    [
+        (Krum(1), None, "Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, and there"),
+        (TrimmedMean(1), Synchronous(2), "TrimmedMean needs more than 2 b = 2 updates for b = 1"),
+        (Bucketing(Krum(0), 2), None, "Bucketing makes 2 buckets of 4 updates, and Krum needs"),
+        (CoordinateMedian(), Asynchronous(4, 3), "CoordinateMedian needs updates of the current"),
+        (Bucketing(Krum(0)), Asynchronous(4, 3), "Bucketing needs updates of the current version"),
+    ],
+    ids=["krum", "trimmed", "buckets", "stale_median", "stale_buckets"],
+)
+def test_what_cannot_work_is_refused_before_training(
+    rule: Aggregator, schedule: Schedule | None, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    trainer = federation(rule, 2, schedule=schedule, run_dir=str(folder))
+    with pytest.raises(FlsuiteError, match=re.escape(message)) as refusal:
+        trainer.fit(table_model(), table_data())
+    assert "\n" not in str(refusal.value) and not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["norm", "centered", "bucketing"])
+def test_rules_on_changes_resume_where_rounds_do_not_wait(name: str, tmp_path: Path) -> None:
+    folder, settings = str(tmp_path / "run"), {"schedule": Asynchronous(4, 2)}
+    whole = run(RULES[name](), 4, **settings)
+    run(RULES[name](), 2, run_dir=folder, **settings)
+    resumed = federation(RULES[name](), 4, run_dir=folder, **settings)
+    resumed.fit(table_model(), table_data(), ckpt_path="last")
+    assert_same_models(whole, resumed)
+
+
+def test_over_selection_counts_what_the_round_takes() -> None:
+    schedule = Synchronous(2, over_selection=2.0, speeds=Stragglers())
+    with pytest.raises(FlsuiteError, match=r"needs more than 2 f \+ 2 = 2 .* there are 2"):
+        federation(Krum(0), 1, schedule=schedule).fit(table_model(), table_data())
+
+
+def test_a_round_with_too_many_failures_is_refused_by_the_rule(tmp_path: Path) -> None:
+    """Two of five clients fail, and Krum with one attacker needs five."""
+    data = Quadratics((1.0, 2.0, 3.0, -1.0, -1.0), (0.1, 0.2, 0.3, 0.0, 0.0))
+    trainer = federation(Krum(1), 3, run_dir=str(tmp_path / "run"))
+    with pytest.raises(FederationError) as refusal:
+        trainer.fit(Quadratic(), data)
+    assert str(refusal.value) == (
+        "round 1: Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, and there are 3; "
+        "lower trainer.aggregator.byzantine to at most 0, or let more clients train per round; the "
+        "state of round 0 is kept"
+    )
+    assert float(trainer.federation.state["w"]) == 0.0
+
+
+def test_a_secure_sum_hides_what_a_rule_needs() -> None:
+    with pytest.raises(FlsuiteError, match="CoordinateMedian needs every client's own update"):
+        run(CoordinateMedian(), 1, secure_sum=PairwiseMasks())
+
+
+def test_a_model_that_shares_nothing_is_left_alone() -> None:
+    class Nothing(CoordinateMedian):
+        private = ("",)
+
+    alone, other = run(LocalOnly(), 1), run(Nothing(), 1)
+    assert other.federation.state == {}
+    for client in range(4):
+        assert_equal(alone.federation.client_state(client), other.federation.client_state(client))
+
+
+# FLTrust
+
+
+def test_a_server_with_the_clients_data_trusts_them_all() -> None:
+    """All samples are alike, so that the server's fit is that of every client, and FedAvg's."""
+
+    def data(server: int) -> Quadratics:
+        made = Quadratics((2.0,) * 4, (1.5,) * 4, samples=(3, 3, 3, 3))
+        made.server_samples = server
+        return made
+
+    seen = Updates()
+    settings = {"max_epochs": 5, "lr_decay": ExponentialDecay(gamma=0.5)}
+    mean = run(FedAvg(), 3, data(0), model=Quadratic(), **settings)
+    trust = run(FLTrust(), 3, data(2), model=Quadratic(), callbacks=[seen], **settings)
+    torch.testing.assert_close(trust.federation.state["w"], mean.federation.state["w"])
+    assert [u.metrics["trust"] for u in seen.all] == pytest.approx([1.0] * 12)
+
+
+def test_the_servers_fit_changes_no_client_and_depends_on_seed_and_round_alone() -> None:
+    of_trust, of_mean = Updates(), Updates()
+    trust = run(FLTrust(), 1, table(), callbacks=[of_trust])
+    run(FedAvg(), 1, table(), callbacks=[of_mean])
+    for one, other in zip(of_trust.all, of_mean.all, strict=True):
+        assert_equal(one.state, other.state)
+
+    train, state = trust.aggregator.tools.train, clone(trust.federation.state)
+    before = torch.get_rng_state()
+    first, second = train(state, 5), train(state, 6)
+    assert_equal(first, train(state, 5))
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert_equal(state, trust.federation.state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fltrust_learns() -> None:
+    """Its steps are as long as the server's own, which has few samples."""
+    trainer = federation(FLTrust(), 6, max_epochs=4, precision="bf16-mixed")
+    trainer.fit(classifier(), digits(server_samples=100))
+    assert trainer.test()[0]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "samples", "message"),
+    [
+        (table_model, 0, "FLTrust trains on the server's own samples, and the server has no sam"),
+        (lambda: FusedSpaceFed(latent_dim=4), 50, "has no whole FusedSpaceFed, because clients"),
+    ],
+)
+def test_a_server_that_cannot_train_is_refused(
+    model: Callable[[], Any], samples: int, message: str
+) -> None:
+    data = table(samples) if model is table_model else digits(server_samples=samples)
+    for rule in (FLTrust(), Bucketing(FLTrust())):
+        with pytest.raises(FlsuiteError, match=message):
+            federation(rule, 1).fit(model(), data)
+
+
+def test_a_failure_of_the_servers_fit_is_named() -> None:
+    data = Quadratics((1.0, 1.0), (0.5, 0.5), samples=(3, 3))
+    data.server_samples = 2
+    trainer = federation(FLTrust(), 1)
+    run_ = trainer.prepare(Quadratic(), data)
+    run_.federation.data.server.x[:] = -1.0
+    with pytest.raises(FederationError, match="round 1: the server's own training failed: Runtime"):
+        run_.federation.aggregator.tools.train(run_.state, 1)
+
+
+# What a run shows
+
+
+def test_the_table_has_what_a_rule_did_to_each_client(tmp_path: Path) -> None:
+    run(MultiKrum(0, 2), 1, run_dir=str(tmp_path / "run"))
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    weights = {r["scope"]: float(r["value"]) for r in rows if r["metric"] == "weight"}
+    assert sorted(weights[str(client)] for client in range(4)) == [0.0, 0.0, 0.5, 0.5]
+    assert sum(row["metric"] == "krum_score" for row in rows) == 5
+
+
+def test_settings_say_which_rule_is_in_a_bucketing() -> None:
+    settings = init_args(Bucketing(Krum(3), 4))
+    assert "Krum" in str(settings) and "'byzantine': 3" in str(settings)
+
+
+def test_the_command_knows_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ["--trainer.rounds", "1", "--trainer.max_epochs", "1", "--run_dir", "run"]
+    quick = ["fit", "--config", str(ROOT / "configs" / "quickstart.yaml"), *short]
+    choose = "--trainer.aggregator"
+    bucketing = [choose, "Bucketing", f"{choose}.aggregator", "Krum", f"{choose}.size", "2"]
+    with pytest.raises(SystemExit) as exit:
+        main([*quick, *bucketing, f"{choose}.aggregator.byzantine", "0.2"])
+    assert exit.value.code == 0
+
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        main([*quick[:-1], "other", choose, "Krum", f"{choose}.byzantine", "4"])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1
+    assert "Krum needs more than 2 f + 2 = 10 updates for f = 4 attackers, and there" in error
+    assert not (tmp_path / "other").exists()

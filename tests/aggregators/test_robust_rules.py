@@ -1,0 +1,582 @@
+"""Robust rules on hand-made updates: breakdown points, limits, order, and other implementations."""
+
+import copy
+import itertools
+import logging
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federations import configured
+from scipy.optimize import minimize
+from stale_updates import assert_same_bits, late
+from torch import Tensor
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import (
+    Aggregator,
+    Bucketing,
+    CenteredClipping,
+    CoordinateMedian,
+    FedAvg,
+    FedBuff,
+    FLTrust,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    NormClipping,
+    TrimmedMean,
+)
+from flsuite.aggregators.robust.base import number_of
+from flsuite.aggregators.robust.vectors import Vectors
+from flsuite.aggregators.tools import ServerTools
+from flsuite.client.setup import client_half
+from flsuite.errors import FederationError
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.state import State, clone
+
+INF = float("inf")
+
+
+def numbers(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+def sent(rows: Sequence[Sequence[float]] | Tensor, samples: Sequence[int] = ()) -> list[Any]:
+    """Return an update per row, whose model is one vector ``w``."""
+    counts = samples or [1] * len(rows)
+    vectors = torch.as_tensor(rows, dtype=torch.float32)
+    return [late(k, {"w": row.clone()}, counts[k]) for k, row in enumerate(vectors)]
+
+
+def folded(
+    rule: Aggregator,
+    updates: Sequence[ClientUpdate],
+    start: State | None = None,
+    tools: ServerTools | None = None,
+) -> State:
+    start = {"w": torch.zeros_like(updates[0].state["w"])} if start is None else start
+    rule.tools = tools or ServerTools(seed=5)
+    configured(rule, "w", clients=len(updates))
+    return rule.aggregate(start, iter(updates))
+
+
+def cloud(clients: int, size: int = 6, seed: int = 0) -> Tensor:
+    return torch.randn(clients, size, generator=torch.Generator().manual_seed(seed))
+
+
+def models(clients: int = 9) -> tuple[State, list[ClientUpdate]]:
+    """Return a global state with a BatchNorm-like buffer and a counter, and clients' updates."""
+    generator = torch.Generator().manual_seed(1)
+
+    def state(count: int) -> State:
+        return {
+            "w": torch.randn(4, 3, generator=generator),
+            "variance": torch.rand(5, generator=generator) + 0.1,
+            "count": torch.tensor(count),
+        }
+
+    return state(1), [late(k, state(10 + k), k % 4 + 1) for k in range(clients)]
+
+
+def trusting(trained: State) -> ServerTools:
+    return ServerTools(seed=5, train=lambda *_: trained)
+
+
+RULES: dict[str, Callable[[], Aggregator]] = {
+    "median": CoordinateMedian,
+    "trimmed": lambda: TrimmedMean(0.3),
+    "krum": lambda: Krum(2),
+    "multi_krum": lambda: MultiKrum(2),
+    "geometric": GeometricMedian,
+    "norm": NormClipping,
+    "centered": lambda: CenteredClipping(iterations=2),
+    "bucketing": lambda: Bucketing(MultiKrum(1)),
+    "fltrust": FLTrust,
+}
+every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+
+
+# Breakdown points: eleven clients near 1 (or -1), and some that send a million
+
+
+def worst(rule: Aggregator, bad: int, total: int = 11, size: float = 1e6) -> float:
+    """Return the largest distance of the result from the honest clients' range.
+
+    The attackers send the same large vector of either sign.
+    """
+    honest = 1 + 0.1 * cloud(total - bad)
+    low, high = honest.amin(0), honest.amax(0)
+    outside = []
+    for sign in (1, -1):
+        attack = torch.full((bad, honest.shape[1]), sign * size)
+        new = folded(rule, sent(torch.cat([honest, attack])))["w"]
+        outside.append(torch.maximum(low - new, new - high).clamp(min=0).max().item())
+    return max(outside)
+
+
+@pytest.mark.parametrize(
+    ("make", "withstood"),
+    [
+        (CoordinateMedian, 5),
+        (lambda: TrimmedMean(3), 3),
+        (lambda: TrimmedMean(0.3), 3),
+        (lambda: Krum(4), 4),
+        (lambda: MultiKrum(4), 4),
+    ],
+    ids=["median", "trim_3", "trim_share", "krum", "multi_krum"],
+)
+def test_f_attackers_stay_within_the_honest_range(
+    make: Callable[[], Aggregator], withstood: int
+) -> None:
+    for bad in range(withstood + 1):
+        assert worst(make(), bad) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "broken"),
+    [
+        (CoordinateMedian, 6),
+        (lambda: TrimmedMean(3), 4),
+        (lambda: MultiKrum(2), 3),
+        # Colluders at one point are each other's n - f - 2 neighbours from that many on.
+        (lambda: Krum(4), 6),
+        (GeometricMedian, 6),
+        (FedAvg, 1),
+    ],
+    ids=["median", "trimmed", "multi_krum", "krum", "geometric", "fedavg"],
+)
+def test_one_more_attacker_moves_it_far(make: Callable[[], Aggregator], broken: int) -> None:
+    assert worst(make(), broken) > 1e4
+
+
+def test_the_geometric_median_is_bounded_below_one_half() -> None:
+    """Five of eleven attackers move it by no more than the honest clients' spread, however far."""
+    near = [worst(GeometricMedian(), 5, size=size) for size in (1e3, 1e6, 1e12)]
+    assert max(near) < 2 and near[1] == pytest.approx(near[2], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: NormClipping(0.5), lambda: CenteredClipping(0.5)], ids=["norm", "centered"]
+)
+def test_a_clipped_attacker_moves_the_model_by_its_share_of_the_radius(
+    make: Callable[[], Aggregator],
+) -> None:
+    rows = 0.1 * cloud(10)
+    clean = folded(make(), sent(rows))["w"]
+    for size in (10.0, 1e6, 1e30):
+        moved = rows.clone()
+        moved[3] = size
+        distance = (folded(make(), sent(moved))["w"] - clean).norm().item()
+        assert distance <= (0.5 + rows[3].norm().item()) / 10 + 1e-6
+
+
+def test_bucketing_withstands_as_many_buckets_as_attackers() -> None:
+    for bad, is_far in ((2, False), (6, True)):
+        new = worst(Bucketing(CoordinateMedian(), 2), bad, total=12)
+        assert (new > 1e4) == is_far
+
+
+def test_huge_numbers_do_not_overflow() -> None:
+    rows = cloud(9)
+    rows[[1, 5]] = 3e38
+    for make in (CoordinateMedian, lambda: Krum(2), GeometricMedian, NormClipping, TrimmedMean):
+        rule = TrimmedMean(2) if make is TrimmedMean else make()
+        assert folded(rule, sent(rows))["w"].abs().max() < 1e3
+
+
+# Limits at which a rule is the plain mean
+
+
+@pytest.mark.parametrize(
+    ("make", "weighting"),
+    [
+        (lambda: TrimmedMean(0), "uniform"),
+        (lambda: TrimmedMean(0.0), "uniform"),
+        (lambda: MultiKrum(0, selected=9), "uniform"),
+        (lambda: NormClipping(INF), "uniform"),
+        (lambda: NormClipping(INF, "samples"), "samples"),
+        (lambda: CenteredClipping(INF), "uniform"),
+        (lambda: CenteredClipping(INF, iterations=3), "uniform"),
+        (lambda: Bucketing(CoordinateMedian(), 9), "uniform"),
+        (lambda: Bucketing(TrimmedMean(0), 1), "uniform"),
+    ],
+    ids=[
+        "trim_0",
+        "trim_share_0",
+        "all_selected",
+        "norm",
+        "norm_by_samples",
+        "centered",
+        "centered_three_times",
+        "one_bucket",
+        "buckets_of_one",
+    ],
+)
+def test_it_is_fedavg_bit_for_bit(make: Callable[[], Aggregator], weighting: Any) -> None:
+    start, updates = models()
+    rule = make()
+    new, mean = folded(rule, updates, start), folded(FedAvg(weighting), updates, start)
+    assert_same_bits({"w": new["w"]}, {"w": mean["w"]})
+    assert new["count"] == mean["count"] == 18
+    if isinstance(rule, TrimmedMean | Bucketing):
+        assert_same_bits(new, mean)
+
+
+@pytest.mark.parametrize("name", ["median", "krum", "multi_krum", "geometric", "norm", "centered"])
+def test_buckets_of_one_client_change_nothing(name: str) -> None:
+    start, updates = models()
+    assert_same_bits(
+        folded(Bucketing(RULES[name](), 1), updates, start), folded(RULES[name](), updates, start)
+    )
+
+
+@every_rule
+def test_clients_that_agree_are_the_result(make: Callable[[], Aggregator]) -> None:
+    row = cloud(1)[0]
+    new = folded(make(), sent([row.tolist()] * 9), tools=trusting({"w": row}))
+    torch.testing.assert_close(new["w"], row, rtol=1e-6, atol=0)
+
+
+@every_rule
+def test_the_order_of_clients_changes_no_bit(make: Callable[[], Aggregator]) -> None:
+    start, updates = models()
+    results = []
+    for seed in range(4):
+        order = np.random.default_rng(seed).permutation(len(updates)).tolist()
+        fresh = [replace(updates[k], metrics={}) for k in order]
+        tools = trusting({"w": start["w"] + 0.5})
+        results.append((folded(make(), fresh, start, tools), {u.client: u.metrics for u in fresh}))
+    for new, metrics in results[1:]:
+        assert_same_bits(new, results[0][0])
+        assert metrics == results[0][1]
+
+
+@every_rule
+def test_nothing_that_was_given_changes(make: Callable[[], Aggregator]) -> None:
+    start, updates = models()
+    before = clone(start), copy.deepcopy(updates)
+    rule = make()
+    new = folded(rule, updates, start, trusting({"w": start["w"] + 0.5}))
+    rule.aggregate(new, iter(updates))
+    assert_same_bits(start, before[0])
+    for now, then in zip(updates, before[1], strict=True):
+        assert_same_bits(now.state, then.state)
+
+
+@every_rule
+def test_clients_have_no_part_in_a_rule(make: Callable[[], Aggregator]) -> None:
+    """Workers are sent neither the server's memory nor its tools, which hold the data."""
+    start, updates = models()
+    rule = make()
+    folded(rule, updates, start, trusting({"w": start["w"] + 0.5}))
+    half = client_half(rule)
+    assert half.tools == ServerTools()
+    assert len(pickle.dumps(half)) < 1000 and b"torch" not in pickle.dumps(half)
+    client = ClientContext(0, 1, 1, torch.ones(1), start, {}, {})
+    assert half.client_callbacks(client) == [] and rule.expected_extras(start) == {}
+
+
+# Rules against other implementations
+
+
+def test_the_median_is_numpys() -> None:
+    for clients in (1, 2, 7, 8):
+        rows = cloud(clients, 9000, seed=clients)
+        new = folded(CoordinateMedian(), sent(rows))["w"]
+        expected = np.median(rows.double().numpy(), axis=0).astype(np.float32)
+        assert np.array_equal(new.numpy(), expected)
+
+
+def test_the_trimmed_mean_is_scipys() -> None:
+    from scipy.stats import trim_mean
+
+    for clients, share in itertools.product((5, 10, 30), (0.1, 0.2, 0.3)):
+        rows = cloud(clients, 5000, seed=clients)
+        new = folded(TrimmedMean(share), sent(rows))["w"]
+        expected = trim_mean(rows.double().numpy(), share + 1e-12, axis=0)
+        np.testing.assert_allclose(new.numpy(), expected, rtol=0, atol=1e-6)
+
+
+def krum_by_hand(rows: Tensor, f: int) -> list[float]:
+    """Return Krum's scores by their definition, one distance at a time."""
+    n, scores = len(rows), []
+    for i in range(n):
+        squares = sorted(float((rows[i] - rows[j]).square().sum()) for j in range(n) if j != i)
+        scores.append(sum(squares[: n - f - 2]))
+    return scores
+
+
+@pytest.mark.parametrize(("n", "f"), [(3, 0), (5, 1), (9, 2), (9, 3), (12, 4)])
+def test_krum_is_its_definition(n: int, f: int) -> None:
+    for seed in range(5):
+        rows = cloud(n, seed=seed).double()
+        updates = [late(k, {"w": row.clone()}) for k, row in enumerate(rows)]
+        scores = krum_by_hand(rows, f)
+        new = folded(Krum(f), updates)["w"]
+        assert torch.equal(new, rows[int(np.argmin(scores))])
+        assert [u.metrics["krum_score"] for u in updates] == pytest.approx(scores, rel=1e-9)
+
+        best = np.argsort(scores, kind="stable")[:3].tolist()
+        mean = rows[sorted(best)].sum(0) / 3
+        torch.testing.assert_close(folded(MultiKrum(f, 3), updates)["w"], mean, rtol=0, atol=1e-15)
+        weights = [u.metrics["weight"] for u in updates]
+        assert weights == [1 / 3 if k in best else 0.0 for k in range(n)]
+
+
+def test_equal_scores_go_to_the_lower_client() -> None:
+    """With one neighbour each, the two closest have the same score."""
+    new = folded(Krum(0), sent([[5.0], [1.0], [1.5]]))
+    assert new["w"].item() == 1.0
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_the_geometric_median_is_the_minimum_that_scipy_finds(weighting: Any) -> None:
+    rows, samples = cloud(7, 4, seed=3).double(), [1, 2, 3, 1, 2, 3, 1]
+    updates = [late(k, {"w": row.clone()}, samples[k]) for k, row in enumerate(rows)]
+    alpha = np.array(samples if weighting == "samples" else [1] * 7, dtype=float)
+
+    def objective(z: np.ndarray) -> float:
+        return float((alpha * np.linalg.norm(rows.numpy() - z, axis=1)).sum())
+
+    expected = minimize(objective, rows.mean(0).numpy(), tol=1e-12).x
+    rule = GeometricMedian(iterations=1000, tolerance=1e-13, weighting=weighting)
+    np.testing.assert_allclose(folded(rule, updates)["w"].numpy(), expected, atol=1e-6)
+
+
+def test_known_geometric_medians() -> None:
+    corners = [[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    torch.testing.assert_close(folded(GeometricMedian(), sent(corners))["w"], numbers(0.5, 0.5))
+    # Three of five clients at one point are the median, which is met.
+    rows = [[2.0, 1.0]] * 3 + [[9.0, 9.0], [-50.0, 3.0]]
+    new = folded(GeometricMedian(1000), sent(rows))["w"]
+    torch.testing.assert_close(new, numbers(2.0, 1.0), rtol=0, atol=1e-4)
+    # The Fermat point of a triangle with an angle of 120 degrees is that corner.
+    side = math.sqrt(3)
+    triangle = [[0.0, 0.0], [1.0, 0.0], [-0.5, side / 2]]
+    new = folded(GeometricMedian(10_000, tolerance=0.0), sent(triangle))["w"]
+    torch.testing.assert_close(new, numbers(0.0, 0.0), rtol=0, atol=2e-2)
+
+
+def test_norm_clipping_by_hand() -> None:
+    updates = sent([[3.0, 4.0], [0.0, 1.0], [0.0, 0.0]])
+    new = folded(NormClipping(2.0), updates)
+    torch.testing.assert_close(new["w"], numbers(1.2, 2.6) / 3)
+    assert [u.metrics["clipped"] for u in updates] == [1.0, 0.0, 0.0]
+    assert [u.metrics["update_norm"] for u in updates] == pytest.approx([5.0, 1.0, 0.0])
+    assert [u.metrics["weight"] for u in updates] == pytest.approx([0.4 / 3, 1 / 3, 1 / 3])
+    # Without a radius it is the median of the norms, here 1.
+    rule = NormClipping()
+    torch.testing.assert_close(folded(rule, updates)["w"], numbers(0.6, 1.8) / 3)
+    assert rule.metrics["clip_radius"] == 1.0
+
+
+def centered_by_hand(v: Tensor, changes: Tensor, radius: float, iterations: int) -> Tensor:
+    for _ in range(iterations):
+        away = changes - v
+        v = v + (away * (radius / away.norm(dim=1, keepdim=True)).clamp(max=1)).mean(0)
+    return v
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+@pytest.mark.parametrize("centre", ["previous", "zero"])
+def test_centered_clipping_is_its_algorithm_round_after_round(iterations: int, centre: Any) -> None:
+    rule = configured(CenteredClipping(0.7, iterations, centre), "w")
+    state = {"w": cloud(1, seed=8)[0].double()}
+    v = torch.zeros_like(state["w"])
+    for round in range(3):
+        changes = cloud(6, seed=round).double()
+        updates = [late(k, {"w": state["w"] + change}) for k, change in enumerate(changes)]
+        new = rule.aggregate(state, iter(updates))
+        expected = centered_by_hand(v, changes, 0.7, iterations)
+        torch.testing.assert_close(new["w"], state["w"] + expected, rtol=0, atol=1e-12)
+        state, v = new, expected if centre == "previous" else v
+    assert rule.memory.keys() == ({"centre"} if centre == "previous" else set())
+
+
+def test_fltrust_by_hand() -> None:
+    start = {"w": numbers(1.0, 1.0)}
+    changes = [[4.0, 0.0], [0.0, 2.0], [3.0, 3.0], [-1.0, 0.0], [0.0, 0.0]]
+    updates = [late(k, {"w": start["w"] + numbers(*c)}) for k, c in enumerate(changes)]
+    rule = FLTrust()
+    new = folded(rule, updates, start, trusting({"w": start["w"] + numbers(2.0, 0.0)}))["w"]
+
+    # Trust: the cosines with (2, 0), none for the others. Each change is scaled to norm 2.
+    half = math.sqrt(0.5)
+    expected = (numbers(2.0, 0.0) + half * 2 * numbers(half, half)) / (1 + half)
+    torch.testing.assert_close(new, start["w"] + expected)
+    assert [u.metrics["trust"] for u in updates] == pytest.approx([1.0, 0.0, half, 0.0, 0.0])
+    assert updates[0].metrics["weight"] == pytest.approx(0.5 / (1 + half))
+    assert rule.metrics["server_norm"] == pytest.approx(2.0)
+
+
+def test_fltrust_without_any_trust_keeps_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    start = {"w": numbers(1.0, 1.0)}
+    updates = [late(k, {"w": start["w"] - 1.0}) for k in range(3)]
+    tools = trusting({"w": start["w"] + 1.0})
+    assert_same_bits(folded(FLTrust(), updates, start, tools), start)
+    assert "round 1: FLTrust trusts no client; the model stays" in caplog.text
+    # A server that has not moved has no direction.
+    assert_same_bits(folded(FLTrust(), updates, start, trusting(start)), start)
+
+
+# Buffers
+
+
+def test_buffers_take_the_median_and_counters_the_maximum() -> None:
+    start, updates = models(5)
+    updates[4].state["variance"] = torch.full((5,), 1e6)
+    for name in ("krum", "geometric", "norm", "centered", "median"):
+        rule = Krum(1) if name == "krum" else RULES[name]()
+        new = folded(rule, updates, start)
+        rows = torch.stack([u.state["variance"] for u in updates])
+        torch.testing.assert_close(new["variance"], rows.median(0).values)
+        assert new["count"].item() == 14 and new["count"].dtype == torch.int64
+
+
+@every_rule
+def test_dtypes_and_shapes_are_kept(make: Callable[[], Aggregator]) -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        start, updates = models()
+        start["w"] = start["w"].to(dtype)
+        for each in updates:
+            each.state["w"] = each.state["w"].to(dtype)
+        new = folded(make(), updates, start, trusting({"w": start["w"] + 0.5}))
+        assert list(new) == list(start)
+        assert all(new[k].dtype == v.dtype and new[k].shape == v.shape for k, v in start.items())
+
+
+def test_a_layer_as_large_as_many_blocks() -> None:
+    """A rule on a long vector is the rule on its parts."""
+    rows = cloud(5, 10_000)
+    whole = Vectors(torch.zeros(10_000), list(rows))
+    torch.testing.assert_close(
+        whole.gram(), rows.double() @ rows.double().T, rtol=1e-12, atol=1e-10
+    )
+    torch.testing.assert_close(whole.squared_norms(), rows.double().square().sum(1))
+    assert torch.equal(whole.gram(), whole.gram().T)
+
+
+# Stale updates
+
+
+@pytest.mark.parametrize("make", [NormClipping, CenteredClipping])
+def test_a_stale_change_is_measured_from_its_own_base(make: Any) -> None:
+    now, base = {"w": numbers(5.0, 5.0)}, {"w": numbers(1.0, 2.0)}
+    updates = [late(k, {"w": base["w"] + k}, 1, staleness=2, base=base) for k in range(3)]
+    new = folded(make(INF), updates, now)
+    expected = folded(FedBuff(staleness="constant"), updates, now)
+    torch.testing.assert_close(new["w"], expected["w"])
+    assert make.accepts_stale and Bucketing(make()).accepts_stale
+    assert not Bucketing(CoordinateMedian()).accepts_stale
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "enough", "message"),
+    [
+        (
+            lambda: Krum(2),
+            7,
+            "Krum needs more than 2 f + 2 = 6 updates for f = 2 attackers, and there are 6; lower "
+            "trainer.aggregator.byzantine to at most 1, or let more clients train per round",
+        ),
+        (lambda: MultiKrum(0, 4), 4, "MultiKrum needs the 4 updates that it selects, and there"),
+        (
+            lambda: Krum(0),
+            3,
+            "Krum needs more than 2 f + 2 = 2 updates for f = 0 attackers, and there are 2; let "
+            "more clients train per round",
+        ),
+        (lambda: TrimmedMean(2), 5, "TrimmedMean needs more than 2 b = 4 updates for b = 2, and"),
+        (
+            lambda: Bucketing(Krum(1), 2),
+            9,
+            "Bucketing makes 4 buckets of 8 updates, and Krum needs more than 2 f + 2 = 4 updates "
+            "for f = 1 attackers, and there are 4; lower trainer.aggregator.aggregator.byzantine",
+        ),
+    ],
+)
+def test_too_few_updates_are_refused(
+    make: Callable[[], Aggregator], enough: int, message: str
+) -> None:
+    rule = make()
+    assert rule.too_few(enough) is None
+    assert message in str(rule.too_few(enough - 1)) and "\n" not in str(rule.too_few(enough - 1))
+    folded(make(), sent(cloud(enough)))
+    with pytest.raises(FederationError, match=r"^round 1: .* the state of round 0 is kept$"):
+        folded(make(), sent(cloud(enough - 1)))
+
+
+def test_a_share_of_attackers_is_rounded_down() -> None:
+    assert [number_of(0.3, n) for n in (3, 9, 10, 30)] == [0, 2, 3, 9]
+    assert number_of(2, 5) == 2 and TrimmedMean(0.49).too_few(1) is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Krum(-1),
+        lambda: Krum(0.5),
+        lambda: Krum(True),
+        lambda: TrimmedMean(-0.1),
+        lambda: TrimmedMean(1.0),
+        lambda: MultiKrum(1, 0),
+        lambda: GeometricMedian(0),
+        lambda: GeometricMedian(smoothing=0.0),
+        lambda: GeometricMedian(tolerance=-1.0),
+        lambda: GeometricMedian(weighting="size"),
+        lambda: NormClipping(0.0),
+        lambda: NormClipping(float("nan")),
+        lambda: NormClipping(weighting="size"),
+        lambda: CenteredClipping(-1.0),
+        lambda: CenteredClipping(iterations=0),
+        lambda: CenteredClipping(centre="mean"),
+        lambda: Bucketing(FedAvg()),
+        lambda: Bucketing(CoordinateMedian(), 0),
+    ],
+)
+def test_a_bad_argument_is_one_line(make: Callable[[], Aggregator]) -> None:
+    with pytest.raises(FlsuiteError, match=r"^[A-Za-z]+: [^\n]* must be [^\n]*$"):
+        make()
+
+
+# The log
+
+
+def test_who_is_left_out_is_named_with_the_rule(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flsuite")
+    rows = 0.1 * cloud(7)
+    rows[[2, 5]] = 50.0
+    folded(MultiKrum(2), sent(rows))
+    folded(NormClipping(1.0), sent(rows))
+    folded(CenteredClipping(1.0), sent(rows))
+    folded(FLTrust(), sent(rows), tools=trusting({"w": -torch.ones(6)}))
+    assert "round 1: MultiKrum left out clients 2, 5\n" in caplog.text
+    assert "round 1: NormClipping clipped clients 2, 5\n" in caplog.text
+    assert "round 1: CenteredClipping clipped clients 2, 5\n" in caplog.text
+    assert "FLTrust left out clients" in caplog.text
+    folded(Krum(0), sent(0.1 * cloud(40)))
+    assert "0, 1, 2" in caplog.text and "and 19 more" in caplog.text
+
+
+def test_the_members_of_a_bucket_share_its_numbers() -> None:
+    updates = sent(cloud(9))
+    folded(Bucketing(MultiKrum(1), 2), updates)
+    buckets: dict[float, list[dict[str, float]]] = {}
+    for each in updates:
+        buckets.setdefault(each.metrics["bucket"], []).append(each.metrics)
+    assert sorted(map(len, buckets.values())) == [1, 2, 2, 2, 2]
+    assert all(one == other for group in buckets.values() for one in group for other in group)
+    assert sum(u.metrics["weight"] for u in updates) == pytest.approx(1.0)
+    first = [u.metrics["bucket"] for u in updates]
+    again = [replace(u, round=2, metrics={}) for u in updates]
+    folded(Bucketing(MultiKrum(1), 2), again)
+    assert [u.metrics["bucket"] for u in again] != first, "drawn anew in each round"
