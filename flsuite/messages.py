@@ -18,6 +18,7 @@ __all__ = [
     "ClientFailure",
     "ClientResult",
     "ClientUpdate",
+    "Fault",
     "FitAssignment",
     "FitRequest",
     "Outcome",
@@ -30,6 +31,10 @@ __all__ = [
 
 POOLED = -1
 """The number of the virtual client that holds the training samples of all clients."""
+
+
+Fault = Literal["raises", "nan", "shapes", "hangs", "dies", "late", "twice"]
+"""A fault on purpose, see :class:`flsuite.schedules.Faults`."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class FitRequest:
         trained: What this very fit has led to in another run. The client then does not train again.
         part: The part of the cohort that the client is in. One worker may train a whole part.
             Default: it trains for itself.
+        fault: How this fit is to fail, for an experiment. Default: not at all.
     """
 
     number: int
@@ -106,6 +112,7 @@ class FitRequest:
     repeat: int = 0
     trained: TrainedFit | None = None
     part: int | None = None
+    fault: Fault | None = None
 
     @property
     def client(self) -> int:
@@ -117,7 +124,7 @@ class FitRequest:
     ) -> "ClientFailure":
         """Return the outcome of this request if it fails."""
         client, round = self.assignment.client, self.broadcast.round
-        return ClientFailure(client, round, reason, details, before_first_step)
+        return ClientFailure(client, round, reason, details, before_first_step, self.number)
 
 
 Split = Literal["val", "test"]
@@ -213,7 +220,7 @@ class ClientUpdate:
         bytes_up: Bytes sent, tensors in their own dtype.
         bytes_down: Bytes received.
         seconds: Wall time of the fit.
-        number: Number of the fit in the run. The server sets it.
+        number: Number of the fit in the run. The server takes each fit once.
         staleness: Aggregations between the version it started from and its arrival. The server sets
             it, to 0 in a synchronous round.
         base: The shared state that the client started from. The server sets it. Without staleness
@@ -320,7 +327,7 @@ class ClientFailure:
         details: The traceback, where there is one.
         before_first_step: Whether the client's code raised before its first step. If all clients
             fail in this way, a setting is the reason.
-        number: Number of the fit in the run. The server sets it.
+        number: Number of the fit in the run. The server takes each fit once.
     """
 
     client: int

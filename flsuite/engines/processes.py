@@ -20,6 +20,7 @@ from flsuite.engines.worker import Fatal, Ready, serve
 from flsuite.errors import FlsuiteError, one_line, require_at_least, require_positive
 from flsuite.messages import (
     Broadcast,
+    Fault,
     ScoreRequest,
 )
 
@@ -116,6 +117,11 @@ class Processes(Pool):
         if self._payload is not None:
             os.close(self._payload[0])
             self._payload = None
+
+    @property
+    def survives(self) -> frozenset[Fault]:
+        lost: set[Fault] = {"dies"} if self.timeout is None else {"dies", "hangs"}
+        return super().survives | lost
 
     def _sums_parts(self) -> bool:
         # With a timeout, a client that takes too long must not take others with it.

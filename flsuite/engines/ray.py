@@ -31,6 +31,7 @@ from flsuite.errors import (
 from flsuite.messages import (
     Broadcast,
     ClientResult,
+    Fault,
     ScoreRequest,
 )
 from flsuite.state import nbytes
@@ -174,6 +175,10 @@ class Ray(Pool):
         if owned:
             with _signal_handlers_kept():
                 ray.shutdown()
+
+    @property
+    def survives(self) -> frozenset[Fault]:
+        return super().survives | {"dies"}
 
     # From requests to calls
 

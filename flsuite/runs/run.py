@@ -481,7 +481,12 @@ class Run:
 
     @contextmanager
     def on(self, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
-        """Start the engine, which trains and scores the clients, and stop it at the end."""
+        """Start the engine, which trains and scores the clients, and stop it at the end.
+
+        Raises:
+            FlsuiteError: If the schedule cannot go on this engine.
+        """
+        self.federation.schedule.require(engine)
         self.evaluator.engine = engine
         try:
             with engine.running(setup):
@@ -502,6 +507,8 @@ class Run:
 
     def _accepted(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
         for outcome in outcomes:
+            if not self.federation.awaits(outcome):
+                continue
             checked = self.federation.accept(outcome)
             self.notify("on_client_end", checked)
             if isinstance(checked, ClientResult):

@@ -193,8 +193,31 @@ class Federation:
             requests += self._requests(list(fits), self._broadcast(version, callbacks))
         return requests
 
+    def awaits(self, outcome: Outcome) -> bool:
+        """Return whether the server waits for the outcome of this fit.
+
+        A message that comes a second time, or after its round was closed, is named in the log.
+        """
+        sender = outcome.update if isinstance(outcome, ClientResult) else outcome
+        start = self._started.get(sender.client)
+        if start is not None and start.number == sender.number:
+            return True
+
+        is_second = any(update.number == sender.number for update in self.log.updates)
+        log.warning(
+            "round %d: a message of client %d was refused: %s",
+            self.round + 1,
+            sender.client,
+            "it came a second time"
+            if is_second
+            else f"it came too late, after its fit of round {sender.round} was closed",
+        )
+        if isinstance(sender, ClientUpdate):
+            self.log.lost_up += sender.bytes_up
+        return False
+
     def accept(self, outcome: Outcome) -> Outcome:
-        """Check an outcome and record it.
+        """Check an outcome that the server waits for, and record it.
 
         A faulty update becomes a failure, which names the client and the reason in the log.
         """
@@ -375,7 +398,9 @@ class Federation:
             part = None if self.schedule.is_asynchronous else place // size
             self._started[assignment.client] = _Start(fit.number, broadcast, stands_for, part)
             memory = self.clients.request_memory(assignment.client)
-            request = FitRequest(fit.number, assignment, broadcast, memory, fit.repeat, part=part)
+            request = FitRequest(
+                fit.number, assignment, broadcast, memory, fit.repeat, part=part, fault=fit.fault
+            )
             requests.append(replace(request, trained=self._trained(request)))
         return requests
 
