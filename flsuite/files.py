@@ -1,14 +1,28 @@
 """Files that are written whole or not at all."""
 
 import contextlib
+import errno
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["BackgroundTask", "atomic_save", "flush_to_disk", "make_folder", "replace_file"]
+__all__ = [
+    "BackgroundTask",
+    "atomic_save",
+    "flush_to_disk",
+    "is_of_the_disk",
+    "make_folder",
+    "replace_file",
+    "save_tensors",
+]
+
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
+_A_FULL_DISK = 1 << 16  # bytes that are left: what torch could not write is longer
 
 
 def make_folder(path: Path) -> Path:
@@ -36,6 +50,28 @@ def atomic_save(write: Callable[[Path], object], path: Path) -> None:
         path: The file to replace.
     """
     replace_file(write, path, flush=True)
+
+
+def save_tensors(content: Any, path: Path) -> None:
+    """Write plain data with tensors as one file of torch's format.
+
+    Raises:
+        OSError: If the disk is full. torch itself raises a RuntimeError that says nothing of it.
+    """
+    import torch  # commands that need no torch import this module
+
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:
+        is_full = shutil.disk_usage(path.parent).free < _A_FULL_DISK
+        number = errno.ENOSPC if is_full else errno.EIO
+        reason = os.strerror(number) if is_full else one_line(error, 200)
+        raise OSError(number, reason, str(path)) from error
+
+
+def is_of_the_disk(error: OSError) -> bool:
+    """Return whether a disk that is full, read-only or broken is the reason of an error."""
+    return error.errno in _OF_A_DISK
 
 
 def replace_file(write: Callable[[Path], object], path: Path, flush: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_file
+from flsuite.files import replace_file, save_tensors
 from flsuite.state import nbytes, plain
 
 __all__ = ["ClientStore", "Memory"]
@@ -86,7 +86,7 @@ class ClientStore:
         if self._fresh and self.folder is not None:
             self.folder.mkdir(exist_ok=True)
             fresh = self._fresh
-            replace_file(lambda path: torch.save(fresh, path), self._path(round))
+            replace_file(lambda path: save_tensors(fresh, path), self._path(round))
             written = [self._path(round), self.folder]
         for client, memory in self._fresh.items():
             self.versions[client] = round

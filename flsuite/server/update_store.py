@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder, replace_file
+from flsuite.files import make_folder, replace_file, save_tensors
 from flsuite.messages import ClientResult, TrainedFit
 from flsuite.state import plain
 
@@ -37,7 +37,7 @@ class UpdateStore:
         path = self._path(update.round, update.client)
         make_folder(path.parent)
         named = plain(content, f"the update of client {update.client}")
-        replace_file(lambda temporary: torch.save(named, temporary), path)
+        replace_file(lambda temporary: save_tensors(named, temporary), path)
 
     def read(self, round: int, client: int) -> TrainedFit | None:
         """Return what a client's training has led to, or ``None`` if it is not kept.

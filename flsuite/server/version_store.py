@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_file
+from flsuite.files import replace_file, save_tensors
 from flsuite.messages import Broadcast
 from flsuite.state import plain
 
@@ -100,7 +100,7 @@ class VersionStore:
         }
         version = broadcast.round - 1
         readable = plain(content, f"version {version} of the global model")
-        replace_file(lambda path: torch.save(readable, path), self._path(version))
+        replace_file(lambda path: save_tensors(readable, path), self._path(version))
         self._written.add(version)
 
     def _read(self, version: int, callbacks: tuple[Callback, ...]) -> Broadcast:
