@@ -21,7 +21,7 @@ class Termination:
 def ending_on_sigterm() -> Iterator[Termination]:
     """Interrupt the command when a SIGTERM comes, as Ctrl-C would.
 
-    Further ones are ignored: clusters may repeat it while the run is being closed.
+    Further ones are ignored until the process ends: clusters repeat it, and the status must stay.
     """
     termination = Termination()
     if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
@@ -37,4 +37,5 @@ def ending_on_sigterm() -> Iterator[Termination]:
     try:
         yield termination
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if not termination.has_come:
+            signal.signal(signal.SIGTERM, before)
