@@ -3,6 +3,7 @@
 They are plain data: the same in one process, across processes, and on a wire.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -258,8 +259,8 @@ class ClientUpdate:
             extras: A template of the extras, see :meth:`Aggregator.expected_extras`.
             reads_numbers: Whether every number is looked at: it must be finite.
         """
-        if self.samples < 1:
-            return f"it claims {self.samples} training samples"
+        if fault := self._fault_of_numbers():
+            return fault
         if difference := mismatch(self.state, state) or mismatch(
             self.extras, extras or {}, "extras"
         ):
@@ -274,6 +275,21 @@ class ClientUpdate:
                 f"{name} is not finite; lower the learning rate, or clip gradients with "
                 "trainer.gradient_clip_val or the model's own clip"
             )
+        return None
+
+    def _fault_of_numbers(self) -> str | None:
+        """Return what is wrong with the numbers beside the tensors, which the record is made of."""
+        if type(self.samples) is not int or self.samples < 1:
+            return f"it claims {self.samples!r} training samples"
+        for name in ("steps", "bytes_up", "bytes_down", "seconds"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                return f"its {name} are {value!r}"
+        for name, value in self.metrics.items() if isinstance(self.metrics, dict) else [("", "")]:
+            if type(name) is not str or type(value) not in (int, float):
+                return f"its metrics are no numbers: {self.metrics!r}"[:200]
+        if not isinstance(self.class_counts, Tensor) or self.class_counts.ndim != 1:
+            return "its class counts are no vector"
         return None
 
     def without_tensors(self) -> "ClientUpdate":
@@ -312,6 +328,8 @@ class ClientResult:
             return None
         if fault := self.update.fault(state, extras, reads_numbers):
             return fault
+        if not isinstance(self.memory, dict):
+            return "what it keeps is no dict"
         name = non_finite(self.memory.get("model", {}))
         return None if name is None else f"its private entry {name} is not finite"
 

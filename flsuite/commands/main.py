@@ -328,6 +328,8 @@ def import_plugins(args: list[str]) -> None:
     except yaml.YAMLError as error:
         raise FlsuiteError(f"plugins: not a list of modules ({one_line(error)})") from error
     for plugins in [*given, *(config.get("plugins") for config in configs)]:
+        if not isinstance(plugins, str | list | None):
+            raise FlsuiteError(f"plugins: expected a list of modules, got {plugins!r}")
         for plugin in [plugins] if isinstance(plugins, str) else plugins or []:
             if not isinstance(plugin, str):
                 raise FlsuiteError(f"plugins: {plugin!r} is not the name of a module")

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import atomic_save, flush_to_disk, replace_file, save_tensors
+from flsuite.files import atomic_save, flush_to_disk, replace_file, require_whole, save_tensors
 from flsuite.runs.settings import describe, differences, init_args
 from flsuite.state import State, plain
 
@@ -85,6 +85,7 @@ def read_frozen(names: Sequence[str], folder: Path) -> State:
         return {}
     path = folder / _FROZEN
     try:
+        require_whole(path)
         state: State = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         raise FlsuiteError(
@@ -112,6 +113,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         # weights_only: a pickle from elsewhere could run code.
         content = torch.load(path, weights_only=True, map_location="cpu")
+        require_whole(path)  # last: of another kind of file, the errors of torch say more
     except Exception as error:
         reason = one_line(error, longest=200)
         raise FlsuiteError(f"{path} cannot be read as a checkpoint: {reason}") from error

@@ -199,21 +199,22 @@ class Federation:
         A message that comes a second time, or after its round was closed, is named in the log.
         """
         sender = outcome.update if isinstance(outcome, ClientResult) else outcome
-        start = self._started.get(sender.client)
+        # A message may claim anything, such as a client that is no number.
+        is_client = isinstance(sender.client, int)
+        start = self._started.get(sender.client) if is_client else None
         if start is not None and start.number == sender.number:
             return True
 
         is_second = any(update.number == sender.number for update in self.log.updates)
         log.warning(
-            "round %d: a message of client %d was refused: %s",
+            "round %d: a message of client %s was refused: %s",
             self.round + 1,
             sender.client,
             "it came a second time"
             if is_second
             else f"it came too late, after its fit of round {sender.round} was closed",
         )
-        if isinstance(sender, ClientUpdate):
-            self.log.lost_up += sender.bytes_up
+        self._count_refused(sender)
         return False
 
     def accept(self, outcome: Outcome) -> Outcome:
@@ -370,8 +371,12 @@ class Federation:
     def _count_lost(self, start: "_Start", sender: ClientUpdate | ClientFailure) -> None:
         """Count the traffic of a client whose update is not used."""
         self.log.lost_down += nbytes(start.broadcast.state) + nbytes(start.broadcast.extras)
-        if isinstance(sender, ClientUpdate):  # it was refused when it had arrived
-            self.log.lost_up += sender.bytes_up
+        self._count_refused(sender)
+
+    def _count_refused(self, sender: ClientUpdate | ClientFailure) -> None:
+        """Count the bytes of an update that has arrived and was refused, if they are a number."""
+        if isinstance(sender, ClientUpdate) and isinstance(sender.bytes_up, int):
+            self.log.lost_up += max(sender.bytes_up, 0)
 
     def _base(self, broadcast: Broadcast) -> State:
         """Return the state that a client's change is measured from."""

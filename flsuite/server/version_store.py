@@ -4,11 +4,10 @@ import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_file, save_tensors
+from flsuite.files import load_tensors, replace_file, save_tensors
 from flsuite.messages import Broadcast
 from flsuite.state import plain
 
@@ -104,7 +103,7 @@ class VersionStore:
         self._written.add(version)
 
     def _read(self, version: int, callbacks: tuple[Callback, ...]) -> Broadcast:
-        content = torch.load(self._path(version), weights_only=True, map_location="cpu")
+        content = load_tensors(self._path(version), "go on from best.ckpt, or start a new run")
         for callback, state in zip(callbacks, content["callbacks"], strict=True):
             if state:
                 callback.load_state_dict(state)
