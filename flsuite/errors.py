@@ -14,8 +14,12 @@ __all__ = [
     "require_instance",
     "require_one_of",
     "require_positive",
+    "require_threads",
     "require_whole",
 ]
+
+
+_MOST_THREADS = 4096
 
 
 class FlsuiteError(Exception):
@@ -66,6 +70,13 @@ def require_whole(owner: str, least: int, **numbers: int | None) -> None:
         if value is not None and type(value) is not int:
             raise FlsuiteError(f"{owner}: {name} must be a whole number, got {value!r}")
     require_at_least(owner, least, **numbers)
+
+
+def require_threads(owner: str, threads: int) -> None:
+    """Refuse a number of threads that no machine has, which torch would not take either."""
+    require_whole(owner, 1, threads=threads)
+    if threads is None or threads > _MOST_THREADS:
+        raise FlsuiteError(f"{owner}: threads must be at most {_MOST_THREADS}, got {threads}")
 
 
 def require_positive(owner: str, **numbers: float | None) -> None:

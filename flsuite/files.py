@@ -1,14 +1,31 @@
 """Files that are written whole or not at all."""
 
 import contextlib
+import errno
 import os
+import shutil
+import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["BackgroundTask", "atomic_save", "flush_to_disk", "make_folder", "replace_file"]
+__all__ = [
+    "BackgroundTask",
+    "atomic_save",
+    "flush_to_disk",
+    "is_of_the_disk",
+    "load_tensors",
+    "make_folder",
+    "replace_file",
+    "require_whole",
+    "save_tensors",
+]
+
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
+_A_FULL_DISK = 1 << 16  # bytes that are left: what torch could not write is longer
 
 
 def make_folder(path: Path) -> Path:
@@ -36,6 +53,67 @@ def atomic_save(write: Callable[[Path], object], path: Path) -> None:
         path: The file to replace.
     """
     replace_file(write, path, flush=True)
+
+
+def save_tensors(content: Any, path: Path) -> None:
+    """Write plain data with tensors as one file of torch's format.
+
+    Raises:
+        OSError: If the disk is full. torch itself raises a RuntimeError that says nothing of it.
+    """
+    import torch  # commands that need no torch import this module
+
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:
+        is_full = shutil.disk_usage(path.parent).free < _A_FULL_DISK
+        number = errno.ENOSPC if is_full else errno.EIO
+        reason = os.strerror(number) if is_full else one_line(error, 200)
+        raise OSError(number, reason, str(path)) from error
+
+
+def load_tensors(path: Path, remedy: str) -> Any:
+    """Read what :func:`save_tensors` wrote, as plain data on the CPU.
+
+    Checksums are compared, so that no altered number is taken for a weight. Nothing in the file is
+    executed.
+
+    Args:
+        path: The file.
+        remedy: What to do if it is damaged, for the message.
+
+    Raises:
+        FlsuiteError: If the file is damaged, or another kind of file.
+        OSError: If the file cannot be opened.
+    """
+    import torch  # commands that need no torch import this module
+
+    try:
+        require_whole(path)
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception as error:  # torch, zip and pickle raise errors of their own
+        raise FlsuiteError(
+            f"{path} cannot be read: it is damaged, or no such file of flsuite "
+            f"({one_line(error, 200)}); {remedy}"
+        ) from error
+
+
+def require_whole(path: Path) -> None:
+    """Compare the checksums of an archive, which torch itself does not.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: If one of them is wrong, or it is no archive.
+    """
+    with zipfile.ZipFile(path) as archive:
+        if wrong := archive.testzip():
+            raise ValueError(f"the checksum of {wrong} is wrong")
+
+
+def is_of_the_disk(error: OSError) -> bool:
+    """Return whether a disk that is full, read-only or broken is the reason of an error."""
+    return error.errno in _OF_A_DISK
 
 
 def replace_file(write: Callable[[Path], object], path: Path, flush: bool = False) -> None:

@@ -3,6 +3,7 @@
 They are plain data: the same in one process, across processes, and on a wire.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ __all__ = [
     "ClientFailure",
     "ClientResult",
     "ClientUpdate",
+    "Fault",
     "FitAssignment",
     "FitRequest",
     "Outcome",
@@ -30,6 +32,10 @@ __all__ = [
 
 POOLED = -1
 """The number of the virtual client that holds the training samples of all clients."""
+
+
+Fault = Literal["raises", "nan", "shapes", "hangs", "dies", "late", "twice"]
+"""A fault on purpose, see :class:`flsuite.schedules.Faults`."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class FitRequest:
         trained: What this very fit has led to in another run. The client then does not train again.
         part: The part of the cohort that the client is in. One worker may train a whole part.
             Default: it trains for itself.
+        fault: How this fit is to fail, for an experiment. Default: not at all.
     """
 
     number: int
@@ -106,6 +113,7 @@ class FitRequest:
     repeat: int = 0
     trained: TrainedFit | None = None
     part: int | None = None
+    fault: Fault | None = None
 
     @property
     def client(self) -> int:
@@ -117,7 +125,7 @@ class FitRequest:
     ) -> "ClientFailure":
         """Return the outcome of this request if it fails."""
         client, round = self.assignment.client, self.broadcast.round
-        return ClientFailure(client, round, reason, details, before_first_step)
+        return ClientFailure(client, round, reason, details, before_first_step, self.number)
 
 
 Split = Literal["val", "test"]
@@ -213,7 +221,7 @@ class ClientUpdate:
         bytes_up: Bytes sent, tensors in their own dtype.
         bytes_down: Bytes received.
         seconds: Wall time of the fit.
-        number: Number of the fit in the run. The server sets it.
+        number: Number of the fit in the run. The server takes each fit once.
         staleness: Aggregations between the version it started from and its arrival. The server sets
             it, to 0 in a synchronous round.
         base: The shared state that the client started from. The server sets it. Without staleness
@@ -251,8 +259,8 @@ class ClientUpdate:
             extras: A template of the extras, see :meth:`Aggregator.expected_extras`.
             reads_numbers: Whether every number is looked at: it must be finite.
         """
-        if self.samples < 1:
-            return f"it claims {self.samples} training samples"
+        if fault := self._fault_of_numbers():
+            return fault
         if difference := mismatch(self.state, state) or mismatch(
             self.extras, extras or {}, "extras"
         ):
@@ -267,6 +275,21 @@ class ClientUpdate:
                 f"{name} is not finite; lower the learning rate, or clip gradients with "
                 "trainer.gradient_clip_val or the model's own clip"
             )
+        return None
+
+    def _fault_of_numbers(self) -> str | None:
+        """Return what is wrong with the numbers beside the tensors, which the record is made of."""
+        if type(self.samples) is not int or self.samples < 1:
+            return f"it claims {self.samples!r} training samples"
+        for name in ("steps", "bytes_up", "bytes_down", "seconds"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                return f"its {name} are {value!r}"
+        for name, value in self.metrics.items() if isinstance(self.metrics, dict) else [("", "")]:
+            if type(name) is not str or type(value) not in (int, float):
+                return f"its metrics are no numbers: {self.metrics!r}"[:200]
+        if not isinstance(self.class_counts, Tensor) or self.class_counts.ndim != 1:
+            return "its class counts are no vector"
         return None
 
     def without_tensors(self) -> "ClientUpdate":
@@ -305,6 +328,8 @@ class ClientResult:
             return None
         if fault := self.update.fault(state, extras, reads_numbers):
             return fault
+        if not isinstance(self.memory, dict):
+            return "what it keeps is no dict"
         name = non_finite(self.memory.get("model", {}))
         return None if name is None else f"its private entry {name} is not finite"
 
@@ -320,7 +345,7 @@ class ClientFailure:
         details: The traceback, where there is one.
         before_first_step: Whether the client's code raised before its first step. If all clients
             fail in this way, a setting is the reason.
-        number: Number of the fit in the run. The server sets it.
+        number: Number of the fit in the run. The server takes each fit once.
     """
 
     client: int

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.aggregators.after_fit import AfterFit
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
+from flsuite.client.faults import carry_out
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
 from flsuite.client.resident import Resident
@@ -128,7 +129,9 @@ class ClientRunner:
             outcome = self.run(request)
             if isinstance(outcome, ClientResult):
                 update = outcome.update
-                if outcome.fault(request.broadcast.state, reads_numbers=reads_numbers) is None:
+                is_late = request.fault == "late"  # its part is summed up without it
+                fault = outcome.fault(request.broadcast.state, reads_numbers=reads_numbers)
+                if fault is None and not is_late:
                     total.add(update.state, self.setup.aggregator.weight(update))
                     update.state, update.partial, last = {}, RunningMean(), update
             outcomes.append(outcome)
@@ -254,10 +257,11 @@ class ClientRunner:
             samples=client.samples,
             steps=steps,
             class_counts=client.class_counts,
-            state=clone(shared),
+            state=carry_out(request.fault, clone(shared)),
             extras=client.extras,
             metrics={**numbers, **_numbers(client.metrics)},
             bytes_down=self._bytes_of(broadcast),
+            number=request.number,
         )
         notes = copy.deepcopy(request.memory.get("exchange", {}))
         packed, summands = setup.exchange.pack(update, setup.aggregator, broadcast.state, notes)

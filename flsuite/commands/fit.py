@@ -18,7 +18,7 @@ import flsuite.engines.ray
 import flsuite.models
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
 from flsuite.commands.loggers import complete_loggers
-from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
+from flsuite.commands.parsing import OneLineParser, config_name, plain_errors, refuse_nulls
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.runs.folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
@@ -101,7 +101,7 @@ class _FederatedCLI(LightningCLI):
 
     def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything")
-        if not 0 <= int(seed) < 1 << 32:
+        if seed is None or not 0 <= int(seed) < 1 << 32:
             raise FlsuiteError(f"seed_everything must be from 0 to {(1 << 32) - 1}, got {seed}")
         super()._set_seed()
 
@@ -113,6 +113,8 @@ class _FederatedCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        if config.trainer is None:
+            raise FlsuiteError("trainer: expected keys, got null; leave the key out for defaults")
         dump = self._parser(self.subcommand).dump(config, skip_unset=True)
         self._resolved = _without(dump, ("config", "run_dir", "ckpt_path"))
 
@@ -121,6 +123,10 @@ class _FederatedCLI(LightningCLI):
         config.trainer.from_updates = config.from_updates or config.trainer.from_updates
 
         complete_loggers(config.trainer.logger, Path(run_dir))
+        request = self.config[self.subcommand].as_dict()
+        trainer = {"class_path": "flsuite.FederatedTrainer", "init_args": request["trainer"]}
+        for name, chosen in {**request, "trainer": trainer}.items():
+            refuse_nulls(chosen, name)
 
     def instantiate_classes(self) -> None:
         with plain_errors():

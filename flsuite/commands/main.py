@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flsuite import __version__
+from flsuite.commands.termination import TERMINATED, ending_on_sigterm
 from flsuite.errors import FederationError, FlsuiteError, one_line
 
 __all__ = ["console", "import_plugins", "main", "run_command"]
@@ -51,6 +52,10 @@ examples:
 flsuite COMMAND --help lists every key; flsuite fit --config FILE --print_config prints the resolved
 config. A key of a class is given without init_args:
   --trainer.aggregator FedAvgM --trainer.aggregator.momentum 0.5
+
+The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, or 143
+after SIGTERM, which clusters send before they take a machine away. A run that has ended with 1, 130
+or 143 keeps its last finished round, from which --ckpt_path last goes on.
 """
 
 _PARTITION_HELP = """usage: flsuite partition --config FILE [--output FOLDER]
@@ -94,7 +99,7 @@ After a change of FILE, the new cells run. Cells that fail are listed at the end
   --KEY VALUE        override a key of the config in all cells, e.g. --trainer.rounds 2
 
 The exit status is 0 if all cells are done, 1 if some have failed, 2 if something is wrong in FILE,
-or 130 after Ctrl-C or SIGTERM.
+130 after Ctrl-C, or 143 after SIGTERM.
 """
 
 _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] [--last N]
@@ -175,7 +180,8 @@ def console() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
-    The exit status is 0, 1 if the run failed, 2 if the request cannot be met, or 130 after Ctrl-C.
+    The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, or
+    143 after SIGTERM.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     command = args[0] if args else "--help"
@@ -197,27 +203,35 @@ def run_command(command: str, args: list[str]) -> int:
 
     Errors become one line.
     """
-    try:
-        if command not in _OF_A_CONFIG:
-            _call(command, args)
-            return 0
-        _prepare(args)
-        if command in _LIGHTNING_COMMANDS:
-            with _collecting_later():
-                from flsuite.commands.fit import run
-
-            run(command, args)
-        else:
-            _call(command, args)
-    except FlsuiteError as error:
-        return _complain(one_line(error), 2)
-    except FederationError as error:
-        return _complain(one_line(error), 1)
-    except OSError as error:  # a full or read-only disk, a folder that is gone
-        return _complain(one_line(error), 1)
-    except KeyboardInterrupt:
-        return _complain(f"interrupted; {_HOW_TO_GO_ON.get(command, _RESUME)}", 130)
+    with ending_on_sigterm() as termination:
+        try:
+            _run(command, args)
+        except FlsuiteError as error:
+            return _complain(one_line(error), 2)
+        except FederationError as error:
+            return _complain(one_line(error), 1)
+        except OSError as error:  # a full or read-only disk, a folder that is gone
+            return _complain(one_line(error), 1)
+        except KeyboardInterrupt:
+            how = _HOW_TO_GO_ON.get(command, _RESUME)
+            if termination.has_come:
+                return _complain(f"terminated; {how}", TERMINATED)
+            return _complain(f"interrupted; {how}", 130)
     return 0
+
+
+def _run(command: str, args: list[str]) -> None:
+    if command not in _OF_A_CONFIG:
+        _call(command, args)
+        return
+    _prepare(args)
+    if command in _LIGHTNING_COMMANDS:
+        with _collecting_later():
+            from flsuite.commands.fit import run
+
+        run(command, args)
+    else:
+        _call(command, args)
 
 
 def _call(command: str, args: list[str]) -> None:
@@ -314,6 +328,8 @@ def import_plugins(args: list[str]) -> None:
     except yaml.YAMLError as error:
         raise FlsuiteError(f"plugins: not a list of modules ({one_line(error)})") from error
     for plugins in [*given, *(config.get("plugins") for config in configs)]:
+        if not isinstance(plugins, str | list | None):
+            raise FlsuiteError(f"plugins: expected a list of modules, got {plugins!r}")
         for plugin in [plugins] if isinstance(plugins, str) else plugins or []:
             if not isinstance(plugin, str):
                 raise FlsuiteError(f"plugins: {plugin!r} is not the name of a module")

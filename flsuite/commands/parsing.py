@@ -4,17 +4,17 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["OneLineParser", "config_name", "plain_errors"]
+__all__ = ["OneLineParser", "config_name", "plain_errors", "refuse_nulls"]
 
 _NOISE = re.compile(
     r"(Does not validate|Subtypes:|Errors:|Given value|Got value|usage:"
@@ -185,6 +185,51 @@ def plain_errors() -> Iterator[None]:
         while cause is not None and not isinstance(cause, FlsuiteError):
             cause = cause.__cause__ or cause.__context__
         raise (cause or FlsuiteError(essence(str(error)))) from None
+
+
+def refuse_nulls(chosen: Any, path: str) -> None:
+    """Refuse ``null`` for an argument that has another default and no such value.
+
+    The parser passes every null on, as if the key were left out.
+
+    Args:
+        chosen: A value of the config. A class has ``class_path`` and ``init_args``.
+        path: Its place in the config.
+
+    Raises:
+        FlsuiteError: If there is such an argument.
+    """
+    if isinstance(chosen, list):
+        for index, item in enumerate(chosen):
+            refuse_nulls(item, f"{path}[{index}]")
+    if not isinstance(chosen, Mapping) or not isinstance(chosen.get("class_path"), str):
+        return
+
+    module, _, name = chosen["class_path"].rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    for name, value in (chosen.get("init_args") or {}).items():
+        if value is None and not _takes_null(cls, name):
+            raise FlsuiteError(f"{path}.{name}: expected a value, got null; leave the key out")
+        refuse_nulls(value, f"{path}.{name}")
+
+
+def _takes_null(cls: Any, name: str) -> bool:
+    """Return whether an argument may be ``None``, or nothing is known of it."""
+    for kind in inspect.getmro(cls) if inspect.isclass(cls) else ():
+        function = vars(kind).get("__init__")
+        if not inspect.isfunction(function):
+            continue
+        parameter = inspect.signature(function).parameters.get(name)
+        if parameter is None:
+            continue
+        if parameter.default in (None, parameter.empty):
+            return True
+        try:
+            hint = get_type_hints(function).get(name, Any)
+        except Exception:  # a name that exists for type checkers alone
+            return True
+        return hint is Any or isinstance(hint, TypeVar) or type(None) in get_args(hint)
+    return True
 
 
 def _suggest(name: str, known: list[str]) -> str:

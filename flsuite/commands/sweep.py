@@ -3,11 +3,8 @@
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +156,7 @@ def _run(queue: Queue, process: _CellProcess) -> None:
     Raises:
         KeyboardInterrupt: After Ctrl-C or SIGTERM, when the runs have ended.
     """
-    with _sigterm_interrupts(), SweepProgress(queue) as progress:
+    with SweepProgress(queue) as progress:
         process.start()
         try:
             while (status := process.wait(_LOOK)) is None:
@@ -170,16 +167,6 @@ def _run(queue: Queue, process: _CellProcess) -> None:
             raise
     if status:
         raise FederationError("a worker has ended; the same command goes on with the sweep")
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Treat SIGTERM, which SLURM sends before the time is up, as Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _print_end(queue: Queue) -> None:

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import ClassVar
 
 from flsuite.client.setup import WorkerSetup
-from flsuite.messages import ClientFailure, FitRequest, Outcome, OwnScores, ScoreRequest
+from flsuite.messages import ClientFailure, Fault, FitRequest, Outcome, OwnScores, ScoreRequest
 
 __all__ = ["Engine"]
 
@@ -60,6 +60,11 @@ class Engine(ABC):
         A client has ``None`` where there is no such split. Fits that are pending stay so.
         """
         raise NotImplementedError
+
+    @property
+    def survives(self) -> frozenset[Fault]:
+        """Return the faults on purpose that cost this engine one client, and not the run."""
+        return frozenset({"raises", "nan", "shapes", "late", "twice"})
 
     @staticmethod
     def jobs(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:

@@ -9,7 +9,7 @@ from flsuite.client.placement import require_one_gpu
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
-from flsuite.errors import require_at_least
+from flsuite.errors import require_threads
 from flsuite.messages import FitRequest, Outcome
 
 __all__ = ["InProcess"]
@@ -25,7 +25,7 @@ class InProcess(Engine):
     """
 
     def __init__(self, threads: int = 1) -> None:
-        require_at_least("InProcess", 1, threads=threads)
+        require_threads("InProcess", threads)
         self.threads = threads
         self.stop()
 

@@ -17,9 +17,19 @@ from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, w
 from flsuite.engines.pool import Pool
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
-from flsuite.errors import FlsuiteError, one_line, require_at_least, require_positive
+from flsuite.errors import (
+    FlsuiteError,
+    one_line,
+    require_at_least,
+    require_positive,
+    require_threads,
+)
 from flsuite.messages import (
     Broadcast,
+    ClientFailure,
+    ClientResult,
+    Fault,
+    OwnScores,
     ScoreRequest,
 )
 
@@ -73,7 +83,8 @@ class Processes(Pool):
     def __init__(
         self, workers: int | None = None, threads: int = 1, timeout: float | None = None
     ) -> None:
-        require_at_least("Processes", 1, workers=workers, threads=threads)
+        require_at_least("Processes", 1, workers=workers)
+        require_threads("Processes", threads)
         require_positive("Processes", timeout=timeout)
         self.workers = workers
         self.threads = threads
@@ -116,6 +127,11 @@ class Processes(Pool):
         if self._payload is not None:
             os.close(self._payload[0])
             self._payload = None
+
+    @property
+    def survives(self) -> frozenset[Fault]:
+        lost: set[Fault] = {"dies"} if self.timeout is None else {"dies", "hangs"}
+        return super().survives | lost
 
     def _sums_parts(self) -> bool:
         # With a timeout, a client that takes too long must not take others with it.
@@ -186,7 +202,9 @@ class Processes(Pool):
         job = worker.job
         try:
             answer = receive(worker.connection)
-        except (EOFError, OSError):  # OSError: the pipe was cut in the middle of a message
+            _require_answer(answer, job)
+        except Exception:  # the pipe was cut, perhaps within a message, or this is no message
+            worker.process.kill()
             self._take_death(worker, job)
             return
         if isinstance(answer, Ready):
@@ -256,6 +274,24 @@ class _Descriptor:
 
 def _detach(duplicate: Any) -> int:
     return duplicate.detach()
+
+
+def _require_answer(answer: Any, job: Job) -> None:
+    """Refuse what no worker answers.
+
+    Raises:
+        TypeError: If it is neither a sign of the worker nor one outcome per request.
+    """
+    if isinstance(answer, Ready | Fatal):
+        return
+    kinds = (ClientResult, ClientFailure, OwnScores, type(None))
+    is_whole = isinstance(answer, list) and len(answer) == len(job)
+    if not is_whole or not all(isinstance(outcome, kinds) for outcome in answer):
+        raise TypeError(f"no answer of a worker: {type(answer).__name__}")
+    for outcome in answer:
+        for part in (outcome, outcome.update) if isinstance(outcome, ClientResult) else ():
+            for field in fields(part):
+                getattr(part, field.name)  # an AttributeError, if the message has left it out
 
 
 def _disarm(worker: _Worker) -> None:

@@ -27,10 +27,12 @@ from flsuite.errors import (
     one_line,
     require_at_least,
     require_positive,
+    require_threads,
 )
 from flsuite.messages import (
     Broadcast,
     ClientResult,
+    Fault,
     ScoreRequest,
 )
 from flsuite.state import nbytes
@@ -107,7 +109,8 @@ class Ray(Pool):
     ) -> None:
         if find_spec("ray") is None:
             raise FlsuiteError("Ray needs the package ray: pip install 'flsuite[ray]'")
-        require_at_least("Ray", 1, workers=workers, threads=threads)
+        require_at_least("Ray", 1, workers=workers)
+        require_threads("Ray", threads)
         require_at_least("Ray", 0, gpus_per_worker=gpus_per_worker)
         require_positive("Ray", cpus_per_worker=cpus_per_worker)
         if gpus_per_worker > 1 and gpus_per_worker % 1:
@@ -174,6 +177,10 @@ class Ray(Pool):
         if owned:
             with _signal_handlers_kept():
                 ray.shutdown()
+
+    @property
+    def survives(self) -> frozenset[Fault]:
+        return super().survives | {"dies"}
 
     # From requests to calls
 

@@ -54,9 +54,12 @@ class PairwiseServer:
         Raises:
             ValueError: If it is not one that this client may send now.
         """
-        if message.client not in self.clients:
+        if type(message.client) is not int or message.client not in self.clients:
             raise ValueError(f"client {message.client} is not in the cohort")
-        fault = self._fault(message)
+        try:
+            fault = self._fault(message)
+        except (AttributeError, TypeError) as error:
+            fault = f"a part of it is of another type ({error})"
         if fault is not None:
             kind = type(message).__name__
             raise ValueError(f"{kind} of client {message.client} is refused: {fault}")

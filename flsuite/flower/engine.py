@@ -106,6 +106,7 @@ class NodeEngine(Engine):
             return request.failure(
                 f"its answer is that of client {update.client} in round {update.round}"
             )
+        update.number = number
         return ClientResult(update, {})
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import lightning
 import torch
 from lightning.pytorch import LightningModule
 
-from flsuite.errors import FederationError, FlsuiteError, one_line
-from flsuite.files import atomic_save, flush_to_disk, replace_file
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import atomic_save, flush_to_disk, replace_file, require_whole, save_tensors
 from flsuite.runs.settings import describe, differences, init_args
 from flsuite.state import State, plain
 
@@ -34,6 +35,7 @@ def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
 
     Raises:
         FlsuiteError: If the content could not be read again. The previous checkpoint stays.
+        OSError: If the disk is full or read-only. The previous checkpoint stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".last.ckpt.tmp"
@@ -41,13 +43,11 @@ def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
     path.unlink(missing_ok=True)
     readable = {"format": _FORMAT, **plain(content, "checkpoint")}
     try:
-        torch.save(readable, path)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
-        path.unlink(missing_ok=True)
-        raise FederationError(
-            f"cannot write {folder / 'last.ckpt'} ({one_line(error, 200)}); the checkpoint of the "
-            "round before is kept: free some space, and resume with --ckpt_path last"
-        ) from error
+        save_tensors(readable, path)
+    except OSError:
+        with suppress(OSError):  # a part of a file takes the space that is to be freed
+            path.unlink()
+        raise
     return path
 
 
@@ -72,7 +72,7 @@ def write_frozen(state: State, folder: Path) -> None:
     """Write the entries that nobody trains, once and not with every checkpoint."""
     if state:
         folder.mkdir(parents=True, exist_ok=True)
-        atomic_save(lambda path: torch.save(state, path), folder / _FROZEN)
+        atomic_save(lambda path: save_tensors(state, path), folder / _FROZEN)
 
 
 def read_frozen(names: Sequence[str], folder: Path) -> State:
@@ -85,6 +85,7 @@ def read_frozen(names: Sequence[str], folder: Path) -> State:
         return {}
     path = folder / _FROZEN
     try:
+        require_whole(path)
         state: State = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         raise FlsuiteError(
@@ -112,6 +113,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         # weights_only: a pickle from elsewhere could run code.
         content = torch.load(path, weights_only=True, map_location="cpu")
+        require_whole(path)  # last: of another kind of file, the errors of torch say more
     except Exception as error:
         reason = one_line(error, longest=200)
         raise FlsuiteError(f"{path} cannot be read as a checkpoint: {reason}") from error
@@ -176,7 +178,7 @@ def export_model(model: LightningModule, path: Path) -> None:
     model.on_save_checkpoint(content)
     readable = plain(content, "model")
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_save(lambda temporary: torch.save(readable, temporary), path)
+    atomic_save(lambda temporary: save_tensors(readable, temporary), path)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -127,6 +127,23 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
+    def claim(self, overwrite: bool = False) -> None:
+        """Make the folder of a new run, which has yet to be locked and filled.
+
+        Args:
+            overwrite: Start over a run that was killed before its first checkpoint.
+
+        Raises:
+            FlsuiteError: If the folder holds another run, or cannot be made.
+        """
+        if self.checkpoints is None:
+            return
+        if not overwrite:
+            self._refuse_foreign_files()
+        parents = (self.checkpoints, *self.checkpoints.parents)
+        self._made = [folder for folder in parents if not folder.exists()]
+        make_folder(self.checkpoints)
+
     def create(
         self,
         config: dict[str, Any] | str,
@@ -134,7 +151,7 @@ class RunFolder:
         data: FederatedData,
         overwrite: bool = False,
     ) -> None:
-        """Begin a new run.
+        """Begin a new run in a folder that is claimed and locked.
 
         Args:
             config: The request of the user, as text or plain data.
@@ -147,14 +164,7 @@ class RunFolder:
         """
         if self.path is None:
             return
-        assert self.checkpoints is not None
-        if not overwrite:
-            self._refuse_foreign_files()
-        parents = (self.checkpoints, *self.checkpoints.parents)
-        self._made = [folder for folder in parents if not folder.exists()]
-        make_folder(self.checkpoints)
-
-        # The table comes first: of two runs that start in one folder, only one can make it.
+        # The table comes first: another run may have had the lock, and may have ended.
         try:
             self.table.create(overwrite)
         except FileExistsError as error:

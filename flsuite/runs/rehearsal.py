@@ -7,7 +7,15 @@ import torch
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Broadcast, ClientResult, ClientUpdate, FitAssignment, FitRequest
+from flsuite.messages import (
+    Broadcast,
+    ClientFailure,
+    ClientResult,
+    ClientUpdate,
+    FitAssignment,
+    FitRequest,
+    Outcome,
+)
 from flsuite.runs.run import Run
 from flsuite.runs.table import TimelineRow
 from flsuite.runs.timeline import timeline_rows
@@ -40,8 +48,12 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
     while not run.finished:
         federation.begin_round()
         engine.submit(_requests(schedule.start(clock)))
+        taken: set[int] = set()
         for outcome in schedule.arrivals(engine, clock, _requests):
-            assert isinstance(outcome, ClientResult)
+            # Faults on purpose are part of the plan: a failure, or a message that comes again.
+            if isinstance(outcome, ClientFailure) or outcome.update.number in taken:
+                continue
+            taken.add(outcome.update.number)
             outcome.update.staleness = clock.round - (outcome.update.round - 1)
             federation.log.updates.append(outcome.update)
             clock.client_updates += 1
@@ -51,13 +63,19 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
 
 def _requests(fits: Sequence[Fit]) -> list[FitRequest]:
     return [
-        FitRequest(fit.number, FitAssignment(fit.client), Broadcast(fit.version + 1, {}, {}), {})
+        FitRequest(
+            fit.number,
+            FitAssignment(fit.client),
+            Broadcast(fit.version + 1, {}, {}),
+            {},
+            fault=fit.fault,
+        )
         for fit in fits
     ]
 
 
 class _NoTraining(Engine):
-    """An engine whose fits all succeed at once."""
+    """An engine whose fits all end at once, with success unless they fail on purpose."""
 
     def __init__(self) -> None:
         self._requests: dict[int, FitRequest] = {}
@@ -72,8 +90,10 @@ class _NoTraining(Engine):
     def pending(self) -> Sequence[int]:
         return list(self._requests)
 
-    def collect(self, number: int) -> ClientResult:
+    def collect(self, number: int) -> Outcome:
         request = self._requests.pop(number)
+        if request.fault not in (None, "late", "twice"):  # these two happen on the way
+            return request.failure(f"on purpose: {request.fault}")
         client, round = request.assignment.client, request.broadcast.round
         update = ClientUpdate(client, round, 1, 0, torch.zeros(0), {}, number=number)
         return ClientResult(update, {})

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import Logger
 from torch import nn
@@ -18,8 +17,8 @@ from flsuite.client.lr_decay import LRDecay
 from flsuite.client.setup import WorkerSetup, has_lightning_hooks
 from flsuite.data.federated import FederatedData
 from flsuite.engines.base import Engine
-from flsuite.errors import FlsuiteError, one_line, require_at_least
-from flsuite.files import BackgroundTask, replace_file
+from flsuite.errors import FederationError, FlsuiteError, one_line, require_at_least
+from flsuite.files import BackgroundTask, is_of_the_disk, replace_file, save_tensors
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.runs.budget import Budget
 from flsuite.runs.checkpoint import (
@@ -361,15 +360,38 @@ class Run:
         Raises:
             FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
         """
-        checkpoint = self.folder.find_checkpoint(ckpt_path)
+        is_restart = ckpt_path is not None
         with ExitStack() as stack:
-            if checkpoint is None:
+            stack.enter_context(self._naming_the_disk())
+            if self.folder.find_checkpoint(ckpt_path) is None:
                 self._read_source()
-                self._create(is_restart=ckpt_path is not None)
+                self.folder.claim(is_restart)
             stack.enter_context(self.folder.locked())
-            if checkpoint is not None:
+            # Only now: until it had the lock, another process may have written the first one.
+            checkpoint = self.folder.find_checkpoint(ckpt_path)
+            if checkpoint is None:
+                self._create(is_restart)
+            else:
                 self._resume(checkpoint)
             yield from self._running(is_resumed=checkpoint is not None)
+
+    @contextmanager
+    def _naming_the_disk(self) -> Iterator[None]:
+        """Name the folder in the error of a disk that is full or read-only.
+
+        Raises:
+            FederationError: If the disk is the reason of an error.
+        """
+        try:
+            yield
+        except OSError as error:
+            if self.folder.path is None or not is_of_the_disk(error):
+                raise
+            raise FederationError(
+                f"cannot write to {self.folder.path} ({error.strerror}); the last checkpoint, if "
+                "there is one, is kept: free some space or make the folder writable, and go on "
+                "with --ckpt_path last"
+            ) from error
 
     def _read_source(self) -> None:
         """Find the trained models of the other run.
@@ -481,7 +503,12 @@ class Run:
 
     @contextmanager
     def on(self, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
-        """Start the engine, which trains and scores the clients, and stop it at the end."""
+        """Start the engine, which trains and scores the clients, and stop it at the end.
+
+        Raises:
+            FlsuiteError: If the schedule cannot go on this engine.
+        """
+        self.federation.schedule.require(engine)
         self.evaluator.engine = engine
         try:
             with engine.running(setup):
@@ -502,6 +529,8 @@ class Run:
 
     def _accepted(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
         for outcome in outcomes:
+            if not self.federation.awaits(outcome):
+                continue
             checked = self.federation.accept(outcome)
             self.notify("on_client_end", checked)
             if isinstance(checked, ClientResult):
@@ -571,7 +600,7 @@ class Run:
         if self.folder.checkpoints is not None:
             state = clone(grown.state_dict())
             path = self.folder.checkpoints / "grown.pt"
-            replace_file(lambda temporary: torch.save(state, temporary), path)
+            replace_file(lambda temporary: save_tensors(state, temporary), path)
 
     def _run_callbacks(self) -> list[Callback]:
         """Return the callbacks that have a hook of the federation."""

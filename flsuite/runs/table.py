@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.schedules.clock import Clock
 
 __all__ = [
@@ -83,7 +83,7 @@ class AppendedTable:
                 f"{self.path} has {found} bytes, and had {size} when the checkpoint was "
                 "written; restore the file, or start a new run"
             )
-        with self.path.open() as file:
+        with self.path.open(errors="replace") as file:
             header = file.readline().strip()
         if header != ",".join(self.columns):
             raise FlsuiteError(
@@ -139,8 +139,16 @@ class MetricsTable(AppendedTable):
     def resume(self, size: int) -> None:
         super().resume(size)
         assert self.path is not None
-        lines = self.path.read_bytes()[:size].decode().splitlines()
-        self.rows = [_metrics_row(cells) for cells in list(csv.reader(lines))[1:]]
+        lines = self.path.read_bytes()[:size].decode(errors="replace").split("\n")[1:-1]
+        self.rows = []
+        for number, cells in enumerate(csv.reader(lines), start=2):
+            try:
+                self.rows.append(_metrics_row(cells))
+            except ValueError as error:
+                raise FlsuiteError(
+                    f"{self.path}, line {number}: {one_line(error, 200)}; restore the file, or "
+                    "start a new run"
+                ) from error
 
     def note(self, scope: str, split: str, numbers: Mapping[str, float]) -> None:
         """Add numbers to the round in progress."""

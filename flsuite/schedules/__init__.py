@@ -4,6 +4,7 @@ from flsuite.schedules.asynchronous import Asynchronous
 from flsuite.schedules.availability import Always, Availability, Bernoulli, OnOff
 from flsuite.schedules.base import Schedule
 from flsuite.schedules.clock import Clock
+from flsuite.schedules.faults import Faults
 from flsuite.schedules.fit import Fit
 from flsuite.schedules.speeds import LogNormal, Measured, PerSample, Speeds, Stragglers, Work
 from flsuite.schedules.synchronous import Synchronous
@@ -15,6 +16,7 @@ __all__ = [
     "Availability",
     "Bernoulli",
     "Clock",
+    "Faults",
     "Fit",
     "LogNormal",
     "Measured",

@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError, require_at_least, require_positive
@@ -39,7 +39,7 @@ class Asynchronous(Schedule):
         availability: Which clients can train, and which drop out. Default: all clients, always.
     """
 
-    is_asynchronous: ClassVar[bool] = True
+    is_asynchronous = True
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from flsuite.engines.base import Engine
 from flsuite.messages import FitRequest, Outcome
@@ -39,7 +39,7 @@ class Schedule(ABC):
             lost. It is 0 where that is not known.
     """
 
-    is_asynchronous: ClassVar[bool] = False
+    is_asynchronous: bool = False
 
     @abstractmethod
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
@@ -55,6 +55,14 @@ class Schedule(ABC):
         Raises:
             FlsuiteError: If the settings cannot be met with these clients.
         """
+
+    def require(self, engine: Engine) -> None:
+        """Refuse an engine on which the run cannot go as the schedule says.
+
+        Raises:
+            FlsuiteError: If it cannot.
+        """
+        return
 
     @property
     def is_virtual(self) -> bool:

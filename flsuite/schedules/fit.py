@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from flsuite.messages import Fault
+
 __all__ = ["Fit", "Outcome"]
 
 Outcome = Literal["arrived", "dropped", "late"]
@@ -22,6 +24,7 @@ class Fit:
             ``None`` until it is known.
         outcome: ``arrived``, ``dropped`` (the client dropped out, and its update never arrives) or
             ``late`` (the round ended without it).
+        fault: How it fails on purpose. Default: not at all.
     """
 
     number: int
@@ -31,3 +34,4 @@ class Fit:
     started: float
     ended: float | None = None
     outcome: Outcome = "arrived"
+    fault: Fault | None = None

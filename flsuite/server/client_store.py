@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_file
+from flsuite.files import load_tensors, replace_file, save_tensors
 from flsuite.state import nbytes, plain
 
 __all__ = ["ClientStore", "Memory"]
 
 Memory = dict[str, Any]
+
+_REMEDY = "restore the folder clients of the run, or start a new run"
 
 
 class ClientStore:
@@ -86,7 +88,7 @@ class ClientStore:
         if self._fresh and self.folder is not None:
             self.folder.mkdir(exist_ok=True)
             fresh = self._fresh
-            replace_file(lambda path: torch.save(fresh, path), self._path(round))
+            replace_file(lambda path: save_tensors(fresh, path), self._path(round))
             written = [self._path(round), self.folder]
         for client, memory in self._fresh.items():
             self.versions[client] = round
@@ -103,11 +105,10 @@ class ClientStore:
         """Go back to these versions, which are read from the files when they are needed."""
         rounds = set(versions.values())
         needed = {self._path(round) for round in rounds} if self.folder else set()
-        if missing := sorted(path for path in needed if not path.is_file()):
-            raise FlsuiteError(
-                f"{missing[0]} is missing, which holds what clients keep; restore the folder "
-                "clients of the run, or start a new run"
-            )
+        for path in sorted(needed):
+            if not path.is_file():
+                raise FlsuiteError(f"{path} is missing, which holds what clients keep; {_REMEDY}")
+            load_tensors(path, _REMEDY)  # later, it is mapped, and nothing would see a wrong number
         self.versions = dict(versions)
         self._resident.clear()
         self._fresh = {}

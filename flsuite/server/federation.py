@@ -195,8 +195,32 @@ class Federation:
             requests += self._requests(list(fits), self._broadcast(version, callbacks))
         return requests
 
+    def awaits(self, outcome: Outcome) -> bool:
+        """Return whether the server waits for the outcome of this fit.
+
+        A message that comes a second time, or after its round was closed, is named in the log.
+        """
+        sender = outcome.update if isinstance(outcome, ClientResult) else outcome
+        # A message may claim anything, such as a client that is no number.
+        is_client = isinstance(sender.client, int)
+        start = self._started.get(sender.client) if is_client else None
+        if start is not None and start.number == sender.number:
+            return True
+
+        is_second = any(update.number == sender.number for update in self.log.updates)
+        log.warning(
+            "round %d: a message of client %s was refused: %s",
+            self.round + 1,
+            sender.client,
+            "it came a second time"
+            if is_second
+            else f"it came too late, after its fit of round {sender.round} was closed",
+        )
+        self._count_refused(sender)
+        return False
+
     def accept(self, outcome: Outcome) -> Outcome:
-        """Check an outcome and record it.
+        """Check an outcome that the server waits for, and record it.
 
         A faulty update becomes a failure, which names the client and the reason in the log.
         """
@@ -349,8 +373,12 @@ class Federation:
     def _count_lost(self, start: "_Start", sender: ClientUpdate | ClientFailure) -> None:
         """Count the traffic of a client whose update is not used."""
         self.log.lost_down += nbytes(start.broadcast.state) + nbytes(start.broadcast.extras)
-        if isinstance(sender, ClientUpdate):  # it was refused when it had arrived
-            self.log.lost_up += sender.bytes_up
+        self._count_refused(sender)
+
+    def _count_refused(self, sender: ClientUpdate | ClientFailure) -> None:
+        """Count the bytes of an update that has arrived and was refused, if they are a number."""
+        if isinstance(sender, ClientUpdate) and isinstance(sender.bytes_up, int):
+            self.log.lost_up += max(sender.bytes_up, 0)
 
     def _base(self, broadcast: Broadcast) -> State:
         """Return the state that a client's change is measured from."""
@@ -377,7 +405,9 @@ class Federation:
             part = None if self.schedule.is_asynchronous else place // size
             self._started[assignment.client] = _Start(fit.number, broadcast, stands_for, part)
             memory = self.clients.request_memory(assignment.client)
-            request = FitRequest(fit.number, assignment, broadcast, memory, fit.repeat, part=part)
+            request = FitRequest(
+                fit.number, assignment, broadcast, memory, fit.repeat, part=part, fault=fit.fault
+            )
             requests.append(replace(request, trained=self._trained(request)))
         return requests
 

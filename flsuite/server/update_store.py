@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import torch
-
 from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder, replace_file
+from flsuite.files import load_tensors, make_folder, replace_file, save_tensors
 from flsuite.messages import ClientResult, TrainedFit
 from flsuite.state import plain
 
@@ -37,7 +35,7 @@ class UpdateStore:
         path = self._path(update.round, update.client)
         make_folder(path.parent)
         named = plain(content, f"the update of client {update.client}")
-        replace_file(lambda temporary: torch.save(named, temporary), path)
+        replace_file(lambda temporary: save_tensors(named, temporary), path)
 
     def read(self, round: int, client: int) -> TrainedFit | None:
         """Return what a client's training has led to, or ``None`` if it is not kept.
@@ -49,15 +47,11 @@ class UpdateStore:
         path = self._path(round, client)
         if not path.exists():
             return None
+        remedy = "delete it, so that the client trains again"
         try:
-            return TrainedFit(**torch.load(path, weights_only=True))
-        except OSError:
-            raise
-        except Exception as error:  # torch, zip and pickle raise errors of their own
-            raise FlsuiteError(
-                f"{path} cannot be read: it is damaged, or no client's trained model; delete it, "
-                "so that the client trains again"
-            ) from error
+            return TrainedFit(**load_tensors(path, remedy))
+        except TypeError as error:  # other fields
+            raise FlsuiteError(f"{path} holds no client's trained model; {remedy}") from error
 
     def _path(self, round: int, client: int) -> Path:
         return self.folder / f"round-{round:04d}" / f"client-{client:05d}.pt"

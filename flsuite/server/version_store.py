@@ -4,11 +4,10 @@ import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_file
+from flsuite.files import load_tensors, replace_file, save_tensors
 from flsuite.messages import Broadcast
 from flsuite.state import plain
 
@@ -100,11 +99,11 @@ class VersionStore:
         }
         version = broadcast.round - 1
         readable = plain(content, f"version {version} of the global model")
-        replace_file(lambda path: torch.save(readable, path), self._path(version))
+        replace_file(lambda path: save_tensors(readable, path), self._path(version))
         self._written.add(version)
 
     def _read(self, version: int, callbacks: tuple[Callback, ...]) -> Broadcast:
-        content = torch.load(self._path(version), weights_only=True, map_location="cpu")
+        content = load_tensors(self._path(version), "go on from best.ckpt, or start a new run")
         for callback, state in zip(callbacks, content["callbacks"], strict=True):
             if state:
                 callback.load_state_dict(state)

@@ -76,8 +76,8 @@ def test_a_sweep_killed_three_times_equals_the_unbroken_one(finished: Path, tmp_
         assert len(list(folder.rglob("done.json"))) < 8
     process = start("--config", QUICKSTART, *SHORT)
     out = signal_after_progress(process, folder, 1, signal.SIGTERM)
-    assert process.returncode == 130
-    assert "interrupted; the same command goes on with the sweep" in out
+    assert process.returncode == 143
+    assert "terminated; the same command goes on with the sweep" in out
     assert not list(folder.rglob("failed.txt"))
     assert cli("sweep", "--config", QUICKSTART, *SHORT) == 0
 

@@ -1,0 +1,172 @@
+"""Faults on purpose: clients that fail in every way that a federation must survive."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import numpy as np
+
+from flsuite.engines.base import Engine
+from flsuite.errors import FlsuiteError, require_below_one, require_instance
+from flsuite.messages import (
+    ClientFailure,
+    ClientResult,
+    ClientUpdate,
+    Fault,
+    FitRequest,
+    Outcome,
+)
+from flsuite.random import numpy_generator
+from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
+from flsuite.schedules.clock import Clock
+from flsuite.schedules.fit import Fit
+
+__all__ = ["Faults"]
+
+_FAULTS: tuple[Fault, ...] = get_args(Fault)
+
+
+class Faults(Schedule):
+    """Lets some fits of another schedule fail on purpose.
+
+    Which fits fail, and how, are functions of the run's seed, the number of the fit and the client,
+    from a stream of their own. The other fits are those of the schedule alone. A run therefore ends
+    with the weights of one in which the failed fits were absent.
+
+    Args:
+        schedule: Who trains when.
+        raises: Probability that a client's code raises an error, after its training.
+        nan: Probability that a client's model has a NaN.
+        shapes: Probability that a client's model has a tensor of a wrong shape.
+        hangs: Probability that a fit never ends. It needs ``Processes`` with a timeout.
+        dies: Probability that a fit kills its worker, also when it is tried again. It needs worker
+            processes.
+        late: Probability that an update arrives after its round was closed.
+        twice: Probability that an update arrives a second time. The first one counts.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        raises: float = 0.0,
+        nan: float = 0.0,
+        shapes: float = 0.0,
+        hangs: float = 0.0,
+        dies: float = 0.0,
+        late: float = 0.0,
+        twice: float = 0.0,
+    ) -> None:
+        self.schedule = schedule
+        self.raises = raises
+        self.nan = nan
+        self.shapes = shapes
+        self.hangs = hangs
+        self.dies = dies
+        self.late = late
+        self.twice = twice
+        require_instance("Faults", Schedule, schedule=schedule)
+        self.is_asynchronous = schedule.is_asynchronous
+        shares = {name: float(getattr(self, name)) for name in _FAULTS}
+        require_below_one("Faults", **shares)
+        self._bounds = np.cumsum(list(shares.values()))
+        require_below_one("Faults", **{"the sum of the probabilities": float(self._bounds[-1])})
+
+    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
+        self.schedule.configure(sizes, seed, work)
+        self._seed = seed
+        self._mishandled: dict[int, Fit] = {}  # in flight, whose messages come late or twice
+        self._held: list[ClientUpdate] = []  # their rounds are over
+
+    def require(self, engine: Engine) -> None:
+        self.schedule.require(engine)
+        wanted = [fault for fault in _FAULTS if getattr(self, fault)]
+        if missing := [fault for fault in wanted if fault not in engine.survives]:
+            raise FlsuiteError(
+                f"Faults: {type(engine).__name__} as it is set cannot carry out "
+                f"{' and '.join(missing)}; set trainer.engine to Processes(timeout=...), which "
+                "replaces the worker of such a client, or set the probability to 0"
+            )
+
+    @property
+    def is_virtual(self) -> bool:
+        return self.schedule.is_virtual
+
+    @property
+    def may_lose(self) -> bool:
+        return True
+
+    @property
+    def ended(self) -> Sequence[Fit]:
+        return self.schedule.ended
+
+    @property
+    def in_flight(self) -> Sequence[Fit]:
+        return self.schedule.in_flight
+
+    @property
+    def cohort(self) -> int:
+        return self.schedule.cohort
+
+    def start(self, clock: Clock) -> list[Fit]:
+        return self._with_faults(self.schedule.start(clock))
+
+    def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
+        """Yield the outcomes of the schedule, and the messages that come late or twice.
+
+        A late message is held back until the next round, and a failure takes its place.
+        """
+
+        def with_faults(fits: Sequence[Fit]) -> list[FitRequest]:
+            return requests(self._with_faults(fits))
+
+        held, self._held = self._held, []
+        for update in held:
+            yield ClientResult(update, {})
+        for outcome in self.schedule.arrivals(engine, clock, with_faults):
+            yield from self._delivered(outcome)
+
+    def numbers(self) -> dict[str, float]:
+        return self.schedule.numbers()
+
+    def state_dict(self) -> dict[str, Any]:
+        held = [{f.name: getattr(update, f.name) for f in fields(update)} for update in self._held]
+        return {"schedule": self.schedule.state_dict(), "held": held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+        self._held = [ClientUpdate(**values) for values in state["held"]]
+        self._mishandled = {}
+        self._note(self.schedule.in_flight)
+
+    def _with_faults(self, fits: Sequence[Fit]) -> list[Fit]:
+        """Decide how fits that start now are going to fail."""
+        for fit in fits:
+            fit.fault = self._drawn(fit)
+        self._note(fits)
+        return list(fits)
+
+    def _drawn(self, fit: Fit) -> Fault | None:
+        draw = numpy_generator(self._seed, "faults", fit.number, fit.client).random()
+        place = int(np.searchsorted(self._bounds, draw, side="right"))
+        return _FAULTS[place] if place < len(_FAULTS) else None
+
+    def _note(self, fits: Sequence[Fit]) -> None:
+        self._mishandled |= {fit.number: fit for fit in fits if fit.fault in ("late", "twice")}
+
+    def _delivered(self, outcome: Outcome) -> Iterator[Outcome]:
+        """Yield what the server receives of an outcome while its round is open."""
+        number = outcome.update.number if isinstance(outcome, ClientResult) else outcome.number
+        fit = self._mishandled.pop(number, None)
+        if fit is None or isinstance(outcome, ClientFailure):
+            yield outcome
+        elif fit.fault == "twice":
+            second = replace(outcome, update=replace(outcome.update))
+            yield outcome
+            yield second
+        else:
+            # The server refuses a late message by its number. Its tensors need not wait for that.
+            self._held.append(outcome.update.without_tensors())
+            fit.outcome = "late"
+            client, round = outcome.update.client, outcome.update.round
+            reason = "its update did not arrive in time"
+            yield ClientFailure(client, round, reason, number=number)

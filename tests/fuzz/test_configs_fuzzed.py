@@ -1,0 +1,259 @@
+"""Configs with random keys and values end in a run or in one line, never in a traceback."""
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flsuite.commands.main import main
+from flsuite.runs.budget import Budget
+from tests.fuzz.settings import fuzzed
+
+BASE: dict[str, Any] = {
+    "seed_everything": 1,
+    "model": {
+        "class_path": "Classifier",
+        "init_args": {
+            "backbone": {"class_path": "MLP", "init_args": {"hidden": [8]}},
+            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+        },
+    },
+    "data": {
+        "class_path": "Digits",
+        "init_args": {
+            "clients": 3,
+            "partition": {"class_path": "Dirichlet", "init_args": {"alpha": 0.5}},
+            "batch_size": 16,
+            "train_samples": 120,
+        },
+    },
+    "trainer": {
+        "accelerator": "cpu",
+        "rounds": 1,
+        "max_epochs": 1,
+        "aggregator": {"class_path": "FedAvg"},
+        "schedule": {"class_path": "Synchronous", "init_args": {"participation": 1.0}},
+        "engine": {"class_path": "InProcess"},
+    },
+}
+KEYS = [
+    "seed_everything",
+    "model",
+    "model.class_path",
+    "model.init_args",
+    "model.init_args.backbone",
+    "model.init_args.backbone.class_path",
+    "model.init_args.backbone.init_args.hidden",
+    "model.init_args.optimizer",
+    "model.init_args.optimizer.class_path",
+    "model.init_args.optimizer.init_args",
+    "model.init_args.optimizer.init_args.lr",
+    "model.init_args.optimizer.init_args.momentum",
+    "model.init_args.private",
+    "model.init_args.frozen",
+    "model.init_args.num_classes",
+    "data",
+    "data.class_path",
+    "data.init_args",
+    "data.init_args.clients",
+    "data.init_args.partition",
+    "data.init_args.partition.class_path",
+    "data.init_args.partition.init_args.alpha",
+    "data.init_args.batch_size",
+    "data.init_args.val_fraction",
+    "data.init_args.train_samples",
+    "data.init_args.server_samples",
+    "data.init_args.train_part",
+    "data.init_args.resize",
+    "data.init_args.rgb",
+    "data.init_args.augment",
+    "data.init_args.standardize",
+    "data.init_args.seed",
+    "data.init_args.root",
+    "trainer",
+    "trainer.rounds",
+    "trainer.max_epochs",
+    "trainer.aggregator",
+    "trainer.aggregator.class_path",
+    "trainer.aggregator.init_args",
+    "trainer.aggregator.init_args.mu",
+    "trainer.schedule",
+    "trainer.schedule.class_path",
+    "trainer.schedule.init_args",
+    "trainer.schedule.init_args.participation",
+    "trainer.schedule.init_args.speeds",
+    "trainer.schedule.init_args.availability",
+    "trainer.schedule.init_args.over_selection",
+    "trainer.schedule.init_args.deadline",
+    "trainer.engine",
+    "trainer.engine.class_path",
+    "trainer.engine.init_args.threads",
+    "trainer.compression",
+    "trainer.secure_sum",
+    "trainer.evaluate_every",
+    "trainer.monitor",
+    "trainer.max_virtual_seconds",
+    "trainer.max_client_updates",
+    "trainer.score_clients",
+    "trainer.buffers",
+    "trainer.keep_optimizers",
+    "trainer.lr_decay",
+    "trainer.channels_last",
+    "trainer.seed",
+    "trainer.keep_updates",
+    "trainer.from_updates",
+    "trainer.logger",
+    "trainer.callbacks",
+    "trainer.enable_checkpointing",
+    "trainer.enable_progress_bar",
+    "trainer.precision",
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.gradient_clip_val",
+    "trainer.gradient_clip_algorithm",
+    "trainer.accumulate_grad_batches",
+    "trainer.limit_train_batches",
+    "trainer.max_steps",
+    "trainer.min_epochs",
+    "trainer.max_time",
+    "trainer.deterministic",
+    "trainer.benchmark",
+    "trainer.profiler",
+    "trainer.detect_anomaly",
+    "trainer.plugins",
+    "trainer.num_nodes",
+    "trainer.use_distributed_sampler",
+    "trainer.overfit_batches",
+    "plugins",
+    "run_dir",
+    "from_updates",
+    "ckpt_path",
+]
+CLASSES = [
+    "FedAvg",
+    "FedProx",
+    "SCAFFOLD",
+    "FedAdam",
+    "FedBuff",
+    "FedAsync",
+    "CMGA",
+    "FedFisher",
+    "RegMean",
+    "Centralized",
+    "Synchronous",
+    "Asynchronous",
+    "Faults",
+    "Stragglers",
+    "LogNormal",
+    "PerSample",
+    "Bernoulli",
+    "OnOff",
+    "InProcess",
+    "IID",
+    "Dirichlet",
+    "Pathological",
+    "SoleOwner",
+    "Natural",
+    "MLP",
+    "CNN",
+    "LeNet5",
+    "ResNet20",
+    "Classifier",
+    "ACVAE",
+    "FusedSpaceFed",
+    "NFClassifier",
+    "Digits",
+    "Synthetic",
+    "Quantize",
+    "TopK",
+    "LowRank",
+    "PairwiseMasks",
+    "RoundEarlyStopping",
+    "StopAt",
+    "torch.optim.Adam",
+    "torch.nn.Linear",
+    "os.path.join",
+    "flsuite",
+    "builtins.dict",
+]
+
+# Sizes are small, or so large that no machine has them: those in between would be met.
+numbers = st.sampled_from([-1, 0, 1, 2, 3, 40, 2**62, 10**30]) | st.sampled_from(
+    [-0.5, 0.0, 1e-30, 0.3, 1.0, 1.5, 1e308, float("inf"), float("-inf"), float("nan")]
+)
+words = st.sampled_from(["", "0", "auto", "true", "a.b", "{", "é\n", *CLASSES])
+scalars = st.none() | st.booleans() | numbers | words
+classes = st.fixed_dictionaries(
+    {"class_path": st.sampled_from(CLASSES)},
+    optional={
+        "init_args": st.dictionaries(
+            st.sampled_from(["alpha", "mu", "nan", "hidden", "momentum", "schedule", "bits", "x"]),
+            scalars,
+            max_size=2,
+        )
+    },
+)
+values = (
+    scalars
+    | classes
+    | st.lists(scalars | classes, max_size=3)
+    | st.dictionaries(st.sampled_from(["a", "class_path", "init_args", "lr"]), scalars, max_size=2)
+)
+changes = st.lists(st.tuples(st.sampled_from(KEYS), values), min_size=1, max_size=2)
+
+
+@pytest.fixture(autouse=True)
+def _workplace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(Budget, "is_spent", lambda self, clock: clock.round >= 1)
+    monkeypatch.setenv("FLSUITE_DATA_ROOT", "nowhere")  # nothing is downloaded
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        yield
+        os.chdir(here)
+
+
+def changed(changes: list[tuple[str, Any]]) -> Any:
+    """Return the config with these keys set to these values."""
+    config = yaml.safe_load(yaml.safe_dump(BASE))
+    for key, value in changes:
+        *path, last = key.split(".")
+        place = config
+        for name in path:
+            if not isinstance(place.get(name), dict):
+                place[name] = {}
+            place = place[name]
+        place[last] = value
+    return config
+
+
+def end_of(config: Any) -> None:
+    """Check that a config ends in a run, or in one line that says what is wrong."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(yaml.safe_dump(config))
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            with pytest.raises(SystemExit) as end:
+                main(["fit", "--config", str(file)])
+        errors = [line for line in said.getvalue().splitlines() if "flsuite: error: " in line]
+        status = int(end.value.code or 0)
+        assert status in (0, 1, 2) and len(errors) == (status != 0), said.getvalue()
+        assert "Traceback" not in said.getvalue()
+
+
+@fuzzed(12)
+@given(changes)
+def test_a_random_config_ends_in_a_run_or_one_line(changes: list[tuple[str, Any]]) -> None:
+    end_of(changed(changes))

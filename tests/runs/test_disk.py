@@ -1,0 +1,160 @@
+"""Disks that are full or read-only: one line, the last checkpoint is kept, and the run goes on."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flsuite.callbacks import FederationCallback
+from flsuite.errors import FederationError
+from flsuite.runs import checkpoint
+from flsuite.runs.table import AppendedTable
+from flsuite.server import client_store
+from tests.commands.command import QUICKSTART, cli
+from tests.conftest import classifier, digits, equal_states, trainer
+
+
+class AtRound(FederationCallback):
+    """Does something to the disk when a round starts."""
+
+    affects = "nothing"
+    reads_updates = False
+
+    def __init__(self, round: int, deed: Any) -> None:
+        self.round, self.deed = round, deed
+
+    def on_round_start(self, run: Any, round: int, clients: Any) -> None:
+        if round == self.round:
+            self.deed()
+
+
+def fit(folder: Path, ckpt_path: str | None = None, deed: Any = None, rounds: int = 4) -> Any:
+    callbacks = [AtRound(3, deed)] if deed else []
+    made = trainer(rounds=rounds, run_dir=folder, callbacks=callbacks)
+    model = classifier(private=["network.3"])  # so that clients keep something on disk
+    made.fit(model, digits(), ckpt_path=ckpt_path)
+    return made
+
+
+def check_going_on(folder: Path, unbroken: Any) -> None:
+    """Check that a run that has failed in round 3 goes on to the weights of the unbroken one."""
+    stopped = fit(folder, "last", rounds=2)  # finished: it is read, and nothing is trained
+    assert stopped.round == 2
+    resumed = fit(folder, "last")
+    for client in range(5):
+        ours = resumed.federation.client_state(client)
+        assert equal_states(ours, unbroken.federation.client_state(client))
+    assert not list(folder.rglob(".*.tmp"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return fit(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 1 MB of its own, where the system allows it."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "flsuite", str(path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Write until nothing fits any more."""
+    with (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                return
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on(disk: Path, unbroken: Any) -> None:
+    with pytest.raises(FederationError) as caught:
+        fit(disk / "run", deed=lambda: fill(disk))
+    message = str(caught.value)
+    assert message.startswith(f"cannot write to {disk / 'run'} (No space left on device); the last")
+    assert "is kept: free some space" in message
+    (disk / "filler").unlink()
+    check_going_on(disk / "run", unbroken)
+
+
+def test_a_folder_that_turns_read_only_is_one_line(disk: Path, unbroken: Any) -> None:
+    def remount(mode: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(disk)], check=True)
+
+    with pytest.raises(FederationError, match=r"\(Read-only file system\); the last ch"):
+        fit(disk / "run", deed=lambda: remount("ro"))
+    with pytest.raises(FederationError, match="Read-only file system"):
+        fit(disk / "run", "last")
+    remount("rw")
+    check_going_on(disk / "run", unbroken)
+
+
+def test_the_command_says_it_in_one_line(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(name: str) -> list[str]:
+        small = ["--trainer.rounds", "2", "--trainer.max_epochs", "1"]
+        folder = str(disk / name)
+        assert cli("fit", "--config", QUICKSTART, *small, "--run_dir", folder) in (1, 2)
+        return capsys.readouterr().err.splitlines()
+
+    fill(disk)
+    lines = run("run")
+    assert lines[-1].startswith(f"flsuite: error: cannot write to {disk / 'run'}")
+    assert "No space left on device" in lines[-1]
+
+
+def _fails_in_round_3(target: Any, name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a deed from which on every call of a function raises an error of the disk."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return lambda: monkeypatch.setattr(target, name, fail)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read_only"])
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (AppendedTable, "append"),
+        (checkpoint, "save_tensors"),
+        (checkpoint, "flush_to_disk"),
+        (client_store, "save_tensors"),
+        (client_store, "replace_file"),
+    ],
+    ids=["table", "checkpoint", "publishing", "clients", "clients_renamed"],
+)
+def test_every_place_that_writes_is_covered(
+    target: Any,
+    name: str,
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unbroken: Any,
+) -> None:
+    deed = _fails_in_round_3(target, name, number, monkeypatch)
+    with pytest.raises(FederationError) as caught:
+        fit(tmp_path / "run", deed=deed)
+    assert str(caught.value).startswith(
+        f"cannot write to {tmp_path / 'run'} ({os.strerror(number)}); the last checkpoint"
+    )
+    monkeypatch.undo()
+    check_going_on(tmp_path / "run", unbroken)
+
+
+def test_other_errors_of_the_system_are_left_as_they_are(tmp_path: Path) -> None:
+    def deed() -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "the logger's server is gone")
+
+    with pytest.raises(ConnectionResetError):
+        fit(tmp_path / "run", deed=deed)

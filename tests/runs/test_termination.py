@@ -1,0 +1,164 @@
+"""A run that the system ends, and runs that start together in one folder."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flsuite.commands.termination import ending_on_sigterm
+from flsuite.errors import FlsuiteError, one_line
+from tests.commands.command import QUICKSTART, cli
+from tests.conftest import classifier, digits, equal_states, trainer
+from tests.runs.killing import rounds_on_disk
+
+ROUNDS = 12
+SMALL = ("--trainer.max_epochs", "1", "--data.clients", "4", "--trainer.evaluate_every", "100")
+SLOW = """
+import time
+from flsuite.callbacks import FederationCallback
+
+class Slow(FederationCallback):
+    affects = "nothing"
+    reads_updates = False
+    def on_round_start(self, run, round, clients):
+        time.sleep(0.5 if round > 2 else 0)
+"""
+
+
+def request(folder: Path, engine: str, *more: str) -> list[str]:
+    rounds = ("--trainer.rounds", str(ROUNDS), "--trainer.engine", engine)
+    return ["fit", "--config", QUICKSTART, *SMALL, *rounds, "--run_dir", str(folder), *more]
+
+
+def start(cwd: Path, *args: str) -> "subprocess.Popen[str]":
+    """Start the command in a process group of its own, with a package of the working folder."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "flsuite", *args],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_round(folder: Path, process: "subprocess.Popen[str]", round: int) -> None:
+    deadline = time.monotonic() + 120
+    while rounds_on_disk(folder) < round and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoints" / "model.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.fixture
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return
+
+
+@pytest.mark.usefixtures("_in_folder")
+@pytest.mark.parametrize("engine", ["InProcess", "Processes"])
+def test_sigterm_keeps_the_rounds_done_and_has_a_status_of_its_own(
+    engine: str, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    callbacks = ("--plugins", "[slow]", "--trainer.callbacks+", "slow.Slow")
+    process = start(tmp_path, *request(tmp_path / "run", engine, *callbacks))
+    wait_for_round(tmp_path / "run", process, 3)
+    # As a cluster does: to every process of the job, and again while the run is being closed.
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(0.05)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert said.splitlines()[-1] == (
+        "flsuite: error: terminated; fit goes on from the last finished round with --ckpt_path last"
+    )
+    assert "Traceback" not in said
+    assert 3 <= rounds_on_disk(tmp_path / "run") < ROUNDS
+    assert weights(tmp_path / "run"), "the model of the rounds done is there too"
+
+    assert cli(*request(tmp_path / "run", "InProcess", "--ckpt_path", "last")) == 0
+    assert cli(*request(tmp_path / "whole", "InProcess")) == 0
+    assert equal_states(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_sigterm_interrupts_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with ending_on_sigterm() as termination:
+            assert not termination.has_come
+        assert signal.getsignal(signal.SIGTERM) is before
+        with ending_on_sigterm() as termination:
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert termination.has_come
+        os.kill(os.getpid(), signal.SIGTERM)  # ignored until the process ends
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    thread = threading.Thread(target=ending_on_sigterm().__enter__)  # which may set no handlers
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def race(places: list[str], name: str, ckpt_path: str | None) -> None:
+    """Fit in one folder after the other, each at the same moment as the other process."""
+    torch.set_num_threads(1)
+    for place in map(Path, places):
+        made = trainer(rounds=2, run_dir=place / "run")
+        model, data = classifier(), digits(clients=3)
+        (place / f"ready-{name}").touch()
+        while len(list(place.glob("ready-*"))) < 2:
+            time.sleep(0.0002)
+        try:
+            made.fit(model, data, ckpt_path=ckpt_path)
+            end = f"{made.round} rounds"
+        except FlsuiteError as error:
+            end = one_line(error)
+        (place / f"end-{name}").write_text(end)
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last"], ids=["new", "last"])
+def test_of_two_processes_that_start_in_one_folder_one_runs(
+    ckpt_path: str | None, tmp_path: Path
+) -> None:
+    places = [tmp_path / str(number) for number in range(10)]
+    for place in places:
+        place.mkdir()
+    context = multiprocessing.get_context("fork")
+    both = [
+        context.Process(target=race, args=([*map(str, places)], name, ckpt_path)) for name in "ab"
+    ]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+        assert process.exitcode == 0
+
+    refusals = []
+    for place in places:
+        ends = [(place / f"end-{name}").read_text() for name in "ab"]
+        refused = [end for end in ends if end != "2 rounds"]
+        refusals += refused
+        # Who comes when the other one has ended goes on from its checkpoint, if it may.
+        assert len(refused) == 1 or (ckpt_path and not refused), ends
+        table = (place / "run" / "metrics.csv").read_text().splitlines()
+        assert len([line for line in table if ",clients," in line]) == 2, "one run's rows"
+    assert refusals, "they have met"
+    for line in refusals:
+        assert "already holds a run" in line or "another process is writing to" in line, line

@@ -1,0 +1,211 @@
+"""Clients that fail on purpose cost the run these clients, and nothing else."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flsuite.aggregators import FedAvg, FedBuff
+from flsuite.callbacks import FederationCallback
+from flsuite.engines import InProcess, Processes
+from flsuite.errors import FlsuiteError
+from flsuite.exchange import PairwiseMasks, Quantize
+from flsuite.runs.rehearsal import rehearse
+from flsuite.schedules import Asynchronous, Clock, Faults, Fit, Schedule, Stragglers, Synchronous
+from tests.conftest import classifier, digits, equal_states, trainer
+
+IN_PROCESS = {"raises": 0.05, "nan": 0.05, "shapes": 0.05, "late": 0.05, "twice": 0.05}
+ALL = {**IN_PROCESS, "dies": 0.03, "hangs": 0.01}
+CLIENTS = 12
+
+
+class Absent(Faults):
+    """Leaves out the clients that would fail. What comes twice counts once."""
+
+    def require(self, engine: Any) -> None:
+        return  # nothing is carried out
+
+    def _with_faults(self, fits: Sequence[Fit]) -> list[Fit]:
+        for fit in super()._with_faults(fits):
+            if fit.fault not in (None, "twice"):
+                fit.outcome = "dropped"
+        return [fit for fit in fits if fit.outcome == "arrived"]
+
+
+def fit(schedule: Schedule, ckpt_path: str | None = None, **kwargs: Any) -> Any:
+    made = trainer(**{"rounds": 12, "evaluate_every": 100, "schedule": schedule, **kwargs})
+    made.fit(classifier(), digits(clients=CLIENTS), ckpt_path=ckpt_path)
+    return made
+
+
+class Seen(FederationCallback):
+    """Notes every failure that the federation has named."""
+
+    affects = "nothing"
+    reads_updates = False
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[int, int, str]] = []
+
+    def on_client_end(self, run: Any, outcome: Any) -> None:
+        if hasattr(outcome, "reason"):
+            self.failures.append((outcome.round, outcome.client, outcome.reason))
+
+
+def test_a_run_under_all_faults_equals_one_without_these_clients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen = Seen()
+    engine = Processes(workers=2, timeout=6.0)
+    with caplog.at_level(logging.WARNING, logger="flsuite"):
+        faulty = fit(Faults(Synchronous(), **ALL), engine=engine, callbacks=[seen])
+    absent = fit(Absent(Synchronous(), **ALL))
+    assert equal_states(faulty.federation.state, absent.federation.state)
+
+    # Every client that was lost is named, with its reason.
+    reasons = [reason for *_, reason in seen.failures]
+    for part in (
+        "RuntimeError: raised on purpose (schedule.raises)",
+        "is not finite",
+        "has shape",
+        "it did not finish within 6 seconds (engine.timeout)",
+        "its worker process died twice",
+        "its update did not arrive in time",
+    ):
+        assert any(part in reason for reason in reasons), part
+    said = [record.getMessage() for record in caplog.records]
+    for round, client, reason in seen.failures:
+        assert f"round {round}: client {client} failed: {reason}" in said
+    assert any("was refused: it came a second time" in line for line in said)
+    assert any("was refused: it came too late" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"aggregator": FedBuff(), "schedule": Asynchronous(4, 2, speeds=Stragglers())},
+        {"schedule": Synchronous(6, speeds=Stragglers(), over_selection=1.5)},
+        {"compression": Quantize(bits=8)},
+        {"secure_sum": PairwiseMasks(), "rounds": 6},
+    ],
+    ids=["plain", "asynchronous", "over_selection", "compression", "secure_sum"],
+)
+def test_in_process_the_run_equals_one_without_these_clients(kwargs: dict[str, Any]) -> None:
+    inner = kwargs.pop("schedule", Synchronous())
+    faulty = fit(Faults(inner, **IN_PROCESS), **kwargs)
+    absent = fit(Absent(inner, **IN_PROCESS), **kwargs)
+    whole = fit(inner, **kwargs)
+    assert equal_states(faulty.federation.state, absent.federation.state)
+    assert not equal_states(faulty.federation.state, whole.federation.state)
+    assert faulty.run.clock.seconds == absent.run.clock.seconds or not inner.is_virtual
+
+
+def test_engines_are_equal_and_probability_zero_is_the_schedule_alone() -> None:
+    # Parts of several clients, whose models a worker adds up.
+    runs = [
+        fit(Faults(Synchronous(), **faults), engine=engine, rounds=4)
+        for engine, faults in [
+            (InProcess(), IN_PROCESS),
+            (Processes(workers=1), IN_PROCESS),
+            (Processes(workers=2), IN_PROCESS),
+            (InProcess(), {}),
+        ]
+    ]
+    states = [made.federation.state for made in runs]
+    assert equal_states(states[0], states[1]) and equal_states(states[0], states[2])
+    assert equal_states(states[3], fit(Synchronous(), rounds=4).federation.state)
+
+
+def test_a_late_client_is_not_in_the_sum_of_its_part() -> None:
+    def state(kind: type[Faults], engine: Any) -> Any:
+        made = trainer(
+            rounds=2, evaluate_every=9, engine=engine, schedule=kind(Synchronous(), late=0.3)
+        )
+        made.fit(classifier(), digits(clients=45))  # two clients in each part
+        return made.federation.state
+
+    absent = state(Absent, InProcess())
+    assert equal_states(state(Faults, InProcess()), absent)
+    assert equal_states(state(Faults, Processes(workers=2)), absent)
+
+
+@pytest.mark.parametrize(
+    ("inner", "aggregator"),
+    [(Synchronous(), FedAvg()), (Asynchronous(6, 2, speeds=Stragglers()), FedBuff())],
+    ids=["synchronous", "asynchronous"],
+)
+def test_a_resumed_run_goes_on_with_the_same_faults(
+    inner: Schedule, aggregator: Any, tmp_path: Path
+) -> None:
+    def run(folder: str, rounds: int, ckpt_path: str | None = None) -> Any:
+        return fit(
+            Faults(inner, **{**IN_PROCESS, "late": 0.2}),
+            ckpt_path,
+            rounds=rounds,
+            aggregator=aggregator,
+            run_dir=tmp_path / folder,
+        )
+
+    whole, held = run("whole", 6), 0
+    for rounds in range(1, 7):
+        resumed = run("parts", rounds, "last" if rounds > 1 else None)
+        held += len(resumed.schedule.state_dict()["held"])
+    assert held, "messages are held back while the run is stopped"
+    assert equal_states(resumed.federation.state, whole.federation.state)
+    bytes_up = [
+        [row.value for row in made.run.folder.table.rows if row.metric in ("bytes_up", "failed")]
+        for made in (resumed, whole)
+    ]
+    assert bytes_up[0] == bytes_up[1], "late messages are counted after a resume too"
+
+
+def test_faults_are_drawn_by_seed_fit_and_client() -> None:
+    def drawn(seed: int) -> list[str | None]:
+        schedule = Faults(Synchronous(), **ALL)
+        schedule.configure([1] * 200, seed)
+        return [fit.fault for fit in schedule.start(Clock())]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert {*drawn(1)} == {None, *ALL}
+
+
+def test_a_rehearsal_knows_of_the_faults() -> None:
+    made = trainer(rounds=8, schedule=Faults(Synchronous(speeds=Stragglers()), **IN_PROCESS))
+    outcomes = [row.outcome for row in rehearse(made.prepare(classifier(), digits(clients=6)))]
+    real = trainer(rounds=8, schedule=Faults(Synchronous(speeds=Stragglers()), **IN_PROCESS))
+    real.fit(classifier(), digits(clients=6))
+    merged = [row for row in real.run.folder.table.rows if row.metric == "clients"]
+    assert {"merged", "failed", "late"} == {*outcomes} and len(outcomes) == 48
+    assert outcomes.count("merged") == sum(row.value for row in merged)
+
+
+@pytest.mark.parametrize(
+    ("engine", "faults", "message"),
+    [
+        (InProcess(), {"hangs": 0.1, "dies": 0.1}, "InProcess as it is set cannot carry out hangs"),
+        (Processes(workers=1), {"hangs": 0.1}, r"cannot carry out hangs; .*Processes\(timeout="),
+    ],
+)
+def test_faults_that_the_engine_would_not_survive_are_refused(
+    engine: Any, faults: dict[str, float], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        fit(Faults(Synchronous(), **faults), engine=engine, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nan": 1.0}, r"Faults: nan must be in \[0, 1\)"),
+        ({"late": -0.1}, r"Faults: late must be in \[0, 1\)"),
+        ({"nan": 0.6, "dies": 0.6}, r"the sum of the probabilities must be in \[0, 1\)"),
+        ({"schedule": None}, r"schedule must be a flsuite\.schedules\.base\.Schedule"),
+    ],
+)
+def test_impossible_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        Faults(**{"schedule": Synchronous(), **arguments})
