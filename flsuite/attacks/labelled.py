@@ -21,7 +21,7 @@ def labelled(owner: str, batch: Any) -> tuple[Tensor, Tensor]:
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     if not is_pair or not all(isinstance(part, Tensor) for part in batch):
         raise FlsuiteError(
-            f"{owner} needs batches of inputs and classes, (x, y), and this data has a "
+            f"{owner} needs batches of inputs and classes, (x, y), and a batch of this data is a "
             f"{type(batch).__name__}; {_OTHERS}"
         )
     x, y = batch
@@ -35,6 +35,6 @@ def with_parts(batch: Any, x: Tensor, y: Tensor) -> Any:
 
 def require_classes(owner: str, data: FederatedData) -> None:
     """Refuse data without classes, or with batches of another structure than ``(x, y)``."""
+    labelled(owner, data.plain_batch(data.train_index.values[:1]))
     if data.spec.task == "other":
         raise FlsuiteError(f"{owner} needs data with classes, and this has none; {_OTHERS}")
-    labelled(owner, data.plain_batch(data.train_index.values[:1]))
