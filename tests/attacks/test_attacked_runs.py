@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from flsuite.aggregators import SCAFFOLD, Aggregator, Centralized, FedAvg, FedBuff
+from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg, FedBuff
 from flsuite.analysis import read_metrics
 from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.attacks import (
@@ -84,7 +84,7 @@ def long_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> Federa
     """Fit a federation whose attackers draw noise and keep notes."""
     torch.set_num_threads(1)
     made = trainer(
-        rounds=15,
+        rounds=10,
         schedule=Synchronous(0.6),
         engine=engine,
         evaluate_every=5,
@@ -99,7 +99,7 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path) -> None:
     from flsuite.engines import InProcess
 
     whole = long_run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
-    resumed = kill_and_resume(long_run, tmp_path / "killed", InProcess(), kills=2, rounds=15)
+    resumed = kill_and_resume(long_run, tmp_path / "killed", InProcess(), kills=1, rounds=10)
     assert equal_states(state(whole), state(resumed))
     assert table_of(tmp_path / "killed", "virtual_s").equals(
         table_of(tmp_path / "whole", "virtual_s")
@@ -142,9 +142,7 @@ def test_honest_clients_do_not_change(name: str, honest_round: list[ClientUpdate
         assert before.client == after.client
         # Attackers that work together train honestly, and the server's side replaces their update.
         is_same = before.client not in WHO or name in ("alie", "inner_product")
-        assert equal_states(before.state, after.state) == (
-            is_same or (name == "free_rider" and False)
-        )
+        assert equal_states(before.state, after.state) == is_same
 
 
 @pytest.fixture(scope="module")
@@ -217,14 +215,14 @@ def test_a_client_attacks_before_its_update_is_packed(kwargs: dict[str, Any]) ->
 def test_models_with_a_private_encoder_score_their_backdoor_client_by_client() -> None:
     def fit(**kwargs: Any) -> FederatedTrainer:
         made = trainer(rounds=1, attack=PixelBackdoor(WHO, target=3, size=2), **kwargs)
-        made.fit(FusedSpaceFed(backbone=ResNet20(width=4), latent_dim=4), digits())
+        made.fit(FusedSpaceFed(backbone=ResNet20(width=4), latent_dim=4), digits(clients=4))
         return made
 
     here, there = fit(), fit(engine=Processes(workers=2))
     assert equal_states(state(here), state(there))
     whole, *clients = here.test()
     assert whole["backdoor_success"] == pytest.approx(
-        sum(row["backdoor_success_all"] for row in clients) / 5
+        sum(row["backdoor_success_all"] for row in clients) / 4
     )
     assert there.test()[0]["backdoor_success"] == whole["backdoor_success"]
 
@@ -241,7 +239,7 @@ def test_nodes_of_flower_may_be_attackers() -> None:
     assert equal_states(state(ours), state(theirs)) and table(ours) == table(theirs)
 
     run = trainer(attack=InnerProduct(WHO)).prepare(classifier(), digits())
-    with pytest.raises(FlsuiteError, match="InnerProduct .* nodes of Flower do not see"):
+    with pytest.raises(FlsuiteError, match="attackers on nodes of Flower do not see"):
         FlowerStrategy(run)
 
 
@@ -341,7 +339,9 @@ def test_the_command_takes_an_attack_by_its_short_name(
     assert cli(*fit, "--trainer.attack.pairs", "{0: 6}", "--run_dir", "run") == 0
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["attack"]
     assert config["class_path"] == "flsuite.attacks.LabelFlip"
-    assert config["init_args"]["pairs"] == {0: 6}
+    assert config["init_args"]["pairs"] == {"0": 6}
+    again = ("fit", "--config", "run/config.yaml", "--ckpt_path", "last")
+    assert cli(*again, "--trainer.rounds", "2") == 0
 
     line = refused(capsys, *fit, "--trainer.attack.pairs", "{0: 16}")
     assert "LabelFlip: pairs names class 16, and the classes are 0 to 9" in line
@@ -358,8 +358,8 @@ class Halves(SignFlip):
         return {name: (value + received[name]) / 2 for name, value in trained.items()}
 
 
-@pytest.mark.parametrize("aggregator", [FedAvg(), FedBuff()])
-def test_an_attack_of_ones_own_is_one_class(aggregator: Aggregator) -> None:
-    here = fitted(Halves(WHO), rounds=1, aggregator=aggregator)
-    there = fitted(Halves(WHO), rounds=1, aggregator=aggregator, engine=Processes(workers=2))
-    assert equal_states(state(here), state(there))
+def test_an_attack_of_ones_own_is_one_class(honest_round: list[ClientUpdate]) -> None:
+    received = trainer().prepare(classifier(), digits()).state
+    for before, after in zip(honest_round, first_round(Halves([2])), strict=True):
+        halves = Halves([2]).alter(before.state, received, None)
+        assert equal_states(after.state, halves if before.client == 2 else before.state)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +36,9 @@ def numbers(*values: float) -> State:
     return {"w": torch.tensor(values, dtype=torch.float32)}
 
 
-def sent(attack: Attack, trained: State, received: State, notes: dict | None = None) -> State:
-    generator = torch_generator(0, "test")
-    return attack.alter(
-        trained, received, Attacker(0, 1, generator, {} if notes is None else notes)
-    )
+def sent(attack: Attack, trained: State, received: State, notes: Any = None) -> State:
+    attacker = Attacker(0, 1, torch_generator(0, "test"), {} if notes is None else notes)
+    return attack.alter(trained, received, attacker)
 
 
 def with_attackers(attack: Collusion, data: FederatedDataModule) -> Collusion:
