@@ -27,7 +27,7 @@ from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.exchange import PairwiseMasks, Quantize, TopK
 from flsuite.messages import ClientUpdate
-from flsuite.models import FusedSpaceFed, ResNet20
+from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, Stragglers, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import Updates
@@ -212,10 +212,10 @@ def test_a_client_attacks_before_its_update_is_packed(kwargs: dict[str, Any]) ->
     assert not attacked.run.federation.log.failures
 
 
-def test_models_with_a_private_encoder_score_their_backdoor_client_by_client() -> None:
+def test_models_with_private_parts_score_their_backdoor_client_by_client() -> None:
     def fit(**kwargs: Any) -> FederatedTrainer:
-        made = trainer(rounds=1, attack=PixelBackdoor(WHO, target=3, size=2), **kwargs)
-        made.fit(FusedSpaceFed(backbone=ResNet20(width=4), latent_dim=4), digits(clients=4))
+        made = trainer(rounds=1, attack=PixelBackdoor(WHO, target=3), **kwargs)
+        made.fit(Classifier(MLP(hidden=(8,)), private=["network.3"]), digits(clients=4))
         return made
 
     here, there = fit(), fit(engine=Processes(workers=2))
