@@ -57,7 +57,8 @@ class Moments:
 class Collusion(Attack):
     """Attackers that all send the same change, made from what they know of a round's updates.
 
-    It needs rounds whose updates are together before they are aggregated, and as they are.
+    Every client counts the same in what they know, whatever its samples. A collusion needs
+    rounds whose updates are together before they are aggregated, and as they are.
 
     Attributes:
         knows: The clients whose updates they know.

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import pandas as pd
 import pytest
 import torch
+import yaml
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -18,6 +20,7 @@ from flsuite.data import DataSpec, DataSplit, FederatedDataModule, FromDataset, 
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Broadcast, FitAssignment, FitRequest
 from flsuite.random import torch_generator
+from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import table_data
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.plain import Net, Reader, Regression, slope
@@ -193,13 +196,24 @@ def test_a_backdoor_in_images_that_their_dataset_has_transformed() -> None:
 
 
 @pytest.fixture(scope="module")
-def backdoored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "backdoor"
-    attack = PixelBackdoor([0, 1, 2], target=3, boost=2.0)
-    trainer(rounds=4, evaluate_every=2, attack=attack, run_dir=str(folder)).fit(
-        classifier(), digits()
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
+    folder = str(tmp_path_factory.mktemp("runs") / "backdoor")
+    made = trainer(
+        rounds=4,
+        evaluate_every=2,
+        attack=PixelBackdoor([0, 1, 2], target=3, boost=2.0),
+        run_dir=folder,
+        logger=CSVLogger(folder, name="log", version=""),
     )
-    return folder
+    made.fit(classifier(), digits())
+    return made
+
+
+@pytest.fixture(scope="module")
+def backdoored(attacked: FederatedTrainer) -> Path:
+    path = attacked.run.folder.path
+    assert path is not None
+    return path
 
 
 def test_the_success_rate_is_in_the_table_at_every_evaluation(backdoored: Path) -> None:
@@ -214,6 +228,17 @@ def test_the_success_rate_is_in_the_table_at_every_evaluation(backdoored: Path) 
     assert rows["value"].between(0, 1).all()
     last = rows[(rows["round"] == 4) & (rows["split"] == "test")]["value"].item()
     assert last > 0.8
+
+
+def test_loggers_and_the_final_table_have_the_success_rate(
+    attacked: FederatedTrainer, backdoored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged = pd.read_csv(backdoored / "log" / "metrics.csv")
+    assert logged["test/backdoor_success"].notna().sum() == 2
+    settings = yaml.safe_load((backdoored / "log" / "hparams.yaml").read_text())
+    assert settings["attackers"] == [0, 1, 2]
+    attacked.run.summary.print(1.0, None)
+    assert "backdoor success" in capsys.readouterr().out
 
 
 def test_the_report_compares_by_the_success_rate(
