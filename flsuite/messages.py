@@ -307,8 +307,8 @@ class ClientResult:
     Attributes:
         update: What travels to the server.
         memory: What the client keeps for its next round: ``model`` (private entries), ``algorithm``
-            (its notes), ``optimizers``, ``exchange`` (notes of the compression) and, until they are
-            masked, ``summands``, where there are any.
+            (its notes), ``optimizers``, ``exchange`` (notes of the compression), ``attack`` (those
+            of an attacker) and, until they are masked, ``summands``, where there are any.
         training: The numbers about the fit that local training alone has led to.
     """
 

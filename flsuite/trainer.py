@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.loggers import Logger
 
 from flsuite.aggregators import Aggregator, FedAvg
+from flsuite.attacks import Attack
 from flsuite.callbacks.defaults import with_defaults
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
@@ -18,15 +19,15 @@ from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, client_
 from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine
 from flsuite.engines.in_process import InProcess
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of
-from flsuite.exchange import Compression, Exchange, SecureSum
+from flsuite.errors import FlsuiteError, require_one_of
+from flsuite.exchange import Compression, SecureSum
 from flsuite.models.traits import extra_epochs
 from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.predictions import predict
 from flsuite.runs.preparation import make_evaluator, make_federation, make_ready
 from flsuite.runs.run import Run, RunOptions
-from flsuite.runs.settings import OF_THE_TRAINER, describe_chosen, run_settings
+from flsuite.runs.settings import of_the_trainer, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.evaluation import GLOBAL, Split
@@ -50,6 +51,7 @@ class FederatedTrainer(Trainer):
         engine: Where clients train. Default: in this process.
         compression: How updates are packed for the way to the server. Default: not at all.
         secure_sum: How updates are masked, so that the server learns their sum alone.
+        attack: What attackers among the clients do. Default: all clients are honest.
         max_epochs: Local epochs per fit.
         evaluate_every: Rounds between two evaluations. The last round is always evaluated.
         monitor: The validation score that picks a round. Default: accuracy, loss, or one logged.
@@ -78,6 +80,7 @@ class FederatedTrainer(Trainer):
         engine: Engine | None = None,
         compression: Compression | None = None,
         secure_sum: SecureSum | None = None,
+        attack: Attack | None = None,
         max_epochs: int = 1,
         evaluate_every: int = 1,
         monitor: str | None = None,
@@ -99,9 +102,8 @@ class FederatedTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         budget = Budget.of(rounds, max_virtual_seconds, max_client_updates)
-        require_at_least("trainer", 1, max_epochs=max_epochs)
         require_one_of("trainer", get_args(Buffers), buffers=buffers)
-        self.client_kwargs = {**client_arguments(kwargs), "max_epochs": max_epochs}
+        self.client_kwargs = client_arguments({**kwargs, "max_epochs": max_epochs})
         kwargs["default_root_dir"] = kwargs.get("default_root_dir") or run_dir
         kwargs.update(on_one_gpu(kwargs))  # in place: the command follows kwargs to Lightning's
         quiet_lightning()
@@ -119,7 +121,7 @@ class FederatedTrainer(Trainer):
         self.aggregator = aggregator or FedAvg()
         self.schedule = schedule or Synchronous()
         self.engine = engine or InProcess()
-        self.compression, self.secure_sum = compression, secure_sum
+        self.compression, self.secure_sum, self.attack = compression, secure_sum, attack
         self.keep_optimizers, self.channels_last = keep_optimizers, channels_last
         self.run_dir = Path(run_dir) if run_dir else None
         self.buffers, self.writes = buffers, enable_checkpointing
@@ -230,19 +232,16 @@ class FederatedTrainer(Trainer):
         name = f"{type(datamodule).__name__}-{type(self.aggregator).__name__}".lower()
         folder = RunFolder((self.run_dir or new_run_dir(name, seed)) if self.writes else None)
         is_restored = folder.find_checkpoint(ckpt_path) is not None
-        request = model, datamodule, self, seed, self.channels_last, is_restored
+        request = model, datamodule, self, seed, self.channels_last, is_restored, self.attack
         data, weights = make_ready(*request)
 
         samples = fit_samples(self.client_kwargs, data.batch_size, extra_epochs(model))
-        evaluator = make_evaluator(model, data.federated, self, self.client_kwargs, seed)
+        evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, self.attack)
         options = replace(options, monitor=evaluator.monitored(options.monitor))
-        exchange = Exchange(self.compression, self.secure_sum)
-        chosen = self.aggregator, self.schedule, self.buffers, exchange
-        federation = make_federation(evaluator, *chosen, folder, options, samples)
+        chosen = self.aggregator, self.schedule, self.buffers, self.compression, self.secure_sum
+        federation = make_federation(evaluator, *chosen, self.attack, folder, options, samples)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        others = {name: getattr(self, name) for name in OF_THE_TRAINER}
-        others = {"client": describe_chosen(self.client_kwargs, Trainer), **others}
-        settings = run_settings(options, model, data, callbacks, weights, **others)
+        settings = run_settings(options, model, data, callbacks, weights, **of_the_trainer(self))
         config = self.config or settings
         self.run = Run(
             federation, evaluator, folder, options, settings, config, callbacks, self.loggers
@@ -266,6 +265,7 @@ class FederatedTrainer(Trainer):
             channels_last=self.channels_last,
             lr_decay=self.options.lr_decay,
             sums_parts=run.sums_parts,
+            attack=self.attack,
         )
 
     def _restored(

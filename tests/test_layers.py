@@ -17,7 +17,7 @@ LAYERS = (  # from the top to the ground floor; a file imports its own layer and
     ("schedules",),
     ("engines",),
     ("client",),
-    ("exchange",),
+    ("exchange", "attacks"),
     ("aggregators",),
     ("metrics",),
     ("models",),

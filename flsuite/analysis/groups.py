@@ -19,7 +19,8 @@ __all__ = ["Group", "experiment_hash", "find_runs", "group_runs", "read_yaml"]
 
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
 """The folder of a sweep's cell: METHOD, the grid values if there are any, and a hash."""
-_OF_THE_SEED = ("seed", "given_weights")  # the seed may have decided the weights of a given model
+# The seed may have decided the weights of a given model, and who attacks.
+_OF_THE_SEED = ("seed", "given_weights", "attackers")
 _CALLBACKS = ("callbacks", "stopping")  # settings that are lists of callbacks
 
 

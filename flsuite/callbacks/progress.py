@@ -17,7 +17,13 @@ from flsuite.runs.run import Run
 
 __all__ = ["RoundProgress"]
 
-_SHOWN = ("train/loss", "val/accuracy", "test/accuracy", "test/f1_macro")
+_SHOWN = (
+    "train/loss",
+    "val/accuracy",
+    "test/accuracy",
+    "test/f1_macro",
+    "test/backdoor_success",
+)
 
 
 class RoundProgress(FederationCallback):

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.aggregators.after_fit import AfterFit
+from flsuite.attacks.fit import AttackedFit, attacked_fit
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.faults import carry_out
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
@@ -157,6 +158,7 @@ class ClientRunner:
                 precision.forward_context,
                 seed=self.setup.seed,
                 trainer_kwargs=self.trainer_kwargs,
+                attack=self.setup.attack,
             )
             state = {**self.setup.initial, **request.private, **request.broadcast.state}
             return scorer.own(request.client, state, request.split, request.details)
@@ -194,6 +196,8 @@ class ClientRunner:
         loader = view.loader(
             client.id, setup.seed, client.round, assignment.batches, request.repeat
         )
+        attacked = attacked_fit(setup.attack, request, setup.seed)
+        loader = loader if attacked is None else attacked.loader(loader)
         if request.trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()
@@ -204,7 +208,7 @@ class ClientRunner:
             numbers, steps = request.trained.metrics, request.trained.steps
             started -= request.trained.seconds
             kept = request.trained.memory.get("optimizers")
-        return self._result(request, client, started, steps, numbers, kept)
+        return self._result(request, client, started, steps, numbers, kept, attacked)
 
     def _callbacks(
         self,
@@ -237,6 +241,7 @@ class ClientRunner:
         steps: int,
         numbers: dict[str, float],
         kept: Any,
+        attacked: AttackedFit | None,
     ) -> ClientResult:
         """Return what leaves the resident model: the update, and what the client keeps.
 
@@ -247,17 +252,21 @@ class ClientRunner:
             steps: Steps of the optimizer.
             numbers: The numbers of its training.
             kept: States of the optimizers, if it keeps them.
+            attacked: The fit as an attack sees it, if the client is an attacker.
         """
         setup, broadcast = self.setup, request.broadcast
         state = self.model.state_dict()
         shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
+        sent = clone(shared)
+        if attacked is not None:
+            sent = attacked.sent(sent, broadcast.state, kept=self.buffers)
         update = ClientUpdate(
             client=client.id,
             round=client.round,
             samples=client.samples,
             steps=steps,
             class_counts=client.class_counts,
-            state=carry_out(request.fault, clone(shared)),
+            state=carry_out(request.fault, sent),
             extras=client.extras,
             metrics={**numbers, **_numbers(client.metrics)},
             bytes_down=self._bytes_of(broadcast),
@@ -272,6 +281,7 @@ class ClientRunner:
             "optimizers": kept,
             "exchange": notes,
             "summands": summands,
+            "attack": {} if attacked is None else attacked.attacker.notes,
         }
         # Without empty parts, which a checkpoint need not hold.
         return ClientResult(packed, {k: v for k, v in memory.items() if v}, numbers)

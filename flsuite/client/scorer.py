@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from flsuite.attacks import Attack
 from flsuite.client.own_steps import OwnSteps
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import SplitLoader
@@ -43,6 +44,7 @@ class Scorer:
             own steps, have the batches of training.
         seed: The run's seed, of what an evaluation draws.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
+        attack: Its aim is scored too, if it has one. Default: there is no attack.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Scorer:
         batch_size: int = 1024,
         seed: int = 0,
         trainer_kwargs: Mapping[str, Any] | None = None,
+        attack: Attack | None = None,
     ) -> None:
         self.model = model
         self.data = data
@@ -62,6 +65,7 @@ class Scorer:
         self.batch_size = batch_size
         self.seed = seed
         self.trainer_kwargs = dict(trainer_kwargs or {})
+        self.attack = attack
         self._steps = OwnSteps(model, trainer_kwargs or {}) if scores_by_steps(model) else None
 
     def own(
@@ -108,12 +112,15 @@ class Scorer:
     def _logits(self) -> Callable[[Any], Tensor] | None:
         return class_outputs(self.model, self.data.spec)
 
-    def _outputs(self, samples: DataSplit) -> dict[str, Tensor]:
+    def _outputs(
+        self, samples: DataSplit, change: Callable[[Any], Any] | None = None
+    ) -> dict[str, Tensor]:
         parts: list[dict[str, Tensor]] = []
         is_stored = isinstance(samples, StoredSplit)
         size = self.data.batch_size if is_stored else self.batch_size
 
         for batch in SplitLoader(self.data, samples, size):
+            batch = batch if change is None else change(batch)
             with self.precision():
                 columns = self._columns(move_data_to_device(batch, self.device))
             # On the CPU batch by batch, so that the outputs of a large split need no room on the
@@ -137,7 +144,20 @@ class Scorer:
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Return the scores on a whole split, and the columns that they come from."""
         outputs = self.outputs(samples) if self.has_columns else {}
-        return self._numbers(outputs, samples, split, None, auroc=True), outputs
+        values = self._numbers(outputs, samples, split, None, auroc=True)
+        return values | self._aim(samples), outputs
+
+    def _aim(self, samples: DataSplit) -> dict[str, float]:
+        """Return how far an attack has reached its aim, on a changed copy of a split."""
+        trial = None if self.attack is None else self.attack.trial(samples)
+        if trial is None or not len(trial.rows):
+            return {}
+        self.model.to(self.device)
+        # What a model draws here must not change what it draws for the other scores.
+        with isolate_rng(), evaluating(self.model), torch.inference_mode():
+            seed_process(self.seed, "attack/score")
+            outputs = self._outputs(samples.take(trial.rows), trial.change)
+        return {trial.metric: float(trial.hits(outputs["scores"]).double().mean())}
 
     def _numbers(
         self,

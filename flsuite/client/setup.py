@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 
 from flsuite.aggregators import Aggregator
 from flsuite.aggregators.tools import ServerTools
+from flsuite.attacks import Attack
 from flsuite.client.loop import implements
 from flsuite.client.lr_decay import LRDecay
 from flsuite.data.federated import FederatedData
@@ -77,6 +78,7 @@ class WorkerSetup:
         exchange: How updates are packed for their way to the server. Default: not at all.
         sums_parts: Whether a worker sends the sum of the models of a part of the cohort, and not
             each of them.
+        attack: What the attackers among the clients do. Default: there are none.
     """
 
     model: LightningModule
@@ -91,6 +93,7 @@ class WorkerSetup:
     lr_decay: LRDecay | None = None
     exchange: Exchange = field(default_factory=Exchange)
     sums_parts: bool = False
+    attack: Attack | None = None
 
 
 class _ServerMemory(dict[str, Any]):
@@ -147,6 +150,7 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             "trainer: max_time would make results depend on the machine; limit rounds or max_steps"
         )
 
+    require_at_least("trainer", 1, max_epochs=kwargs.get("max_epochs"))
     require_positive("trainer", limit_train_batches=kwargs.get("limit_train_batches"))
     require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
     # -1 is Lightning's way to write no limit.

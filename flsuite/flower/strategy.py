@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from flsuite.attacks import Collusion
 from flsuite.errors import FlsuiteError
 from flsuite.flower.engine import Mail, NodeEngine, NodeEvaluator, NodeStore, by_node
 from flsuite.flower.nodes import Nodes
@@ -54,6 +55,11 @@ class FlowerStrategy(Strategy):
                 "a secure sum exchanges keys and shares before and after training, and a round of "
                 "Flower has one message to a node and one answer; leave out trainer.secure_sum, or "
                 "run it with flsuite fit"
+            )
+        if isinstance(federation.attack, Collusion):
+            raise FlsuiteError(
+                f"{type(federation.attack).__name__} {federation.attack.needs}, and attackers on "
+                "nodes of Flower do not see those of others; run it with flsuite fit"
             )
         if run.source is not None or run.updates is not None:
             raise FlsuiteError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import json
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from flsuite.attacks import Attack
 from flsuite.data.federated import FederatedData
 from flsuite.data.task_data import TaskData
 from flsuite.errors import FlsuiteError
@@ -33,6 +35,7 @@ _FILES = (
     "versions.txt",
     "partition.csv",
     "tasks.csv",
+    "attackers.json",
     "metrics.csv",
     "timeline.csv",
 )
@@ -150,6 +153,7 @@ class RunFolder:
         settings: dict[str, Any],
         data: FederatedData,
         overwrite: bool = False,
+        attack: Attack | None = None,
     ) -> None:
         """Begin a new run in a folder that is claimed and locked.
 
@@ -158,6 +162,7 @@ class RunFolder:
             settings: All that decides the result.
             data: The data, whose partition is written.
             overwrite: Start over a run that was killed before its first checkpoint.
+            attack: Its attackers are written, if there is an attack.
 
         Raises:
             FlsuiteError: If the folder holds another run.
@@ -176,6 +181,10 @@ class RunFolder:
         write_partition(self.path / "partition.csv", data)
         if isinstance(data, TaskData):
             _write_csv(self.path / "tasks.csv", TASK_COLUMNS, task_rows(data))
+        if attack is not None:
+            who = {"attack": type(attack).__name__, "attackers": attack.attackers}
+            text = json.dumps({**who, "clients": data.clients})
+            _write_text(self.path / "attackers.json", text + "\n")
 
     def write_request(self, config: dict[str, Any] | str, settings: dict[str, Any]) -> None:
         """Write ``config.yaml`` and ``settings.yaml``.

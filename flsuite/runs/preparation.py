@@ -7,12 +7,12 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from flsuite.aggregators import Aggregator
+from flsuite.attacks import Attack
 from flsuite.client.setup import Buffers, entries_of
-from flsuite.data.federated import FederatedData
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.plain import as_federated
-from flsuite.errors import require_instance
-from flsuite.exchange import Exchange
+from flsuite.errors import FlsuiteError, require_instance
+from flsuite.exchange import Compression, Exchange, SecureSum
 from flsuite.models.base import ClientModel
 from flsuite.models.traits import has_step, require_trainable, to_channels_last
 from flsuite.random import seed_process
@@ -39,6 +39,7 @@ def make_ready(
     seed: int,
     channels_last: bool,
     is_restored: bool,
+    attack: Attack | None = None,
 ) -> tuple[FederatedDataModule, str | None]:
     """Split the data and build the model, both as the run's seed decides.
 
@@ -49,6 +50,7 @@ def make_ready(
         seed: The run's seed.
         channels_last: Whether convolutions use this memory format.
         is_restored: Whether the weights of a checkpoint follow, so that the model reads none.
+        attack: Its attackers are drawn among the clients of the data.
 
     Returns:
         The data module, and the setting that the model's weights are, see
@@ -75,6 +77,8 @@ def make_ready(
         _configure(model, trainer, datamodule)
     _USED.add(model)
 
+    if attack is not None:
+        attack.configure(data.federated, seed)
     require_trainable(model, data.federated.spec)
     if channels_last:
         to_channels_last(model)
@@ -95,20 +99,34 @@ def _configure(model: LightningModule, trainer: Trainer, datamodule: LightningDa
 
 def make_evaluator(
     model: LightningModule,
-    data: FederatedData,
+    datamodule: FederatedDataModule,
     trainer: Trainer,
     trainer_kwargs: Mapping[str, Any],
     seed: int,
+    attack: Attack | None = None,
 ) -> Evaluator:
-    """Return what scores the model, on the device and in the precision of the trainer."""
-    return Evaluator(
+    """Return what scores the model, on the device and in the precision of the trainer.
+
+    Raises:
+        FlsuiteError: If the aim of the attack cannot be scored on this model.
+    """
+    data = datamodule.federated
+    evaluator = Evaluator(
         model,
         data,
         trainer.strategy.root_device,
         trainer.precision_plugin.forward_context,
         seed=seed,
         trainer_kwargs=trainer_kwargs,
+        attack=attack,
     )
+    trial = None if attack is None else attack.trial(data.test)
+    if trial is not None and not evaluator.has_classes:
+        raise FlsuiteError(
+            f"{type(attack).__name__}: {type(model).__name__} has no class scores to measure "
+            f"{trial.metric} by; give it a method logits(x) -> (n, classes)"
+        )
+    return evaluator
 
 
 def make_federation(
@@ -116,7 +134,9 @@ def make_federation(
     aggregator: Aggregator,
     schedule: Schedule,
     buffers: Buffers,
-    exchange: Exchange,
+    compression: Compression | None,
+    secure_sum: SecureSum | None,
+    attack: Attack | None,
     folder: RunFolder,
     options: RunOptions,
     fit_samples: Callable[[int], int],
@@ -128,7 +148,9 @@ def make_federation(
         aggregator: The algorithm.
         schedule: Who trains when.
         buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
-        exchange: The way of updates from clients to the server.
+        compression: How updates are packed for the way to the server, if they are.
+        secure_sum: How updates are masked, if they are.
+        attack: What the attackers among the clients do, if there are any.
         folder: Where clients and versions are kept.
         options: The options of the run.
         fit_samples: Returns the samples that a fit processes, given those of the client.
@@ -150,7 +172,8 @@ def make_federation(
         VersionStore(path / "in_flight" if path else None),
         fit_samples,
         make_tools(evaluator, private, options.seed, options.budget.rounds, fit),
-        exchange,
+        Exchange(compression, secure_sum),
+        attack,
     )
     fit.initial = federation.initial
     return federation

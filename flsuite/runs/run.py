@@ -226,6 +226,11 @@ class Run:
                 "keep_updates keeps the clients' models as they are, and compression or secure_sum "
                 "shows the server others; set trainer.keep_updates to false"
             )
+        if (keep or source is not None) and self.federation.attack is not None:
+            raise FlsuiteError(
+                "keep_updates and from_updates are for models as clients train them, and "
+                "trainer.attack changes them; leave out one of these"
+            )
         if keep:
             self.updates = UpdateStore(self._path_to_keep() / UPDATES)
         self.source = None if source is None else Path(source)
@@ -415,9 +420,11 @@ class Run:
         """Begin in a new folder, or again in that of a run that was killed in its first round."""
         if is_restart:
             log.info("no checkpoint in %s yet: starting with round 1", self.folder.checkpoints)
-        self.folder.create(self.config, self.settings, self.federation.data, is_restart)
+        federation = self.federation
+        data, attack = federation.data, federation.attack
+        self.folder.create(self.config, self.settings, data, is_restart, attack)
         if self.folder.checkpoints is not None:
-            frozen = {name: self.federation.initial[name] for name in self.federation.frozen}
+            frozen = {name: federation.initial[name] for name in federation.frozen}
             write_frozen(frozen, self.folder.checkpoints)
         if self.settings.get("initial_weights"):
             log.warning(
@@ -428,6 +435,8 @@ class Run:
     def _running(self, is_resumed: bool) -> Iterator["Run"]:
         try:
             self.notify("on_federation_start")
+            if self.federation.attack is not None:
+                log.info("attack: %s", self.federation.attack.line(self.clients))
             self._say_if_finished()
             # A resumed run may have more rounds. A finished one keeps the record of what it did.
             if is_resumed and not self.finished:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 
 __all__ = [
     "OF_THE_TRAINER",
@@ -28,6 +29,7 @@ __all__ = [
     "describe_data",
     "differences",
     "init_args",
+    "of_the_trainer",
     "run_settings",
     "weights_digest",
     "with_contents",
@@ -38,6 +40,7 @@ OF_THE_TRAINER = (
     "schedule",
     "compression",
     "secure_sum",
+    "attack",
     "buffers",
     "keep_optimizers",
     "channels_last",
@@ -82,6 +85,18 @@ def run_settings(
         **describe(others),
         **describe_callbacks(callbacks),
         **{name: weights_digest(model) if name == weights else None for name in WEIGHTS},
+    }
+
+
+def of_the_trainer(trainer: Any) -> dict[str, Any]:
+    """Return the settings that a federated trainer keeps itself, once attackers are chosen."""
+    own = {name: getattr(trainer, name) for name in OF_THE_TRAINER}
+    # The seed may have drawn them, so that the description of the attack does not have them.
+    attackers = None if own["attack"] is None else own["attack"].attackers
+    return {
+        "client": describe_chosen(trainer.client_kwargs, Trainer),
+        **own,
+        "attackers": attackers,
     }
 
 

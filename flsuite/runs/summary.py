@@ -31,6 +31,7 @@ _LABELS = {
     "all_clients/accuracy_worst": "all clients: models' accuracy, worst",
     "all_clients/accuracy_client_mean": "all clients: accuracy, mean",
     "all_clients/accuracy_client_worst": "all clients: accuracy, worst",
+    "backdoor_success": "backdoor success",
     "task_accuracy": "accuracy, mean over tasks",
     "forgetting": "forgetting",
     "backward_transfer": "backward transfer",

@@ -11,6 +11,8 @@ from lightning.pytorch import LightningModule
 from flsuite.aggregators import Aggregator
 from flsuite.aggregators.parts import mean_by_parts, part_size
 from flsuite.aggregators.tools import ServerTools
+from flsuite.attacks import Attack, Collusion
+from flsuite.attacks.collusion import collude
 from flsuite.client.setup import Buffers, buffer_names, entries_of
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FederationError, FlsuiteError, one_line
@@ -64,6 +66,7 @@ class Federation:
             one pass.
         tools: What the server offers to the aggregator. Default: nothing.
         exchange: The way of updates from clients to the server. Default: as they are.
+        attack: What the attackers among the clients do. Default: there are none.
 
     Attributes:
         clock: Rounds done, virtual seconds, client updates and bytes.
@@ -89,6 +92,7 @@ class Federation:
         fit_samples: Callable[[int], int] = int,
         tools: ServerTools | None = None,
         exchange: Exchange | None = None,
+        attack: Attack | None = None,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
@@ -102,6 +106,7 @@ class Federation:
         self._started: dict[int, _Start] = {}
         self.trained: UpdateStore | None = None
         self.exchange = exchange or Exchange()
+        self.attack = attack
         secure_sum = self.exchange.secure_sum
         self._devices = None if secure_sum is None else Devices(secure_sum)
 
@@ -117,6 +122,8 @@ class Federation:
         self.initial = {name: whole[name] for name in (*private, *frozen, *buffer_names(model))}
         sizes = data.train_index.lengths().tolist()
         _refuse_unfit(aggregator, schedule, self.exchange.secure_sum is not None)
+        if attack is not None:
+            _refuse_attack(attack, aggregator, schedule, self.exchange)
         schedule.configure(sizes, seed, self.work)
         if schedule.awaited and (fault := aggregator.too_few(schedule.awaited)):
             raise FlsuiteError(fault)
@@ -166,6 +173,8 @@ class Federation:
     def may_sum_parts(self) -> bool:
         """Return whether a worker may add up the models of a part of the cohort."""
         is_plain = self._devices is None and self.exchange.compression is None
+        # Attackers that work together need each client's model.
+        is_plain = is_plain and not isinstance(self.attack, Collusion)
         return self._averages and is_plain and not self._expected[1]
 
     def begin_round(self) -> None:
@@ -304,6 +313,9 @@ class Federation:
         Raises:
             FederationError: If too few clients came back for a secure sum.
         """
+        if isinstance(self.attack, Collusion):
+            names = self.aggregator.layout.parameters
+            updates = collude(self.attack, self.state, names, updates)
         if self._devices is None and self._averages:
             mean, seen = mean_by_parts(updates, self.aggregator.weight)
             return self.aggregator.from_mean(self.state, mean, seen)
@@ -463,6 +475,30 @@ def _refuse_unfit(aggregator: Aggregator, schedule: Schedule, secure: bool) -> N
             "wait for; leave out speeds, availability, over_selection and deadline of "
             "trainer.schedule"
         )
+
+
+def _refuse_attack(
+    attack: Attack, aggregator: Aggregator, schedule: Schedule, exchange: Exchange
+) -> None:
+    """Refuse an attack where there is nobody to attack, or attackers cannot work together."""
+    owner = type(attack).__name__
+    if aggregator.pooled:
+        raise FlsuiteError(
+            f"{owner}: {type(aggregator).__name__} trains on pooled data, so that no client sends "
+            "an update; leave out trainer.attack"
+        )
+    if not isinstance(attack, Collusion):
+        return
+    for name, other in (
+        ("schedule", schedule if schedule.is_asynchronous else None),
+        ("compression", exchange.compression),
+        ("secure_sum", exchange.secure_sum),
+    ):
+        if other is not None:
+            raise FlsuiteError(
+                f"{owner} {attack.needs}, and {type(other).__name__} does not show them; choose "
+                f"another trainer.attack, or leave out trainer.{name}"
+            )
 
 
 def _layout(

@@ -1,0 +1,64 @@
+"""A little is enough: attackers hide within the spread of honest updates."""
+
+from statistics import NormalDist
+from typing import Literal
+
+from flsuite.attacks.collusion import Collusion, Moments
+from flsuite.errors import require_at_least, require_one_of
+from flsuite.state import State, add
+
+__all__ = ["ALittleIsEnough", "largest_hidden"]
+
+_MOST = (
+    0.999  # of clients that are nearer to the mean: without a bound, a majority would be infinite
+)
+
+
+class ALittleIsEnough(Collusion):
+    """Attackers move the mean as far as the spread of the updates hides it (Baruch et al. 2019).
+
+    Algorithm 3: every attacker sends ``mean + z std`` of the changes, coordinate by coordinate. The
+    mean and the deviation are those of the attackers' own changes, trained honestly. A single
+    attacker sees no deviation, and sends its honest change.
+
+    Args:
+        clients: Numbers of the attackers.
+        fraction: Share of the clients that attack, instead of ``clients``.
+        z: Deviations from the mean. Default: ``z_max`` of the paper for the clients of the round,
+            see :func:`largest_hidden`.
+        knows: ``attackers``, as in the paper, or ``all``: the moments are those of all clients.
+    """
+
+    def __init__(
+        self,
+        clients: list[int] | None = None,
+        fraction: float | None = None,
+        z: float | None = None,
+        knows: Literal["attackers", "all"] = "attackers",
+    ) -> None:
+        super().__init__(clients, fraction)
+        require_at_least(type(self).__name__, 0, z=z)
+        require_one_of(type(self).__name__, ("attackers", "all"), knows=knows)
+        self.z = z
+        self.knows = knows
+
+    def conspire(self, known: Moments, clients: int, attackers: int) -> State:
+        z = largest_hidden(clients, attackers) if self.z is None else self.z
+        return add(known.mean(), known.std(), z)
+
+
+def largest_hidden(clients: int, attackers: int) -> float:
+    """Return ``z_max``, the deviations at which honest clients still support the attackers.
+
+    With ``s = floor(n / 2 + 1) - m`` supporters needed, it is the largest ``z`` with
+    ``phi(z) < (n - m - s) / (n - m)``, where ``phi`` is the normal distribution. It is 0 where that
+    is below one half, which is so for few attackers, and at most 3.09, where attackers are a
+    majority.
+
+    Args:
+        clients: Clients of the round, ``n``.
+        attackers: Attackers among them, ``m``.
+    """
+    honest, supporters = clients - attackers, clients // 2 + 1 - attackers
+    share = (honest - supporters) / honest if honest else 1.0
+    return NormalDist().inv_cdf(min(max(share, 0.5), _MOST))

@@ -1,0 +1,134 @@
+"""A backdoor: images with a small pattern are taken for one class."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flsuite.attacks.base import Attack, Attacker, Trial, require_share
+from flsuite.attacks.labelled import labelled, require_classes, with_parts
+from flsuite.attacks.scaled_update import boosted
+from flsuite.data.federated import FederatedData
+from flsuite.data.images import Unscaled
+from flsuite.data.spec import DataSplit
+from flsuite.errors import FlsuiteError, require_at_least, require_whole
+from flsuite.state import State
+
+__all__ = ["PixelBackdoor"]
+
+
+class PixelBackdoor(Attack):
+    """Attackers train on images with a pattern as one class (Gu et al. 2017, BadNets).
+
+    The pattern is a square in the lower right corner. With ``boost`` the attackers replace the
+    global model by theirs (Bagdasaryan et al. 2020).
+
+    ``backdoor_success`` is the share of images of other classes that the model takes for the target
+    class once the pattern is on them. It is measured on copies, at every evaluation. In a
+    multi-label task, the target is a label that images with the pattern have besides their own.
+
+    Args:
+        clients: Numbers of the attackers.
+        fraction: Share of the clients that attack, instead of ``clients``.
+        target: The class.
+        size: Side of the square, in pixels.
+        value: Brightness of the square, from 0 to 1. Where a dataset transforms its images itself,
+            it is the value that the model sees.
+        share: Share of each training batch that has the pattern. 0 is an honest update.
+        boost: Factor of the attackers' changes, see :class:`~flsuite.attacks.ScaledUpdate`.
+    """
+
+    def __init__(
+        self,
+        clients: list[int] | None = None,
+        fraction: float | None = None,
+        target: int = 0,
+        size: int = 3,
+        value: float = 1.0,
+        share: float = 0.5,
+        boost: float = 1.0,
+    ) -> None:
+        super().__init__(clients, fraction)
+        owner = type(self).__name__
+        require_whole(owner, 0, target=target)
+        require_whole(owner, 1, size=size)
+        require_share(owner, value=value, share=share)
+        require_at_least(owner, 0, boost=boost)
+        self.target, self.size, self.value = target, size, value
+        self.share, self.boost = share, boost
+
+    def poison(self, batch: Any, generator: torch.Generator) -> Any:
+        x, y = self._pair(batch)
+        number = int(self.share * len(y) + 0.5)
+        rows = torch.randperm(len(y), generator=generator)[:number].to(y.device)
+        return with_parts(batch, self._stamped(x, rows), self._marked(y, rows))
+
+    def alter(self, trained: State, received: State, attacker: Attacker) -> State:
+        return boosted(trained, received, self.boost)
+
+    def trial(self, samples: DataSplit) -> Trial:
+        y = samples.classes
+        others = y != self.target if y.ndim == 1 else y[:, self.target] == 0
+        rows = others.nonzero().squeeze(1)
+        return Trial("backdoor_success", rows, self._stamped_batch, self._hits)
+
+    def _stamped_batch(self, batch: Any) -> Any:
+        x, y = self._pair(batch)
+        return with_parts(batch, self._stamped(x, torch.arange(len(x), device=x.device)), y)
+
+    def _stamped(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return images ``(n, channels, height, width)`` with the pattern on these rows."""
+        changed = x.clone()
+        patch = self._patch.to(x).expand(len(rows), x.shape[1], self.size, self.size)
+        changed[rows, :, -self.size :, -self.size :] = patch
+        return changed
+
+    def _marked(self, y: Tensor, rows: Tensor) -> Tensor:
+        """Return classes ``(n,)`` or labels ``(n, labels)`` with the target on these rows."""
+        changed = y.clone()
+        if y.ndim == 1:
+            changed[rows] = self.target
+        else:
+            changed[rows, self.target] = 1
+        return changed
+
+    def _hits(self, scores: Tensor) -> Tensor:
+        if self._is_multilabel:
+            return scores[:, self.target] > 0.5
+        return scores.argmax(1) == self.target
+
+    def _pair(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = labelled(type(self).__name__, batch)
+        if x.ndim != 4:
+            raise FlsuiteError(
+                f"{type(self).__name__} needs images (n, channels, height, width), and a batch has "
+                f"inputs of shape {tuple(x.shape)}; choose another attack"
+            )
+        return x, y
+
+    def prepare(self, data: FederatedData) -> None:
+        owner, spec = type(self).__name__, data.spec
+        require_classes(owner, data)
+        if len(spec.shape) != 3:
+            raise FlsuiteError(f"{owner} needs images, and this data has none; choose LabelFlip")
+        if self.target >= spec.num_classes:
+            raise FlsuiteError(
+                f"{owner}: target is class {self.target}, and the classes are 0 to "
+                f"{spec.num_classes - 1}"
+            )
+        if self.size > min(spec.shape[1:]):
+            height, width = spec.shape[1:]
+            raise FlsuiteError(
+                f"{owner}: size is {self.size} pixels, and the images have {height} x {width}"
+            )
+        self._is_multilabel = spec.task == "multilabel"
+        self._patch = _as_inputs(self.value, data)
+
+
+def _as_inputs(value: float, data: FederatedData) -> Tensor:
+    """Return a brightness as the model sees it, ``(1, channels or 1, 1, 1)``."""
+    stored = data.train.x
+    if isinstance(data.scaling, Unscaled) or stored.dtype != torch.uint8:
+        return torch.full((1, 1, 1, 1), value)
+    pixel = torch.full((1, 1, 1, stored.shape[-1]), round(255 * value), dtype=torch.uint8)
+    return data.scaling(pixel)

@@ -1,0 +1,179 @@
+"""The base class of the attacks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flsuite.data.federated import FederatedData
+from flsuite.data.spec import DataSplit
+from flsuite.errors import FlsuiteError, require_whole
+from flsuite.random import numpy_generator
+from flsuite.state import State
+
+__all__ = ["Attack", "Attacker", "Trial", "require_share"]
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """One fit of an attacker, as its attack sees it.
+
+    Attributes:
+        client: The client's number.
+        round: The round, counted from 1.
+        generator: Draws what the attack does to the update. No honest client draws from it.
+        notes: Plain data that the attacker keeps from one of its fits to the next, and never sends.
+    """
+
+    client: int
+    round: int
+    generator: torch.Generator
+    notes: dict[str, Any]
+
+
+class Trial(NamedTuple):
+    """A test of whether an attack has reached its aim.
+
+    Attributes:
+        metric: Name of the score, which is the share of hits.
+        rows: Rows of the split that are tried, int64 ``(n,)``.
+        change: Returns a changed copy of a batch. It must not touch the batch itself.
+        hits: Returns whether each sample is a hit, bool ``(n,)``, from the model's probabilities
+            ``(n, classes)``.
+    """
+
+    metric: str
+    rows: Tensor
+    change: Callable[[Any], Any]
+    hits: Callable[[Tensor], Tensor]
+
+
+class Attack(ABC):
+    """What the attackers among the clients do.
+
+    An attack acts on the training batches of its clients (:meth:`poison`), or on the update that a
+    client has finished (:meth:`alter`). Attackers that see each other's updates are a
+    :class:`~flsuite.attacks.Collusion`. Honest clients draw the same random numbers with and
+    without attackers, and evaluation data is never changed.
+
+    A subclass takes its parameters in ``__init__`` and keeps each under its own name.
+
+    Args:
+        clients: Numbers of the attackers. They may be none.
+        fraction: Share of the clients that attack, drawn with the run's seed. One of the two must
+            be given.
+
+    Attributes:
+        attackers: Numbers of the attackers, ascending. :meth:`configure` sets them.
+
+    Raises:
+        FlsuiteError: If both or neither are given, or the fraction is outside [0, 1].
+    """
+
+    attackers: tuple[int, ...] = ()
+    _members: frozenset[int] = frozenset()
+
+    @abstractmethod
+    def __init__(self, clients: list[int] | None = None, fraction: float | None = None) -> None:
+        self.clients = clients
+        self.fraction = fraction
+        owner = type(self).__name__
+        if (clients is None) == (fraction is None):
+            raise FlsuiteError(
+                f"{owner}: give either clients, such as [0, 3], or fraction, such as 0.2"
+            )
+        if fraction is not None:
+            require_share(owner, fraction=fraction)
+
+    def configure(self, data: FederatedData, seed: int) -> None:
+        """Choose the attackers of a run, and refuse data that they cannot attack.
+
+        It is called once, before the first round.
+
+        Args:
+            data: The samples of all clients.
+            seed: The run's seed.
+
+        Raises:
+            FlsuiteError: If a client does not exist, or the attack does not go with the data.
+        """
+        self.attackers = self._chosen(data.clients, seed)
+        self._members = frozenset(self.attackers)
+        self.prepare(data)
+
+    def prepare(self, data: FederatedData) -> None:
+        """Note what the attack needs of the data, or refuse data that it cannot attack."""
+        return
+
+    def has(self, client: int) -> bool:
+        """Return whether a client is an attacker."""
+        return client in self._members
+
+    def poison(self, batch: Any, generator: torch.Generator) -> Any:
+        """Return a training batch as an attacker trains on it.
+
+        Args:
+            batch: A batch of the attacker's own samples. It must not be changed.
+            generator: Draws what the attack does to the batches of this fit.
+        """
+        return batch
+
+    def alter(self, trained: State, received: State, attacker: Attacker) -> State:
+        """Return the parameters that an attacker sends.
+
+        Buffers, private entries and what the algorithm sends beside the model stay as trained.
+
+        Args:
+            trained: The shared parameters after its fit. They must not be changed.
+            received: The same parameters of the global model that it started from, likewise.
+            attacker: The fit.
+        """
+        return trained
+
+    def trial(self, samples: DataSplit) -> Trial | None:
+        """Return how to test on a split whether the attack has reached its aim.
+
+        Default: accuracy says it.
+        """
+        return None
+
+    def line(self, clients: int) -> str:
+        """Return one line for the start of a run of so many clients."""
+        numbers = ", ".join(map(str, self.attackers[:20]))
+        more = ", ..." if len(self.attackers) > 20 else ""
+        who = f": {numbers}{more}" if self.attackers else ""
+        return f"{type(self).__name__} by {len(self.attackers)} of {clients} clients{who}"
+
+    def _chosen(self, clients: int, seed: int) -> tuple[int, ...]:
+        owner = type(self).__name__
+        if self.fraction is not None:
+            # Half a client is a whole one: 0.25 of 10 clients are 3.
+            number = int(self.fraction * clients + 0.5)
+            if self.fraction > 0 and not number:
+                raise FlsuiteError(
+                    f"{owner}: a fraction of {self.fraction} of {clients} clients is nobody; raise "
+                    "fraction, or name clients"
+                )
+            drawn = numpy_generator(seed, "attackers").choice(clients, number, replace=False)
+            return tuple(sorted(drawn.tolist()))
+
+        named = self.clients or []
+        for client in named:
+            require_whole(owner, 0, clients=client)
+            if client >= clients:
+                raise FlsuiteError(
+                    f"{owner}: clients names {client}, and the clients are 0 to {clients - 1}"
+                )
+        if len(set(named)) < len(named):
+            raise FlsuiteError(f"{owner}: clients names a client twice: {named}")
+        return tuple(sorted(named))
+
+
+def require_share(owner: str, **shares: float) -> None:
+    """Refuse an argument outside [0, 1]."""
+    for name, value in shares.items():
+        if not 0 <= value <= 1:
+            raise FlsuiteError(f"{owner}: {name} must be from 0 to 1, got {value}")

@@ -1,0 +1,63 @@
+"""Label flipping: attackers train on false classes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flsuite.attacks.base import Attack
+from flsuite.attacks.labelled import labelled, require_classes, with_parts
+from flsuite.data.federated import FederatedData
+from flsuite.errors import FlsuiteError
+
+__all__ = ["LabelFlip"]
+
+
+class LabelFlip(Attack):
+    """Attackers train on wrong classes (Tolpegin et al. 2020; ``C - 1 - c``: Fang et al. 2020).
+
+    In a multi-label task, a sample that has label ``c`` is said to have its target instead. The
+    numbers of samples per class that a client reports are the true ones.
+
+    Args:
+        clients: Numbers of the attackers.
+        fraction: Share of the clients that attack, instead of ``clients``.
+        pairs: Class to the class that takes its place. Others stay. Default: class ``c`` of ``C``
+            becomes ``C - 1 - c``.
+    """
+
+    def __init__(
+        self,
+        clients: list[int] | None = None,
+        fraction: float | None = None,
+        pairs: dict[int, int] | None = None,
+    ) -> None:
+        super().__init__(clients, fraction)
+        self.pairs = pairs
+
+    def poison(self, batch: Any, generator: torch.Generator) -> Any:
+        x, y = labelled(type(self).__name__, batch)
+        return with_parts(batch, x, self._flipped(y))
+
+    def _flipped(self, y: Tensor) -> Tensor:
+        target = self._target.to(y.device)
+        if y.ndim == 1:
+            return target[y].to(y.dtype)
+        # Two labels may have one target, which then is there once.
+        return torch.zeros_like(y).index_add_(1, target, y).clamp_(max=1)
+
+    def prepare(self, data: FederatedData) -> None:
+        owner, classes = type(self).__name__, data.spec.num_classes
+        require_classes(owner, data)
+        if self.pairs is None and classes < 2:
+            raise FlsuiteError(f"{owner}: data with one class has no other class to flip to")
+        for number in (n for pair in (self.pairs or {}).items() for n in pair):
+            if not 0 <= number < classes:
+                raise FlsuiteError(
+                    f"{owner}: pairs names class {number}, and the classes are 0 to {classes - 1}"
+                )
+        self._target = torch.arange(classes)
+        if self.pairs is None:
+            self._target = self._target.flip(0)
+        for source, target in (self.pairs or {}).items():
+            self._target[source] = target

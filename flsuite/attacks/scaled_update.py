@@ -1,0 +1,39 @@
+"""Scaled updates: an attacker puts its own model in the place of the mean."""
+
+from flsuite.attacks.base import Attack, Attacker
+from flsuite.errors import require_at_least
+from flsuite.state import State, add, difference
+
+__all__ = ["ScaledUpdate", "boosted"]
+
+
+class ScaledUpdate(Attack):
+    """Attackers scale their change (Bagdasaryan et al. 2020, "How to backdoor federated learning").
+
+    An attacker that received ``w`` and trained to ``w_k`` sends ``w + boost (w_k - w)``, eq. (3) of
+    the paper. If it has the share ``1 / boost`` of the mean's weight, and the other clients hardly
+    change, the next global model is its own.
+
+    Args:
+        clients: Numbers of the attackers.
+        fraction: Share of the clients that attack, instead of ``clients``.
+        boost: Factor of the change. 1 is an honest update.
+    """
+
+    def __init__(
+        self,
+        clients: list[int] | None = None,
+        fraction: float | None = None,
+        boost: float = 10.0,
+    ) -> None:
+        super().__init__(clients, fraction)
+        require_at_least(type(self).__name__, 0, boost=boost)
+        self.boost = boost
+
+    def alter(self, trained: State, received: State, attacker: Attacker) -> State:
+        return boosted(trained, received, self.boost)
+
+
+def boosted(trained: State, received: State, boost: float) -> State:
+    """Return ``received + boost (trained - received)``, with a boost of 1 exactly ``trained``."""
+    return add(trained, difference(trained, received), boost - 1)

@@ -1,0 +1,365 @@
+"""Runs with attackers: who they are, engines, resume, and what stays as it is without them."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg, FedBuff
+from flsuite.analysis import read_metrics
+from flsuite.analysis.groups import find_runs, group_runs
+from flsuite.attacks import (
+    ALittleIsEnough,
+    Attack,
+    FreeRider,
+    GaussianNoise,
+    InnerProduct,
+    LabelFlip,
+    PixelBackdoor,
+    ScaledUpdate,
+    SignFlip,
+)
+from flsuite.engines import Processes
+from flsuite.errors import FlsuiteError
+from flsuite.exchange import PairwiseMasks, Quantize, TopK
+from flsuite.messages import ClientUpdate
+from flsuite.models import MLP, Classifier
+from flsuite.schedules import Asynchronous, Stragglers, Synchronous
+from flsuite.trainer import FederatedTrainer
+from tests.aggregators.federations import Updates
+from tests.commands.command import QUICKSTART, cli, refused
+from tests.conftest import classifier, digits, equal_states, trainer
+from tests.runs.killing import kill_and_resume, table_of
+
+WHO = [1, 3]
+ATTACKS: dict[str, Attack] = {
+    "label_flip": LabelFlip(WHO),
+    "backdoor": PixelBackdoor(WHO, target=3, boost=2.0),
+    "sign_flip": SignFlip(WHO),
+    "scaled": ScaledUpdate(WHO),
+    "noise": GaussianNoise(WHO, std=0.1),
+    "free_rider": FreeRider(WHO, last_change=True, noise=0.01),
+    "alie": ALittleIsEnough(WHO, z=1.0),
+    "inner_product": InnerProduct(WHO),
+}
+# They use all places of an attack: batches, scores, updates, noise, notes and collusion.
+MIXED = ["backdoor", "free_rider", "alie"]
+
+
+def fitted(attack: Attack | None, rounds: int = 3, **kwargs: Any) -> FederatedTrainer:
+    ckpt_path = kwargs.pop("ckpt_path", None)
+    made = trainer(rounds=rounds, attack=attack, **kwargs)
+    made.fit(classifier(), digits(), ckpt_path=ckpt_path)
+    return made
+
+
+def state(made: FederatedTrainer) -> dict[str, torch.Tensor]:
+    return made.run.state
+
+
+# Engines and resume
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_every_engine_and_a_resumed_run_end_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    attack = ATTACKS[name]
+    whole = fitted(attack)
+    scores = whole.test()
+    for workers in (1, 2):
+        spread = fitted(attack, engine=Processes(workers=workers))
+        assert equal_states(state(whole), state(spread))
+        assert spread.test() == scores
+
+    fitted(attack, rounds=1, run_dir=str(tmp_path))
+    resumed = fitted(attack, ckpt_path="last", run_dir=str(tmp_path))
+    assert equal_states(state(whole), state(resumed))
+    assert resumed.test() == scores
+
+
+def long_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> FederatedTrainer:
+    """Fit a federation whose attackers draw noise and keep notes."""
+    torch.set_num_threads(1)
+    made = trainer(
+        rounds=10,
+        schedule=Synchronous(0.6),
+        engine=engine,
+        evaluate_every=5,
+        attack=FreeRider(fraction=0.4, last_change=True, noise=0.01),
+        run_dir=folder,
+    )
+    made.fit(classifier(), digits(), ckpt_path=ckpt_path)
+    return made
+
+
+def test_killed_and_resumed_equals_never_stopped(tmp_path: Path) -> None:
+    from flsuite.engines import InProcess
+
+    whole = long_run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
+    resumed = kill_and_resume(long_run, tmp_path / "killed", InProcess(), kills=1, rounds=10)
+    assert equal_states(state(whole), state(resumed))
+    assert table_of(tmp_path / "killed", "virtual_s").equals(
+        table_of(tmp_path / "whole", "virtual_s")
+    )
+
+
+def test_an_asynchronous_run_with_attackers_has_the_same_bits_on_every_engine() -> None:
+    def fit(engine: Any) -> FederatedTrainer:
+        speeds = Stragglers(fraction=0.4, fast=(0.0, 0.2), slow=(0.5, 1.0))
+        schedule = Asynchronous(concurrency=3, buffer_size=2, speeds=speeds)
+        return fitted(
+            GaussianNoise(WHO, std=0.01),
+            rounds=6,
+            aggregator=FedBuff(),
+            schedule=schedule,
+            **({"engine": engine} if engine else {}),
+        )
+
+    assert equal_states(state(fit(None)), state(fit(Processes(workers=2))))
+
+
+# What stays as it is without attackers
+
+
+def first_round(attack: Attack | None, **kwargs: Any) -> list[ClientUpdate]:
+    kept = Updates()
+    fitted(attack, rounds=1, callbacks=[kept], **kwargs)
+    return kept.all
+
+
+@pytest.fixture(scope="module")
+def honest_round() -> list[ClientUpdate]:
+    return first_round(None)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_honest_clients_do_not_change(name: str, honest_round: list[ClientUpdate]) -> None:
+    attacked = first_round(ATTACKS[name])
+    for before, after in zip(honest_round, attacked, strict=True):
+        assert before.client == after.client
+        # Attackers that work together train honestly, and the server's side replaces their update.
+        is_same = before.client not in WHO or name in ("alie", "inner_product")
+        assert equal_states(before.state, after.state) == is_same
+
+
+@pytest.fixture(scope="module")
+def honest_state() -> dict[str, torch.Tensor]:
+    return state(fitted(None, rounds=2))
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        SignFlip(clients=[]),
+        ALittleIsEnough(clients=[]),
+        InnerProduct(fraction=0.0),
+        ScaledUpdate(WHO, boost=1.0),
+        GaussianNoise(WHO, std=0.0),
+        LabelFlip(WHO, pairs={}),
+        PixelBackdoor(WHO, share=0.0),
+    ],
+    ids=lambda attack: type(attack).__name__,
+)
+def test_an_attack_without_strength_is_no_attack(
+    attack: Attack, honest_state: dict[str, torch.Tensor]
+) -> None:
+    assert equal_states(state(fitted(attack, rounds=2)), honest_state)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_evaluation_data_is_never_touched(name: str) -> None:
+    def content(data: Any) -> list[torch.Tensor]:
+        federated = data.federated
+        validation = federated.validation()
+        return [
+            part.clone() for split in (federated.test, validation) for part in (split.x, split.y)
+        ]
+
+    untouched, data = digits(), digits()
+    untouched.use_seed(3)
+    untouched.setup("fit")
+    made = trainer(rounds=1, attack=ATTACKS[name])
+    made.fit(classifier(), data)
+    assert all(map(torch.equal, content(untouched), content(data)))
+
+    # The state that the attack has led to, scored by a run without an attack.
+    other = trainer().prepare(classifier(), digits())
+    for split in ("val", "test"):
+        with_attack = made.run.evaluator.shared(state(made), split, range(5))
+        with_attack["global"].pop("backdoor_success", None)
+        assert with_attack == other.evaluator.shared(state(made), split, range(5))
+
+
+# Other parts of a run
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"aggregator": SCAFFOLD()},
+        {"compression": TopK(fraction=0.2)},
+        {"compression": Quantize(bits=4)},
+        {"secure_sum": PairwiseMasks()},
+    ],
+    ids=["scaffold", "top_k", "quantize", "secure_sum"],
+)
+def test_a_client_attacks_before_its_update_is_packed(kwargs: dict[str, Any]) -> None:
+    attacked, free = fitted(SignFlip(WHO), rounds=1, **kwargs), fitted(None, rounds=1, **kwargs)
+    assert not equal_states(state(attacked), state(free))
+    assert not attacked.run.federation.log.failures
+
+
+def test_models_with_private_parts_score_their_backdoor_client_by_client() -> None:
+    def fit(**kwargs: Any) -> FederatedTrainer:
+        made = trainer(rounds=1, attack=PixelBackdoor(WHO, target=3), **kwargs)
+        made.fit(Classifier(MLP(hidden=(8,)), private=["network.3"]), digits(clients=4))
+        return made
+
+    here, there = fit(), fit(engine=Processes(workers=2))
+    assert equal_states(state(here), state(there))
+    whole, *clients = here.test()
+    assert whole["backdoor_success"] == pytest.approx(
+        sum(row["backdoor_success_all"] for row in clients) / 4
+    )
+    assert there.test()[0]["backdoor_success"] == whole["backdoor_success"]
+
+
+def test_nodes_of_flower_may_be_attackers() -> None:
+    pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
+    from flsuite.flower.strategy import FlowerStrategy
+    from tests.flower.grid import both, table
+
+    attack = FreeRider(WHO, last_change=True, noise=0.01)
+    ours, theirs, _ = both(classifier, FedAvg, attack=attack)
+    assert equal_states(state(ours), state(theirs))
+    ours, theirs, _ = both(classifier, FedAvg, attack=PixelBackdoor(WHO))
+    assert equal_states(state(ours), state(theirs)) and table(ours) == table(theirs)
+
+    run = trainer(attack=InnerProduct(WHO)).prepare(classifier(), digits())
+    with pytest.raises(FlsuiteError, match="attackers on nodes of Flower do not see"):
+        FlowerStrategy(run)
+
+
+# Who attacks
+
+
+def test_attackers_are_drawn_with_the_seed_and_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="flsuite"):
+        made = fitted(SignFlip(fraction=0.4), rounds=1, run_dir=str(tmp_path / "a"))
+    attackers = list(made.attack.attackers)
+    assert len(attackers) == 2
+    assert caplog.text.count(f"attack: SignFlip by 2 of 5 clients: {attackers[0]}, ") == 1
+
+    record = json.loads((tmp_path / "a" / "attackers.json").read_text())
+    assert record == {"attack": "SignFlip", "attackers": attackers, "clients": 5}
+    settings = yaml.safe_load((tmp_path / "a" / "settings.yaml").read_text())
+    assert settings["attackers"] == attackers
+    assert settings["attack"]["init_args"] == {"clients": None, "fraction": 0.4, "scale": 1.0}
+
+    drawn = {fitted(SignFlip(fraction=0.4), rounds=1, seed=s).attack.attackers for s in range(6)}
+    assert len(drawn) > 1, "another seed draws others"
+
+
+def test_runs_whose_seeds_draw_other_attackers_are_one_group(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        attack = SignFlip(fraction=0.4)
+        fitted(attack, rounds=1, seed=seed, run_dir=str(tmp_path / f"attacked-{seed}"))
+    fitted(None, rounds=1, seed=0, run_dir=str(tmp_path / "honest"))
+    groups = group_runs(find_runs([tmp_path]))
+    assert sorted(len(group.runs) for group in groups) == [1, 3]
+    assert {group.method for group in groups} == {"FedAvg, SignFlip", "FedAvg, attack=None"}
+    assert "attackers.json" not in [path.name for path in (tmp_path / "honest").iterdir()]
+    assert len(read_metrics(tmp_path / "attacked-0"))
+
+
+def test_a_resume_with_another_attack_is_refused(tmp_path: Path) -> None:
+    fitted(SignFlip(WHO), rounds=1, run_dir=str(tmp_path))
+    with pytest.raises(FlsuiteError, match="attack"):
+        fitted(SignFlip([1]), rounds=2, run_dir=str(tmp_path), ckpt_path="last")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SignFlip(), "SignFlip: give either clients, such as .* or fraction"),
+        (lambda: SignFlip([0], fraction=0.2), "SignFlip: give either clients"),
+        (lambda: GaussianNoise(fraction=1.5), "fraction must be from 0 to 1, got 1.5"),
+        (lambda: LabelFlip(fraction=-0.1), "fraction must be from 0 to 1, got -0.1"),
+        (lambda: FreeRider([5]), "FreeRider: clients names 5, and the clients are 0 to 4"),
+        (lambda: FreeRider([-1]), "FreeRider: clients must be at least 0"),
+        (lambda: InnerProduct([1, 1]), "names a client twice"),
+        (lambda: SignFlip(fraction=0.05), "a fraction of 0.05 of 5 clients is nobody"),
+        (lambda: ScaledUpdate([0], boost=float("nan")), "boost must be at least 0"),
+        (lambda: ALittleIsEnough([0], z=-1.0), "z must be at least 0"),
+        (lambda: ALittleIsEnough([0], knows="honest"), "knows must be one of attackers, all"),
+        (lambda: InnerProduct([0], epsilon=-1.0), "epsilon must be at least 0"),
+    ],
+)
+def test_attackers_that_cannot_be_are_refused_before_training(
+    make: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        fitted(make(), rounds=1, run_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("attack", "kwargs", "message"),
+    [
+        (SignFlip(WHO), {"aggregator": Centralized()}, "Centralized trains on pooled data"),
+        (
+            InnerProduct(WHO),
+            {"aggregator": FedBuff(), "schedule": Asynchronous(concurrency=2)},
+            "Asynchronous does not show them; .* leave out trainer.schedule",
+        ),
+        (InnerProduct(WHO), {"compression": TopK()}, "TopK does not show them"),
+        (ALittleIsEnough(WHO), {"secure_sum": PairwiseMasks()}, "PairwiseMasks does not show"),
+        (SignFlip(WHO), {"keep_updates": True}, "keep_updates and from_updates are for models as"),
+    ],
+)
+def test_what_an_attack_does_not_go_with_is_refused(
+    attack: Attack, kwargs: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        fitted(attack, rounds=1, run_dir=str(tmp_path / "run"), **kwargs)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_takes_an_attack_by_its_short_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attack = ["--trainer.attack", "LabelFlip", "--trainer.attack.fraction", "0.2"]
+    fit = ["fit", "--config", QUICKSTART, "--trainer.rounds", "1", *attack]
+    assert cli(*fit, "--trainer.attack.pairs", "{0: 6}", "--run_dir", "run") == 0
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["attack"]
+    assert config["class_path"] == "flsuite.attacks.LabelFlip"
+    assert config["init_args"]["pairs"] == {"0": 6}
+    again = ("fit", "--config", "run/config.yaml", "--ckpt_path", "last")
+    assert cli(*again, "--trainer.rounds", "2") == 0
+
+    line = refused(capsys, *fit, "--trainer.attack.pairs", "{0: 16}")
+    assert "LabelFlip: pairs names class 16, and the classes are 0 to 9" in line
+    line = refused(capsys, *fit, "--trainer.attack.fraction", "2")
+    assert "LabelFlip: fraction must be from 0 to 1, got 2.0" in line
+    line = refused(capsys, "fit", "--config", QUICKSTART, "--trainer.attack", "SignFlop")
+    assert "SignFlop" in line
+
+
+class Halves(SignFlip):
+    """Sends half of a change, as an attack of one's own might."""
+
+    def alter(self, trained: Any, received: Any, attacker: Any) -> Any:
+        return {name: (value + received[name]) / 2 for name, value in trained.items()}
+
+
+def test_an_attack_of_ones_own_is_one_class(honest_round: list[ClientUpdate]) -> None:
+    received = trainer().prepare(classifier(), digits()).state
+    for before, after in zip(honest_round, first_round(Halves([2])), strict=True):
+        halves = Halves([2]).alter(before.state, received, None)
+        assert equal_states(after.state, halves if before.client == 2 else before.state)

@@ -1,0 +1,225 @@
+"""Each attack on updates against its formula, on hand-made updates and on quadratic clients."""
+
+from collections.abc import Iterator
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+
+from flsuite.aggregators import FedAvg
+from flsuite.attacks import (
+    ALittleIsEnough,
+    Attack,
+    Attacker,
+    Collusion,
+    FreeRider,
+    GaussianNoise,
+    InnerProduct,
+    ScaledUpdate,
+    SignFlip,
+)
+from flsuite.attacks.alie import largest_hidden
+from flsuite.attacks.collusion import collude
+from flsuite.data import FederatedDataModule
+from flsuite.messages import ClientUpdate
+from flsuite.models import MLP, Classifier
+from flsuite.random import torch_generator
+from flsuite.state import State
+from tests.aggregators.federations import Quadratics, Updates, optimum, run, table_data, update
+from tests.conftest import digits, equal_states, trainer
+
+LEARNED = 1 - 0.95**10  # ten steps of rate 0.05 from 0 towards 1, with curvature 1
+
+
+def numbers(*values: float) -> State:
+    return {"w": torch.tensor(values, dtype=torch.float32)}
+
+
+def sent(attack: Attack, trained: State, received: State, notes: Any = None) -> State:
+    attacker = Attacker(0, 1, torch_generator(0, "test"), {} if notes is None else notes)
+    return attack.alter(trained, received, attacker)
+
+
+def with_attackers(attack: Collusion, data: FederatedDataModule) -> Collusion:
+    data.use_seed(0)
+    data.setup("fit")
+    attack.configure(data.federated, seed=0)
+    return attack
+
+
+# Attacks on an update of one's own
+
+
+def test_a_flipped_sign_of_one_of_two_equal_clients_cancels_the_mean() -> None:
+    data = Quadratics((1.0, 1.0), (1.0, 1.0))
+    assert optimum(FedAvg(), data, rounds=1) == pytest.approx(LEARNED)
+    assert optimum(FedAvg(), data, rounds=3, attack=SignFlip([1])) == pytest.approx(0, abs=1e-7)
+
+
+def test_a_flipped_sign_has_a_scale() -> None:
+    assert sent(SignFlip([0], scale=3.0), numbers(2.0), numbers(1.0))["w"].tolist() == [-2.0]
+
+
+def test_a_scaled_update_puts_the_attackers_model_in_place() -> None:
+    # The three others are at their minimum, so that the attacker's change is the only one.
+    data = Quadratics((1.0,) * 4, (0.0, 0.0, 1.0, 0.0))
+    honest = optimum(FedAvg(), data, rounds=1)
+    assert honest == pytest.approx(LEARNED / 4)
+    replaced = optimum(FedAvg(), data, rounds=1, attack=ScaledUpdate([2], boost=4 / 1))
+    assert replaced == pytest.approx(LEARNED, rel=1e-6)
+
+
+def test_noise_has_the_deviation_and_leaves_the_trained_model_as_it_is() -> None:
+    trained = {"w": torch.full((100_000,), 3.0), "b": torch.zeros(100_000)}
+    noisy = sent(GaussianNoise([0], std=0.5), trained, trained)
+    assert float(noisy["w"].mean()) == pytest.approx(3.0, abs=0.01)
+    assert float(noisy["w"].std()) == pytest.approx(0.5, abs=0.01)
+    correlation = float(((noisy["w"] - 3) * noisy["b"]).mean())
+    assert correlation == pytest.approx(0, abs=0.01)
+    assert bool((trained["w"] == 3).all())
+    assert equal_states(sent(GaussianNoise([0], std=0.0), trained, trained), trained)
+
+
+def test_a_free_rider_returns_what_it_has_received() -> None:
+    received, trained = numbers(1.0, 2.0), numbers(5.0, 5.0)
+    assert equal_states(sent(FreeRider([0]), trained, received), received)
+    disguised = sent(FreeRider([0], noise=0.1), trained, received)["w"]
+    assert 0 < float((disguised - received["w"]).abs().max()) < 1
+
+
+def test_a_free_rider_repeats_the_last_change_of_the_global_model() -> None:
+    attack, notes = FreeRider([0], last_change=True), dict[str, State]()
+    assert sent(attack, numbers(9.0), numbers(1.0), notes)["w"].tolist() == [1.0]
+    assert sent(attack, numbers(9.0), numbers(1.5), notes)["w"].tolist() == [2.0]
+    assert sent(attack, numbers(9.0), numbers(1.25), notes)["w"].tolist() == [1.0]
+
+
+def test_buffers_and_private_entries_stay_as_trained() -> None:
+    def outcomes(attack: Attack | None) -> list[ClientUpdate]:
+        kept = Updates()
+        run(FedAvg(), rounds=1, callbacks=[kept], attack=attack)
+        return kept.all
+
+    honest, attacked = outcomes(None)[1].state, outcomes(SignFlip([1]))[1].state
+    buffers = [name for name in honest if "running" in name or "num_batches" in name]
+    assert len(buffers) == 3
+    for name, value in honest.items():
+        assert torch.equal(value, attacked[name]) == (name in buffers)
+
+
+def test_what_stays_with_an_attacker_is_trained_honestly() -> None:
+    def client(attack: Attack | None) -> tuple[State, ClientUpdate]:
+        kept = Updates()
+        model = Classifier(MLP(hidden=(8,)), private=["network.3"])
+        made = trainer(rounds=1, attack=attack, callbacks=[kept])
+        made.fit(model, digits())
+        return made.run.federation.private(2), kept.all[2]
+
+    (private, honest), (of_attacker, altered) = client(None), client(SignFlip([2]))
+    assert private and equal_states(private, of_attacker)
+    assert honest.state.keys() == altered.state.keys()
+    assert not equal_states(honest.state, altered.state)
+
+
+def test_an_update_that_overflows_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    made = run(FedAvg(), rounds=1, attack=GaussianNoise([1], std=3e38))
+    assert [failure.client for failure in made.run.federation.log.failures] == [1]
+    assert "client 1 failed: its update was refused" in caplog.text
+
+
+# Attackers that work together
+
+
+def handed(
+    attack: Collusion, values: dict[int, float], received: float = 0.0
+) -> list[ClientUpdate]:
+    """Return a round's updates of one number each, as the aggregator gets them."""
+    updates = iter([update(client, numbers(value)) for client, value in values.items()])
+    return list(collude(attack, numbers(received), ["w"], updates))
+
+
+def of_five(attack: Collusion) -> Collusion:
+    return with_attackers(attack, table_data(clients=5))
+
+
+def test_a_little_is_enough_sends_mean_and_deviations_of_the_attackers() -> None:
+    updates = {0: 11.0, 1: 100.0, 2: 12.0, 3: 200.0, 4: 13.0}
+    attack = of_five(ALittleIsEnough([0, 2, 4], z=1.5))
+    out = handed(attack, updates, received=10.0)
+    assert [u.client for u in out] == [1, 3, 0, 2, 4]
+    assert [float(u.state["w"]) for u in out[:2]] == [100.0, 200.0]
+    expected = 10 + 2 + 1.5 * (2 / 3) ** 0.5
+    assert [float(u.state["w"]) for u in out[2:]] == pytest.approx([expected] * 3)
+
+
+def test_a_little_is_enough_may_know_all_clients() -> None:
+    updates = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0}
+    attack = of_five(ALittleIsEnough([4], z=1.0, knows="all"))
+    assert float(handed(attack, updates)[-1].state["w"]) == pytest.approx(3 + 2**0.5)
+
+
+def test_a_single_attacker_of_a_round_sees_no_deviation() -> None:
+    attack = of_five(ALittleIsEnough([4], z=1.0))
+    assert [float(u.state["w"]) for u in handed(attack, {1: 5.0, 4: 7.0})] == [5.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("clients", "attackers", "share"), [(50, 24, 24 / 26), (50, 12, 24 / 38), (9, 3, 4 / 6)]
+)
+def test_the_largest_hidden_deviation_is_that_of_the_paper(
+    clients: int, attackers: int, share: float
+) -> None:
+    assert largest_hidden(clients, attackers) == pytest.approx(NormalDist().inv_cdf(share))
+
+
+def test_the_largest_hidden_deviation_at_its_limits() -> None:
+    assert largest_hidden(50, 24) == pytest.approx(1.43, abs=0.005)
+    assert largest_hidden(10, 1) == 0.0
+    assert largest_hidden(4, 3) == largest_hidden(4, 4) == pytest.approx(3.09, abs=0.005)
+
+
+def test_inner_product_manipulation_sends_the_honest_mean_backwards() -> None:
+    attack = of_five(InnerProduct([1, 3], epsilon=2.0))
+    out = handed(attack, {0: 11.0, 1: 50.0, 2: 12.0, 3: 50.0, 4: 13.0}, received=10.0)
+    assert [float(u.state["w"]) for u in out] == [11.0, 12.0, 13.0, 6.0, 6.0]
+
+
+@pytest.mark.parametrize(("epsilon", "sign"), [(1.4, 1), (1.6, -1)])
+def test_the_mean_turns_where_epsilon_times_attackers_exceeds_the_honest(
+    epsilon: float, sign: int
+) -> None:
+    # Three honest clients and two attackers: the mean is (3 - 2 epsilon) / 5 of the honest one.
+    data = Quadratics((1.0,) * 5, (1.0,) * 5)
+    mean = optimum(FedAvg(), data, rounds=1, attack=InnerProduct([0, 3], epsilon=epsilon))
+    assert mean == pytest.approx(LEARNED * (3 - 2 * epsilon) / 5, rel=1e-5)
+    assert mean * LEARNED * sign > 0
+
+
+def test_attackers_may_know_their_own_mean_alone() -> None:
+    attack = of_five(InnerProduct([1, 3], epsilon=1.0, knows="attackers"))
+    out = handed(attack, {0: 1.0, 1: 4.0, 3: 6.0})
+    assert [float(u.state["w"]) for u in out] == [1.0, -5.0, -5.0]
+
+
+def test_attackers_that_know_nobody_send_the_model_that_they_have_received() -> None:
+    attack = of_five(InnerProduct([1, 3]))
+    assert [float(u.state["w"]) for u in handed(attack, {1: 4.0, 3: 6.0}, 2.5)] == [2.5, 2.5]
+
+
+def test_honest_updates_pass_through_one_at_a_time_and_buffers_are_kept() -> None:
+    taken = []
+
+    def arriving() -> Iterator[ClientUpdate]:
+        for client in range(5):
+            taken.append(client)
+            state = {**numbers(float(client)), "count": torch.tensor(10 + client)}
+            yield update(client, state)
+
+    attack = of_five(ALittleIsEnough([3, 4], z=0.0))
+    received = {**numbers(0.0), "count": torch.tensor(9)}
+    out = collude(attack, received, ["w"], arriving())
+    assert next(out).client == 0 and taken == [0]
+    rest = {u.client: u.state for u in out}
+    assert [int(rest[client]["count"]) for client in (3, 4)] == [13, 14]
+    assert float(rest[3]["w"]) == float(rest[4]["w"]) == 3.5
