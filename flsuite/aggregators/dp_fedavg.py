@@ -203,10 +203,11 @@ class DPFedAvg(Aggregator):
                 f"{planned} rounds, and more would exceed it; set trainer.rounds to {planned}, or "
                 "start a new run"
             )
-        if self._on_count <= memory["noise_multiplier"] / 2 and self.quantile is not None:
+        noise = memory["noise_multiplier"]
+        if self.quantile is not None and noise and self._on_count <= noise / 2:
             raise FlsuiteError(
-                f"DPFedAvg: count_noise must be above half of the noise multiplier "
-                f"{memory['noise_multiplier']:.4g}, got {self.count_noise}"
+                f"DPFedAvg: count_noise must be above {noise / 2:.4g}, half of the noise "
+                f"multiplier, got {self.count_noise}"
             )
         if not self._is_announced:
             self._announce()
@@ -221,15 +222,10 @@ class DPFedAvg(Aggregator):
 
     def _announce(self) -> None:
         noise, rounds = self.memory["noise_multiplier"], self.tools.rounds
-        spent = (
-            ""
-            if rounds is None
-            else (
-                f", epsilon {epsilon(self._sampling, noise, rounds, self._delta):.4g} after {rounds} "
-                "rounds"
-            )
-        )
-        log.info("DPFedAvg: noise multiplier %.5g, delta %.3g%s", noise, self._delta, spent)
+        log.info("DPFedAvg: noise multiplier %.5g, delta %.3g", noise, self._delta)
+        if rounds is not None:
+            spent = epsilon(self._sampling, noise, rounds, self._delta)
+            log.info("DPFedAvg: epsilon %.4g after %d rounds", spent, rounds)
         if self.secure_rng:
             log.warning(
                 "DPFedAvg: secure_rng draws the noise from the operating system: no other run, and "

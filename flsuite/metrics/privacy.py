@@ -17,12 +17,11 @@ from flsuite.errors import FlsuiteError
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
-    from dp_accounting.rdp import RdpAccountant
 
 __all__ = ["ClientSampling", "calibrated_noise", "default_delta", "epsilon", "noise_beside_count"]
 
 _ORDERS_OF_FIXED_SIZE = (1.5, 1.75, *range(2, 21), 24, 32, 48, 64, 128)  # each takes milliseconds
-_TOLERANCE = 1e-4
+_TOLERANCE, _LEAST_NOISE, _MOST_NOISE = 1e-4, 0.05, 1e6
 
 
 class ClientSampling(NamedTuple):
@@ -90,28 +89,24 @@ def calibrated_noise(sampling: ClientSampling, target: float, rounds: int, delta
     Raises:
         FlsuiteError: If no noise reaches the target, or ``dp-accounting`` is not installed.
     """
-    _rdp_package()
-    from dp_accounting import SelfComposedDpEvent
-    from dp_accounting.mechanism_calibration import (
-        LowerEndpointAndGuess,
-        NoBracketIntervalFoundError,
-        calibrate_dp_mechanism,
-    )
 
-    def run(noise_multiplier: float) -> "DpEvent":
-        return SelfComposedDpEvent(_event(sampling, noise_multiplier), rounds)
+    def spent(noise_multiplier: float) -> float:
+        return epsilon(sampling, noise_multiplier, rounds, delta)
 
     # Below the lower end the sums of the accountant overflow, and epsilon is in the thousands.
-    bracket = LowerEndpointAndGuess(0.05, 1.0)
-    with _quiet_accountant():
-        try:
-            new = lambda: _accountant(sampling)  # noqa: E731
-            return float(calibrate_dp_mechanism(new, run, target, delta, bracket, tol=_TOLERANCE))
-        except NoBracketIntervalFoundError:
+    lower, upper = _LEAST_NOISE, 1.0
+    while spent(upper) > target:
+        lower, upper = upper, 2 * upper
+        if upper > _MOST_NOISE:
             raise FlsuiteError(
                 f"target_epsilon {target} at delta {delta:g} over {rounds} rounds is met by no "
-                "noise multiplier between 0.05 and a billion; choose another epsilon"
-            ) from None
+                f"noise multiplier up to {_MOST_NOISE:g}; raise target_epsilon"
+            )
+
+    while upper - lower > _TOLERANCE:
+        middle = (lower + upper) / 2
+        lower, upper = (lower, middle) if spent(middle) <= target else (middle, upper)
+    return upper
 
 
 def noise_beside_count(noise_multiplier: float, count_noise: float) -> float:
@@ -135,10 +130,20 @@ def _rdp_of_a_round(
     sampling: ClientSampling, noise_multiplier: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the orders, and the Renyi divergence of one round at each of them."""
-    accountant = _accountant(sampling)
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.rdp import RdpAccountant
+
+    if not sampling.replaces:
+        accountant = RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
+    else:
+        accountant = RdpAccountant(_ORDERS_OF_FIXED_SIZE, NeighboringRelation.REPLACE_ONE)
     with _quiet_accountant():
         accountant.compose(_event(sampling, noise_multiplier))
-    return accountant.orders, accountant.rdp
+
+    # The bound for samples of fixed size is loose for large ones: it passes that of no sampling.
+    sensitivity = 2.0 if sampling.replaces else 1.0
+    of_all = accountant.orders * sensitivity**2 / (2 * noise_multiplier**2)
+    return accountant.orders, np.minimum(accountant.rdp, of_all)
 
 
 def _event(sampling: ClientSampling, noise_multiplier: float) -> "DpEvent":
@@ -155,15 +160,6 @@ def _event(sampling: ClientSampling, noise_multiplier: float) -> "DpEvent":
         return SampledWithoutReplacementDpEvent(sampling.population, int(sampling.expected), noise)
     rate = sampling.expected / sampling.population
     return PoissonSampledDpEvent(rate, GaussianDpEvent(noise_multiplier))
-
-
-def _accountant(sampling: ClientSampling) -> "RdpAccountant":
-    from dp_accounting import NeighboringRelation
-    from dp_accounting.rdp import RdpAccountant
-
-    if sampling.replaces:
-        return RdpAccountant(_ORDERS_OF_FIXED_SIZE, NeighboringRelation.REPLACE_ONE)
-    return RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
 def _rdp_package() -> Any:
