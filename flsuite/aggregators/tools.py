@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from flsuite.errors import FlsuiteError
-from flsuite.metrics.privacy import ClientSampling
+from flsuite.metrics.privacy import RandomDraw
 from flsuite.state import State
 
 __all__ = ["ServerTools"]
@@ -44,7 +44,7 @@ class ServerTools:
     task: str = "multiclass"
     seed: int = 0
     rounds: int | None = None
-    sampling: ClientSampling | None = None
+    sampling: RandomDraw | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, owner: str, tool: str, purpose: str) -> FlsuiteError:

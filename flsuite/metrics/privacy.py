@@ -1,7 +1,8 @@
-"""Epsilon of client-level differential privacy, by the accountant of Google's ``dp-accounting``.
+"""Epsilon of differential privacy, by the accountant of Google's ``dp-accounting``.
 
-A round is one Gaussian mechanism on a random cohort. Rounds compose in Renyi differential privacy
-(Mironov 2017, arXiv:1702.07476), which is then turned into epsilon at a given delta.
+A step is one Gaussian mechanism on a random draw: of the clients of a round, or of the samples of a
+batch. Steps compose in Renyi differential privacy (Mironov 2017, arXiv:1702.07476), which is then
+turned into epsilon at a given delta.
 """
 
 import logging
@@ -18,23 +19,24 @@ from flsuite.errors import FlsuiteError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = ["ClientSampling", "calibrated_noise", "default_delta", "epsilon", "noise_beside_count"]
+__all__ = ["RandomDraw", "calibrated_noise", "default_delta", "epsilon", "noise_beside_count"]
 
 _ORDERS_OF_FIXED_SIZE = (1.5, 1.75, *range(2, 21), 24, 32, 48, 64, 128)  # each takes milliseconds
 _TOLERANCE, _LEAST_NOISE, _MOST_NOISE = 1e-4, 0.05, 1e6
 
 
-class ClientSampling(NamedTuple):
-    """How the cohort of a round is drawn.
+class RandomDraw(NamedTuple):
+    """How the clients of a round, or the samples of a batch, are drawn.
 
-    Two federations are neighbours if one client is added or removed, as McMahan et al. 2018 have
-    it. In a cohort of fixed size that is smaller than the population, one client is replaced by
+    Neighbours differ in one client (or sample) that is added or removed, as McMahan et al. 2018
+    have it. Where fewer than all are drawn and their number is fixed, one client is replaced by
     another one (Wang et al. 2019, arXiv:1808.00087, theorem 27). The sum then moves by up to twice
     the clipping norm, so that the two epsilons cannot be compared.
 
     Attributes:
         population: Number of clients.
-        expected: Mean number of clients per round. It need not be whole under Poisson sampling.
+        expected: Mean number of clients that are drawn. It need not be whole under Poisson
+            sampling.
         is_poisson: Whether each client is drawn independently of the others. Otherwise exactly
             ``expected`` clients are drawn without replacement.
     """
@@ -54,14 +56,14 @@ def default_delta(clients: int) -> float:
     return float(clients**-1.1)
 
 
-def epsilon(sampling: ClientSampling, noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Return the epsilon that rounds of a federation have spent.
+def epsilon(sampling: RandomDraw, noise_multiplier: float, rounds: int, delta: float) -> float:
+    """Return the epsilon that rounds of a federation, or steps of a fit, have spent.
 
     Args:
-        sampling: How cohorts are drawn.
-        noise_multiplier: Deviation of the noise on the sum of the clients' changes, in multiples
-            of the clipping norm. Without noise epsilon is infinite.
-        rounds: Rounds done, those with missing clients or none at all included.
+        sampling: How clients or samples are drawn.
+        noise_multiplier: Deviation of the noise on the sum of the changes or gradients, in
+            multiples of the clipping norm. Without noise epsilon is infinite.
+        rounds: Rounds or steps done, those with missing clients or none at all included.
         delta: The delta of the guarantee, in (0, 1).
 
     Raises:
@@ -77,7 +79,7 @@ def epsilon(sampling: ClientSampling, noise_multiplier: float, rounds: int, delt
         return float(from_rdp(orders, rounds * of_one_round, delta)[0])
 
 
-def calibrated_noise(sampling: ClientSampling, target: float, rounds: int, delta: float) -> float:
+def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: float) -> float:
     """Return the smallest noise multiplier, to 1e-4, whose epsilon is not above the target.
 
     Args:
@@ -126,9 +128,7 @@ def noise_beside_count(noise_multiplier: float, count_noise: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _rdp_of_a_round(
-    sampling: ClientSampling, noise_multiplier: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _rdp_of_a_round(sampling: RandomDraw, noise_multiplier: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the orders, and the Renyi divergence of one round at each of them."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.rdp import RdpAccountant
@@ -146,7 +146,7 @@ def _rdp_of_a_round(
     return accountant.orders, np.minimum(accountant.rdp, of_all)
 
 
-def _event(sampling: ClientSampling, noise_multiplier: float) -> "DpEvent":
+def _event(sampling: RandomDraw, noise_multiplier: float) -> "DpEvent":
     """Return one round as ``dp-accounting`` describes it."""
     from dp_accounting import (
         GaussianDpEvent,

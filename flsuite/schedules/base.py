@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from flsuite.engines.base import Engine
 from flsuite.messages import FitRequest, Outcome
-from flsuite.metrics.privacy import ClientSampling
+from flsuite.metrics.privacy import RandomDraw
 from flsuite.schedules.clock import Clock
 from flsuite.schedules.fit import Fit
 from flsuite.schedules.speeds import Work
@@ -70,7 +70,7 @@ class Schedule(ABC):
         return False
 
     @property
-    def client_sampling(self) -> ClientSampling | None:
+    def client_sampling(self) -> RandomDraw | None:
         """Return how cohorts are drawn, after :meth:`configure`.
 
         It is ``None`` unless they are a random choice that depends on the seed alone. A guarantee

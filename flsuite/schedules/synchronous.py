@@ -15,7 +15,7 @@ from flsuite.errors import (
     require_positive,
 )
 from flsuite.messages import ClientResult, Outcome
-from flsuite.metrics.privacy import ClientSampling
+from flsuite.metrics.privacy import RandomDraw
 from flsuite.random import numpy_generator
 from flsuite.schedules.availability import Availability
 from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
@@ -103,10 +103,10 @@ class Synchronous(Schedule):
         return self.sampling == "poisson"
 
     @property
-    def client_sampling(self) -> ClientSampling | None:
+    def client_sampling(self) -> RandomDraw | None:
         if self.sampling == "size" or self.may_lose:
             return None
-        return ClientSampling(self._clients, self._expected, self.may_be_empty)
+        return RandomDraw(self._clients, self._expected, self.may_be_empty)
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         clients = len(sizes)

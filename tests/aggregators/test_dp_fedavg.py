@@ -22,7 +22,7 @@ from flsuite.data import Dirichlet, Synthetic
 from flsuite.engines import Processes
 from flsuite.exchange import PairwiseMasks, Quantize
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.metrics.privacy import ClientSampling, epsilon
+from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, Bernoulli, Stragglers, Synchronous
 from flsuite.state import State, StateLayout
@@ -42,7 +42,7 @@ def ready(
     is_poisson: bool = True,
 ) -> DPFedAvg:
     """Return an aggregator at the start of a round in which all clients take part."""
-    sampling = ClientSampling(clients, float(clients), is_poisson)
+    sampling = RandomDraw(clients, float(clients), is_poisson)
     aggregator.tools = ServerTools(seed=seed, rounds=rounds, sampling=sampling)
     aggregator.configure(StateLayout(("w",), clients, buffers=tuple(buffers)))
     aggregator.broadcast()
@@ -299,7 +299,7 @@ def test_engines_agree() -> None:
 
 def test_epsilon_is_logged_by_round_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     made = fit(DPFedAvg(clip=0.5, noise_multiplier=1.5, delta=0.02), **POISSON)
-    sampling = ClientSampling(5, 2.0, True)
+    sampling = RandomDraw(5, 2.0, True)
     spent = [epsilon(sampling, 1.5, rounds, 0.02) for rounds in (1, 2, 3)]
     assert numbers(made, "epsilon") == spent
     assert made.run.summary.privacy == {"epsilon": spent[-1], "delta": 0.02}

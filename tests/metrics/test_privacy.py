@@ -9,7 +9,7 @@ import pytest
 
 from flsuite import FlsuiteError
 from flsuite.metrics.privacy import (
-    ClientSampling,
+    RandomDraw,
     calibrated_noise,
     default_delta,
     epsilon,
@@ -19,12 +19,12 @@ from flsuite.metrics.privacy import (
 pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")
 
 
-def poisson(population: int, expected: float) -> ClientSampling:
-    return ClientSampling(population, expected, is_poisson=True)
+def poisson(population: int, expected: float) -> RandomDraw:
+    return RandomDraw(population, expected, is_poisson=True)
 
 
-def fixed(population: int, cohort: int) -> ClientSampling:
-    return ClientSampling(population, cohort, is_poisson=False)
+def fixed(population: int, cohort: int) -> RandomDraw:
+    return RandomDraw(population, cohort, is_poisson=False)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def fixed(population: int, cohort: int) -> ClientSampling:
     ids=["tf-privacy-60000", "tf-privacy-100000", "opacus"],
 )
 def test_published_figures(
-    sampling: ClientSampling, noise: float, rounds: int, delta: float, published: float
+    sampling: RandomDraw, noise: float, rounds: int, delta: float, published: float
 ) -> None:
     assert epsilon(sampling, noise, rounds, delta) == pytest.approx(published, rel=1e-4)
 
@@ -56,7 +56,7 @@ def test_published_figures(
     ids=["mcmahan", "mnist"],
 )
 def test_older_figures_are_those_of_the_older_conversion(
-    sampling: ClientSampling, noise: float, rounds: int, delta: float, published: float
+    sampling: RandomDraw, noise: float, rounds: int, delta: float, published: float
 ) -> None:
     """Mironov's conversion of the same divergences; today's is tighter."""
     from dp_accounting import SelfComposedDpEvent
@@ -105,7 +105,7 @@ def test_limits() -> None:
 
 
 @pytest.mark.parametrize("sampling", [poisson(200, 20), poisson(10, 10), fixed(40, 8)])
-def test_a_target_is_reached_and_not_passed(sampling: ClientSampling) -> None:
+def test_a_target_is_reached_and_not_passed(sampling: RandomDraw) -> None:
     noise = calibrated_noise(sampling, target=4.0, rounds=30, delta=1e-3)
     assert 3.99 < epsilon(sampling, noise, 30, 1e-3) <= 4.0
     assert epsilon(sampling, noise - 2e-4, 30, 1e-3) > 4.0

@@ -10,7 +10,7 @@ from flsuite import FlsuiteError
 from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg
 from flsuite.callbacks import FederationCallback
 from flsuite.exchange import PairwiseMasks
-from flsuite.metrics.privacy import ClientSampling
+from flsuite.metrics.privacy import RandomDraw
 from flsuite.schedules import Bernoulli, Clock, Stragglers, Synchronous
 from tests.conftest import classifier, digits, equal_states, trainer
 
@@ -46,7 +46,7 @@ def test_clients_are_drawn_independently() -> None:
 )
 def test_participation_is_a_mean(participation: float, clients: int, expected: float) -> None:
     schedule = configured(participation, clients)
-    assert schedule.client_sampling == ClientSampling(clients, expected, True)
+    assert schedule.client_sampling == RandomDraw(clients, expected, True)
     assert np.mean([len(c) for c in cohorts(schedule)]) == pytest.approx(expected, abs=0.12)
 
 
@@ -107,13 +107,13 @@ def test_what_needs_a_known_cohort_is_refused() -> None:
 
 
 def test_other_cohorts_say_how_they_are_drawn() -> None:
-    def sampling(**kwargs: Any) -> ClientSampling | None:
+    def sampling(**kwargs: Any) -> RandomDraw | None:
         schedule = Synchronous(5, **kwargs)
         schedule.configure([10] * 20, seed=0)
         return schedule.client_sampling
 
-    assert sampling() == ClientSampling(20, 5, False)
-    assert sampling(speeds=Stragglers()) == ClientSampling(20, 5, False)
+    assert sampling() == RandomDraw(20, 5, False)
+    assert sampling(speeds=Stragglers()) == RandomDraw(20, 5, False)
     assert sampling(sampling="size") is None
     assert sampling(availability=Bernoulli(0.1)) is None
     assert sampling(over_selection=1.2, speeds=Stragglers()) is None
