@@ -38,8 +38,9 @@ class DPSGD(FederationCallback):
     an algorithm, such as FedProx's, come after the noise.
 
     The guarantee is for one sample of a client, against whoever sees all its updates. It does not
-    cover numbers about a fit, such as its loss, nor how many samples a client has. The model's loss
-    must be the mean over the samples of a batch, and nothing else may depend on them.
+    cover numbers about a fit, such as its loss, nor how many samples of which class a client has.
+    The model's loss must be the mean over the samples of a batch, and nothing else may depend on
+    them.
 
     Every round logs ``sample_epsilon`` of its clients, and as global number the largest one of all
     clients so far, with ``sample_delta``. An update that is refused or lost has told nobody
