@@ -5,13 +5,21 @@ randomness names its stream. A run thus has the same result on every engine, wit
 workers, and after a resume from any round.
 """
 
+import os
 import random as python_random
 import zlib
 
 import numpy as np
 import torch
 
-__all__ = ["numpy_generator", "seed_cpu", "seed_for", "seed_process", "torch_generator"]
+__all__ = [
+    "numpy_generator",
+    "secure_normal",
+    "seed_cpu",
+    "seed_for",
+    "seed_process",
+    "torch_generator",
+]
 
 
 def seed_for(seed: int, stream: str, round: int = 0, client: int = 0) -> int:
@@ -54,3 +62,16 @@ def seed_cpu(value: int) -> None:
     np.random.seed(value & 0xFFFFFFFF)
     # torch.manual_seed would collect a stack trace for GPUs that are not in use.
     torch.default_generator.manual_seed(value)
+
+
+def secure_normal(size: int) -> torch.Tensor:
+    """Return standard normal numbers from the operating system, float64 ``(size,)``.
+
+    They are the inverse of the normal distribution at 52 random bits of ``os.urandom``. No seed
+    brings them back.
+    """
+    from scipy.special import ndtri
+
+    words = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(12)
+    # In the middle of each of 2^52 intervals: neither 0 nor 1, whose inverses are infinite.
+    return torch.from_numpy(np.asarray(ndtri((words + 0.5) * 2.0**-52)))

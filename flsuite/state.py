@@ -82,6 +82,7 @@ class StateLayout:
         chain: The same layers if each feeds the next one, through pools, ReLU, dropout and Flatten
             alone. It is empty for any other model.
         no_chain: Why there is no chain.
+        buffers: Names of the entries that travel and are no parameters.
     """
 
     parameters: tuple[str, ...]
@@ -92,6 +93,7 @@ class StateLayout:
     outside_layers: Mapping[str, str] = field(default_factory=dict)
     chain: tuple[Layer, ...] = ()
     no_chain: str = "its layers are not known"
+    buffers: tuple[str, ...] = ()
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

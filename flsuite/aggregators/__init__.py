@@ -4,6 +4,7 @@ from flsuite.aggregators.base import Aggregator
 from flsuite.aggregators.baselines import Centralized, LocalOnly
 from flsuite.aggregators.cmga import CMGA
 from flsuite.aggregators.dense import DENSE
+from flsuite.aggregators.dp_fedavg import DPFedAvg
 from flsuite.aggregators.fedasync import FedAsync
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.fedbuff import FedBuff
@@ -40,6 +41,7 @@ __all__ = [
     "Centralized",
     "Constant",
     "CoordinateMedian",
+    "DPFedAvg",
     "FLTrust",
     "FedAdagrad",
     "FedAdam",

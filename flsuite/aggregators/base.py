@@ -9,7 +9,7 @@ from torch import nn
 
 from flsuite.aggregators.tools import ServerTools
 from flsuite.messages import ClientContext, ClientUpdate, FitAssignment
-from flsuite.state import State, StateLayout
+from flsuite.state import State, StateLayout, clone
 
 __all__ = ["Aggregator"]
 
@@ -115,6 +115,13 @@ class Aggregator(ABC):
         The text names the algorithm and says what to change.
         """
         return None
+
+    def without_updates(self, global_state: State) -> State:
+        """Return the next global state of a round whose cohort is empty by chance.
+
+        Poisson sampling has such rounds. By default the model stays as it is.
+        """
+        return clone(global_state)
 
     @property
     def works_from_mean(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from flsuite.errors import FlsuiteError
+from flsuite.metrics.privacy import RandomDraw
 from flsuite.state import State
 
 __all__ = ["ServerTools"]
@@ -32,6 +33,8 @@ class ServerTools:
         task: The kind of classification, see :class:`~flsuite.data.DataSpec`.
         seed: The run's seed.
         rounds: Rounds of the run, or ``None`` where another limit ends it.
+        sampling: How cohorts are drawn, if neither data nor times nor availability decide about
+            them.
         missing: The reason why a tool is missing, by the tool's name.
     """
 
@@ -45,6 +48,7 @@ class ServerTools:
     task: str = "multiclass"
     seed: int = 0
     rounds: int | None = None
+    sampling: RandomDraw | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, owner: str, tool: str, purpose: str) -> FlsuiteError:

@@ -2,6 +2,7 @@
 
 from flsuite.callbacks.base import FederationCallback
 from flsuite.callbacks.dissimilarity import GradientDissimilarity
+from flsuite.callbacks.dp_sgd import DPSGD
 from flsuite.callbacks.early_stopping import RoundEarlyStopping
 from flsuite.callbacks.flow_monitor import FlowMonitor
 from flsuite.callbacks.latent_space import LatentSpace
@@ -12,6 +13,7 @@ from flsuite.callbacks.stop_at import StopAt
 from flsuite.callbacks.task_matrix import TaskMatrix
 
 __all__ = [
+    "DPSGD",
     "FederationCallback",
     "FlowMonitor",
     "ForestProbe",

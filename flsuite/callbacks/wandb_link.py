@@ -163,7 +163,7 @@ class WandbLink(LoggerLink):
             arguments.setdefault("resume", "allow")
 
     def _summary(self, run: Run) -> dict[str, float]:
-        """Return the test scores of the last and of the picked round.
+        """Return the test scores of the last and of the picked round, and the guarantees.
 
         W&B's own rules for summaries would turn a value into a mapping.
         """
@@ -174,6 +174,7 @@ class WandbLink(LoggerLink):
                     named[f"{title}/round"] = value
                 elif "/" not in name or name.startswith("all_clients/"):  # no class by class
                     named[f"{title}/test/{name}"] = value
+        named |= {f"last/{name}": value for name, value in run.summary.privacy.items()}
         if self._rounds_to_target is not None:
             named["rounds_to_target"] = self._rounds_to_target
         return named

@@ -58,6 +58,10 @@ class TrainLoader:
         repeat: Fits that the client has started from the same version before, whose batches have
             other orders.
         epoch: The number of the next epoch, from 0.
+        is_poisson: Whether each sample is drawn for a batch independently of the others and of
+            earlier batches, with the probability that makes the batch size its mean.
+        drawn: Numbers of samples that were drawn for the batches of this epoch, under Poisson
+            sampling. Where none was drawn, the batch has one sample that must not count.
     """
 
     data: BatchSource
@@ -67,6 +71,8 @@ class TrainLoader:
     batches: int | None = None
     repeat: int = 0
     epoch: int = field(default=0, init=False)
+    is_poisson: bool = field(default=False, init=False)
+    drawn: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._rows = self.data.train_rows(self.client)
@@ -85,6 +91,10 @@ class TrainLoader:
         stream = f"batches/{epoch}/{self.repeat}" if self.repeat else f"batches/{epoch}"
         generator = torch_generator(self.seed, stream, self.round, self.client)
 
+        if self.is_poisson:
+            yield from self.data.train_batches(self._poisson_parts(generator), generator)
+            return
+
         left = self._length
         while left > 0:
             order = self._rows[torch.randperm(len(self._rows), generator=generator)]
@@ -92,6 +102,15 @@ class TrainLoader:
             parts = [order[start:stop] for start, stop in self._bounds[:left]]
             yield from self.data.train_batches(parts, generator)
             left -= len(self._bounds)
+
+    def _poisson_parts(self, generator: torch.Generator) -> list[Tensor]:
+        """Draw the rows of all batches of an epoch."""
+        rows = self.data.train_rows(self.client)
+        rate = min(1.0, self.data.batch_size / len(rows))
+        masks = torch.rand(self._length, len(rows), generator=generator) < rate
+        self.drawn = masks.sum(1).tolist()
+        # A model cannot train on no sample.
+        return [rows[mask] if mask.any() else rows[:1] for mask in masks]
 
     def plain_batches(self, samples: int | None = None, batch_size: int = 500) -> Iterator[Batch]:
         """Return one pass over the client's samples, in their order and without augmentation.

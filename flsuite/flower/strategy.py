@@ -50,6 +50,11 @@ class FlowerStrategy(Strategy):
                 "under Flower rounds are synchronous, and nodes come and go by themselves: set "
                 "trainer.schedule to Synchronous without availability, over_selection and deadline"
             )
+        if federation.schedule.may_be_empty:
+            raise FlsuiteError(
+                "under Flower a round without a client would end the run; set "
+                "trainer.schedule.sampling to uniform"
+            )
         if federation.exchange.secure_sum is not None:
             raise FlsuiteError(
                 "a secure sum exchanges keys and shares before and after training, and a round of "

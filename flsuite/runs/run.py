@@ -306,6 +306,8 @@ class Run:
         named = table.close_round(self.clock, self.wall_seconds)
         of_test = {k.removeprefix("test/"): v for k, v in named.items() if k.startswith("test/")}
         self.summary.note(self.round, of_test)
+        of_training = {k.removeprefix("train/"): v for k, v in named.items() if k[:6] == "train/"}
+        self.summary.note_privacy(of_training)
         self.notify("on_round_recorded", self.round, named)
 
     def save(self) -> None:
@@ -548,7 +550,8 @@ class Run:
                 yield checked.update
 
         # At the end: until the last outcome, a usable update may still come.
-        if not self.federation.log.updates:
+        record, schedule = self.federation.log, self.federation.schedule
+        if not record.updates and (record.failures or not schedule.may_be_empty):
             raise self.federation.failure()
 
     def _resume(self, checkpoint: Path) -> None:

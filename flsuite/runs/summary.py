@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ _LABELS = {
     "backward_transfer": "backward transfer",
     "forward_transfer": "forward transfer",
 }
+_GUARANTEES = {"epsilon": "epsilon of a client", "sample_epsilon": "epsilon of a sample, largest"}
 
 
 class RunSummary:
@@ -53,6 +55,8 @@ class RunSummary:
             are of different classes.
         bytes_up: Bytes that clients have sent.
         bytes_down: Bytes that clients have received.
+        privacy: Epsilons of the last round, and their deltas, where there is a guarantee. They are
+            of the whole run, whichever round is picked.
     """
 
     def __init__(self, monitor: str) -> None:
@@ -63,6 +67,7 @@ class RunSummary:
         self.best_task: int | None = None
         self.bytes_up = 0
         self.bytes_down = 0
+        self.privacy: dict[str, float] = {}
 
     def is_best(self, validation: dict[str, float], task: int | None = None) -> bool:
         """Note the validation scores of a round.
@@ -99,6 +104,11 @@ class RunSummary:
             if scores.get("round") == round:
                 scores.update({name: value for name, value in test.items() if name in _LABELS})
 
+    def note_privacy(self, training: Mapping[str, float]) -> None:
+        """Keep the epsilons and deltas among the numbers of a round, by their names."""
+        names = [name for epsilon in _GUARANTEES for name in (epsilon, _delta(epsilon))]
+        self.privacy = {name: training[name] for name in names if name in training}
+
     def count_bytes(self, log: RoundLog) -> None:
         """Add the bytes of a round, those of clients whose update was not used included."""
         self.bytes_up += log.lost_up + sum(update.bytes_up for update in log.updates)
@@ -126,6 +136,10 @@ class RunSummary:
             if any(metric in scores for _, scores in columns):
                 cells = [f"{s[metric]:.4f}" if metric in s else "" for _, s in columns]
                 table.add_row(label, *cells)
+        for name, label in _GUARANTEES.items():
+            if name in self.privacy:
+                delta = self.privacy[_delta(name)]
+                table.add_row(f"{label}, delta {delta:.3g}", f"{self.privacy[name]:.4g}")
         traffic = f"{_size(self.bytes_up)} / {_size(self.bytes_down)}"
         table.add_row("bytes sent, up / down", traffic)
         table.add_row("seconds", f"{seconds:.1f}")
@@ -156,6 +170,11 @@ def print_scores(scores: Scores, split: str, round: int) -> None:
     for metric, value in scores[GLOBAL].items():
         table.add_row(_LABELS.get(metric, metric), f"{value:.4f}")
     Console().print(table)
+
+
+def _delta(epsilon: str) -> str:
+    """Return the name of the delta that belongs to an epsilon."""
+    return epsilon.replace("epsilon", "delta")
 
 
 def _size(number: float) -> str:

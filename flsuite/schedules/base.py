@@ -6,6 +6,7 @@ from typing import Any
 
 from flsuite.engines.base import Engine
 from flsuite.messages import FitRequest, Outcome
+from flsuite.metrics.privacy import RandomDraw
 from flsuite.schedules.clock import Clock
 from flsuite.schedules.fit import Fit
 from flsuite.schedules.speeds import Work
@@ -31,6 +32,8 @@ class Schedule(ABC):
         is_asynchronous: Whether clients may come back to a newer version than they started from.
         is_virtual: Whether the times are known without training.
         may_lose: Whether a client that starts may never come back.
+        may_be_empty: Whether a round may have no client at all, see
+            :meth:`~flsuite.aggregators.Aggregator.without_updates`.
         ended: Fits that have ended since the round began, in their order.
         in_flight: Fits that have started and not ended.
         cohort: Clients that a round starts, after :meth:`configure`. It is 0 where there are no
@@ -71,6 +74,19 @@ class Schedule(ABC):
     @property
     def may_lose(self) -> bool:
         return False
+
+    @property
+    def may_be_empty(self) -> bool:
+        return False
+
+    @property
+    def client_sampling(self) -> RandomDraw | None:
+        """Return how cohorts are drawn, after :meth:`configure`.
+
+        It is ``None`` unless they are a random choice that depends on the seed alone. A guarantee
+        of differential privacy rests on it.
+        """
+        return None
 
     @property
     def ended(self) -> Sequence[Fit]:

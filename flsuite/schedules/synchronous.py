@@ -15,6 +15,8 @@ from flsuite.errors import (
     require_positive,
 )
 from flsuite.messages import ClientResult, Outcome
+from flsuite.metrics.privacy import RandomDraw
+from flsuite.random import numpy_generator
 from flsuite.schedules.availability import Availability
 from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
 from flsuite.schedules.clock import Clock
@@ -24,7 +26,7 @@ from flsuite.schedules.speeds import Measured, Speeds
 
 __all__ = ["Synchronous"]
 
-Sampling = Literal["uniform", "size"]
+Sampling = Literal["uniform", "size", "poisson"]
 
 _MOST_EMPTY_COHORTS = 1000  # in a row, after which no client can be expected to come back
 
@@ -40,7 +42,10 @@ class Synchronous(Schedule):
         participation: Share of the clients in (0, 1] as a float, or their number as an integer. A
             share is rounded to the nearest number.
         sampling: ``uniform``, or ``size`` with probabilities in proportion to the clients' training
-            samples.
+            samples. ``poisson`` draws each client independently of the others. The size of the
+            cohort then differs from round to round, and ``participation`` is its mean as a share
+            or a number. A cohort may be empty. Such a round is counted, and the aggregator's
+            ``without_updates`` says what becomes of the model.
         over_selection: Clients that start, as a multiple of those that the round waits for. The
             paper starts 1.3 times as many.
         deadline: Virtual seconds after which a round ends with the updates that it has. Default: it
@@ -72,6 +77,12 @@ class Synchronous(Schedule):
                 f"Synchronous: participation as a share must be at most 1.0, got {participation}; "
                 "write a number of clients as an integer"
             )
+        if self.may_be_empty and self.may_lose:
+            raise FlsuiteError(
+                "Synchronous: sampling poisson draws clients independently of speed and "
+                "availability; leave out over_selection, deadline and availability, or set "
+                "sampling to uniform"
+            )
         if not self.is_virtual and (over_selection > 1 or deadline is not None):
             raise FlsuiteError(
                 "Synchronous: over_selection and deadline need times that do not depend on the "
@@ -87,14 +98,29 @@ class Synchronous(Schedule):
         is_limited = self.over_selection > 1 or self.deadline is not None
         return is_limited or self.availability is not None
 
+    @property
+    def may_be_empty(self) -> bool:
+        return self.sampling == "poisson"
+
+    @property
+    def client_sampling(self) -> RandomDraw | None:
+        if self.sampling == "size" or self.may_lose:
+            return None
+        return RandomDraw(self._clients, self._expected, self.may_be_empty)
+
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         clients = len(sizes)
         # Rounded half up. round() would round 0.5 and 2.5 to an even number.
         share_as_number = int(self.participation * clients + 0.5)
         is_share = isinstance(self.participation, float)
         self._number = share_as_number if is_share else int(self.participation)
+        self._clients, self._seed = clients, seed
+        # Independent draws have a probability, which need not come to a whole number of clients.
+        is_mean = is_share and self.may_be_empty
+        self._expected = float(self.participation * clients if is_mean else self._number)
 
-        if not 1 <= self._number <= clients:
+        fewest = 0 if self.may_be_empty else 1
+        if not fewest <= self._number <= clients:
             remedy = "raise it" if self._number < 1 else "lower it"
             raise FlsuiteError(
                 f"Synchronous: participation {self.participation} of {clients} clients comes to "
@@ -131,7 +157,7 @@ class Synchronous(Schedule):
         """
         if clock.round != self._round:
             self._round, self._ended, self._lost = clock.round, [], 0
-        number = self.cohort
+        number = self._draw_size(clock) if self.may_be_empty else self.cohort
         clients = self._launcher.draw(number, clock, self._lost, weights=self._weights)
         self._cohort = [self._launcher.launch(client, clock) for client in clients]
         return self._taken(clock.seconds)
@@ -142,7 +168,7 @@ class Synchronous(Schedule):
         A cohort without any update, because all of it has dropped out or was late, is followed by
         another one.
         """
-        while not engine.pending:
+        while not engine.pending and not self.may_be_empty:
             self._end_lost_cohort(clock)
             self._lost += 1
             if self._lost > _MOST_EMPTY_COHORTS:
@@ -185,6 +211,15 @@ class Synchronous(Schedule):
     def awaited(self) -> int:
         return self._number
 
+    def _draw_size(self, clock: Clock) -> int:
+        """Draw the size of a Poisson cohort.
+
+        The number of independent draws is binomial. Given that number, the cohort is drawn without
+        replacement, so that the cost follows the cohort and not the number of clients.
+        """
+        rng = numpy_generator(self._seed, "cohort/size", clock.round + 1)
+        return int(rng.binomial(self._clients, self._expected / self._clients))
+
     def _taken(self, now: float) -> list[Fit]:
         """Decide which updates the round takes, and when it ends."""
         arriving = [fit for fit in self._cohort if fit.outcome == "arrived"]
@@ -193,13 +228,14 @@ class Synchronous(Schedule):
             return arriving
 
         # The first ones by the clock. Ties go to the lower number of the client.
+        wanted = len(self._cohort) if self.may_be_empty else self._number
         deadline = math.inf if self.deadline is None else now + self.deadline
         in_time = [fit for fit in arriving if _end(fit) <= deadline]
-        first = sorted(in_time, key=lambda fit: (_end(fit), fit.client))[: self._number]
+        first = sorted(in_time, key=lambda fit: (_end(fit), fit.client))[:wanted]
 
         # With enough updates the round is over. Otherwise it waits until nobody is left.
         last = max((_end(fit) for fit in self._cohort), default=now)
-        is_enough = len(first) == self._number
+        is_enough = len(first) == wanted > 0
         self._ends = _end(first[-1]) if is_enough else min(last, deadline)
         taken = {fit.number for fit in first}
         for fit in arriving:

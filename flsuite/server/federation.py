@@ -127,7 +127,7 @@ class Federation:
         schedule.configure(sizes, seed, self.work)
         if schedule.awaited and (fault := aggregator.too_few(schedule.awaited)):
             raise FlsuiteError(fault)
-        aggregator.tools = tools or ServerTools()
+        aggregator.tools = replace(tools or ServerTools(), sampling=schedule.client_sampling)
         aggregator.configure(_layout(model, self.state, data.spec.shape, sizes))
         # After configure, which tells the aggregator what travels.
         extras = aggregator.expected_extras(self.state)
@@ -313,6 +313,8 @@ class Federation:
         Raises:
             FederationError: If too few clients came back for a secure sum.
         """
+        if self.schedule.may_be_empty and not self._started:
+            return self.aggregator.without_updates(self.state)
         if isinstance(self.attack, Collusion):
             names = self.aggregator.layout.parameters
             updates = collude(self.attack, self.state, names, updates)
@@ -469,10 +471,16 @@ def _refuse_unfit(aggregator: Aggregator, schedule: Schedule, secure: bool) -> N
             "secure sums need a cohort that trains together; set trainer.schedule to Synchronous, "
             "or leave out trainer.secure_sum"
         )
-    if aggregator.pooled and (schedule.is_virtual or schedule.may_lose):
+    if secure and schedule.may_be_empty:
+        raise FlsuiteError(
+            "secure sums need a cohort whose size is known; set trainer.schedule.sampling to "
+            "uniform, or leave out trainer.secure_sum"
+        )
+    is_plain = not (schedule.is_virtual or schedule.may_lose or schedule.may_be_empty)
+    if aggregator.pooled and not is_plain:
         raise FlsuiteError(
             f"{type(aggregator).__name__} trains on pooled data, so that there are no clients to "
-            "wait for; leave out speeds, availability, over_selection and deadline of "
+            "wait for; leave out speeds, availability, over_selection, deadline and sampling of "
             "trainer.schedule"
         )
 
@@ -515,4 +523,7 @@ def _layout(
     chain, no_chain = read_chain(model, shape)
     if not {layer.name for layer in chain} <= {layer.name for layer in layers}:
         chain, no_chain = (), "a part of it stays with the clients, or two layers share weights"
-    return StateLayout(parameters, len(sizes), groups, sum(sizes), layers, others, chain, no_chain)
+    buffers = tuple(name for name in state if name not in parameters)
+    return StateLayout(
+        parameters, len(sizes), groups, sum(sizes), layers, others, chain, no_chain, buffers
+    )

@@ -16,6 +16,7 @@ from flsuite.aggregators import (
     SCAFFOLD,
     Bucketing,
     CenteredClipping,
+    DPFedAvg,
     FedAdam,
     FedAvg,
     FedBuff,
@@ -94,6 +95,11 @@ from tests.test_plain_models import sentences
         (classifier, SCAFFOLD, {"compression": Quantize(16)}),
         (classifier, FedAvg, {"rounds": 3, "compression": TopK(0.1)}),
         (classifier, FedFisher, {"rounds": 1, "compression": LowRank()}),
+        (
+            classifier,
+            lambda: DPFedAvg(clip=0.3, noise_multiplier=1.0, quantile=0.5),
+            {"rounds": 3, "schedule": Synchronous(3)},
+        ),
     ],
     ids=[
         "fedavg",
@@ -122,6 +128,7 @@ from tests.test_plain_models import sentences
         "quantized_scaffold",
         "top_k",
         "low_rank",
+        "dp_fedavg_three_of_five",
     ],
 )
 def test_the_same_weights_and_scores_as_our_own_engine(
@@ -199,6 +206,7 @@ def test_training_starts_from_the_arrays_that_it_is_given() -> None:
     [
         ({"secure_sum": PairwiseMasks()}, "a round of Flower has one message to a node"),
         ({"keep_updates": True, "enable_checkpointing": True}, "models lie on their nodes"),
+        ({"schedule": Synchronous(0.5, sampling="poisson")}, "a round without a client"),
     ],
 )
 def test_what_a_round_of_flower_has_no_messages_for_is_refused(

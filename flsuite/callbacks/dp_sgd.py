@@ -1,0 +1,200 @@
+"""DP-SGD on every client: Abadi et al. 2016, algorithm 1, with the gradients of Opacus.
+
+Deep Learning with Differential Privacy, arXiv:1607.00133.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from flsuite.callbacks.base import FederationCallback
+from flsuite.data.loader import TrainLoader
+from flsuite.errors import FlsuiteError, one_line, require_positive
+from flsuite.lightning_internals import scaler_of
+from flsuite.messages import ClientResult, Outcome
+from flsuite.metrics.privacy import RandomDraw, epsilon
+from flsuite.models.modes import kept_modes
+from flsuite.random import torch_generator
+from flsuite.runs.run import Run
+
+__all__ = ["DPSGD"]
+
+_LEFT_OVER = {"activations", "max_batch_len"}
+
+
+class DPSGD(FederationCallback):
+    """Sample-level differential privacy of every client towards the server.
+
+    Each sample's gradient, over all trainable parameters, is clipped to the L2 norm
+    ``max_grad_norm``. The sum gets Gaussian noise and is divided by the mean batch size. Samples
+    are drawn for a batch independently of each other, with ``data.batch_size`` as their mean: the
+    number of steps of an epoch stays, and an epoch no longer meets every sample once. The terms of
+    an algorithm, such as FedProx's, come after the noise.
+
+    The guarantee is for one sample of a client, against whoever sees all its updates. It does not
+    cover numbers about a fit, such as its loss, nor how many samples of which class a client has.
+    The model's loss must be the mean over the samples of a batch, and nothing else may depend on
+    them.
+
+    Every round logs ``sample_epsilon`` of its clients, and as global number the largest one of all
+    clients so far, with ``sample_delta``. An update that is refused or lost has told nobody
+    anything and does not count.
+
+    Args:
+        noise_multiplier: Deviation of the noise, in multiples of ``max_grad_norm``.
+        max_grad_norm: Largest L2 norm of a sample's gradient.
+        delta: Delta of the guarantee. It should be well below one over a client's samples.
+    """
+
+    reads_updates: ClassVar[bool] = False
+
+    def __init__(
+        self, noise_multiplier: float = 1.0, max_grad_norm: float = 1.0, delta: float = 1e-5
+    ) -> None:
+        self.noise_multiplier = noise_multiplier
+        self.max_grad_norm = max_grad_norm
+        self.delta = delta
+        require_positive("DPSGD", noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm)
+        require_positive("DPSGD", delta=delta)
+        if delta >= 1:
+            raise FlsuiteError(f"DPSGD: delta must be below 1, got {delta}")
+        self._steps: dict[int, int] = {}  # of each client, over all its rounds
+        self._spent: dict[int, float] = {}
+        self._hooks: Any = None
+
+    # One client's fit
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader = trainer.train_dataloader
+        assert isinstance(loader, TrainLoader)
+        if trainer.accumulate_grad_batches != 1 or scaler_of(trainer) is not None:
+            raise FlsuiteError(
+                "DPSGD clips the gradients of each batch by themselves and unscaled; leave out "
+                "trainer.accumulate_grad_batches, and set trainer.precision to 32-true"
+            )
+        loader.is_poisson = True
+        self._loader, self._batch = loader, 0
+        self._mean_size = min(loader.data.batch_size, len(loader.data.train_rows(loader.client)))
+        stream = f"dp_sgd/{loader.repeat}"
+        self._generator = torch_generator(loader.seed, stream, loader.round, loader.client)
+        # The hooks of Opacus see a layer's output, which must not be overwritten.
+        self._overwriting = [part for part in pl_module.modules() if vars(part).get("inplace")]
+        for part in self._overwriting:
+            part.inplace = False  # type: ignore[assignment]
+        self._module, self._hooks = pl_module, _opacus().GradSampleHooks(pl_module)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch = batch_idx
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        parameters = [p for p in pl_module.parameters() if p.requires_grad]
+        gradients: list[Tensor] = [p.grad_sample for p in parameters if p.grad_sample is not None]
+        norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
+        factors = (self.max_grad_norm / norms.clamp(min=1e-12)).clamp(max=1.0)
+        if not self._loader.drawn[self._batch]:
+            factors = torch.zeros_like(factors)  # no sample was drawn: a step of noise alone
+
+        deviation = self.noise_multiplier * self.max_grad_norm
+        for parameter in parameters:
+            noise = torch.randn(parameter.shape, generator=self._generator, dtype=torch.float64)
+            total = (deviation * noise).to(parameter)
+            if parameter.grad_sample is not None:
+                total += torch.einsum("n,n...->...", factors, parameter.grad_sample)
+            parameter.grad, parameter.grad_sample = total / self._mean_size, None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, *args: Any) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        """Leave the resident model as it was: the next fit has hooks of its own."""
+        if self._hooks is not None:
+            self._hooks.cleanup()
+            self._hooks = None
+            # After an error, Opacus leaves what the backward pass would have used up.
+            for part in self._module.modules():
+                for name in _LEFT_OVER & vars(part).keys():
+                    delattr(part, name)
+            for part in self._overwriting:
+                part.inplace = True  # type: ignore[assignment]
+
+    # The federation
+
+    def on_federation_start(self, run: Run) -> None:
+        if run.data.stage is not None:
+            raise FlsuiteError(
+                "DPSGD: tasks in sequence change a client's samples, which epsilon takes as fixed; "
+                "leave out TaskSequence"
+            )
+        _refuse_unsupported(run.model)
+        epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # without its package, not one round
+
+    def on_client_end(self, run: Run, outcome: Outcome) -> None:
+        if not isinstance(outcome, ClientResult):
+            return
+        update = outcome.update
+        self._steps[update.client] = self._steps.get(update.client, 0) + update.steps
+        mean_size = float(min(run.data.batch_size, update.samples))
+        batches = RandomDraw(update.samples, mean_size, is_poisson=True)
+        spent = epsilon(batches, self.noise_multiplier, self._steps[update.client], self.delta)
+        self._spent[update.client] = spent
+        run.log_metric("sample_epsilon", spent, scope=update.client)
+
+    def on_round_end(self, run: Run, round: int) -> None:
+        run.log_metric("sample_epsilon", max(self._spent.values(), default=0.0))
+        run.log_metric("sample_delta", self.delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": dict(self._steps), "spent": dict(self._spent)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps, self._spent = dict(state_dict["steps"]), dict(state_dict["spent"])
+
+
+def _opacus() -> Any:
+    # The first layer needs no gradient of its inputs.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    try:
+        from opacus.grad_sample import grad_sample_module
+    except ImportError as error:
+        raise FlsuiteError(
+            "DPSGD needs Opacus; install it with pip install 'flsuite[privacy]'"
+        ) from error
+    return grad_sample_module
+
+
+def _refuse_unsupported(model: LightningModule) -> None:
+    """Refuse a model whose gradients are not a sum over samples.
+
+    Raises:
+        FlsuiteError: If there is such a layer, or the model steps its optimizers by hand.
+    """
+    name = type(model).__name__
+    if not model.automatic_optimization:
+        raise FlsuiteError(f"DPSGD: {name} optimizes by hand; take another model")
+    for path, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            raise FlsuiteError(
+                f"DPSGD: {path} of {name} is a {type(layer).__name__}, whose output for one sample "
+                "depends on the others of its batch; take a model with GroupNorm or without it"
+            )
+    hooks = _opacus().GradSampleHooks
+    from opacus.validators import ModuleValidator
+
+    with kept_modes(model):
+        model.train()
+        errors: Sequence[Exception] = [*ModuleValidator.validate(model), *hooks.validate(model)]
+    if errors:
+        raise FlsuiteError(f"DPSGD: Opacus does not take {name}: {one_line(errors[0], 200)}")

@@ -1,0 +1,190 @@
+"""Epsilon of differential privacy, by the accountant of Google's ``dp-accounting``.
+
+A step is one Gaussian mechanism on a random draw: of the clients of a round, or of the samples of a
+batch. Steps compose in Renyi differential privacy (Mironov 2017, arXiv:1702.07476), which is then
+turned into epsilon at a given delta.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from flsuite.errors import FlsuiteError
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+__all__ = ["RandomDraw", "calibrated_noise", "default_delta", "epsilon", "noise_beside_count"]
+
+_ORDERS_OF_FIXED_SIZE = (1.5, 1.75, *range(2, 21), 24, 32, 48, 64, 128)  # each takes milliseconds
+_TOLERANCE, _LEAST_NOISE, _MOST_NOISE = 1e-4, 0.05, 1e6
+
+
+class RandomDraw(NamedTuple):
+    """How the clients of a round, or the samples of a batch, are drawn.
+
+    Neighbours differ in one client (or sample) that is added or removed, as McMahan et al. 2018
+    have it. Where fewer than all are drawn and their number is fixed, one client is replaced by
+    another one (Wang et al. 2019, arXiv:1808.00087, theorem 27). The sum then moves by up to twice
+    the clipping norm, so that the two epsilons cannot be compared.
+
+    Attributes:
+        population: Number of clients.
+        expected: Mean number of clients that are drawn. It need not be whole under Poisson
+            sampling.
+        is_poisson: Whether each client is drawn independently of the others. Otherwise exactly
+            ``expected`` clients are drawn without replacement.
+    """
+
+    population: int
+    expected: float
+    is_poisson: bool
+
+    @property
+    def replaces(self) -> bool:
+        """Return whether neighbours differ in one client that is replaced."""
+        return not self.is_poisson and self.expected < self.population
+
+
+def default_delta(clients: int) -> float:
+    """Return ``clients ** -1.1``, the choice of McMahan et al. 2018, section 4."""
+    return float(clients**-1.1)
+
+
+def epsilon(sampling: RandomDraw, noise_multiplier: float, rounds: int, delta: float) -> float:
+    """Return the epsilon that rounds of a federation, or steps of a fit, have spent.
+
+    Args:
+        sampling: How clients or samples are drawn.
+        noise_multiplier: Deviation of the noise on the sum of the changes or gradients, in
+            multiples of the clipping norm. Without noise epsilon is infinite.
+        rounds: Rounds or steps done, those with missing clients or none at all included.
+        delta: The delta of the guarantee, in (0, 1).
+
+    Raises:
+        FlsuiteError: If ``dp-accounting`` is not installed.
+    """
+    if not rounds:
+        return 0.0
+    if not noise_multiplier:
+        return math.inf
+    from_rdp = _rdp_package().compute_epsilon
+    orders, of_one_round = _rdp_of_a_round(sampling, noise_multiplier)
+    with _quiet_accountant():
+        return float(from_rdp(orders, rounds * of_one_round, delta)[0])
+
+
+def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: float) -> float:
+    """Return the smallest noise multiplier, to 1e-4, whose epsilon is not above the target.
+
+    Args:
+        sampling: How cohorts are drawn.
+        target: The epsilon after the last round.
+        rounds: Rounds of the run.
+        delta: The delta of the guarantee.
+
+    Raises:
+        FlsuiteError: If no noise reaches the target, or ``dp-accounting`` is not installed.
+    """
+
+    def spent(noise_multiplier: float) -> float:
+        return epsilon(sampling, noise_multiplier, rounds, delta)
+
+    # Below the lower end the sums of the accountant overflow, and epsilon is in the thousands.
+    lower, upper = _LEAST_NOISE, 1.0
+    while spent(upper) > target:
+        lower, upper = upper, 2 * upper
+        if upper > _MOST_NOISE:
+            raise FlsuiteError(
+                f"target_epsilon {target} at delta {delta:g} over {rounds} rounds is met by no "
+                f"noise multiplier up to {_MOST_NOISE:g}; raise target_epsilon"
+            )
+
+    while upper - lower > _TOLERANCE:
+        middle = (lower + upper) / 2
+        lower, upper = (lower, middle) if spent(middle) <= target else (middle, upper)
+    return upper
+
+
+def noise_beside_count(noise_multiplier: float, count_noise: float) -> float:
+    """Return the multiplier of the noise on the changes, where a noised count is published too.
+
+    It is ``z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)`` of Andrew et al. 2021, theorem 1: both
+    together are then worth one Gaussian mechanism of multiplier ``z``. A count of ``b - 1/2`` with
+    ``b`` 0 or 1 moves by 1/2 per client, which is where the 2 comes from.
+
+    Args:
+        noise_multiplier: The multiplier ``z`` that is accounted for.
+        count_noise: The deviation ``sigma_b`` of the noise on the count, above ``z / 2``.
+    """
+    if not noise_multiplier:
+        return 0.0
+    return float((noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5)
+
+
+@lru_cache(maxsize=64)
+def _rdp_of_a_round(sampling: RandomDraw, noise_multiplier: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the orders, and the Renyi divergence of one round at each of them."""
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.rdp import RdpAccountant
+
+    if not sampling.replaces:
+        accountant = RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
+    else:
+        accountant = RdpAccountant(_ORDERS_OF_FIXED_SIZE, NeighboringRelation.REPLACE_ONE)
+    with _quiet_accountant():
+        accountant.compose(_event(sampling, noise_multiplier))
+
+    # The bound for samples of fixed size is loose for large ones: it passes that of no sampling.
+    sensitivity = 2.0 if sampling.replaces else 1.0
+    of_all = accountant.orders * sensitivity**2 / (2 * noise_multiplier**2)
+    return accountant.orders, np.minimum(accountant.rdp, of_all)
+
+
+def _event(sampling: RandomDraw, noise_multiplier: float) -> "DpEvent":
+    """Return one round as ``dp-accounting`` describes it."""
+    from dp_accounting import (
+        GaussianDpEvent,
+        PoissonSampledDpEvent,
+        SampledWithoutReplacementDpEvent,
+    )
+
+    if sampling.replaces:
+        # The noise relative to the sensitivity: one change goes and another one comes.
+        noise = GaussianDpEvent(noise_multiplier / 2)
+        return SampledWithoutReplacementDpEvent(sampling.population, int(sampling.expected), noise)
+    rate = sampling.expected / sampling.population
+    return PoissonSampledDpEvent(rate, GaussianDpEvent(noise_multiplier))
+
+
+def _rdp_package() -> Any:
+    try:
+        from dp_accounting import rdp
+    except ImportError as error:
+        raise FlsuiteError(
+            "differential privacy needs dp-accounting; install it with pip install "
+            "'flsuite[privacy]'"
+        ) from error
+    return rdp
+
+
+@contextmanager
+def _quiet_accountant() -> Iterator[None]:
+    """Silence the warnings about orders that the accountant leaves out, which is no error.
+
+    The library that writes them also gives the root logger a handler, which would repeat every line
+    of the federation.
+    """
+    logger, handlers = logging.getLogger("absl"), list(logging.root.handlers)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logging.root.handlers[:] = handlers

@@ -1,0 +1,434 @@
+"""DP-FedAvg: its limits, clipping and noise by hand, epsilon, resume, engines, refusals."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from federations import Quadratic, Quadratics, assert_equal, federation, table_data, table_model
+from torch.optim import SGD
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import Aggregator, DPFedAvg, FedAvg
+from flsuite.aggregators.clip_change import ClipChange, clipped_model, wide
+from flsuite.aggregators.tools import ServerTools
+from flsuite.callbacks import FederationCallback
+from flsuite.callbacks.wandb_link import WandbLink
+from flsuite.data import Dirichlet, Synthetic
+from flsuite.engines import Processes
+from flsuite.exchange import PairwiseMasks, Quantize
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.metrics.privacy import RandomDraw, epsilon
+from flsuite.models import MLP, Classifier
+from flsuite.schedules import Asynchronous, Bernoulli, Stragglers, Synchronous
+from flsuite.state import State, StateLayout
+from tests.conftest import classifier, digits, equal_states, trainer
+
+pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")
+
+WIDE = 20_000
+
+
+def ready(
+    aggregator: DPFedAvg,
+    clients: int = 2,
+    seed: int = 0,
+    rounds: int | None = 5,
+    buffers: Sequence[str] = (),
+    is_poisson: bool = True,
+) -> DPFedAvg:
+    """Return an aggregator at the start of a round in which all clients take part."""
+    sampling = RandomDraw(clients, float(clients), is_poisson)
+    aggregator.tools = ServerTools(seed=seed, rounds=rounds, sampling=sampling)
+    aggregator.configure(StateLayout(("w",), clients, buffers=tuple(buffers)))
+    aggregator.broadcast()
+    return aggregator
+
+
+def update(client: int, *values: float, **extras: Any) -> ClientUpdate:
+    return ClientUpdate(client, 1, 1, 1, torch.ones(1), {"w": torch.tensor(values)}, extras)
+
+
+def fold(aggregator: DPFedAvg, base: State, *updates: ClientUpdate) -> torch.Tensor:
+    return aggregator.aggregate(base, iter(updates))["w"]
+
+
+# Limits and clipping
+
+
+@pytest.mark.parametrize("clients", [5, 46])
+def test_without_noise_and_clip_it_is_the_uniform_mean_bit_for_bit(clients: int) -> None:
+    def fitted(aggregator: Aggregator) -> State:
+        data = Synthetic(
+            features=5, classes=3, samples=20 * clients, clients=clients, partition=Dirichlet(5.0)
+        )
+        made = federation(aggregator, 2)
+        made.fit(Classifier(MLP(hidden=(8,)), optimizer=partial(SGD, lr=0.1)), data)
+        return made.federation.state
+
+    ours = fitted(DPFedAvg(clip=math.inf, noise_multiplier=0.0))
+    assert_equal(ours, fitted(FedAvg(weighting="uniform")))
+
+
+def test_clipping_by_hand() -> None:
+    """Changes (3, 4) and (0.3, 0.4) from (1, 1), clipped to the norm 1."""
+    base = {"w": torch.ones(2)}
+    new = fold(
+        ready(DPFedAvg(clip=1.0, noise_multiplier=0.0)), base, update(0, 4, 5), update(1, 1.3, 1.4)
+    )
+    assert new.tolist() == pytest.approx([1 + (0.6 + 0.3) / 2, 1 + (0.8 + 0.4) / 2])
+    assert base["w"].tolist() == [1, 1]
+
+
+def test_the_norm_is_over_all_entries_together() -> None:
+    base = {"a": torch.zeros(2), "b": torch.zeros(1)}
+    model = {"a": torch.tensor([2.0, 4.0]), "b": torch.tensor([4.0])}
+    clipped, norm = clipped_model(wide(model), base, 3.0)
+    assert norm == 6.0
+    assert clipped["a"].tolist() == [1, 2] and clipped["b"].tolist() == [2]
+
+
+class Seen:
+    """Stands for the module at the end of a fit."""
+
+    def __init__(self, **state: torch.Tensor) -> None:
+        self.state = state
+
+    def state_dict(self) -> State:
+        return self.state
+
+
+def test_a_client_clips_its_own_change_and_tells_nothing_else() -> None:
+    private = torch.tensor([9.0])
+    module = Seen(w=torch.tensor([4.0, 5.0]), private=private.clone())
+    for clip, told, left in [(1.0, 0.0, [1.6, 1.8]), (2.0, 1.0, [1.6, 1.8])]:
+        base = {"w": torch.ones(2)}
+        client = ClientContext(0, 1, 1, torch.ones(1), base, {"clip": clip}, {})
+        ClipChange(client, tells=True).on_fit_end(None, module)
+        assert module.state["w"].tolist() == pytest.approx(left)
+        assert client.extras == {"within_clip": told}
+        assert torch.equal(module.state["private"], private)
+    assert client.metrics["update_norm"] == pytest.approx(1.0)
+
+
+def test_tied_weights_are_clipped_once() -> None:
+    weight = torch.tensor([3.0, 4.0])
+    client = ClientContext(
+        0, 1, 1, torch.ones(1), {"a": torch.zeros(2), "b": torch.zeros(2)}, {"clip": 1.0}, {}
+    )
+    ClipChange(client, tells=False).on_fit_end(None, Seen(a=weight, b=weight))
+    assert float(weight.norm()) == pytest.approx(1 / math.sqrt(2))
+
+
+def test_neighbouring_cohorts_are_never_further_apart_than_the_clip() -> None:
+    """The noise is the same, so that the distance is what one client has brought."""
+    torch.manual_seed(0)
+    base = {"w": torch.randn(50)}
+    for size in (1e-3, 0.4, 1.0, 1e6):
+        updates = [update(c, *(base["w"] + size * torch.randn(50))) for c in range(6)]
+        news = [
+            fold(ready(DPFedAvg(clip=0.7, noise_multiplier=1.0), clients=6), base, *cohort)
+            for cohort in (updates, updates[:5], updates[1:])
+        ]
+        for other in news[1:]:
+            assert 6 * float((news[0] - other).double().norm()) <= 0.7 * (1 + 1e-5)
+
+
+def test_who_is_missing_counts_as_a_client_without_a_change() -> None:
+    base = {"w": torch.tensor([1.0])}
+    aggregator = ready(DPFedAvg(clip=1.0, noise_multiplier=0.0), clients=4)
+    assert fold(aggregator, base, update(0, 1.5), update(2, 2.0)).tolist() == [1 + 1.5 / 4]
+
+
+# Noise
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_deviation_of_the_noise(secure: bool) -> None:
+    base = {"w": torch.zeros(WIDE)}
+    aggregator = DPFedAvg(clip=0.5, noise_multiplier=3.0, secure_rng=secure)
+    ready(aggregator, clients=10)
+    draws = [fold(aggregator, base, update(0, *([0.0] * WIDE))) for _ in range(3)]
+
+    expected = 3.0 * 0.5 / 10
+    assert aggregator.metrics["noise"] == pytest.approx(expected)
+    for noise in draws:
+        # Five standard errors of a deviation and of a mean.
+        assert float(noise.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * WIDE))
+        assert abs(float(noise.mean())) < 5 * expected / math.sqrt(WIDE)
+        kurtosis = float((noise / expected).pow(4).mean())
+        assert kurtosis == pytest.approx(3.0, abs=5 * math.sqrt(96 / WIDE))
+    correlation = torch.corrcoef(torch.stack(draws))
+    assert float((correlation - torch.eye(3)).abs().max()) < 5 / math.sqrt(WIDE)
+
+
+def test_seeded_noise_comes_back_and_secure_noise_does_not() -> None:
+    base = {"w": torch.zeros(100)}
+
+    torch.manual_seed(1)
+    first = drawn_alone(base)
+    torch.manual_seed(2)
+    assert torch.equal(first, drawn_alone(base))
+    assert not torch.equal(first, drawn_alone(base, seed=1))
+    assert not torch.equal(drawn_alone(base, secure_rng=True), drawn_alone(base, secure_rng=True))
+
+
+def drawn_alone(base: State, seed: int = 0, **kwargs: Any) -> torch.Tensor:
+    return ready(DPFedAvg(noise_multiplier=1.0, **kwargs), seed=seed).without_updates(base)["w"]
+
+
+def test_an_empty_cohort_takes_a_step_of_noise_alone() -> None:
+    base = {"w": torch.full((WIDE,), 2.0)}
+    aggregator = ready(DPFedAvg(clip=1.0, noise_multiplier=1.0), clients=4)
+    new = aggregator.without_updates(base)["w"]
+    assert float(new.mean()) == pytest.approx(2.0, abs=0.01)
+    assert float(new.std()) == pytest.approx(0.25, rel=0.03)
+    assert aggregator.memory["rounds"] == 1 and aggregator.metrics["epsilon"] > 0
+
+
+# Adaptive clipping
+
+
+@pytest.mark.parametrize(("noise", "quantile"), [(0.0, 0.5), (0.0, 0.9), (1.0, 0.5)])
+def test_the_clip_converges_to_the_quantile(noise: float, quantile: float) -> None:
+    """Norms are 1 to 100; the clip starts far below them."""
+    norms = [float(norm) for norm in range(1, 101)]
+    aggregator = DPFedAvg(clip=0.01, noise_multiplier=noise, quantile=quantile)
+    ready(aggregator, clients=100)
+    clips = []
+    for _ in range(120):
+        clip = aggregator.broadcast()["clip"]
+        bits = [update(c, 0.0, within_clip=float(norm <= clip)) for c, norm in enumerate(norms)]
+        fold(aggregator, {"w": torch.zeros(1)}, *bits)
+        clips.append(clip)
+    # Rates of 0.2: from 0.01 it grows by exp(0.2 gamma) at most per round.
+    assert clips[1] == pytest.approx(0.01 * math.exp(0.2 * quantile), rel=0.02)
+    assert sum(clips[-20:]) / 20 == pytest.approx(100 * quantile, rel=0.08)
+    assert abs(aggregator.metrics["within_clip"] - quantile) < 0.2
+
+
+def test_one_step_of_the_clip_by_hand() -> None:
+    """Andrew et al., algorithm 1: three of four are whole, ``C exp(-0.2 (0.75 - 0.5))``."""
+    aggregator = ready(DPFedAvg(clip=2.0, noise_multiplier=0.0, quantile=0.5), clients=4)
+    bits = [update(c, 0.0, within_clip=bit) for c, bit in enumerate((1.0, 1.0, 0.0, 1.0))]
+    fold(aggregator, {"w": torch.zeros(1)}, *bits)
+    assert aggregator.memory["clip"] == pytest.approx(2.0 * math.exp(-0.05))
+    assert aggregator.metrics == pytest.approx(
+        {"epsilon": math.inf, "delta": 4**-1.1, "clip": 2.0, "noise": 0.0, "within_clip": 0.75}
+    )
+
+
+def test_a_client_that_lies_about_its_bit_counts_once() -> None:
+    def clip(bit: float) -> float:
+        aggregator = ready(DPFedAvg(noise_multiplier=0.0, quantile=0.5))
+        fold(aggregator, {"w": torch.zeros(1)}, update(0, 0.0, within_clip=bit))
+        return aggregator.memory["clip"]
+
+    assert clip(1e9) == clip(1.0) and clip(-1e9) == clip(0.0)
+
+
+def test_the_count_is_paid_for_with_noise_on_the_changes() -> None:
+    base = {"w": torch.zeros(WIDE)}
+    plain = ready(DPFedAvg(noise_multiplier=1.0), clients=10)
+    adaptive = ready(DPFedAvg(noise_multiplier=1.0, quantile=0.5, count_noise=0.6), clients=10)
+    for aggregator in (plain, adaptive):
+        aggregator.without_updates(base)
+    assert adaptive.metrics["epsilon"] == plain.metrics["epsilon"]
+    assert adaptive.metrics["noise"] == pytest.approx((1 - 1.2**-2) ** -0.5 / 10)
+
+
+# Whole runs
+
+
+class Stop(FederationCallback):
+    """Ends a run with its second round."""
+
+    affects = "rounds"
+
+    def on_evaluation_end(self, run: Any, round: int, split: str, scores: Any) -> None:
+        if round == 2:
+            run.stop()
+
+
+def fit(aggregator: Aggregator, rounds: int = 3, **kwargs: Any) -> Any:
+    made = trainer(rounds=rounds, aggregator=aggregator, **kwargs)
+    made.fit(classifier(), digits())
+    return made
+
+
+def numbers(made: Any, metric: str) -> list[float]:
+    rows = made.run.folder.table.rows
+    return [row.value for row in rows if (row.scope, row.metric) == ("global", metric)]
+
+
+def adaptive() -> DPFedAvg:
+    return DPFedAvg(clip=0.3, noise_multiplier=0.8, quantile=0.5)
+
+
+POISSON = {"schedule": Synchronous(0.4, sampling="poisson")}
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(0.4, sampling="poisson"), Synchronous(3)])
+def test_a_resumed_run_ends_like_one_that_never_stopped(
+    schedule: Synchronous, tmp_path: Path
+) -> None:
+    whole = fit(adaptive(), 6, schedule=schedule)
+    folder = str(tmp_path / "run")
+    fit(adaptive(), 3, schedule=schedule, run_dir=folder)
+    resumed = trainer(rounds=6, aggregator=adaptive(), schedule=schedule, run_dir=folder)
+    resumed.fit(classifier(), digits(), ckpt_path="last")
+    assert equal_states(whole.federation.state, resumed.federation.state)
+    memory = {k: v for k, v in whole.aggregator.memory.items() if k != "planned"}
+    assert memory.items() <= resumed.aggregator.memory.items()
+    for metric in ("epsilon", "clip", "noise"):
+        assert numbers(resumed, metric) == pytest.approx(numbers(whole, metric), rel=1e-8)
+    assert resumed.run.summary.privacy == whole.run.summary.privacy
+
+
+def test_engines_agree() -> None:
+    states = [
+        fit(adaptive(), engine=engine, **POISSON).federation.state
+        for engine in (None, Processes(workers=1), Processes(workers=2))
+    ]
+    assert equal_states(states[0], states[1]) and equal_states(states[0], states[2])
+
+
+def test_epsilon_is_logged_by_round_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    made = fit(DPFedAvg(clip=0.5, noise_multiplier=1.5, delta=0.02), **POISSON)
+    sampling = RandomDraw(5, 2.0, True)
+    spent = [epsilon(sampling, 1.5, rounds, 0.02) for rounds in (1, 2, 3)]
+    assert numbers(made, "epsilon") == spent
+    assert made.run.summary.privacy == {"epsilon": spent[-1], "delta": 0.02}
+
+    made.run.summary.print(1.0, None)
+    row = next(line for line in capsys.readouterr().out.splitlines() if "epsilon" in line)
+    assert f"{spent[-1]:.4g}" in row
+    summary = WandbLink._summary(SimpleNamespace(_rounds_to_target=None), made.run)
+    assert (summary["last/epsilon"], summary["last/delta"]) == (spent[-1], 0.02)
+
+
+def test_a_target_is_reached_and_not_passed(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    made = fit(DPFedAvg(target_epsilon=6.0), 4, run_dir=folder, **POISSON)
+    assert 5.99 < numbers(made, "epsilon")[-1] <= 6.0
+
+    longer = trainer(rounds=5, aggregator=DPFedAvg(target_epsilon=6.0), run_dir=folder, **POISSON)
+    with pytest.raises(FlsuiteError, match=r"over 4 rounds, and more would exceed it"):
+        longer.fit(classifier(), digits(), ckpt_path="last")
+
+
+def test_a_run_cut_short_has_spent_less_and_goes_on_with_its_noise(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    whole = fit(DPFedAvg(target_epsilon=6.0), 4, run_dir=folder, **POISSON)
+    noise = whole.aggregator.memory["noise_multiplier"]
+
+    other = str(tmp_path / "other")
+    aggregator = DPFedAvg(target_epsilon=6.0)
+    first = trainer(rounds=4, aggregator=aggregator, run_dir=other, callbacks=[Stop()], **POISSON)
+    first.fit(classifier(), digits())
+    assert first.round == 2 and numbers(first, "epsilon")[-1] < 6.0
+    last = trainer(rounds=4, aggregator=DPFedAvg(target_epsilon=6.0), run_dir=other, **POISSON)
+    last.fit(classifier(), digits(), ckpt_path="last")
+    assert last.aggregator.memory["noise_multiplier"] == noise
+    assert equal_states(whole.federation.state, last.federation.state)
+
+
+def test_failures_change_neither_divisor_nor_epsilon() -> None:
+    """One of three clients raises, one sends a number that is not finite."""
+
+    def data(*curvatures: float) -> Quadratics:
+        return Quadratics(curvatures, (0.2, 0.5, 1.0))
+
+    ends = []
+    for curvatures in ((1.0, -1.0, math.inf), (1.0, 0.0, 0.0)):  # absent, and without a change
+        made = federation(DPFedAvg(clip=0.1, noise_multiplier=1.0), 3, max_epochs=5)
+        made.fit(Quadratic(), data(*curvatures))
+        ends.append((made.federation.state["w"], made.run.summary.privacy))
+    assert ends[0][1] == ends[1][1]
+    assert float(ends[0][0]) == pytest.approx(float(ends[1][0]), abs=1e-6)
+
+
+def test_compressed_updates_are_clipped_again() -> None:
+    made = fit(DPFedAvg(clip=0.05, noise_multiplier=0.0), 1, compression=Quantize(4))
+    start = trainer(rounds=1, aggregator=FedAvg())
+    run = start.prepare(classifier(), digits())
+    change = {k: made.federation.state[k] - v for k, v in run.state.items()}
+    assert math.sqrt(sum(float(v.square().sum()) for v in change.values())) <= 0.05 * (1 + 1e-5)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give either noise_multiplier, or target_epsilon"),
+        ({"noise_multiplier": 1.0, "target_epsilon": 8.0}, "give either"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be at least 0"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier must be at least 0"),
+        ({"noise_multiplier": 1.0, "clip": 0.0}, "clip must be positive"),
+        ({"noise_multiplier": 1.0, "clip": math.nan}, "clip must be positive"),
+        ({"noise_multiplier": 1.0, "clip": math.inf}, "an infinite clip bounds nobody"),
+        ({"target_epsilon": 1.0, "clip": math.inf}, "an infinite clip bounds nobody"),
+        ({"noise_multiplier": 0.0, "clip": math.inf, "quantile": 0.5}, "an infinite clip"),
+        ({"target_epsilon": 0.0}, "target_epsilon must be positive"),
+        ({"noise_multiplier": 1.0, "delta": 0.0}, "delta must be positive"),
+        ({"noise_multiplier": 1.0, "delta": 1.0}, r"delta must be in \[0, 1\)"),
+        ({"noise_multiplier": 1.0, "quantile": 1.5}, "quantile must be above 0 and at most 1"),
+        ({"noise_multiplier": 1.0, "clip_lr": 0.0}, "clip_lr must be positive"),
+        ({"noise_multiplier": 1.0, "count_noise": -1.0}, "count_noise must be at least 0"),
+    ],
+)
+def test_a_bad_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        DPFedAvg(**arguments)
+
+
+def test_a_count_with_too_little_noise_is_refused() -> None:
+    with pytest.raises(FlsuiteError, match=r"count_noise must be above 0\.5, half"):
+        ready(DPFedAvg(noise_multiplier=1.0, quantile=0.5, count_noise=0.5))
+
+
+def test_a_target_needs_a_number_of_rounds() -> None:
+    with pytest.raises(FlsuiteError, match=r"set trainer\.rounds"):
+        ready(DPFedAvg(target_epsilon=1.0), rounds=None)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"schedule": Synchronous(2, sampling="size")}, "cohorts that are drawn at random"),
+        ({"schedule": Synchronous(2, availability=Bernoulli(0.1))}, "cohorts that are drawn"),
+        (
+            {"schedule": Synchronous(2, over_selection=1.5, speeds=Stragglers())},
+            "cohorts that are drawn",
+        ),
+        ({"schedule": Synchronous(2, deadline=1.0, speeds=Stragglers())}, "cohorts that are drawn"),
+        ({"schedule": Asynchronous(2)}, "needs updates of the current version"),
+        ({"secure_sum": PairwiseMasks()}, "needs every client's own update"),
+        ({"keep_updates": True}, "changes how clients train"),
+    ],
+    ids=["size", "availability", "over_selection", "deadline", "asynchronous", "sums", "kept"],
+)
+def test_what_a_guarantee_does_not_go_with_is_refused(
+    kwargs: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FlsuiteError, match=message) as error:
+        fit(DPFedAvg(noise_multiplier=1.0), 1, run_dir=str(tmp_path / "run"), **kwargs)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_batch_norm_is_refused_unless_its_statistics_stay() -> None:
+    def made(**kwargs: Any) -> Any:
+        return federation(DPFedAvg(noise_multiplier=1.0), 1, **kwargs)
+
+    with pytest.raises(FlsuiteError, match=r"running_mean travels and is no parameter"):
+        made().fit(table_model(), table_data())
+    local = made(buffers="local")
+    local.fit(table_model(), table_data())
+    assert local.round == 1

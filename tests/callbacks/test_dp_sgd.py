@@ -1,0 +1,276 @@
+"""DP-SGD on clients: its gradient by hand, its epsilon, and the model that it leaves as it was."""
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.optim import SGD
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import SCAFFOLD, FedProx
+from flsuite.callbacks import DPSGD
+from flsuite.data import Digits, Dirichlet, TaskSequence
+from flsuite.data.loader import TrainLoader
+from flsuite.engines import Processes
+from flsuite.metrics.privacy import RandomDraw, epsilon
+from flsuite.models import MLP, Classifier
+from flsuite.models.backbones import Backbone, ResNet20
+from tests.conftest import classifier, equal_states, trainer
+
+pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
+pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")
+
+
+def few(clients: int = 3, samples: int = 120, batch_size: int = 64) -> Digits:
+    return Digits(
+        clients=clients,
+        partition=Dirichlet(0.5),
+        train_samples=samples,
+        val_fraction=0.0,
+        batch_size=batch_size,
+    )
+
+
+def fit(callback: DPSGD, rounds: int = 1, callbacks: Any = (), **kwargs: Any) -> Any:
+    model, data = kwargs.pop("model", None), kwargs.pop("data", None)
+    made = trainer(rounds=rounds, callbacks=[callback, *callbacks], **kwargs)
+    made.fit(model or classifier(), data or few())
+    return made
+
+
+class Spy(Callback):
+    """Notes what the optimizer is about to step along, and what was drawn for it."""
+
+    supports_local_loop = True
+    seen: list[tuple[int, dict[str, torch.Tensor]]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        loader: TrainLoader = trainer.train_dataloader
+        gradients = {name: p.grad.clone() for name, p in module.named_parameters()}
+        self.seen.append((loader.drawn[len(self.seen) % len(loader)], gradients))
+
+
+@pytest.fixture
+def spy() -> Spy:
+    Spy.seen = []
+    return Spy()
+
+
+# The gradient
+
+
+def test_a_step_by_hand(spy: Spy) -> None:
+    """Draw all of one client's samples, and hardly any noise: the mean of clipped gradients."""
+    data, model = few(1, 40), classifier()
+    fit(DPSGD(noise_multiplier=1e-9, max_grad_norm=0.7), data=data, model=model, callbacks=[spy])
+    ((drawn, got),) = Spy.seen
+
+    fresh = classifier()
+    before = trainer(rounds=1).prepare(fresh, few(1, 40))
+    fresh.load_state_dict(before.federation.client_state(None))
+    rows = before.data.train_rows(0)
+    assert drawn == len(rows)
+    total = {name: torch.zeros_like(p) for name, p in fresh.named_parameters()}
+    clipped = 0
+    for row in rows:
+        fresh.zero_grad()
+        fresh.training_step(before.data.plain_batch(row[None]), 0).backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in fresh.parameters()))
+        clipped += norm > 0.7
+        for name, parameter in fresh.named_parameters():
+            total[name] += parameter.grad * min(1.0, 0.7 / norm)
+    assert clipped > 0
+    for name, gradient in got.items():
+        assert gradient == pytest.approx(total[name] / len(rows), abs=1e-6)
+
+
+def test_the_deviation_of_the_noise(spy: Spy) -> None:
+    """Of gradients that are clipped to nearly nothing, only the noise is left."""
+    model = Classifier(MLP(hidden=(300,)), optimizer=partial(SGD, lr=1e-3))
+    clip, noise, size = 1e-3, 1e3, 10
+    fit(DPSGD(noise, clip), data=few(1, 20, batch_size=size), model=model, callbacks=[spy])
+    draws = [torch.cat([g.flatten() for g in grads.values()]) for _, grads in Spy.seen]
+    numbers = len(draws[0])
+    for draw in draws:
+        expected = noise * clip / size
+        assert float(draw.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * numbers))
+    correlation = float(torch.corrcoef(torch.stack(draws))[0, 1])
+    assert abs(correlation) < 5 / math.sqrt(numbers)
+
+
+def test_a_batch_without_samples_is_a_step_of_noise_alone(spy: Spy) -> None:
+    fit(DPSGD(1e-9, 1.0), data=few(1, 60, batch_size=1), callbacks=[spy])
+    sizes = [drawn for drawn, _ in Spy.seen]
+    assert {0, 1, 2} <= set(sizes)
+    for drawn, gradients in Spy.seen:
+        largest = max(float(g.abs().max()) for g in gradients.values())
+        assert largest < 1e-7 if drawn == 0 else largest > 1e-4
+
+
+def test_samples_are_drawn_independently() -> None:
+    data = few(1, 100, batch_size=20)
+    data.use_seed(0)
+    data.setup("fit")
+    loader = data.federated.loader(0, seed=0, round=1, batches=400)
+    loader.is_poisson = True
+    sizes = [len(y) for _, y in loader]
+    assert sizes == loader.drawn and len(sizes) == 400
+    assert sum(sizes) / 400 == pytest.approx(20, abs=1)
+    variance = sum((size - 20) ** 2 for size in sizes) / 400
+    assert variance == pytest.approx(100 * 0.2 * 0.8, rel=0.25)
+    again = data.federated.loader(0, seed=0, round=1, batches=400)
+    again.is_poisson = True
+    assert [len(y) for _, y in again] == sizes
+
+
+# The model that it leaves
+
+
+class Stumbles(Classifier):
+    """A classifier whose second client raises in the middle of its fit."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.train_dataloader.client == 1:
+            raise RuntimeError("unplugged")
+        return loss
+
+
+def assert_clean(model: nn.Module) -> None:
+    assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+    assert not any(part._forward_hooks or part._backward_hooks for part in model.modules())
+    assert not hasattr(model, "autograd_grad_sample_hooks")
+
+
+def test_the_resident_model_is_as_it_was() -> None:
+    model = Stumbles(MLP(hidden=(16,)), optimizer=partial(SGD, lr=0.1))
+    made = fit(DPSGD(), rounds=2, model=model)
+    assert [failure.client for failure in made.federation.log.failures] == [1]
+    assert len(made.federation.log.updates) == 2
+    assert_clean(model)
+    assert list(model.state_dict()) == list(classifier_names())
+
+
+def classifier_names() -> list[str]:
+    model = classifier()
+    trainer(rounds=1).prepare(model, few())
+    return list(model.state_dict())
+
+
+def test_layers_that_overwrite_their_inputs_do_so_again_afterwards() -> None:
+    model = Classifier(ResNet20(norm="group"), optimizer=partial(SGD, lr=0.1))
+    made = fit(DPSGD(), data=few(1, 8, batch_size=4), model=model)
+    assert not made.federation.log.failures
+    after = [part.inplace for part in model.modules() if isinstance(part, nn.ReLU)]
+    assert after and all(after)
+    assert_clean(model)
+
+
+# Epsilon, resume and engines
+
+
+def numbers(made: Any, scope: str = "global") -> list[float]:
+    rows = made.run.folder.table.rows
+    return [row.value for row in rows if (row.scope, row.metric) == (scope, "sample_epsilon")]
+
+
+def test_epsilon_of_each_client_and_the_largest() -> None:
+    made = fit(DPSGD(2.0, delta=1e-3), rounds=2, data=few(batch_size=8), max_epochs=2)
+    sizes = [made.run.data.samples(client) for client in range(3)]
+    for client, size in enumerate(sizes):
+        draw = RandomDraw(size, 8.0, is_poisson=True)
+        steps = 2 * made.run.data.batches(client)
+        expected = [epsilon(draw, 2.0, steps, 1e-3), epsilon(draw, 2.0, 2 * steps, 1e-3)]
+        assert numbers(made, str(client)) == expected
+    assert numbers(made) == [max(numbers(made, str(c))[r] for c in range(3)) for r in (0, 1)]
+    assert made.run.summary.privacy == {"sample_epsilon": numbers(made)[-1], "sample_delta": 1e-3}
+
+
+def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:
+    whole = fit(DPSGD(), rounds=4)
+    folder = str(tmp_path / "run")
+    fit(DPSGD(), rounds=2, run_dir=folder)
+    resumed = trainer(rounds=4, callbacks=[DPSGD()], run_dir=folder)
+    resumed.fit(classifier(), few(), ckpt_path="last")
+    assert equal_states(whole.federation.state, resumed.federation.state)
+    assert numbers(resumed) == pytest.approx(numbers(whole), rel=1e-8)
+
+
+def test_engines_and_loops_agree() -> None:
+    plain = fit(DPSGD(), rounds=2)
+    for kwargs in ({"engine": Processes(workers=2)}, {"callbacks": [Callback(), Slow()]}):
+        other = fit(DPSGD(), rounds=2, **kwargs)
+        assert equal_states(plain.federation.state, other.federation.state)
+        assert numbers(plain) == numbers(other)
+
+
+class Slow(Callback):
+    """A callback that is not known to the local loop, so that Lightning's loop takes the steps."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None: ...
+
+
+@pytest.mark.parametrize("aggregator", [partial(FedProx, mu=0.1), SCAFFOLD])
+def test_the_terms_of_an_algorithm_come_after_the_noise(aggregator: Any) -> None:
+    made = fit(DPSGD(), rounds=2, aggregator=aggregator())
+    assert made.round == 2 and not made.federation.log.failures
+
+
+# Refusals
+
+
+class Normalised(Backbone):
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        flat = math.prod(shape)
+        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(flat), nn.Linear(flat, outputs))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"model": Classifier(Normalised(), optimizer=partial(SGD, lr=0.1))},
+            "is a BatchNorm1d, whose output for one sample depends on the others",
+        ),
+        ({"accumulate_grad_batches": 2}, r"leave out trainer\.accumulate_grad_batches"),
+        (
+            {"data": TaskSequence(few(), tasks=2, classes_per_task=5, rounds_per_task=1)},
+            "leave out TaskSequence",
+        ),
+    ],
+    ids=["batch_norm", "accumulation", "tasks"],
+)
+def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(FlsuiteError, match=message) as error:
+        fit(DPSGD(), run_dir=str(tmp_path / "run"), **kwargs)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"noise_multiplier": 0.0},
+        {"noise_multiplier": math.inf},
+        {"max_grad_norm": 0.0},
+        {"delta": 0.0},
+        {"delta": 1.0},
+    ],
+)
+def test_a_bad_argument_is_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(FlsuiteError, match="must be"):
+        DPSGD(**arguments)
+
+
+def test_without_opacus_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "opacus"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opacus", None)
+    with pytest.raises(FlsuiteError, match=r"pip install 'flsuite\[privacy\]'"):
+        fit(DPSGD())
