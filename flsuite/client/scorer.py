@@ -61,10 +61,10 @@ class Scorer:
         self.model = model
         self.data = data
         self.device = device
+        self.trainer_kwargs = dict(trainer_kwargs or {})
         self.precision = precision
         self.batch_size = batch_size
         self.seed = seed
-        self.trainer_kwargs = dict(trainer_kwargs or {})
         self.attack = attack
         self._steps = OwnSteps(model, trainer_kwargs or {}) if scores_by_steps(model) else None
 

@@ -415,6 +415,21 @@ def test_fltrust_by_hand() -> None:
     assert rule.metrics["server_norm"] == pytest.approx(2.0)
 
 
+def test_the_server_trains_from_the_whole_global_model() -> None:
+    start, updates = models()
+    asked = []
+
+    def train(state: State, round: int) -> State:
+        asked.append((clone(state), round))
+        return {name: value + 1 for name, value in state.items()}
+
+    late_round = [replace(each, round=3, staleness=2) for each in updates]
+    folded(FLTrust(), late_round, start, ServerTools(train=train))
+    ((state, round),) = asked
+    assert_same_bits(state, start)
+    assert round == 5
+
+
 def test_fltrust_without_any_trust_keeps_the_model(caplog: pytest.LogCaptureFixture) -> None:
     start = {"w": numbers(1.0, 1.0)}
     updates = [late(k, {"w": start["w"] - 1.0}) for k in range(3)]

@@ -24,8 +24,8 @@ class Bucketing(RobustAggregator):
     the plain mean.
 
     The buckets are drawn anew in each round, by the run's seed. The log has the rule's numbers for
-    every client of a bucket, and a bucket's weight in equal parts. The means take
-    ``4 d n / size`` bytes beside the clients' models.
+    every client of a bucket, and a bucket's weight in equal parts. For ``n``
+    clients of ``d`` parameters the models take ``4 n d`` bytes, and the means ``4 n d / size``.
 
     Args:
         aggregator: The robust rule. What it counts, such as ``byzantine``, are buckets.

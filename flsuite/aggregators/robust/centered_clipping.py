@@ -31,7 +31,8 @@ class CenteredClipping(ParameterRule):
 
     The log has each client's ``centre_distance`` and ``clipped`` (1 if it was) before the last
     iteration, its ``weight`` in the global change, and ``train/clip_radius``. Clipped clients are
-    named in a line. The memory holds the centre, one model.
+    named in a line. The models of a round are in memory at a time, for ``n`` clients of ``d``
+    parameters ``4 n d`` bytes, and the centre, one model, from round to round.
 
     Args:
         radius: The largest distance from the centre, tau. Default: the (lower) median of the

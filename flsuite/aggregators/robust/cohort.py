@@ -16,6 +16,7 @@ class Cohort:
     """The models of a round as flat vectors, in the order of the clients' numbers.
 
     Attributes:
+        global_state: The shared entries that the round started from.
         parameters: The trainable entries.
         statistics: The floating-point buffers, such as BatchNorm's.
         members: The updates behind each vector, without tensors. A bucket has several.
@@ -30,7 +31,7 @@ class Cohort:
         counters: State,
         members: Sequence[Sequence[ClientUpdate]],
     ) -> None:
-        self._global = global_state
+        self.global_state = global_state
         self._names = names
         self._counters = counters
         self.parameters, self.statistics = vectors
@@ -98,11 +99,11 @@ class Cohort:
         """Return a cohort of the means of groups of vectors."""
         vectors = self.parameters.merged(groups), self.statistics.merged(groups)
         members = [[update for k in group for update in self.members[k]] for group in groups]
-        return Cohort(self._global, self._names, vectors, self._counters, members)
+        return Cohort(self.global_state, self._names, vectors, self._counters, members)
 
     def entries(self, parameters: Tensor) -> State:
         """Return a flat vector of parameters as entries of the state."""
-        return unflatten(parameters, self._global, self._names[0])
+        return unflatten(parameters, self.global_state, self._names[0])
 
     def vector(self, state: State) -> Tensor:
         """Return the parameters of a state as a flat vector."""
@@ -110,6 +111,6 @@ class Cohort:
 
     def state(self, parameters: Tensor, statistics: Tensor) -> State:
         """Return the next global state. A counter takes the maximum."""
-        new = self.entries(parameters) | unflatten(statistics, self._global, self._names[1])
+        new = self.entries(parameters) | unflatten(statistics, self.global_state, self._names[1])
         new |= self._counters
-        return {name: new[name] for name in self._global}
+        return {name: new[name] for name in self.global_state}

@@ -27,7 +27,8 @@ class GeometricMedian(ParameterRule):
     over the models.
 
     The log has each client's ``weight`` in the mean that the median is, and ``train/rfa_steps``,
-    the iterations.
+    the iterations. The models of a round are in memory at a time: for ``n`` clients of ``d``
+    parameters ``4 n d`` bytes.
 
     Args:
         iterations: The largest number of Weiszfeld iterations. The paper takes 3, because each of

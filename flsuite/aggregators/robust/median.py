@@ -17,7 +17,8 @@ class CoordinateMedian(ParameterRule):
     Fewer than half of the clients cannot move a coordinate beyond the range of the others. For an
     even number of clients it is the mean of the two in the middle.
 
-    No client is left out, so that the log has no weights.
+    No client is left out, so that the log has no weights. The models of a round are in memory at a
+    time: for ``n`` clients of ``d`` parameters ``4 n d`` bytes.
     """
 
     def combine(self, cohort: Cohort) -> Tensor:

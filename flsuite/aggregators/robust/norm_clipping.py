@@ -26,6 +26,8 @@ class NormClipping(ParameterRule):
 
     The log has each client's ``update_norm``, ``clipped`` (1 if it was scaled down) and ``weight``,
     the factor of its change, and ``train/clip_radius``. Clipped clients are named in a line.
+    The models of a round are in memory at a time, because the median norm is known only with the
+    last: for ``n`` clients of ``d`` parameters ``4 n d`` bytes.
 
     Args:
         radius: The largest norm of a change. Default: the (lower) median of the cohort's norms.

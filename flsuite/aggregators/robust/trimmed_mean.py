@@ -25,7 +25,8 @@ class TrimmedMean(ParameterRule):
     attackers cannot move it beyond the range of the others. Without any it is the plain mean.
     Buffers are trimmed like parameters.
 
-    No client is left out as a whole, so that the log has no weights.
+    No client is left out as a whole, so that the log has no weights. The models of a round are in
+    memory at a time: for ``n`` clients of ``d`` parameters ``4 n d`` bytes.
 
     Args:
         trim: Clients left out at each end, ``b``, as an integer, or the share of them in [0, 0.5)

@@ -82,7 +82,7 @@ class Vectors:
                 summed.add_(row, alpha=weight)
         if rest:
             summed.add_(self.start if offset is None else self.start.double() + offset, alpha=rest)
-        return (summed / total).to(self.start.dtype)
+        return summed.div_(total).to(self.start.dtype)
 
     def by_coordinate(self, reduce: Reduce) -> Tensor:
         """Return what ``reduce`` makes of the clients' sorted numbers, coordinate by coordinate."""
@@ -101,12 +101,15 @@ class Vectors:
 
     def merged(self, groups: Sequence[Sequence[int]]) -> "Vectors":
         """Return the plain means of groups of rows."""
-        rows = []
-        for group in groups:
+        if all(len(group) == 1 for group in groups):
+            return Vectors(self.start, [self.rows[k] for (k,) in groups])
+
+        # One piece of memory: single vectors between those of the clients would leave gaps.
+        merged = torch.empty(len(groups), len(self.start), dtype=self.start.dtype)
+        for row, group in zip(merged, groups, strict=True):
             members = Vectors(self.start, [self.rows[k] for k in group])
-            one = len(group) == 1
-            rows.append(members.rows[0] if one else members.mean([1.0] * len(group), len(group)))
-        return Vectors(self.start, rows)
+            row.copy_(members.mean([1.0] * len(group), len(group)))
+        return Vectors(self.start, list(merged))
 
     def _blocks(self) -> Iterator[slice]:
         for first in range(0, len(self.start), _BLOCK):
