@@ -58,6 +58,8 @@ class DPFedAvg(Aggregator):
     holds while seed, cohorts and the clients' own numbers in the log stay secret. Noise is drawn in
     double precision and does not resist attacks on floating-point numbers (Mironov 2012).
 
+    The server holds the sum and one update at a time, both in float64.
+
     Every round logs ``epsilon``, ``delta``, ``clip`` and ``noise`` (the deviation per number of the
     model). Clients log ``update_norm``, the norm before clipping.
 

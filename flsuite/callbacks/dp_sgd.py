@@ -97,7 +97,8 @@ class DPSGD(FederationCallback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        parameters = [p for p in pl_module.parameters() if p.requires_grad]
+        # Opacus keeps the gradients of the samples as an attribute of the parameter.
+        parameters: list[Any] = [p for p in pl_module.parameters() if p.requires_grad]
         gradients: list[Tensor] = [p.grad_sample for p in parameters if p.grad_sample is not None]
         norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
         factors = (self.max_grad_norm / norms.clamp(min=1e-12)).clamp(max=1.0)
