@@ -16,6 +16,7 @@ from flsuite.messages import (
     FitRequest,
     Outcome,
 )
+from flsuite.metrics.privacy import RandomDraw
 from flsuite.random import numpy_generator
 from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
 from flsuite.schedules.clock import Clock
@@ -106,6 +107,18 @@ class Faults(Schedule):
     @property
     def cohort(self) -> int:
         return self.schedule.cohort
+
+    @property
+    def awaited(self) -> int:
+        return self.schedule.awaited
+
+    @property
+    def may_be_empty(self) -> bool:
+        return self.schedule.may_be_empty
+
+    @property
+    def client_sampling(self) -> RandomDraw | None:
+        return self.schedule.client_sampling
 
     def start(self, clock: Clock) -> list[Fit]:
         return self._with_faults(self.schedule.start(clock))
