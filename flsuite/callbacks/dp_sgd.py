@@ -18,7 +18,7 @@ from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line, require_positive
 from flsuite.lightning_internals import scaler_of
 from flsuite.messages import ClientResult, Outcome
-from flsuite.metrics.privacy import RandomDraw, epsilon
+from flsuite.metrics.privacy import RandomDraw, epsilon, kept_logging
 from flsuite.models.modes import kept_modes
 from flsuite.random import torch_generator
 from flsuite.runs.run import Run
@@ -168,7 +168,8 @@ def _opacus() -> Any:
     # The first layer needs no gradient of its inputs.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     try:
-        from opacus.grad_sample import grad_sample_module
+        with kept_logging():
+            from opacus.grad_sample import grad_sample_module
     except ImportError as error:
         raise FlsuiteError(
             "DPSGD needs Opacus; install it with pip install 'flsuite[privacy]'"
@@ -192,7 +193,8 @@ def _refuse_unsupported(model: LightningModule) -> None:
                 "depends on the others of its batch; take a model with GroupNorm or without it"
             )
     hooks = _opacus().GradSampleHooks
-    from opacus.validators import ModuleValidator
+    with kept_logging():
+        from opacus.validators import ModuleValidator
 
     with kept_modes(model):
         model.train()

@@ -19,7 +19,14 @@ from flsuite.errors import FlsuiteError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = ["RandomDraw", "calibrated_noise", "default_delta", "epsilon", "noise_beside_count"]
+__all__ = [
+    "RandomDraw",
+    "calibrated_noise",
+    "default_delta",
+    "epsilon",
+    "kept_logging",
+    "noise_beside_count",
+]
 
 _ORDERS_OF_FIXED_SIZE = (1.5, 1.75, *range(2, 21), 24, 32, 48, 64, 128)  # each takes milliseconds
 _TOLERANCE, _LEAST_NOISE, _MOST_NOISE = 1e-4, 0.05, 1e6
@@ -75,7 +82,7 @@ def epsilon(sampling: RandomDraw, noise_multiplier: float, rounds: int, delta: f
         return math.inf
     from_rdp = _rdp_package().compute_epsilon
     orders, of_one_round = _rdp_of_a_round(sampling, noise_multiplier)
-    with _quiet_accountant():
+    with kept_logging():
         return float(from_rdp(orders, rounds * of_one_round, delta)[0])
 
 
@@ -137,7 +144,7 @@ def _rdp_of_a_round(sampling: RandomDraw, noise_multiplier: float) -> tuple[np.n
         accountant = RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
     else:
         accountant = RdpAccountant(_ORDERS_OF_FIXED_SIZE, NeighboringRelation.REPLACE_ONE)
-    with _quiet_accountant():
+    with kept_logging():
         accountant.compose(_event(sampling, noise_multiplier))
 
     # The bound for samples of fixed size is loose for large ones: it passes that of no sampling.
@@ -164,7 +171,8 @@ def _event(sampling: RandomDraw, noise_multiplier: float) -> "DpEvent":
 
 def _rdp_package() -> Any:
     try:
-        from dp_accounting import rdp
+        with kept_logging():
+            from dp_accounting import rdp
     except ImportError as error:
         raise FlsuiteError(
             "differential privacy needs dp-accounting; install it with pip install "
@@ -174,11 +182,12 @@ def _rdp_package() -> Any:
 
 
 @contextmanager
-def _quiet_accountant() -> Iterator[None]:
-    """Silence the warnings about orders that the accountant leaves out, which is no error.
+def kept_logging() -> Iterator[None]:
+    """Keep the root logger's handlers, and silence warnings of the accountant.
 
-    The library that writes them also gives the root logger a handler, which would repeat every line
-    of the federation.
+    Libraries for differential privacy give the root logger a handler when they are imported or
+    write their first line. It would repeat every line of the federation. The accountant warns of
+    orders that it leaves out, which is no error.
     """
     logger, handlers = logging.getLogger("absl"), list(logging.root.handlers)
     before = logger.level

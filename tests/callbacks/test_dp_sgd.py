@@ -204,7 +204,8 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:
 
 def test_engines_and_loops_agree() -> None:
     plain = fit(DPSGD(), rounds=2)
-    for kwargs in ({"engine": Processes(workers=2)}, {"callbacks": [Callback(), Slow()]}):
+    engines = ({"engine": Processes(workers=workers)} for workers in (1, 2))
+    for kwargs in (*engines, {"callbacks": [Callback(), Slow()]}):
         other = fit(DPSGD(), rounds=2, **kwargs)
         assert equal_states(plain.federation.state, other.federation.state)
         assert numbers(plain) == numbers(other)
