@@ -75,7 +75,7 @@ def test_the_python_example_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (example,) = blocks(README, "python")
-    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(example, "<example>", "exec"), {"__name__": "__main__"})
     accuracy, worst = map(float, capsys.readouterr().out.split()[-2:])
     assert worst <= accuracy and accuracy > 0.5
 

@@ -17,7 +17,7 @@ _MOST = (
 class ALittleIsEnough(Collusion):
     """Attackers move the mean as far as the spread of the updates hides it (Baruch et al. 2019).
 
-    Algorithm 3: every attacker sends ``mean + z std`` of the changes, coordinate by coordinate. The
+    Every attacker sends ``mean + z std`` of the changes, coordinate by coordinate. The
     mean and the deviation are those of the attackers' own changes, trained honestly. A single
     attacker sees no deviation, and sends its honest change.
 

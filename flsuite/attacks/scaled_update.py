@@ -10,7 +10,7 @@ __all__ = ["ScaledUpdate", "boosted"]
 class ScaledUpdate(Attack):
     """Attackers scale their change (Bagdasaryan et al. 2020, "How to backdoor federated learning").
 
-    An attacker that received ``w`` and trained to ``w_k`` sends ``w + boost (w_k - w)``, eq. (3) of
+    An attacker that received ``w`` and trained to ``w_k`` sends ``w + boost (w_k - w)``, as in
     the paper. If it has the share ``1 / boost`` of the mean's weight, and the other clients hardly
     change, the next global model is its own.
 

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -282,7 +283,8 @@ def _source(function: Any) -> str:
     """Read a function's source once, because the file may change while the program runs."""
     try:
         return inspect.getsource(function).strip()
-    except (OSError, TypeError):
+    # Lines of another file of this name need not be Python.
+    except (OSError, TypeError, SyntaxError, TokenError):
         return f"{function.__module__}.{function.__qualname__}"
 
 

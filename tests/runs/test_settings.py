@@ -141,3 +141,14 @@ def test_weights_that_a_model_brings_along_are_a_setting(tmp_path: Path) -> None
     assert digests[0] == digests[1] is not None
     fresh = yaml.safe_load((tmp_path / "fresh" / "settings.yaml").read_text())
     assert fresh["initial_weights"] is None
+
+
+def test_a_function_of_a_file_that_has_changed_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of that name on the path may hold other lines, which need not be Python."""
+    (tmp_path / "typed.py").write_text("x = (\n  'never closed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "typed"}
+    exec(compile("def double(x):\n    return 2 * x\n", "typed.py", "exec"), namespace)
+    assert "typed.double" in str(describe(namespace["double"]))
