@@ -266,7 +266,10 @@ class Federation:
             fault = one_line(error)
         outcome = replace(outcome, update=update)
         # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
-        fault = fault or outcome.fault(*self._expected)
+        try:
+            fault = fault or outcome.fault(*self._expected)
+        except (AttributeError, TypeError, RuntimeError) as error:  # tensors of a foreign kind
+            fault = f"it cannot be read ({one_line(error, 200)})"
         if fault is None:
             return outcome
         if fault.startswith("extras"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flsuite.commands.main import main
@@ -244,9 +244,9 @@ def end_of(config: Any) -> None:
         file = Path(folder) / "config.yaml"
         file.write_text(yaml.safe_dump(config))
         said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            with pytest.raises(SystemExit) as end:
-                main(["fit", "--config", str(file)])
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with contextlib.redirect_stderr(said), quiet, pytest.raises(SystemExit) as end:
+            main(["fit", "--config", str(file)])
         errors = [line for line in said.getvalue().splitlines() if "flsuite: error: " in line]
         status = int(end.value.code or 0)
         assert status in (0, 1, 2) and len(errors) == (status != 0), said.getvalue()
@@ -255,5 +255,11 @@ def end_of(config: Any) -> None:
 
 @fuzzed(12)
 @given(changes)
+@example([("seed_everything", None)])
+@example([("trainer", None)])
+@example([("trainer.evaluate_every", None)])
+@example([("trainer.engine.init_args.threads", None)])
+@example([("trainer.engine.init_args.threads", 2**62)])
+@example([("plugins", 2)])
 def test_a_random_config_ends_in_a_run_or_one_line(changes: list[tuple[str, Any]]) -> None:
     end_of(changed(changes))
