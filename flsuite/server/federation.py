@@ -200,12 +200,12 @@ class Federation:
         """
         sender = outcome.update if isinstance(outcome, ClientResult) else outcome
         # A message may claim anything, such as a client that is no number.
-        is_client = isinstance(sender.client, int)
-        start = self._started.get(sender.client) if is_client else None
-        if start is not None and start.number == sender.number:
+        number = sender.number if type(sender.number) is int else None
+        start = self._started.get(sender.client) if type(sender.client) is int else None
+        if start is not None and start.number == number:
             return True
 
-        is_second = any(update.number == sender.number for update in self.log.updates)
+        is_second = any(update.number == number for update in self.log.updates)
         log.warning(
             "round %d: a message of client %s was refused: %s",
             self.round + 1,
