@@ -95,8 +95,7 @@ def load_tensors(path: Path, remedy: str) -> Any:
         raise
     except Exception as error:  # torch, zip and pickle raise errors of their own
         raise FlsuiteError(
-            f"{path} cannot be read: it is damaged, or no such file of flsuite "
-            f"({one_line(error, 200)}); {remedy}"
+            f"{path} cannot be read: it is damaged ({one_line(error, 80)}); {remedy}"
         ) from error
 
 

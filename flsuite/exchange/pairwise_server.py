@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from flsuite.errors import FederationError
+from flsuite.errors import FederationError, one_line
 from flsuite.exchange.ciphers import KEY_BYTES, SEAL_BYTES, add_keystream, agree, public_key
 from flsuite.exchange.pairwise_client import mask_purpose, mask_sign, point_of
 from flsuite.exchange.pairwise_messages import (
@@ -58,8 +58,8 @@ class PairwiseServer:
             raise ValueError(f"client {message.client} is not in the cohort")
         try:
             fault = self._fault(message)
-        except (AttributeError, TypeError) as error:
-            fault = f"a part of it is of another type ({error})"
+        except (AttributeError, TypeError, RuntimeError) as error:
+            fault = f"a part of it is of another type ({one_line(error, 200)})"
         if fault is not None:
             kind = type(message).__name__
             raise ValueError(f"{kind} of client {message.client} is refused: {fault}")

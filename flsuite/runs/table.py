@@ -2,7 +2,8 @@
 
 import csv
 import os
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
@@ -122,28 +123,56 @@ class MetricsRow(NamedTuple):
     value: float
 
 
-class MetricsTable(AppendedTable):
-    """All numbers of a run, one per row.
+Time = tuple[int, float, float, int, int]
+Name = tuple[str, str, str]
 
-    Attributes:
-        rows: The rows of all closed rounds.
-    """
+
+class _Rows:
+    """The rows of closed rounds in 16 bytes each: a long run has millions of them."""
+
+    def __init__(self) -> None:
+        self._times: list[Time] = []
+        self._names: dict[Name, int] = {}
+        self._time_of, self._name_of = array("I"), array("I")
+        self._values = array("d")
+
+    def add(self, time: Time, name: Name, value: float) -> None:
+        if not self._times or self._times[-1] != time:
+            self._times.append(time)
+        self._time_of.append(len(self._times) - 1)
+        self._name_of.append(self._names.setdefault(name, len(self._names)))
+        self._values.append(value)
+
+    def __iter__(self) -> Iterator[MetricsRow]:
+        names = list(self._names)
+        for time, name, value in zip(self._time_of, self._name_of, self._values, strict=True):
+            yield MetricsRow(*self._times[time], *names[name], value)
+
+
+class MetricsTable(AppendedTable):
+    """All numbers of a run, one per row."""
 
     columns = COLUMNS
 
     def __init__(self, path: Path | None) -> None:
         super().__init__(path)
-        self.rows: list[MetricsRow] = []
+        self._rows = _Rows()
         self._open: list[tuple[str, str, str, float]] = []
+
+    @property
+    def rows(self) -> list[MetricsRow]:
+        """Return the rows of all closed rounds."""
+        return list(self._rows)
 
     def resume(self, size: int) -> None:
         super().resume(size)
         assert self.path is not None
         lines = self.path.read_bytes()[:size].decode(errors="replace").split("\n")[1:-1]
-        self.rows = []
+        self._rows = _Rows()
         for number, cells in enumerate(csv.reader(lines), start=2):
             try:
-                self.rows.append(_metrics_row(cells))
+                row = _metrics_row(cells)
+                self._rows.add(row[:5], row[5:8], row.value)
             except ValueError as error:
                 raise FlsuiteError(
                     f"{self.path}, line {number}: {one_line(error, 200)}; restore the file, or "
@@ -165,7 +194,8 @@ class MetricsTable(AppendedTable):
             The same numbers as ``<split>/<metric>`` and ``client/<number>/<split>/<metric>``.
         """
         time = (clock.round, clock.seconds, wall, int(clock.client_updates), int(clock.bytes))
-        self.rows.extend(MetricsRow(*time, *numbers) for numbers in self._open)
+        for scope, split, metric, value in self._open:
+            self._rows.add(time, (scope, split, metric), value)
         # Once for all rows: numbers as text take most of the time that the table takes.
         cells = (time[0], f"{time[1]:.12g}", f"{time[2]:.3f}", *time[3:])
         self._unwritten.extend((*cells, *name, f"{value:.9g}") for *name, value in self._open)

@@ -211,12 +211,12 @@ class Federation:
         """
         sender = outcome.update if isinstance(outcome, ClientResult) else outcome
         # A message may claim anything, such as a client that is no number.
-        is_client = isinstance(sender.client, int)
-        start = self._started.get(sender.client) if is_client else None
-        if start is not None and start.number == sender.number:
+        number = sender.number if type(sender.number) is int else None
+        start = self._started.get(sender.client) if type(sender.client) is int else None
+        if start is not None and start.number == number:
             return True
 
-        is_second = any(update.number == sender.number for update in self.log.updates)
+        is_second = any(update.number == number for update in self.log.updates)
         log.warning(
             "round %d: a message of client %s was refused: %s",
             self.round + 1,
@@ -277,7 +277,10 @@ class Federation:
             fault = one_line(error)
         outcome = replace(outcome, update=update)
         # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
-        fault = fault or outcome.fault(*self._expected)
+        try:
+            fault = fault or outcome.fault(*self._expected)
+        except (AttributeError, TypeError, RuntimeError) as error:  # tensors of a foreign kind
+            fault = f"it cannot be read ({one_line(error, 200)})"
         if fault is None:
             return outcome
         if fault.startswith("extras"):

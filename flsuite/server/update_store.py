@@ -51,7 +51,9 @@ class UpdateStore:
         try:
             return TrainedFit(**load_tensors(path, remedy))
         except TypeError as error:  # other fields
-            raise FlsuiteError(f"{path} holds no client's trained model; {remedy}") from error
+            raise FlsuiteError(
+                f"{path} cannot be read: it holds no client's trained model; {remedy}"
+            ) from error
 
     def _path(self, round: int, client: int) -> Path:
         return self.folder / f"round-{round:04d}" / f"client-{client:05d}.pt"

@@ -43,6 +43,7 @@ from tests.benchmarks.cifar import TwoConvs
 from tests.benchmarks.fisher import SAMPLES, PredictivePasses
 from tests.benchmarks.loop import FusedLoop, HandWrittenLoop, TwoProcessLoop
 from tests.benchmarks.robust import measure_rules
+from tests.benchmarks.soak import soak
 
 BATCH = 64
 FISHER_SAMPLES = 1920
@@ -565,25 +566,31 @@ CASES = {
     "fisher": fisher,
     "robust": robust,
 }
+LONG = {"soak": soak}  # only by name
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument(
-        "cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all"
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help=f"of {', '.join(CASES)}; default: all; and {', '.join(LONG)}, which is no measure of "
+        "speed",
     )
     parser.add_argument(
         "--rounds", type=int, default=15, help="rounds per side, more for the small cases"
     )
     options = parser.parse_args()
-    if unknown := set(options.cases) - set(CASES):
-        sys.exit(f"unknown case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    cases = {**CASES, **LONG}
+    if unknown := set(options.cases) - set(cases):
+        sys.exit(f"unknown case {', '.join(unknown)}; there are {', '.join(cases)}")
     warnings.filterwarnings("ignore")
     logging.getLogger("flsuite").setLevel(logging.ERROR)
     machine = platform.processor() or platform.machine()
     print(f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}")
     for name in options.cases or CASES:
-        CASES[name](options.rounds)
+        cases[name](options.rounds)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,27 @@ def _send_half_and_hang(connection: Any, obj: Any) -> None:
     time.sleep(600)
 
 
+def _send_garbage(connection: Any, obj: Any) -> None:
+    connection.send_bytes(b"\x80\x05garbage" * 9)
+
+
+def _send_a_stranger(connection: Any, obj: Any) -> None:
+    connection.send_bytes(dumps(["no outcome"] * len(obj)))
+
+
+def _send_cut(connection: Any, obj: Any) -> None:
+    connection.send_bytes(bytes(dumps(obj))[:-40])
+
+
+_SENDS = {
+    "dies": _send_half_and_die,
+    "hangs while it sends": _send_half_and_hang,
+    "garbage": _send_garbage,
+    "a stranger": _send_a_stranger,
+    "cut": _send_cut,
+}
+
+
 class Sabotage(Callback):
     """Replaces how the worker of one client sends, or makes it hang, up to ``times`` times."""
 
@@ -47,10 +68,8 @@ class Sabotage(Callback):
         if loader.client != 1 or loader.round != 2 or done >= self.times:
             return
         (self.folder / str(done)).touch()
-        if self.how == "dies":
-            worker_module.send = _send_half_and_die
-        elif self.how == "hangs while it sends":
-            worker_module.send = _send_half_and_hang
+        if self.how in _SENDS:
+            worker_module.send = _SENDS[self.how]
         else:
             time.sleep(600)
 
@@ -70,10 +89,13 @@ def fit(tmp_path: Path, how: str, times: int = 1, **engine: Any) -> Any:
     return made
 
 
-def test_a_worker_killed_while_it_sends_is_replaced_and_its_client_retried(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["dies", "garbage", "a stranger", "cut"])
+def test_a_worker_killed_while_it_sends_is_replaced_and_its_client_retried(
+    how: str, tmp_path: Path
+) -> None:
     whole = trainer(rounds=3)
     whole.fit(classifier(), digits())
-    made = fit(tmp_path, "dies")
+    made = fit(tmp_path, how)
     assert len(list(tmp_path.iterdir())) == 1, "it has happened"
     assert equal_states(made.federation.state, whole.federation.state)
 

@@ -1,6 +1,7 @@
 """Configs with random keys and values end in a run or in one line, never in a traceback."""
 
 import contextlib
+import inspect
 import io
 import os
 import sys
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flsuite.commands.main import main
+from flsuite.commands.parsing import _concrete
 from flsuite.runs.budget import Budget
 from tests.fuzz.settings import fuzzed
 
@@ -244,16 +246,77 @@ def end_of(config: Any) -> None:
         file = Path(folder) / "config.yaml"
         file.write_text(yaml.safe_dump(config))
         said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            with pytest.raises(SystemExit) as end:
-                main(["fit", "--config", str(file)])
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with contextlib.redirect_stderr(said), quiet, pytest.raises(SystemExit) as end:
+            main(["fit", "--config", str(file)])
         errors = [line for line in said.getvalue().splitlines() if "flsuite: error: " in line]
         status = int(end.value.code or 0)
         assert status in (0, 1, 2) and len(errors) == (status != 0), said.getvalue()
         assert "Traceback" not in said.getvalue()
 
 
-@fuzzed(12)
+def _parameters(kind: type) -> list[str]:
+    """Return the names that a config may give a class."""
+    names: list[str] = []
+    for cls in kind.__mro__:
+        if inspect.isfunction(function := vars(cls).get("__init__")):
+            parameters = inspect.signature(function).parameters.values()
+            names += [
+                p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            ]
+    return sorted({*names} - {"self"})
+
+
+def _chosen(kind: type) -> st.SearchStrategy[dict[str, Any]]:
+    """Draw a class with one or two of its arguments."""
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    names = _parameters(kind)
+    some = st.dictionaries(st.sampled_from(names), values, max_size=2) if names else st.just({})
+    return some.map(lambda arguments: {"class_path": path, "init_args": arguments})
+
+
+def _places() -> list[tuple[str, type]]:
+    """Return every class of the project that a config may name, with its place in a config."""
+    bases = {
+        "trainer.aggregator": ("flsuite.aggregators", "Aggregator"),
+        "trainer.schedule": ("flsuite.schedules", "Schedule"),
+        "trainer.schedule.init_args.speeds": ("flsuite.schedules", "Speeds"),
+        "trainer.schedule.init_args.availability": ("flsuite.schedules", "Availability"),
+        "trainer.compression": ("flsuite.exchange", "Compression"),
+        "trainer.secure_sum": ("flsuite.exchange", "SecureSum"),
+        "trainer.lr_decay": ("flsuite.client.lr_decay", "LRDecay"),
+        "trainer.callbacks": ("flsuite.callbacks", "FederationCallback"),
+        "data.init_args.partition": ("flsuite.data", "Partition"),
+        "data.init_args.augment": ("flsuite.data.augment", "Augment"),
+        "model": ("flsuite.models", "ClientModel"),
+        "model.init_args.backbone": ("flsuite.models.backbones.base", "Backbone"),
+    }
+    return [
+        (place, kind)
+        for place, (module, base) in bases.items()
+        for kind in sorted(_concrete(module, base), key=lambda kind: kind.__qualname__)
+        if kind.__module__.startswith("flsuite.")
+    ]
+
+
+chosen = st.deferred(
+    lambda: st.sampled_from(_places()).flatmap(lambda at: st.tuples(st.just(at[0]), _chosen(at[1])))
+)
+
+
+@fuzzed(6)
+@given(chosen)
+def test_a_class_with_random_arguments_ends_in_a_run_or_one_line(at: tuple[str, Any]) -> None:
+    end_of(changed([at]))
+
+
+@fuzzed(6)
 @given(changes)
+@example([("seed_everything", None)])
+@example([("trainer", None)])
+@example([("trainer.evaluate_every", None)])
+@example([("trainer.engine.init_args.threads", None)])
+@example([("trainer.engine.init_args.threads", 2**62)])
+@example([("plugins", 2)])
 def test_a_random_config_ends_in_a_run_or_one_line(changes: list[tuple[str, Any]]) -> None:
     end_of(changed(changes))
