@@ -22,6 +22,7 @@ PICTURES = {
     "nf_classifier": 5,
     "one_shot": 5,
     "quickstart": 3,
+    "trust": 3,
     "your_own": 1,
 }
 # Committed with outputs. What they print is the same on every run.

@@ -49,6 +49,7 @@ def draw_matrix(panel: Axes, matrix: pd.DataFrame, digits: int = 2) -> AxesImage
     image = panel.imshow(matrix.to_numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
     rows, columns = matrix.shape
     is_small = max(rows, columns) > 12
+    has_diagonal = list(matrix.index) == list(matrix.columns)
     for i, row in enumerate(matrix.to_numpy().tolist()):
         for j, value in enumerate(row):
             if value != value or (is_small and i != j):
@@ -61,7 +62,7 @@ def draw_matrix(panel: Axes, matrix: pd.DataFrame, digits: int = 2) -> AxesImage
                 va="center",
                 fontsize=6 if is_small else 8,
                 color="white" if value > 0.6 else "black",
-                weight="bold" if i == j else "normal",
+                weight="bold" if has_diagonal and i == j else "normal",
             )
     step_x, step_y = -(-columns // 25), -(-rows // 25)
     panel.set_xticks(range(0, columns, step_x), [str(name) for name in matrix.columns[::step_x]])
