@@ -6,9 +6,11 @@ from flsuite.analysis.groups import Group
 
 __all__ = ["apart", "measured", "repeated", "uneven"]
 
+_MOST_LINES = 5  # of runs that are named one by one
+
 
 def uneven(groups: Sequence[Group]) -> list[str]:
-    """Return a line for each run that ended before the others.
+    """Return a line for each run that ended before the others, or one line for many of them.
 
     The rows of such runs do not match those of the others, unless all have spent the same budget of
     client updates or virtual seconds: rounds may differ in size.
@@ -23,9 +25,12 @@ def uneven(groups: Sequence[Group]) -> list[str]:
         for folder, table in group.runs.items()
     }
     most = max(ends.values())
-    return [
-        f"{folder} ends with round {end} of {most}" for folder, end in ends.items() if end < most
-    ]
+    early = {folder: end for folder, end in ends.items() if end < most}
+    if len(early) > _MOST_LINES:
+        low, high = min(early.values()), max(early.values())
+        last = f"round {low}" if low == high else f"rounds {low} to {high}"
+        return [f"{len(early)} of {len(ends)} runs end with {last} of {most}"]
+    return [f"{folder} ends with round {end} of {most}" for folder, end in early.items()]
 
 
 def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:

@@ -132,7 +132,7 @@ class WandbLink(LoggerLink):
             self._complete(self.logger._wandb_init, run)
         try:
             return self.logger.experiment
-        except wandb.errors.Error as error:
+        except Exception as error:  # of W&B, or of its own process, such as a run id in use
             raise FlsuiteError(
                 f"trainer.logger: W&B does not open a run ({one_line(error)}); log in with wandb "
                 "login, or set trainer.logger.init_args.offline to true"

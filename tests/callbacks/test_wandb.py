@@ -242,6 +242,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
     made = WandbServer()
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
+    # A test before may have started W&B's own process. A command would share it through this
+    # variable, and the run of a killed command would stay in use there.
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
     yield made
     made.close()
 

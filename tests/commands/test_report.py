@@ -567,3 +567,13 @@ def test_a_table_that_is_not_the_tunings_is_named(
         main(["report", str(tmp_path)])
     assert done.value.code == 2
     assert "lacks the columns method, grid point, trial, values, ch" in capsys.readouterr().err
+
+
+def test_many_short_runs_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "whole", settings(0), [0.1, 0.2, 0.3])
+    for seed in range(1, 7):
+        write(tmp_path / f"short-{seed}", settings(seed), [0.1] * (1 + seed % 2))
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "6 of 7 runs end with rounds 1 to 2 of 3" in out and "short-1 ends" not in out
