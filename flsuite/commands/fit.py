@@ -28,6 +28,11 @@ __all__ = ["build", "run"]
 log = logging.getLogger("flsuite")
 
 _SKIP = {"model", "datamodule"}
+_STATUS = (
+    "The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, "
+    "or 143 after SIGTERM. After 1, 130 or 143, fit goes on from the last finished round with "
+    "--ckpt_path last."
+)
 
 
 def run(command: str, args: list[str]) -> None:
@@ -83,6 +88,7 @@ class _FederatedCLI(LightningCLI):
         return {_FederatedCLI._command: _SKIP}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.epilog = _STATUS
         parser.add_argument(
             "--run_dir",
             type=str | None,

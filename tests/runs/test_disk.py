@@ -122,15 +122,14 @@ def _fails_in_round_3(target: Any, name: str, number: int, monkeypatch: pytest.M
     return lambda: monkeypatch.setattr(target, name, fail)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read_only"])
 @pytest.mark.parametrize(
-    ("target", "name"),
+    ("target", "name", "number"),
     [
-        (AppendedTable, "append"),
-        (checkpoint, "save_tensors"),
-        (checkpoint, "flush_to_disk"),
-        (client_store, "save_tensors"),
-        (client_store, "replace_file"),
+        (AppendedTable, "append", errno.EROFS),
+        (checkpoint, "save_tensors", errno.ENOSPC),
+        (checkpoint, "flush_to_disk", errno.EIO),
+        (client_store, "save_tensors", errno.ENOSPC),
+        (client_store, "replace_file", errno.EROFS),
     ],
     ids=["table", "checkpoint", "publishing", "clients", "clients_renamed"],
 )
