@@ -3,6 +3,7 @@
 from flsuite.analysis.clients import client_gains, clients_figure, gain_figure
 from flsuite.analysis.comparison import compare
 from flsuite.analysis.confusion import confusion_figure, confusion_matrix
+from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices, cross_table
 from flsuite.analysis.curves import curves_figure
 from flsuite.analysis.gamma import gamma_figure
 from flsuite.analysis.groups import find_runs, group_runs
@@ -22,6 +23,10 @@ __all__ = [
     "compare",
     "confusion_figure",
     "confusion_matrix",
+    "cross_figure",
+    "cross_markdown",
+    "cross_matrices",
+    "cross_table",
     "curves_figure",
     "find_runs",
     "flow_figure",

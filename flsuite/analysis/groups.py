@@ -11,7 +11,7 @@ import pandas as pd
 import yaml
 
 from flsuite.analysis.axes import aligned, require_axis
-from flsuite.analysis.labels import Flat, flatten, label_of, method_of, partition_of
+from flsuite.analysis.labels import Flat, Variation, flatten, label_of, method_of, partition_of
 from flsuite.analysis.runs import curve, is_metrics, read_metrics
 from flsuite.errors import FlsuiteError, one_line
 
@@ -107,11 +107,11 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
     groups = list(by_settings.values())
     if not groups:
         raise FlsuiteError("none of these runs has a finished round yet")
-    all_settings = [group.settings for group in groups]
+    variation = Variation([group.settings for group in groups])
     for group in groups:
-        group.label = label_of(group.settings, all_settings)
-        group.method = method_of(group.settings, all_settings)
-        group.partition = partition_of(group.settings, all_settings)
+        group.label = label_of(group.settings, variation)
+        group.method = method_of(group.settings, variation)
+        group.partition = partition_of(group.settings, variation)
     _take_names_of_sweep(groups)
     return sorted(groups, key=lambda group: group.label)
 

@@ -5,11 +5,13 @@ from typing import Any
 
 __all__ = [
     "Flat",
+    "Variation",
     "differing",
     "flatten",
     "label_of",
     "method_of",
     "partition_of",
+    "setting_text",
     "shown_value",
 ]
 
@@ -59,52 +61,73 @@ def _names(items: Sequence[Any]) -> list[str]:
     return names
 
 
-def label_of(own: Flat, all_settings: Sequence[Flat]) -> str:
-    """Return the settings in which a group differs from the others, as text.
+class Variation:
+    """The settings in which groups differ.
 
-    A parameter is compared only among groups that share the class it belongs to.
+    A parameter is compared only among groups that share the classes it belongs to.
+
+    Args:
+        all_settings: The settings of each group.
     """
-    return ", ".join(_differences(own, all_settings)) or "all"
+
+    def __init__(self, all_settings: Sequence[Flat]) -> None:
+        self.keys = _keys(all_settings)
+        self._owners = {key: _owners(key) for key in self.keys}
+        self._values: dict[tuple[str, ...], set[str]] = {}
+        for own in all_settings:
+            for key in self.keys:
+                self._values.setdefault(self._peers(key, own), set()).add(repr(own.get(key)))
+
+    def differs(self, key: str, own: Flat) -> bool:
+        """Return whether groups with the same owner of this setting differ in it."""
+        return len(self._values[self._peers(key, own)]) > 1
+
+    def texts(self, own: Flat, keep: Callable[[str], bool] = lambda key: True) -> list[str]:
+        """Return the settings in which a group differs, as text, of those whose path is kept."""
+        keys = [key for key in self.keys if keep(key) and self.differs(key, own)]
+        return [setting_text(key, own.get(key), keys) for key in keys]
+
+    def _peers(self, key: str, own: Flat) -> tuple[str, ...]:
+        return (key, *(repr(own.get(owner)) for owner in self._owners[key]))
 
 
-def method_of(own: Flat, all_settings: Sequence[Flat]) -> str:
+def label_of(own: Flat, variation: Variation) -> str:
+    """Return the settings in which a group differs from the others, as text."""
+    return ", ".join(variation.texts(own)) or "all"
+
+
+def method_of(own: Flat, variation: Variation) -> str:
     """Return the aggregator, and what else differs between groups outside of their data."""
-    parts = _differences(own, all_settings, lambda key: key != "aggregator" and not _is_data(key))
+    parts = variation.texts(own, lambda key: key != "aggregator" and not _is_data(key))
     return ", ".join([_last(own.get("aggregator", "run")), *parts])
 
 
-def partition_of(own: Flat, all_settings: Sequence[Flat]) -> str:
+def partition_of(own: Flat, variation: Variation) -> str:
     """Return the partition, and what else differs between the groups' data.
 
     The first parameter of a partition, such as alpha, is named even where it is the same.
     """
     place = next((key for key in own if _is_data(key) and _last_key(key) == "partition"), None)
-    parts = _differences(
-        own, all_settings, lambda key: _is_data(key) and not f"{key}.".startswith(f"{place}.")
+    parts = variation.texts(
+        own, lambda key: _is_data(key) and not f"{key}.".startswith(f"{place}.")
     )
     if place is None:
         return ", ".join(parts) or _last(own.get("data", "data"))
 
     named = [key for key in own if key.startswith(f"{place}.")]
-    shown = named[:1] + [key for key in named[1:] if _differs(key, own, all_settings)]
+    shown = named[:1] + [key for key in named[1:] if variation.differs(key, own)]
     values = ", ".join(f"{_last_key(key)}={own[key]}" for key in shown)
     name = _last(own[place] or "no partition")
     return ", ".join([f"{name}({values})" if values else name, *parts])
 
 
-def _differences(
-    own: Flat, all_settings: Sequence[Flat], keep: Callable[[str], bool] = lambda key: True
-) -> list[str]:
-    """Return the settings that differ, as text, of those whose path is kept."""
-    keys = [key for key in _keys(all_settings) if keep(key) and _differs(key, own, all_settings)]
-
-    parts = []
-    for key in keys:
-        value, last = own.get(key), _last_key(key)
-        name = last if sum(_last_key(other) == last for other in keys) == 1 else key
-        shown = shown_value(value)
-        parts.append(shown if isinstance(value, _Class) else f"{name}={shown}")
-    return parts
+def setting_text(key: str, value: Any, keys: Iterable[str]) -> str:
+    """Return a setting as text, with its whole path where its name is that of another key too."""
+    if isinstance(value, _Class):
+        return shown_value(value)
+    last = _last_key(key)
+    name = last if sum(_last_key(other) == last for other in keys) == 1 else key
+    return f"{name}={shown_value(value)}"
 
 
 def differing(all_settings: Sequence[Flat]) -> list[str]:
@@ -138,16 +161,7 @@ def _last(path: object) -> str:
     return str(path).rsplit(".", 1)[-1]
 
 
-def _differs(key: str, own: Flat, all_settings: Sequence[Flat]) -> bool:
-    """Return whether groups with the same owner of this setting differ in it."""
-    peers = [other for other in all_settings if _same_owners(key, own, other)]
-    return (
-        any(key in other for other in peers) and len({repr(other.get(key)) for other in peers}) > 1
-    )
-
-
-def _same_owners(key: str, own: Flat, other: Flat) -> bool:
-    """Return whether both groups have the same classes on the way to this setting."""
+def _owners(key: str) -> list[str]:
+    """Return the paths of the classes that a setting may belong to."""
     parts = key.split(".")
-    owners = [".".join(parts[:n]) for n in range(1, len(parts))]
-    return all(own.get(owner) == other.get(owner) for owner in owners)
+    return [".".join(parts[:n]) for n in range(1, len(parts))]

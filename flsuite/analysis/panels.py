@@ -41,14 +41,29 @@ def legend_right(figure: Figure, panel: Axes) -> None:
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
 
 
-def draw_matrix(panel: Axes, matrix: pd.DataFrame, digits: int = 2) -> AxesImage:
-    """Draw shares within [0, 1] as blue cells with their numbers, and return the image.
+def draw_matrix(
+    panel: Axes,
+    matrix: pd.DataFrame,
+    digits: int = 2,
+    low: float = 0.0,
+    high: float = 1.0,
+    most: int = 12,
+) -> AxesImage:
+    """Draw numbers as blue cells, and return the image.
 
     A NaN stays empty. The numbers are left out where they would not fit.
+
+    Args:
+        panel: Where to draw.
+        matrix: The numbers.
+        digits: Digits after the point.
+        low: The number of the palest color.
+        high: The number of the darkest color.
+        most: Rows or columns up to which there is room for the numbers.
     """
-    image = panel.imshow(matrix.to_numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    image = panel.imshow(matrix.to_numpy(), vmin=low, vmax=high, cmap="Blues", aspect="auto")
     rows, columns = matrix.shape
-    is_small = max(rows, columns) > 12
+    is_small = max(rows, columns) > most
     has_diagonal = list(matrix.index) == list(matrix.columns)
     for i, row in enumerate(matrix.to_numpy().tolist()):
         for j, value in enumerate(row):
@@ -61,7 +76,7 @@ def draw_matrix(panel: Axes, matrix: pd.DataFrame, digits: int = 2) -> AxesImage
                 ha="center",
                 va="center",
                 fontsize=6 if is_small else 8,
-                color="white" if value > 0.6 else "black",
+                color="white" if value - low > 0.6 * (high - low) else "black",
                 weight="bold" if has_diagonal and i == j else "normal",
             )
     step_x, step_y = -(-columns // 25), -(-rows // 25)

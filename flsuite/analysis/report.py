@@ -20,6 +20,7 @@ __all__ = [
     "report_markdown",
     "report_table",
     "require_score",
+    "score_cell",
 ]
 
 
@@ -104,12 +105,13 @@ def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
 
 
 def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
-    table = pd.DataFrame(scores)
+    """Return mean and spread of each score over the runs that have it."""
     statistics: dict[str, float] = {}
     for name in ("last", "picked", "picked_round", "mean_last", "best_on_test"):
-        if name in table:
-            statistics[name] = float(table[name].mean())
-            statistics[f"{name}_std"] = float(table[name].std())
+        if any(name in row for row in scores):
+            values = pd.Series([row.get(name, float("nan")) for row in scores])
+            statistics[name] = float(values.mean())
+            statistics[f"{name}_std"] = float(values.std())
     return statistics
 
 
@@ -143,14 +145,15 @@ def report_markdown(
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for row in table.to_dict("records"):
         cells = [row["group"], row["metric"], str(row["runs"])]
-        cells += [_cell(row, name) for name in titles]
+        cells += [score_cell(row, name) for name in titles]
         if target is not None:
             cells.append(target_cell(row, x))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(row: Mapping[Any, Any], name: str) -> str:
+def score_cell(row: Mapping[Any, Any], name: str) -> str:
+    """Return a score as ``mean ± spread``, without a spread where there is a single run."""
     mean, spread = row.get(name, float("nan")), row.get(f"{name}_std", float("nan"))
     if pd.isna(mean):
         return ""

@@ -104,6 +104,7 @@ The exit status is 0 if all cells are done, 1 if some have failed, 2 if somethin
 
 _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] [--last N]
                       [--x AXIS] [--split SPLIT] [--target VALUE] [--against METHOD]
+                      [--rows SETTING --columns SETTING]
                       [--output FOLDER] [--html FILE] [--wandb PROJECT]
 
 Compare finished runs. Every run in or below a FOLDER counts. Runs whose settings (settings.yaml)
@@ -125,6 +126,11 @@ shown too.
                       deviation over the runs that reach it, and how many do not; the group that is
                       first on the axis of --x is named
   --against METHOD    compare all others with this method, and not all pairs
+  --rows SETTING --columns SETTING
+                      print cross tables instead, e.g. --rows aggregator --columns attack: the
+                      scores of the last round by two settings, one table for each combination of
+                      the others; --output writes cross.csv, cross.md (with spreads, and the round
+                      picked on validation data) and a heat map per metric
   --output FOLDER     write report.csv, report.md, report.png (curves with their range),
                       comparison.csv (pairs) and target.csv (all axes) there
   --html FILE         write one page that needs no other file and no network: tables that sort,

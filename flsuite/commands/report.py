@@ -26,6 +26,7 @@ from flsuite.analysis.results import Results, results_of
 from flsuite.analysis.target import amount_cell, first_to_target, reached_text, target_table
 from flsuite.analysis.tuning import read_tuning
 from flsuite.commands.arguments import CommandParser
+from flsuite.commands.report_cross import report_cross
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 
@@ -35,12 +36,16 @@ __all__ = ["report"]
 def report(args: list[str]) -> None:
     """Print the tables of the runs.
 
-    With ``--output``, they and a picture are written too, and with ``--html`` a page.
+    With ``--output``, they and a picture are written too, and with ``--html`` a page. With
+    ``--rows`` and ``--columns`` it is cross tables instead.
     """
     request = _parse(args)
     if request.html:
         require_page()
     groups = group_runs(find_runs(request.folders))
+    if request.rows:
+        report_cross(groups, request.rows, request.columns, request.metric, request.output)
+        return
     for metric in request.metric:
         require_score(groups, metric, request.split)
     results, console = results_of(groups), Console()
@@ -88,10 +93,16 @@ def _parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--split", choices=["test", "val"], default="test")
     parser.add_argument("--target", type=float)
     parser.add_argument("--against")
+    parser.add_argument("--rows")
+    parser.add_argument("--columns")
     parser.add_argument("--output")
     parser.add_argument("--html")
     parser.add_argument("--wandb")
     request = parser.parse_args(args)
+    if (request.rows is None) != (request.columns is None):
+        raise FlsuiteError(
+            "report: --rows and --columns go together, e.g. --rows aggregator --columns attack"
+        )
     if request.last < 1:
         raise FlsuiteError(f"report: --last must be at least 1, got {request.last}")
     if request.target is not None and not math.isfinite(request.target):

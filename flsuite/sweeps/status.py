@@ -107,12 +107,12 @@ class SweepProgress:
         queue: The cells.
     """
 
-    _INTERVAL = 1.0  # seconds between two looks at the files
+    _INTERVAL = 1.0  # seconds between two looks at the files, at least
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
         self._finished = {c for c in queue.known() if queue.state(c) in ("done", "failed")}
-        self._looked = 0.0
+        self._next = 0.0
         console = Console(stderr=True)
         columns = (
             TextColumn("cells"),
@@ -136,9 +136,9 @@ class SweepProgress:
 
     def look(self, is_last: bool = False) -> None:
         """Read the state of the cells, and show what has changed."""
-        if not is_last and time.monotonic() - self._looked < self._INTERVAL:
+        started = time.monotonic()
+        if not is_last and started < self._next:
             return
-        self._looked = time.monotonic()
         counts = self._queue.counts()
         self._print_finished(counts["done"])
         if self._bar is not None:
@@ -147,6 +147,9 @@ class SweepProgress:
             if (left := _seconds_left(self._queue)) is not None:
                 notes.append(f"{timedelta(seconds=round(left))} left")
             self._bar.update(self._task, completed=counts["done"], note=", ".join(notes))
+        # A look at thousands of cells takes long, and the cells need the cores.
+        now = time.monotonic()
+        self._next = now + max(self._INTERVAL, 20 * (now - started))
 
     def _print_finished(self, done: int) -> None:
         queue = self._queue

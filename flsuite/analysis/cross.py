@@ -1,0 +1,233 @@
+"""Cross tables: scores of runs by two of their settings, such as the aggregator and the attack."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from flsuite.analysis.groups import Group
+from flsuite.analysis.labels import Flat, Variation, setting_text, shown_value
+from flsuite.analysis.panels import draw_matrix
+from flsuite.analysis.report import group_row, require_score, score_cell
+from flsuite.errors import FlsuiteError
+
+__all__ = ["cross_figure", "cross_markdown", "cross_matrices", "cross_table"]
+
+_SCORES = {"last": "last round", "picked": "picked on validation"}
+_PLACE = ["panel", "row", "column"]
+_PANEL_COLUMNS = 3
+_OPEN = object()  # what a group has in place of a setting of an object that it lacks
+
+Values = tuple[Any, ...]
+"""A value, or ``_OPEN``, for each setting that tells panels apart."""
+
+
+def cross_table(
+    groups: Sequence[Group], rows: str, columns: str, metrics: Sequence[str] = ("accuracy",)
+) -> pd.DataFrame:
+    """Return the scores by two settings, one row per panel, cell and metric.
+
+    A panel is one combination of all other settings in which the groups differ. A group that lacks
+    the object that such a setting belongs to is in every panel: a run without an attack has no
+    fraction of attackers, and is the baseline of all fractions.
+
+    The columns are ``panel, row, column, metric, runs``, then mean and spread of the test scores of
+    the last round (``last``) and of the round picked on validation data (``picked``).
+
+    Args:
+        groups: The experiments.
+        rows: The path of a setting, such as ``aggregator`` or ``data.clients``.
+        columns: The path of another one.
+        metrics: Names of test scores.
+
+    Raises:
+        FlsuiteError: If no group has one of the settings, no run has one of the metrics, or two
+            groups have the same cell.
+    """
+    rows, columns = (path.removeprefix("trainer.") for path in (rows, columns))
+    _require_settings(groups, rows, columns)
+    for metric in metrics:
+        require_score(groups, metric, "test")
+
+    scores = {
+        id(group): [row for metric in metrics if (row := group_row(group, metric, last=1))]
+        for group in groups
+    }
+    cells = []
+    for panel, members in _panels(groups, rows, columns):
+        for group in members:
+            names = (panel, _name(group, rows), _name(group, columns))
+            place = dict(zip(_PLACE, names, strict=True))
+            cells += [place | row for row in scores[id(group)]]
+    table = pd.DataFrame(cells)
+    _require_one_group_per_cell(table)
+    names = [*_PLACE, "metric", "runs", "last", "last_std", "picked", "picked_std"]
+    return table[[name for name in names if name in table]]
+
+
+def cross_matrices(
+    table: pd.DataFrame, metric: str, score: str = "last"
+) -> dict[str, pd.DataFrame]:
+    """Return the means of each panel as a matrix. Cells without runs are NaN.
+
+    Args:
+        table: As :func:`cross_table` returns it.
+        metric: One of its metrics.
+        score: ``last`` or ``picked``.
+    """
+    own = table[table["metric"] == metric]
+    index, columns = (_sorted(own[name]) for name in ("row", "column"))
+    return {
+        str(panel): cells.pivot(index="row", columns="column", values=score).reindex(
+            index=index, columns=columns
+        )
+        for panel, cells in own.groupby("panel", sort=False)
+    }
+
+
+def cross_markdown(table: pd.DataFrame) -> str:
+    """Write a Markdown table per metric, score and panel, with cells ``mean ± spread``."""
+    lines: list[str] = []
+    for metric, score in product(table["metric"].unique(), _SCORES):
+        if score not in table:
+            continue
+        own = table[table["metric"] == metric]
+        cells = {
+            tuple(row[name] for name in _PLACE): score_cell(row, score)
+            for row in own.to_dict("records")
+        }
+        for panel, matrix in cross_matrices(table, metric, score).items():
+            lines += [f"### {_title(metric, score, panel)}", ""]
+            lines += [
+                f"| | {' | '.join(matrix.columns)} |",
+                "|---" * (1 + len(matrix.columns)) + "|",
+            ]
+            for row in matrix.index:
+                shown = [cells.get((panel, row, column), "") for column in matrix.columns]
+                lines.append(f"| {row} | {' | '.join(shown)} |")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figure:
+    """Draw the means as heat maps, one per panel.
+
+    Args:
+        table: As :func:`cross_table` returns it.
+        metric: One of its metrics.
+        score: ``last`` or ``picked``.
+    """
+    matrices = cross_matrices(table, metric, score)
+    rows, columns = next(iter(matrices.values())).shape
+    wide = min(_PANEL_COLUMNS, len(matrices))
+    tall = -(-len(matrices) // wide)
+    size = (wide * (0.5 + 0.42 * columns) + 2.2, tall * (0.4 + 0.27 * rows) + 1.3)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(tall, wide, squeeze=False, sharex=True, sharey=True).ravel().tolist()
+
+    values = pd.concat([matrix.stack().dropna() for matrix in matrices.values()])
+    # Scores in [0, 1] have the same colours in every figure.
+    low, high = (0.0, 1.0) if values.between(0, 1).all() else (values.min(), values.max())
+    for panel, (title, matrix) in zip(panels, matrices.items(), strict=False):
+        image = draw_matrix(panel, matrix, low=low, high=high, most=30)
+        panel.tick_params(axis="x", rotation=90)
+        panel.set_title(title, fontsize=9)
+    for unused in panels[len(matrices) :]:
+        unused.set_axis_off()
+    figure.colorbar(image, ax=panels, label=_title(metric, score), fraction=0.03)
+    return figure
+
+
+def _title(metric: object, score: str, panel: str = "") -> str:
+    return ", ".join(filter(None, [f"test {metric}", _SCORES[score], panel]))
+
+
+def _panels(groups: Sequence[Group], rows: str, columns: str) -> Iterator[tuple[str, list[Group]]]:
+    """Yield the title and the groups of each panel."""
+    variation = Variation([group.settings for group in groups])
+    keys = [
+        key
+        for key in variation.keys
+        if key not in (rows, columns) and any(variation.differs(key, g.settings) for g in groups)
+    ]
+    open_keys = {key for key in keys if _is_related(key, rows) or _is_related(key, columns)}
+    places = [
+        tuple(group.settings.get(key, _OPEN if key in open_keys else None) for key in keys)
+        for group in groups
+    ]
+    distinct = list(dict.fromkeys(places))
+    panels = [own for own in distinct if not any(_is_within(other, own) for other in distinct)]
+    for panel in sorted(panels, key=lambda own: [_rank(value) for value in own]):
+        members = [g for g, own in zip(groups, places, strict=True) if _fits(own, panel)]
+        yield _panel_title(dict(zip(keys, panel, strict=True))), members
+
+
+def _is_related(key: str, axis: str) -> bool:
+    """Return whether a setting is a part of the one on an axis, or the other way round."""
+    return f"{key}.".startswith(f"{axis}.") or f"{axis}.".startswith(f"{key}.")
+
+
+def _fits(own: Values, panel: Values) -> bool:
+    """Return whether a group with these values belongs to a panel."""
+    return all(value is _OPEN or value == wanted for value, wanted in zip(own, panel, strict=True))
+
+
+def _is_within(other: Values, own: Values) -> bool:
+    """Return whether ``other`` has a value wherever ``own`` has, the same, and more of them."""
+    return other != own and _fits(own, other)
+
+
+def _panel_title(settings: Flat) -> str:
+    """Return the settings of a panel as text, without parts of an object that it lacks."""
+    return ", ".join(
+        setting_text(key, value, settings)
+        for key, value in settings.items()
+        if value is not _OPEN and not (value is None and key.rpartition(".")[0] in settings)
+    )
+
+
+def _name(group: Group, key: str) -> str:
+    """Return the value of a setting as the name of a row or column."""
+    value = group.settings.get(key)
+    return "none" if value is None else shown_value(value)
+
+
+def _sorted(names: Iterable[str]) -> list[str]:
+    """Return each name once, with ``none`` in front, and numbers by their size."""
+    return sorted(set(names), key=lambda name: (name != "none", *_rank(name)))
+
+
+def _rank(value: Any) -> tuple[int, float, str]:
+    """Return what sorts an absent value first, then numbers by their size, then words."""
+    if value is None or value is _OPEN:
+        return 0, 0.0, ""
+    try:
+        return 1, float(value), ""
+    except (TypeError, ValueError):
+        return 2, 0.0, str(value)
+
+
+def _require_settings(groups: Sequence[Group], rows: str, columns: str) -> None:
+    if rows == columns:
+        raise FlsuiteError(f"rows and columns are both {rows!r}; name two settings")
+    variation = Variation([group.settings for group in groups])
+    for key in (rows, columns):
+        if key not in variation.keys:
+            differ = [
+                k for k in variation.keys if any(variation.differs(k, g.settings) for g in groups)
+            ]
+            raise FlsuiteError(
+                f"no run has the setting {key!r}; the runs differ in {', '.join(differ) or 'none'}"
+            )
+
+
+def _require_one_group_per_cell(table: pd.DataFrame) -> None:
+    doubled = table[table.duplicated([*_PLACE, "metric"])]
+    if len(doubled):
+        panel, row, column = (doubled.iloc[0][name] for name in _PLACE)
+        raise FlsuiteError(
+            f"two experiments have the cell {row}, {column} of the panel {panel or 'of all runs'}: "
+            "some of the runs were made by another version; name their folders one at a time"
+        )

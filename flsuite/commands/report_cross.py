@@ -1,0 +1,56 @@
+"""``flsuite report --rows --columns``: cross tables of finished runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices, cross_table
+from flsuite.analysis.groups import Group
+from flsuite.analysis.notes import repeated, uneven
+from flsuite.files import make_folder
+
+__all__ = ["report_cross"]
+
+
+def report_cross(
+    groups: Sequence[Group], rows: str, columns: str, metrics: Sequence[str], output: str | None
+) -> None:
+    """Print scores by two settings, and write them and a heat map into a folder if there is one."""
+    table, console = cross_table(groups, rows, columns, metrics), Console()
+    for metric in metrics:
+        for panel, matrix in cross_matrices(table, metric).items():
+            console.print(_shown(matrix, ", ".join(filter(None, [f"test {metric}", panel]))))
+    least, most = table["runs"].min(), table["runs"].max()
+    console.print(
+        f"last round, means; runs per cell: {most if least == most else f'{least} to {most}'}\n"
+        "spreads, and the round picked on validation: --output FOLDER"
+    )
+    for line in [*uneven(groups), *repeated(groups)]:
+        console.print(line)
+    if output:
+        _write(table, metrics, make_folder(Path(output)))
+
+
+def _shown(matrix: pd.DataFrame, title: str) -> Table:
+    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("", overflow="fold", min_width=10)
+    for column in matrix.columns:
+        shown.add_column(column, justify="right", overflow="fold", min_width=5)
+    for name, row in matrix.iterrows():
+        shown.add_row(str(name), *("" if pd.isna(value) else f"{value:.3f}" for value in row))
+    return shown
+
+
+def _write(table: pd.DataFrame, metrics: Sequence[str], folder: Path) -> None:
+    table.to_csv(folder / "cross.csv", index=False)
+    (folder / "cross.md").write_text(cross_markdown(table))
+    written = ["cross.csv", "cross.md"]
+    for metric in metrics:
+        name = f"cross-{metric.replace('/', '-')}.png"
+        cross_figure(table, metric).savefig(folder / name, dpi=100)
+        written.append(name)
+    print("\n".join(f"{folder}/{name}" for name in written))

@@ -1,0 +1,173 @@
+"""Cross tables against numbers worked out by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from flsuite.analysis import (
+    cross_figure,
+    cross_markdown,
+    cross_matrices,
+    cross_table,
+    find_runs,
+    group_runs,
+)
+from flsuite.commands.main import main
+from flsuite.errors import FlsuiteError
+from tests.analysis.made_runs import Row, made_run, settings
+
+
+def attack(name: str, fraction: float, **others: float) -> dict[str, Any]:
+    arguments = {"fraction": fraction, **others}
+    return {"class_path": f"flsuite.attacks.{name}", "init_args": arguments}
+
+
+def write(
+    folder: Path, content: dict[str, Any], test: float, backdoor: float | None = None
+) -> None:
+    """Write a run of two rounds, of which validation picks the first."""
+    rows: list[Row] = [
+        ("global", "val", "accuracy", [0.9, 0.8]),
+        ("global", "test", "accuracy", [test - 0.1, test]),
+    ]
+    if backdoor is not None:
+        rows.append(("global", "test", "backdoor_success", [0.0, backdoor]))
+    made_run(folder, content, rows)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Return two rules against no attack and two attacks with two fractions each, two seeds."""
+    root = tmp_path / "runs"
+    for i, rule in enumerate(("Krum", "FedAvg")):
+        for seed in (1, 2):
+            base = 0.3 * i + 0.02 * seed
+            write(root / f"{rule}-{seed}", settings(rule, seed), 0.5 + base)
+            for j, (name, extra) in enumerate(
+                (("SignFlip", {"scale": 5.0}), ("PixelBackdoor", {}))
+            ):
+                for fraction in (0.1, 0.25):
+                    content = settings(rule, seed, attack=attack(name, fraction, **extra))
+                    folder = root / f"{rule}-{seed}-{name}-{fraction}"
+                    write(folder, content, base + fraction + 0.1 * j, 0.5 if j else None)
+    return root
+
+
+def table_of(root: Path, **arguments: Any) -> pd.DataFrame:
+    return cross_table(group_runs(find_runs([root])), **arguments)
+
+
+def test_means_of_a_panel_for_each_fraction_with_the_honest_runs_in_both(runs: Path) -> None:
+    table = table_of(runs, rows="aggregator", columns="trainer.attack")
+    matrices = cross_matrices(table, "accuracy")
+
+    assert list(matrices) == ["fraction=0.1", "fraction=0.25"]
+    low, high = matrices.values()
+    assert list(low.index) == ["FedAvg", "Krum"]
+    assert list(low.columns) == ["none", "PixelBackdoor", "SignFlip"]
+    assert low.loc["FedAvg"].tolist() == pytest.approx([0.83, 0.53, 0.43])
+    assert low.loc["Krum"].tolist() == pytest.approx([0.53, 0.23, 0.13])
+    assert high.loc["Krum"].tolist() == pytest.approx([0.53, 0.38, 0.28])
+    picked = cross_matrices(table, "accuracy", "picked")["fraction=0.25"]
+    assert picked.loc["Krum"].tolist() == pytest.approx([0.43, 0.28, 0.18])
+    assert set(table["runs"]) == {2}
+    assert table["last_std"].tolist() == pytest.approx([0.02 / 2**0.5] * len(table))
+
+
+def test_a_number_in_the_columns_has_a_panel_per_attack_and_none_in_front(runs: Path) -> None:
+    matrices = cross_matrices(
+        table_of(runs, rows="aggregator", columns="attack.fraction"), "accuracy"
+    )
+
+    assert list(matrices) == ["PixelBackdoor", "SignFlip"]
+    assert list(matrices["SignFlip"].columns) == ["none", "0.1", "0.25"]
+    assert matrices["SignFlip"].loc["Krum"].tolist() == pytest.approx([0.53, 0.13, 0.28])
+
+
+def test_a_setting_that_is_left_open_is_a_panel_of_its_own(tmp_path: Path) -> None:
+    for decay in (None, 0.9):
+        content = settings("FedAvg", 1, attack=attack("SignFlip", 0.1), lr_decay=decay)
+        write(tmp_path / str(decay), content, 0.5)
+
+    table = table_of(tmp_path, rows="aggregator", columns="attack")
+    assert list(cross_matrices(table, "accuracy")) == ["lr_decay=None", "lr_decay=0.9"]
+
+
+def test_numbers_are_sorted_by_size(tmp_path: Path) -> None:
+    for clients in (100, 20, 3):
+        content = settings("FedAvg", 1)
+        content["data"]["init_args"]["clients"] = clients
+        write(tmp_path / str(clients), content, clients / 100)
+
+    matrices = cross_matrices(
+        table_of(tmp_path, rows="aggregator", columns="data.clients"), "accuracy"
+    )
+    assert matrices[""].loc["FedAvg"].to_dict() == {"3": 0.03, "20": 0.2, "100": 1.0}
+
+
+def test_markdown_has_means_with_spreads_and_empty_cells(runs: Path) -> None:
+    table = table_of(
+        runs, rows="aggregator", columns="attack", metrics=["accuracy", "backdoor_success"]
+    )
+    text = cross_markdown(table)
+
+    assert "### test accuracy, last round, fraction=0.1\n" in text
+    assert "### test backdoor_success, picked on validation, fraction=0.25\n" in text
+    assert "| | none | PixelBackdoor | SignFlip |\n|---|---|---|---|\n" in text
+    assert "| FedAvg | 0.830 ± 0.014 | 0.530 ± 0.014 | 0.430 ± 0.014 |" in text
+    assert "| | PixelBackdoor |\n|---|---|\n| FedAvg | 0.500 ± 0.000 |" in text
+
+
+def test_the_figure_has_a_heat_map_per_panel_with_its_numbers(runs: Path) -> None:
+    table = table_of(runs, rows="aggregator", columns="attack")
+    figure = cross_figure(table, "accuracy")
+
+    titles = [panel.get_title() for panel in figure.axes if panel.get_title()]
+    assert titles == ["fraction=0.1", "fraction=0.25"]
+    numbers = [text.get_text() for text in figure.axes[1].texts]
+    assert numbers == ["0.83", "0.68", "0.58", "0.53", "0.38", "0.28"]
+    assert figure.axes[0].images[0].get_clim() == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        ("aggregator", "aggregator", "rows and columns are both 'aggregator'; name two settings"),
+        ("aggregator", "atack", "no run has the setting 'atack'; the runs differ in aggregator"),
+    ],
+)
+def test_wrong_settings_are_refused(runs: Path, rows: str, columns: str, message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        table_of(runs, rows=rows, columns=columns)
+
+
+def test_a_score_that_no_run_has_is_refused(runs: Path) -> None:
+    with pytest.raises(FlsuiteError, match="no run has the test score 'f2'; there are accuracy"):
+        table_of(runs, rows="aggregator", columns="attack", metrics=["f2"])
+
+
+def test_the_command_prints_and_writes_the_tables(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    wanted = ["--rows", "aggregator", "--columns", "attack", "--output", str(out)]
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", str(runs), *wanted])
+
+    printed = capsys.readouterr().out
+    assert "test accuracy, fraction=0.25" in printed
+    assert "runs per cell: 2" in printed
+    assert sorted(path.name for path in out.iterdir()) == [
+        "cross-accuracy.png",
+        "cross.csv",
+        "cross.md",
+    ]
+    assert len(pd.read_csv(out / "cross.csv")) == 12
+
+
+def test_the_command_wants_both_settings(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(runs), "--rows", "aggregator"])
+    assert "--rows and --columns go together" in capsys.readouterr().err
