@@ -13,6 +13,15 @@ from flsuite.models import MLP, Classifier
 from flsuite.trainer import FederatedTrainer
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests on a cluster of Ray first.
+
+    pytest-xdist then runs them in its first process, one after another: its processes take each
+    other's work from the end. Spread over three processes, they start three clusters.
+    """
+    items.sort(key=lambda item: item.path.name != "test_ray.py")
+
+
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use one thread, no seed of another test, and no Weights & Biases account."""

@@ -46,8 +46,6 @@ ATTACKS: dict[str, Attack] = {
     "alie": ALittleIsEnough(WHO, z=1.0),
     "inner_product": InnerProduct(WHO),
 }
-# They use all places of an attack: batches, scores, updates, noise, notes and collusion.
-MIXED = ["backdoor", "free_rider", "alie"]
 
 
 def fitted(attack: Attack | None, rounds: int = 3, **kwargs: Any) -> FederatedTrainer:
@@ -64,15 +62,14 @@ def state(made: FederatedTrainer) -> dict[str, torch.Tensor]:
 # Engines and resume
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", ATTACKS)
 def test_every_engine_and_a_resumed_run_end_with_the_same_bits(name: str, tmp_path: Path) -> None:
     attack = ATTACKS[name]
     whole = fitted(attack)
     scores = whole.test()
-    for workers in (1, 2):
-        spread = fitted(attack, engine=Processes(workers=workers))
-        assert equal_states(state(whole), state(spread))
-        assert spread.test() == scores
+    spread = fitted(attack, engine=Processes(workers=2))
+    assert equal_states(state(whole), state(spread))
+    assert spread.test() == scores
 
     fitted(attack, rounds=1, run_dir=str(tmp_path))
     resumed = fitted(attack, ckpt_path="last", run_dir=str(tmp_path))
