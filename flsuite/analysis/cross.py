@@ -123,7 +123,9 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     rows, columns = next(iter(matrices.values())).shape
     wide = min(_PANEL_COLUMNS, len(matrices))
     tall = -(-len(matrices) // wide)
-    size = (wide * (0.5 + 0.42 * columns) + 2.2, tall * (0.4 + 0.27 * rows) + 1.3)
+    title_width = 0.075 * max(map(len, matrices)) + 0.2
+    panel_width = max(0.5 + 0.42 * columns, title_width)
+    size = (wide * panel_width + 2.2, tall * (0.4 + 0.27 * rows) + 1.3)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(tall, wide, squeeze=False, sharex=True, sharey=True).ravel().tolist()
 

@@ -36,12 +36,18 @@ def report_cross(
 
 
 def _shown(matrix: pd.DataFrame, title: str) -> Table:
-    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("", overflow="fold", min_width=10)
-    for column in matrix.columns:
-        shown.add_column(column, justify="right", overflow="fold", min_width=5)
-    for name, row in matrix.iterrows():
-        shown.add_row(str(name), *("" if pd.isna(value) else f"{value:.3f}" for value in row))
+    """Return a panel as a table of nine columns of scores in 80 characters."""
+    cells = matrix.map(lambda value: "" if pd.isna(value) else f"{value:.3f}")
+    shown = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1)
+    )
+    shown.add_column("", overflow="fold")
+    for column in cells:
+        # As narrow as its numbers: rich would cut the last column off for the sake of long heads.
+        width = max(5, cells[column].str.len().max())
+        shown.add_column(str(column), justify="right", overflow="fold", width=width)
+    for name, row in cells.iterrows():
+        shown.add_row(str(name), *row)
     return shown
 
 
