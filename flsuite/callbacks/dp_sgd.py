@@ -22,6 +22,7 @@ from flsuite.metrics.privacy import RandomDraw, epsilon, kept_logging
 from flsuite.models.modes import kept_modes
 from flsuite.random import torch_generator
 from flsuite.runs.run import Run
+from flsuite.server.federation import Federation
 
 __all__ = ["DPSGD"]
 
@@ -139,6 +140,7 @@ class DPSGD(FederationCallback):
                 "DPSGD: tasks in sequence change a client's samples, which epsilon takes as fixed; "
                 "leave out TaskSequence"
             )
+        _refuse_measured_extras(run.federation)
         _refuse_unsupported(run.model)
         epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # without its package, not one round
 
@@ -175,6 +177,21 @@ def _opacus() -> Any:
             "DPSGD needs Opacus; install it with pip install 'flsuite[privacy]'"
         ) from error
     return grad_sample_module
+
+
+def _refuse_measured_extras(federation: Federation) -> None:
+    """Refuse an algorithm whose clients send what they measure on their samples without noise.
+
+    Raises:
+        FlsuiteError: If they do. The message names it.
+    """
+    aggregator = federation.aggregator
+    extras = aggregator.expected_extras(federation.state)
+    if extras and not aggregator.extras_from_steps:
+        raise FlsuiteError(
+            f"DPSGD: clients of {type(aggregator).__name__} also send {', '.join(extras)}, which "
+            "no noise covers; choose another trainer.aggregator, or leave out DPSGD"
+        )
 
 
 def _refuse_unsupported(model: LightningModule) -> None:

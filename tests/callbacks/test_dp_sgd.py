@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import SCAFFOLD, FedProx
+from flsuite.aggregators import SCAFFOLD, DPFedAvg, FedFisher, FedProx, RegMean
 from flsuite.callbacks import DPSGD
 from flsuite.data import Digits, Dirichlet, TaskSequence
 from flsuite.data.loader import TrainLoader
@@ -223,6 +223,12 @@ def test_the_terms_of_an_algorithm_come_after_the_noise(aggregator: Any) -> None
     assert made.round == 2 and not made.federation.log.failures
 
 
+def test_what_follows_from_the_steps_may_be_sent_beside_the_model() -> None:
+    made = fit(DPSGD(), aggregator=DPFedAvg(noise_multiplier=1.0, quantile=0.5))
+    assert made.federation.aggregator.expected_extras(made.federation.state)
+    assert made.round == 1 and not made.federation.log.failures
+
+
 # Refusals
 
 
@@ -244,8 +250,10 @@ class Normalised(Backbone):
             {"data": TaskSequence(few(), tasks=2, classes_per_task=5, rounds_per_task=1)},
             "leave out TaskSequence",
         ),
+        ({"aggregator": FedFisher("diag")}, "clients of FedFisher also send fisher"),
+        ({"aggregator": RegMean(alpha=0.5)}, "clients of RegMean also send "),
     ],
-    ids=["batch_norm", "accumulation", "tasks"],
+    ids=["batch_norm", "accumulation", "tasks", "fisher", "gram"],
 )
 def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FlsuiteError, match=message) as error:
