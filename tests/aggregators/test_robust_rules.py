@@ -417,7 +417,12 @@ def test_fltrust_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [(1e-3, torch.float32), (1e-20, torch.float32), (1e-40, torch.float32), (1e-200, torch.float64)],
+    [
+        (1e-3, torch.float32),
+        (1e-20, torch.float32),
+        (1e-40, torch.float32),
+        (1e-200, torch.float64),
+    ],
 )
 def test_a_tiny_change_moves_no_more_than_the_servers_own(size: float, dtype: torch.dtype) -> None:
     start = {"w": torch.tensor([1.0, 1.0, 0.0], dtype=dtype)}
