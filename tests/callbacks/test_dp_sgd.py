@@ -104,6 +104,16 @@ def test_the_deviation_of_the_noise(spy: Spy) -> None:
     assert abs(correlation) < 5 / math.sqrt(numbers)
 
 
+def test_a_step_in_bfloat16_is_clipped_by_the_norm_of_float32(spy: Spy) -> None:
+    clip, size = 0.05, 4
+    data, quiet = few(1, 40, batch_size=size), DPSGD(noise_multiplier=1e-12, max_grad_norm=clip)
+    fit(quiet, callbacks=[spy], precision="bf16-mixed", data=data, max_epochs=6)
+    alone = [gradients for drawn, gradients in Spy.seen if drawn == 1]
+    norms = [sum(float(g.double().square().sum()) for g in own.values()) ** 0.5 for own in alone]
+    assert [norm * size for norm in norms] == pytest.approx([clip] * len(alone), rel=1e-5)
+    assert alone
+
+
 def test_a_batch_without_samples_is_a_step_of_noise_alone(spy: Spy) -> None:
     fit(DPSGD(1e-9, 1.0), data=few(1, 60, batch_size=1), callbacks=[spy])
     sizes = [drawn for drawn, _ in Spy.seen]
