@@ -189,6 +189,7 @@ def test_a_deviation_of_zero_is_said_at_the_start() -> None:
     assert line(None, [0, 1]).endswith(
         "z is 0 for so few, which is the mean of their changes: set z"
     )
+    assert "one attacker sees no deviation" in line(1.5, [3])
     for quiet in (line(1.5, [0, 1]), line(None, [0, 1, 2, 3]), line(None, [])):
         assert "z is 0" not in quiet
 
