@@ -36,6 +36,8 @@ class Aggregator(ABC):
             schedule for an aggregator that does not accept stale updates.
         clear_extras: Names of the extras that are sent as they are beside a secure sum.
         psd_extras: Names of the extras whose matrices are symmetric positive semidefinite.
+        extras_from_steps: Whether the extras follow from the trained model and the optimizer's
+            steps alone. Noise on the steps, as that of ``DPSGD``, then covers them.
         memory: State of the server half from one round to the next: nested dicts of tensors and
             numbers. The checkpoint stores it, and no other attribute.
         metrics: Numbers about the current round, for the log. It is empty at the start of each
@@ -52,6 +54,7 @@ class Aggregator(ABC):
     accepts_stale: ClassVar[bool] = False
     clear_extras: tuple[str, ...] = ()
     psd_extras: tuple[str, ...] = ()
+    extras_from_steps: ClassVar[bool] = False
     grown: nn.Module | None = None
     tools: ServerTools = ServerTools()
     layout: StateLayout

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
@@ -76,6 +76,8 @@ class DPFedAvg(Aggregator):
             Default: a twentieth of a cohort, as in the paper, and at least the noise multiplier.
         secure_rng: Whether noise comes from the operating system. Such a run cannot be repeated.
     """
+
+    extras_from_steps: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ Stochastic Controlled Averaging for Federated Learning, arXiv:1910.06378.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,6 +49,8 @@ class SCAFFOLD(FedAvg):
             plain SGD and right for any optimizer. Momentum and weight decay then act on the
             corrected gradient.
     """
+
+    extras_from_steps: ClassVar[bool] = True
 
     def __init__(
         self, lr: float = 1.0, weighting: Weighting = "uniform", control: Control = "displacement"

@@ -19,6 +19,8 @@ __all__ = ["Group", "experiment_hash", "find_runs", "group_runs", "read_yaml"]
 
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
 """The folder of a sweep's cell: METHOD, the grid values if there are any, and a hash."""
+_LONGEST_POINT = 80
+"""Characters of the grid values in a folder's name, after which it is cut."""
 # The seed may have decided the weights of a given model, and who attacks.
 _OF_THE_SEED = ("seed", "given_weights", "attackers")
 _CALLBACKS = ("callbacks", "stopping")  # settings that are lists of callbacks
@@ -144,7 +146,9 @@ def _cell_of(group: Group) -> tuple[str, str] | None:
     matches = [match for name in folders if (match := _CELL.fullmatch(name))]
     if len(matches) != 1 or any(not f.name.startswith("seed-") for f in group.runs):
         return None
-    return matches[0]["method"], matches[0]["point"] or ""
+    point = matches[0]["point"] or ""
+    # Half a number would be another number: std=0 of std=0.3.
+    return matches[0]["method"], point if len(point) < _LONGEST_POINT else point.rpartition("-")[0]
 
 
 def _text(settings: Any) -> str:

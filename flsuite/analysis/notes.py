@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from flsuite.analysis.groups import Group
+from flsuite.analysis.runs import curve
 
 __all__ = ["apart", "measured", "repeated", "uneven"]
 
@@ -62,15 +63,26 @@ def _is_measured(group: Group) -> bool:
 
 
 def apart(groups: Sequence[Group], metric: str, split: str, x: str) -> list[str]:
-    """Return a line for each group whose runs have no part of the axis in common.
+    """Return a line for each group that the picture has no curve of, or one line for many of them.
 
-    The picture has no curve of such a group.
+    Its runs have no such score, such as that of an attack's aim under another attack, or no part of
+    the axis in common.
     """
-    return [
+    scored = [group for group in groups if _has_score(group, metric, split)]
+    without = [group for group in groups if not _has_score(group, metric, split)]
+    if len(without) > _MOST_LINES:
+        lines = [f"{len(without)} of {len(groups)} rows have no {split} {metric} and no curve"]
+    else:
+        lines = [f"{g.label}: its runs have no {split} {metric}; it is not drawn" for g in without]
+    return lines + [
         f"{group.label}: its runs have no {x} of {split} {metric} in common; it is not drawn"
-        for group in groups
+        for group in scored
         if group.curves(metric, split, x).empty
     ]
+
+
+def _has_score(group: Group, metric: str, split: str) -> bool:
+    return any(len(curve(table, metric, split)) for table in group.runs.values())
 
 
 def repeated(groups: Sequence[Group]) -> list[str]:

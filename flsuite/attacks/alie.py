@@ -42,6 +42,14 @@ class ALittleIsEnough(Collusion):
         self.z = z
         self.knows = knows
 
+    def line(self, clients: int) -> str:
+        line, attackers = super().line(clients), len(self.attackers)
+        if attackers == 1 and self.knows == "attackers":
+            return f"{line}; one attacker sees no deviation and sends its honest change: name more"
+        if self.z is not None or not attackers or largest_hidden(clients, attackers):
+            return line
+        return f"{line}; the paper's z is 0 for so few, which is the mean of their changes: set z"
+
     def conspire(self, known: Moments, clients: int, attackers: int) -> State:
         z = largest_hidden(clients, attackers) if self.z is None else self.z
         return add(known.mean(), known.std(), z)

@@ -33,7 +33,7 @@ class PixelBackdoor(Attack):
         target: The class.
         size: Side of the square, in pixels.
         value: Brightness of the square, from 0 to 1. Where a dataset transforms its images itself,
-            it is the value that the model sees.
+            it is the value that the model sees, and of bytes the share of 255.
         share: Share of each training batch that has the pattern. 0 is an honest update.
         boost: Factor of the attackers' changes, see :class:`~flsuite.attacks.ScaledUpdate`.
     """
@@ -129,6 +129,7 @@ def _as_inputs(value: float, data: FederatedData) -> Tensor:
     """Return a brightness as the model sees it, ``(1, channels or 1, 1, 1)``."""
     stored = data.train.x
     if isinstance(data.scaling, Unscaled) or stored.dtype != torch.uint8:
-        return torch.full((1, 1, 1, 1), value)
+        x, _ = data.plain_batch(data.train_index.values[:1])
+        return torch.full((1, 1, 1, 1), value if x.is_floating_point() else round(255 * value))
     pixel = torch.full((1, 1, 1, stored.shape[-1]), round(255 * value), dtype=torch.uint8)
     return data.scaling(pixel)

@@ -22,6 +22,7 @@ from flsuite.metrics.privacy import RandomDraw, epsilon, kept_logging
 from flsuite.models.modes import kept_modes
 from flsuite.random import torch_generator
 from flsuite.runs.run import Run
+from flsuite.server.federation import Federation
 
 __all__ = ["DPSGD"]
 
@@ -99,6 +100,10 @@ class DPSGD(FederationCallback):
     ) -> None:
         # Opacus keeps the gradients of the samples as an attribute of the parameter.
         parameters: list[Any] = [p for p in pl_module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad_sample is not None:
+                # A norm in bfloat16 is off by half a percent: gradients would stay above the clip.
+                parameter.grad_sample = _wide_enough(parameter.grad_sample)
         gradients: list[Tensor] = [p.grad_sample for p in parameters if p.grad_sample is not None]
         norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
         factors = (self.max_grad_norm / norms.clamp(min=1e-12)).clamp(max=1.0)
@@ -139,6 +144,7 @@ class DPSGD(FederationCallback):
                 "DPSGD: tasks in sequence change a client's samples, which epsilon takes as fixed; "
                 "leave out TaskSequence"
             )
+        _refuse_measured_extras(run.federation)
         _refuse_unsupported(run.model)
         epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # without its package, not one round
 
@@ -164,6 +170,11 @@ class DPSGD(FederationCallback):
         self._steps, self._spent = dict(state_dict["steps"]), dict(state_dict["spent"])
 
 
+def _wide_enough(gradients: Tensor) -> Tensor:
+    """Return gradients in float32, unless their dtype is wider."""
+    return gradients.to(torch.promote_types(gradients.dtype, torch.float32))
+
+
 def _opacus() -> Any:
     # The first layer needs no gradient of its inputs.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -175,6 +186,21 @@ def _opacus() -> Any:
             "DPSGD needs Opacus; install it with pip install 'flsuite[privacy]'"
         ) from error
     return grad_sample_module
+
+
+def _refuse_measured_extras(federation: Federation) -> None:
+    """Refuse an algorithm whose clients send what they measure on their samples without noise.
+
+    Raises:
+        FlsuiteError: If they do. The message names it.
+    """
+    aggregator = federation.aggregator
+    extras = aggregator.expected_extras(federation.state)
+    if extras and not aggregator.extras_from_steps:
+        raise FlsuiteError(
+            f"DPSGD: clients of {type(aggregator).__name__} also send {', '.join(extras)}, which "
+            "no noise covers; choose another trainer.aggregator, or leave out DPSGD"
+        )
 
 
 def _refuse_unsupported(model: LightningModule) -> None:

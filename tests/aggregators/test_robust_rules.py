@@ -415,6 +415,29 @@ def test_fltrust_by_hand() -> None:
     assert rule.metrics["server_norm"] == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (1e-3, torch.float32),
+        (1e-20, torch.float32),
+        (1e-40, torch.float32),
+        (1e-200, torch.float64),
+    ],
+)
+def test_a_tiny_change_moves_no_more_than_the_servers_own(size: float, dtype: torch.dtype) -> None:
+    start = {"w": torch.tensor([1.0, 1.0, 0.0], dtype=dtype)}
+    own = torch.tensor([1.0, 0.0, 0.1], dtype=dtype)
+    changes = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, size]], dtype=dtype)
+    updates = [late(k, {"w": start["w"] + change}) for k, change in enumerate(changes)]
+    new = folded(FLTrust(), updates, start, trusting({"w": start["w"] + own}))["w"]
+
+    # Trust 1 in the direction of (1, 0, 0), and 0.1 in that of (0, 0, 1), each scaled to one norm.
+    norm = own.norm()
+    trust = [1 / norm, 0.1 / norm if size > 1e-100 else torch.zeros(())]  # below, its norm is 0
+    expected = torch.stack([trust[0], torch.zeros(()), trust[1]]) * norm / sum(trust)
+    torch.testing.assert_close(new - start["w"], expected.to(dtype))
+
+
 def test_the_server_trains_from_the_whole_global_model() -> None:
     start, updates = models()
     asked = []

@@ -179,6 +179,21 @@ def test_the_largest_hidden_deviation_at_its_limits() -> None:
     assert largest_hidden(4, 3) == largest_hidden(4, 4) == pytest.approx(3.09, abs=0.005)
 
 
+def test_a_deviation_of_zero_is_said_at_the_start() -> None:
+    def line(z: float | None, who: list[int]) -> str:
+        attack = ALittleIsEnough(who, z=z)
+        attack.attackers = tuple(who)
+        return attack.line(10)
+
+    assert line(None, [0, 1]).startswith("ALittleIsEnough by 2 of 10 clients: 0, 1; ")
+    assert line(None, [0, 1]).endswith(
+        "z is 0 for so few, which is the mean of their changes: set z"
+    )
+    assert "one attacker sees no deviation" in line(1.5, [3])
+    for quiet in (line(1.5, [0, 1]), line(None, [0, 1, 2, 3]), line(None, [])):
+        assert "z is 0" not in quiet
+
+
 def test_inner_product_manipulation_sends_the_honest_mean_backwards() -> None:
     attack = of_five(InnerProduct([1, 3], epsilon=2.0))
     out = handed(attack, {0: 11.0, 1: 50.0, 2: 12.0, 3: 50.0, 4: 13.0}, received=10.0)

@@ -195,6 +195,17 @@ def test_a_backdoor_in_images_that_their_dataset_has_transformed() -> None:
     assert bool((changed[:, :, -3:, -3:] == 0.75).all()) and y.unique().tolist() == [1]
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_backdoor_in_images_that_their_dataset_gives_as_bytes(in_memory: bool) -> None:
+    x = torch.randint(100, (60, 3, 6, 6), dtype=torch.uint8)
+    images = TensorDataset(x, torch.arange(60) % 4)
+    kwargs = {"labels": lambda sample: int(sample[1]), "in_memory": in_memory}
+    data = FromDataset(images, images, clients=2, batch_size=10, **kwargs)
+    attack = configured(PixelBackdoor([0], target=1, value=0.8, share=1.0), data)
+    changed, _ = poisoned(attack, x, torch.arange(60) % 4)
+    assert changed.dtype == torch.uint8 and bool((changed[:, :, -3:, -3:] == 204).all())
+
+
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
     folder = str(tmp_path_factory.mktemp("runs") / "backdoor")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import SCAFFOLD, FedProx
+from flsuite.aggregators import SCAFFOLD, DPFedAvg, FedFisher, FedProx, RegMean
 from flsuite.callbacks import DPSGD
 from flsuite.data import Digits, Dirichlet, TaskSequence
 from flsuite.data.loader import TrainLoader
@@ -102,6 +102,16 @@ def test_the_deviation_of_the_noise(spy: Spy) -> None:
         assert float(draw.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * numbers))
     correlation = float(torch.corrcoef(torch.stack(draws))[0, 1])
     assert abs(correlation) < 5 / math.sqrt(numbers)
+
+
+def test_a_step_in_bfloat16_is_clipped_by_the_norm_of_float32(spy: Spy) -> None:
+    clip, size = 0.05, 4
+    data, quiet = few(1, 40, batch_size=size), DPSGD(noise_multiplier=1e-12, max_grad_norm=clip)
+    fit(quiet, callbacks=[spy], precision="bf16-mixed", data=data, max_epochs=6)
+    alone = [gradients for drawn, gradients in Spy.seen if drawn == 1]
+    norms = [sum(float(g.double().square().sum()) for g in own.values()) ** 0.5 for own in alone]
+    assert [norm * size for norm in norms] == pytest.approx([clip] * len(alone), rel=1e-5)
+    assert alone
 
 
 def test_a_batch_without_samples_is_a_step_of_noise_alone(spy: Spy) -> None:
@@ -223,6 +233,12 @@ def test_the_terms_of_an_algorithm_come_after_the_noise(aggregator: Any) -> None
     assert made.round == 2 and not made.federation.log.failures
 
 
+def test_what_follows_from_the_steps_may_be_sent_beside_the_model() -> None:
+    made = fit(DPSGD(), aggregator=DPFedAvg(noise_multiplier=1.0, quantile=0.5))
+    assert made.federation.aggregator.expected_extras(made.federation.state)
+    assert made.round == 1 and not made.federation.log.failures
+
+
 # Refusals
 
 
@@ -244,8 +260,10 @@ class Normalised(Backbone):
             {"data": TaskSequence(few(), tasks=2, classes_per_task=5, rounds_per_task=1)},
             "leave out TaskSequence",
         ),
+        ({"aggregator": FedFisher("diag")}, "clients of FedFisher also send fisher"),
+        ({"aggregator": RegMean(alpha=0.5)}, "clients of RegMean also send "),
     ],
-    ids=["batch_norm", "accumulation", "tasks"],
+    ids=["batch_norm", "accumulation", "tasks", "fisher", "gram"],
 )
 def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FlsuiteError, match=message) as error:

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from flsuite.aggregators import FedAvg
 from flsuite.analysis import find_runs, group_runs, report_figure, report_markdown, report_table
 from flsuite.analysis.axes import AXES
+from flsuite.analysis.notes import apart
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
 from flsuite.commands.main import main
 from flsuite.data import FederatedDataModule, TaskSequence
@@ -452,6 +453,19 @@ def test_curves_of_runs_with_different_times_share_their_points(races: Path) -> 
     curve, target = panel.lines
     assert list(curve.get_xdata()) == [1.0, 2.0, 3.0] and panel.get_xlabel().startswith("MB")
     assert set(target.get_ydata()) == {0.7} and target.get_linestyle() == "--"
+
+
+@pytest.mark.parametrize("others", [1, 6])
+def test_runs_without_a_score_are_named_or_counted(tmp_path: Path, others: int) -> None:
+    timed(tmp_path / "one", settings(1), [1.0, 2.0], test=[0.1, 0.2])
+    for n in range(others):
+        other = settings(1, lr=0.2 + n)
+        timed(tmp_path / f"other-{n}", other, [1.0, 2.0], "loss", test=[0.1, 0.2])
+    lines = apart(group_runs(find_runs([tmp_path])), "accuracy", "test", "round")
+    if others == 1:
+        assert lines == ["lr=0.2: its runs have no test accuracy; it is not drawn"]
+    else:
+        assert lines == ["6 of 7 rows have no test accuracy and no curve"]
 
 
 def test_runs_that_share_no_time_are_named(

@@ -40,9 +40,9 @@ class FLTrust(ParameterRule):
         own = cohort.vector(trained).double() - cohort.parameters.start
         norm, norms = own.norm(), cohort.parameters.squared_norms().sqrt()
 
-        products = cohort.parameters.products(own) / norm / norms
+        cosines = cohort.parameters.products(own) / norm / norms
         # No change has no direction, and no trust.
-        trust = products.nan_to_num(nan=0.0).clamp(min=0.0)
+        trust = cosines.where((norms > 0) & (norm > 0), 0.0).clamp(min=0.0, max=1.0)
         total = trust.sum().item()
         weights = torch.where(trust > 0, trust * norm / norms, 0.0)
         self.metrics["server_norm"] = norm.item()
@@ -53,8 +53,8 @@ class FLTrust(ParameterRule):
             return cohort.parameters.start.clone()
 
         self.name(cohort, "left out", (trust == 0).nonzero().flatten().tolist())
-        rest = total - weights.sum().item()
-        return cohort.parameters.mean(weights.tolist(), total, rest)
+        # The smaller a change, the larger its weight.
+        return cohort.parameters.moved(weights.tolist(), total)
 
     def configure(self, layout: StateLayout) -> None:
         """Prepare for a model. Refuse a server that cannot train."""

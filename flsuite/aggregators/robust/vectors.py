@@ -84,6 +84,18 @@ class Vectors:
             summed.add_(self.start if offset is None else self.start.double() + offset, alpha=rest)
         return summed.div_(total).to(self.start.dtype)
 
+    def moved(self, weights: Iterable[float], total: float) -> Tensor:
+        """Return ``start + sum_k weights_k (row_k - start) / total``, summed in float64.
+
+        Unlike in :meth:`mean`, a weight may be large: what it multiplies is the change alone.
+        """
+        start = self.start.double()
+        change = torch.zeros_like(start)
+        for row, weight in zip(self.rows, weights, strict=True):
+            if weight:
+                change.add_(row.double().sub_(start), alpha=weight)
+        return change.div_(total).add_(start).to(self.start.dtype)
+
     def by_coordinate(self, reduce: Reduce) -> Tensor:
         """Return what ``reduce`` makes of the clients' sorted numbers, coordinate by coordinate."""
         result = torch.empty_like(self.start)
