@@ -175,7 +175,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         content = read_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlsuiteError(f"{path} is not valid YAML ({one_line(error)})") from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(content.get("seed"), int | None):
         raise FlsuiteError(f"{path} does not hold the settings of a run; leave the folder out")
     return content
 
