@@ -180,6 +180,7 @@ class Faults(Schedule):
             # The server refuses a late message by its number. Its tensors need not wait for that.
             self._held.append(outcome.update.without_tensors())
             fit.outcome = "late"
-            client, round = outcome.update.client, outcome.update.round
-            reason = "its update did not arrive in time"
-            yield ClientFailure(client, round, reason, number=number)
+            update, reason = outcome.update, "its update did not arrive in time"
+            yield ClientFailure(
+                update.client, update.round, reason, number=number, steps=update.steps
+            )

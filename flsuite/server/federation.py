@@ -285,7 +285,9 @@ class Federation:
             return outcome
         if fault.startswith("extras"):
             fault += f" ({type(self.aggregator).__name__}.expected_extras says what clients send)"
-        return ClientFailure(update.client, update.round, f"its update was refused: {fault}")
+        steps = update.steps if type(update.steps) is int and update.steps > 0 else 0
+        reason = f"its update was refused: {fault}"
+        return ClientFailure(update.client, update.round, reason, steps=steps)
 
     def failure(self) -> Exception:
         """Return the error of a round in which no client came back.
