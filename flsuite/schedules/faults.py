@@ -66,6 +66,11 @@ class Faults(Schedule):
         self.late = late
         self.twice = twice
         require_instance("Faults", Schedule, schedule=schedule)
+        if isinstance(schedule, Faults):
+            raise FlsuiteError(
+                "Faults: schedule is a Faults too, and a fit fails in one way only; set all "
+                "probabilities in one of them"
+            )
         self.is_asynchronous = schedule.is_asynchronous
         shares = {name: float(getattr(self, name)) for name in _FAULTS}
         require_below_one("Faults", **shares)

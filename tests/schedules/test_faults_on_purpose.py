@@ -204,6 +204,7 @@ def test_faults_that_the_engine_would_not_survive_are_refused(
         ({"late": -0.1}, r"Faults: late must be in \[0, 1\)"),
         ({"nan": 0.6, "dies": 0.6}, r"the sum of the probabilities must be in \[0, 1\)"),
         ({"schedule": None}, r"schedule must be a flsuite\.schedules\.base\.Schedule"),
+        ({"schedule": Faults(Synchronous(), nan=0.5)}, "schedule is a Faults too.* in one of them"),
     ],
 )
 def test_impossible_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
