@@ -353,8 +353,9 @@ class Federation:
                 f"round {self.round} is kept"
             )
 
-        # Who dropped out or came too late has received the model too.
-        lost = sum(fit.outcome != "arrived" for fit in self.schedule.ended)
+        # Who dropped out or came too late has received the model too. A failure has been counted.
+        counted = {failure.number for failure in self.log.failures}
+        lost = sum(f.outcome != "arrived" and f.number not in counted for f in self.schedule.ended)
         self.log.lost_down += lost * self._traffic[0]
         self.clock.bytes += self.log.lost_down + self.log.lost_up
         self.state = state
@@ -485,8 +486,8 @@ def _refuse_unfit(aggregator: Aggregator, schedule: Schedule, secure: bool) -> N
     if aggregator.pooled and not is_plain:
         raise FlsuiteError(
             f"{type(aggregator).__name__} trains on pooled data, so that there are no clients to "
-            "wait for; leave out speeds, availability, over_selection, deadline and sampling of "
-            "trainer.schedule"
+            "wait for; leave out speeds, availability, over_selection, deadline, sampling and "
+            "Faults of trainer.schedule"
         )
 
 

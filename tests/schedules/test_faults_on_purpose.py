@@ -162,6 +162,19 @@ def test_a_resumed_run_goes_on_with_the_same_faults(
     assert bytes_up[0] == bytes_up[1], "late messages are counted after a resume too"
 
 
+@pytest.mark.parametrize("inner", [Synchronous(), Asynchronous(4, 2, speeds=Stragglers())])
+def test_a_late_client_has_received_the_model_once(inner: Schedule) -> None:
+    aggregator = FedBuff() if inner.is_asynchronous else FedAvg()
+    made = fit(Faults(inner, late=0.3), rounds=6, aggregator=aggregator)
+    rows = [row for row in made.run.folder.table.rows if row.scope == "global"]
+    down, came, failed = (
+        [row.value for row in rows if row.metric == name]
+        for name in ("bytes_down", "clients", "failed")
+    )
+    size = sum(4 * value.numel() for value in made.federation.state.values())
+    assert sum(failed) and down == [size * (c + f) for c, f in zip(came, failed, strict=True)]
+
+
 def test_faults_are_drawn_by_seed_fit_and_client() -> None:
     def drawn(seed: int) -> list[str | None]:
         schedule = Faults(Synchronous(), **ALL)
