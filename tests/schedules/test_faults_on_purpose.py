@@ -195,6 +195,23 @@ def test_a_rehearsal_knows_of_the_faults() -> None:
     assert outcomes.count("merged") == sum(row.value for row in merged)
 
 
+def test_a_rehearsal_counts_no_late_update() -> None:
+    def made() -> Any:
+        schedule = Faults(Synchronous(speeds=Stragglers()), late=0.3)
+        return trainer(max_client_updates=30, schedule=schedule, evaluate_every=100)
+
+    planned = list(rehearse(made().prepare(classifier(), digits(clients=6))))
+    real = made()
+    real.fit(classifier(), digits(clients=6))
+    assert len(planned) == 6 * real.round
+
+
+def test_a_rehearsal_names_the_key_of_the_speeds() -> None:
+    made = trainer(rounds=1, schedule=Faults(Synchronous(), nan=0.1))
+    with pytest.raises(FlsuiteError, match=r"set trainer\.schedule\.schedule\.speeds"):
+        list(rehearse(made.prepare(classifier(), digits(clients=6))))
+
+
 @pytest.mark.parametrize(
     ("engine", "faults", "message"),
     [
