@@ -75,7 +75,8 @@ class Faults(Schedule):
         shares = {name: float(getattr(self, name)) for name in _FAULTS}
         require_below_one("Faults", **shares)
         self._bounds = np.cumsum(list(shares.values()))
-        require_below_one("Faults", **{"the sum of the probabilities": float(self._bounds[-1])})
+        total = round(float(self._bounds[-1]), 9)  # 0.1 ten times is 1
+        require_below_one("Faults", **{"the sum of the probabilities": total})
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         self.schedule.configure(sizes, seed, work)

@@ -233,6 +233,7 @@ def test_faults_that_the_engine_would_not_survive_are_refused(
         ({"nan": 1.0}, r"Faults: nan must be in \[0, 1\)"),
         ({"late": -0.1}, r"Faults: late must be in \[0, 1\)"),
         ({"nan": 0.6, "dies": 0.6}, r"the sum of the probabilities must be in \[0, 1\)"),
+        ({"nan": 0.9, "raises": 0.2, "late": 0.06}, r"sum of the probabilities .* got 1\.16$"),
         ({"schedule": None}, r"schedule must be a flsuite\.schedules\.base\.Schedule"),
         ({"schedule": Faults(Synchronous(), nan=0.5)}, "schedule is a Faults too.* in one of them"),
     ],
