@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import logging
 import os
 import platform
 import shutil
@@ -28,6 +29,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["RunFolder", "new_run_dir"]
+
+log = logging.getLogger("flsuite")
 
 _FILES = (
     "config.yaml",
@@ -121,11 +124,17 @@ class RunFolder:
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise FlsuiteError(
                     f"another process is writing to {self.path}; wait for it, or name another "
                     "folder with --run_dir"
                 ) from error
+            except OSError as error:
+                log.warning(
+                    "the disk of %s has no locks (%s): start no second run in this folder",
+                    self.path,
+                    error.strerror,
+                )
             yield
         finally:
             os.close(descriptor)
