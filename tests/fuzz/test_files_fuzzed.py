@@ -122,6 +122,13 @@ def test_a_damaged_file_is_refused_by_name(
         fit(tmp_path / "run", "last", 4)
 
 
+def test_weights_to_start_from_are_those_that_were_written(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "weights.ckpt"
+    file.write_bytes(_flip_a_number((run / "checkpoints/model.ckpt").read_bytes()))
+    with pytest.raises(FlsuiteError, match=r"pretrained weights: .*the checksum of .* is wrong"):
+        read_weights(str(file))
+
+
 @fuzzed(60)
 @given(accident=damage)
 def test_damaged_weights_are_read_or_refused(
