@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from flsuite.errors import FlsuiteError, one_line
@@ -121,7 +122,9 @@ def _require_numbers(table: pd.DataFrame, path: Path) -> None:
     numbers_of = [name for name in _COLUMNS if name in table and name not in _WORDS]
     for name in numbers_of if len(table) else ():
         numbers = pd.to_numeric(table[name], errors="coerce")
-        bad = numbers.isna() & (table[name].notna() | (name == "round"))
+        bad = numbers.isna() & table[name].notna()
+        if name == "round":
+            bad = ~np.isfinite(numbers)
         if bad.any() or not pd.api.types.is_numeric_dtype(table[name]):
             row = int(bad.argmax())
             raise FlsuiteError(
@@ -133,8 +136,18 @@ def _require_numbers(table: pd.DataFrame, path: Path) -> None:
 def curve(
     table: pd.DataFrame, metric: str, split: str, scope: str = "global", x: str = "round"
 ) -> pd.Series:
-    """Return a score, indexed by the column ``x``."""
-    return score_rows(table, metric, split, scope).set_index(x)["value"]
+    """Return a score, indexed by the column ``x``.
+
+    Raises:
+        FlsuiteError: If a round has it twice.
+    """
+    rows = score_rows(table, metric, split, scope)
+    if (twice := rows["round"].duplicated()).any():
+        raise FlsuiteError(
+            f"a run has two values of {split} {metric} in round {rows['round'][twice].iloc[0]}: "
+            "its metrics.csv is damaged, or a callback logs it twice; leave its folder out"
+        )
+    return rows.set_index(x)["value"]
 
 
 def score_rows(table: pd.DataFrame, metric: str, split: str, scope: str = "global") -> pd.DataFrame:

@@ -22,7 +22,7 @@ from flsuite.errors import FlsuiteError, require_at_least, require_positive
 
 __all__ = ["read_timeline", "timeline_figure"]
 
-_TYPES = {
+_TYPES: dict[str, Any] = {
     **dict.fromkeys(("fit", "client", "version"), "int64"),
     **dict.fromkeys(("started_s", "ended_s", "merged_s", "weight"), float),
     **dict.fromkeys(("round", "staleness"), "Int64"),
