@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks, of a folder
 _A_FULL_DISK = 1 << 16  # bytes that are left: what torch could not write is longer
 
 
@@ -148,6 +149,9 @@ def flush_to_disk(paths: Iterable[Path]) -> None:
             continue
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _CANNOT_FLUSH:
+                raise
         finally:
             os.close(descriptor)
 

@@ -346,6 +346,8 @@ class ClientFailure:
         before_first_step: Whether the client's code raised before its first step. If all clients
             fail in this way, a setting is the reason.
         number: Number of the fit in the run. The server takes each fit once.
+        steps: Optimizer steps of an update that the client has sent and nobody uses, because it
+            was refused or late. It is 0 where nothing was sent.
     """
 
     client: int
@@ -354,6 +356,7 @@ class ClientFailure:
     details: str = ""
     before_first_step: bool = False
     number: int = 0
+    steps: int = 0
 
 
 Outcome = ClientResult | ClientFailure

@@ -179,9 +179,13 @@ def _settings(folder: Path) -> dict[str, Any]:
         content = read_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlsuiteError(f"{path} is not valid YAML ({one_line(error)})") from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not _is_seed(content.get("seed")):
         raise FlsuiteError(f"{path} does not hold the settings of a run; leave the folder out")
     return content
+
+
+def _is_seed(value: object) -> bool:
+    return value is None or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 def _without_seed(settings: Mapping[str, Any]) -> Any:

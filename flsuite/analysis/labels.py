@@ -27,7 +27,8 @@ def flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
     """Yield path and value of each setting, with a class before its parameters."""
     if isinstance(node, Mapping) and "class_path" in node:
         yield path, _Class(node["class_path"])
-        for key, value in (node.get("init_args") or {}).items():
+        arguments = node.get("init_args")
+        for key, value in arguments.items() if isinstance(arguments, Mapping) else ():
             # A mapping of plain values is one value: another group may have a word in its place.
             yield from flatten(repr(value) if _is_plain(value) else value, f"{path}.{key}")
     elif isinstance(node, Mapping) and node:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.panels import panel_grid
 from flsuite.errors import FlsuiteError
+from flsuite.files import load_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -105,17 +106,16 @@ def load_model(run_dir: str | Path) -> "LightningModule":
     Its private entries have their initial values, because they lie with the clients.
 
     Raises:
-        FlsuiteError: If the run has left no model, or its class cannot be imported.
+        FlsuiteError: If the run has left no model, it is damaged, or its class cannot be imported.
     """
-    import torch
-
     path = Path(run_dir) / "checkpoints" / "model.ckpt"
     if not path.is_file():
         raise FlsuiteError(
             f"there is no {path}: a run writes its model at its end; finish the run with "
             "--ckpt_path last"
         )
-    content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    remedy = "restore it, or go on with --ckpt_path last, which writes it again"
+    content: dict[str, Any] = load_tensors(path, remedy)
     module, _, name = content["hyper_parameters"]["_class_path"].rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)

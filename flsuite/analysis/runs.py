@@ -1,14 +1,25 @@
 """A run's tables."""
 
+import io
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["curve", "is_metrics", "read_metrics", "read_partition", "read_table", "score_rows"]
+__all__ = [
+    "curve",
+    "is_metrics",
+    "read_metrics",
+    "read_partition",
+    "read_table",
+    "score_rows",
+    "typed",
+]
 
 _LATER_COLUMNS = ("client_updates", "bytes")  # those that runs of earlier versions do not have
 _COLUMNS = ("round", "virtual_s", "wall_s", *_LATER_COLUMNS, "scope", "split", "metric", "value")
@@ -18,7 +29,7 @@ _WORDS = dict.fromkeys(("scope", "split", "metric"), "category")  # few differen
 
 def is_metrics(path: Path) -> bool:
     """Return whether a file has the columns of a run's ``metrics.csv``."""
-    with path.open() as file:
+    with path.open(errors="replace") as file:
         return tuple(file.readline().strip().split(",")) in (_COLUMNS, _EARLIER_COLUMNS)
 
 
@@ -33,27 +44,38 @@ def read_metrics(run_dir: str | Path) -> pd.DataFrame:
         FlsuiteError: If the table is not there, or is not that of a run.
     """
     path = Path(run_dir) / "metrics.csv"
-    table = read_table(path, _WORDS)
+    table = read_table(path, _WORDS, grows=True)
     if missing := [name for name in _EARLIER_COLUMNS if name not in table]:
         raise FlsuiteError(
             f"{path} is not the table of a run: it lacks the columns {', '.join(missing)}"
         )
+    _require_numbers(table, path)
     for name in _WORDS:  # pandas takes words for numbers where all of them could be
         table[name] = table[name].cat.rename_categories(str)
     return table.reindex(columns=list(_COLUMNS))
 
 
 def read_partition(run_dir: str | Path) -> pd.DataFrame:
-    """Read ``partition.csv`` of a run: columns ``client, split, class, samples``."""
-    return read_table(Path(run_dir) / "partition.csv").astype({"class": str})
+    """Read ``partition.csv`` of a run: columns ``client, split, class, samples``.
+
+    Raises:
+        FlsuiteError: If the table is not there, or is damaged.
+    """
+    path = Path(run_dir) / "partition.csv"
+    types = {"client": "int64", "split": str, "class": str, "samples": "int64"}
+    return typed(read_table(path), types, path)
 
 
-def read_table(path: Path, types: Mapping[str, str] | None = None) -> pd.DataFrame:
+def read_table(
+    path: Path, types: Mapping[str, str] | None = None, grows: bool = False
+) -> pd.DataFrame:
     """Read a table of a run.
 
     Args:
         path: The file.
         types: Types of columns, by name, where they are not to be guessed.
+        grows: Whether a run appends to it. The end of a line that is being written, or that a kill
+            has cut, is then left out: a part of a number looks like a number.
 
     Raises:
         FlsuiteError: If it is not there, or is no table.
@@ -61,16 +83,72 @@ def read_table(path: Path, types: Mapping[str, str] | None = None) -> pd.DataFra
     if not path.is_file():
         raise FlsuiteError(f"{path.parent} is not the folder of a run: it has no {path.name}")
     try:
-        return pd.read_csv(path, dtype=dict(types or {}))
+        source = _whole_lines(path) if grows else path
+        return pd.read_csv(source, dtype=dict(types or {}))
     except (ValueError, pd.errors.ParserError) as error:  # also bytes that are no text
         raise FlsuiteError(f"{path} cannot be read as a table ({one_line(error)})") from error
+
+
+def typed(table: pd.DataFrame, types: Mapping[str, Any], path: Path) -> pd.DataFrame:
+    """Return a table with these types of its columns.
+
+    Raises:
+        FlsuiteError: If a column is missing or holds something else.
+    """
+    try:
+        return table.astype(dict(types))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FlsuiteError(
+            f"{path} is damaged ({one_line(error, 120)}); restore it, or leave the folder out"
+        ) from error
+
+
+def _whole_lines(path: Path) -> Path | io.BytesIO:
+    """Return a file without the beginning of a line at its end."""
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        if file.read() == b"\n":
+            return path  # pandas need not have it in memory twice
+    content = path.read_bytes()
+    return io.BytesIO(content[: content.rfind(b"\n") + 1])
+
+
+def _require_numbers(table: pd.DataFrame, path: Path) -> None:
+    """Refuse a table with a number that is none.
+
+    Raises:
+        FlsuiteError: If there is one. The message names its line and column.
+    """
+    numbers_of = [name for name in _COLUMNS if name in table and name not in _WORDS]
+    for name in numbers_of if len(table) else ():
+        numbers = pd.to_numeric(table[name], errors="coerce")
+        bad = numbers.isna() & table[name].notna()
+        if name == "round":
+            bad = ~np.isfinite(numbers)
+        if bad.any() or not pd.api.types.is_numeric_dtype(table[name]):
+            row = int(bad.argmax())
+            raise FlsuiteError(
+                f"{path}, line {row + 2}, column {name!r}: expected a number, got "
+                f"{table[name].iloc[row]!r}; restore the file, or leave the folder out"
+            )
 
 
 def curve(
     table: pd.DataFrame, metric: str, split: str, scope: str = "global", x: str = "round"
 ) -> pd.Series:
-    """Return a score, indexed by the column ``x``."""
+    """Return a score, indexed by the column ``x``.
+
+    Raises:
+        FlsuiteError: If a round has it twice.
+    """
     rows = _are_of_score(table, metric, split, scope)
+    rounds = table["round"].to_numpy()[rows]
+    if len(np.unique(rounds)) < len(rounds):
+        twice = pd.Series(rounds)[pd.Series(rounds).duplicated()].iloc[0]
+        raise FlsuiteError(
+            f"a run has two values of {split} {metric} in round {twice}: "
+            "its metrics.csv is damaged, or a callback logs it twice; leave its folder out"
+        )
     # Columns, because a table of the rows takes ten times as long, and a sweep has thousands.
     values, index = table["value"].to_numpy()[rows], table[x].to_numpy()[rows]
     return pd.Series(values, index=pd.Index(index, name=x), name="value")

@@ -17,11 +17,17 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from flsuite.analysis.axes import AXES
-from flsuite.analysis.runs import read_table
+from flsuite.analysis.runs import read_table, typed
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 
 __all__ = ["read_timeline", "timeline_figure"]
 
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("fit", "client", "version"), "int64"),
+    **dict.fromkeys(("started_s", "ended_s", "merged_s", "weight"), float),
+    **dict.fromkeys(("round", "staleness"), "Int64"),
+    "outcome": str,
+}
 _MOST_BARS = 400
 _MOST_LINES = 60  # aggregations that are drawn as lines
 _MOST_SHADES = 12  # values of staleness that have a shade of their own in the colour bar
@@ -77,7 +83,7 @@ def read_timeline(run_dir: str | Path) -> pd.DataFrame:
             f"{path.parent} has no timeline.csv: an earlier version of flsuite made it; run it "
             "again"
         )
-    return read_table(path).astype({"round": "Int64", "staleness": "Int64", "weight": float})
+    return typed(read_table(path, grows=True), _TYPES, path)
 
 
 def timeline_figure(table: pd.DataFrame, clients: int = 40, seconds: float | None = None) -> Figure:

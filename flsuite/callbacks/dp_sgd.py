@@ -44,8 +44,8 @@ class DPSGD(FederationCallback):
     them.
 
     Every round logs ``sample_epsilon`` of its clients, and as global number the largest one of all
-    clients so far, with ``sample_delta``. An update that is refused or lost has told nobody
-    anything and does not count.
+    clients so far, with ``sample_delta``. An update that the server refuses, or that is late,
+    counts as well: it was sent. A client that fails before it sends has told nobody anything.
 
     Args:
         noise_multiplier: Deviation of the noise, in multiples of ``max_grad_norm``.
@@ -149,15 +149,15 @@ class DPSGD(FederationCallback):
         epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # without its package, not one round
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
-        if not isinstance(outcome, ClientResult):
+        sent = outcome.update if isinstance(outcome, ClientResult) else outcome
+        if not sent.steps:
             return
-        update = outcome.update
-        self._steps[update.client] = self._steps.get(update.client, 0) + update.steps
-        mean_size = float(min(run.data.batch_size, update.samples))
-        batches = RandomDraw(update.samples, mean_size, is_poisson=True)
-        spent = epsilon(batches, self.noise_multiplier, self._steps[update.client], self.delta)
-        self._spent[update.client] = spent
-        run.log_metric("sample_epsilon", spent, scope=update.client)
+        client, samples = sent.client, run.data.samples(sent.client)
+        self._steps[client] = self._steps.get(client, 0) + sent.steps
+        batches = RandomDraw(samples, float(min(run.data.batch_size, samples)), is_poisson=True)
+        spent = epsilon(batches, self.noise_multiplier, self._steps[client], self.delta)
+        self._spent[client] = spent
+        run.log_metric("sample_epsilon", spent, scope=client)
 
     def on_round_end(self, run: Run, round: int) -> None:
         run.log_metric("sample_epsilon", max(self._spent.values(), default=0.0))

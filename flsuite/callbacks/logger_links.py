@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import math
 import re
 import warnings
 from abc import ABC, abstractmethod
@@ -160,13 +161,13 @@ def _read_rows(path: Path) -> list[dict[str, float]]:
     if not path.is_file():
         return []
     rows = []
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:
         for cells in csv.DictReader(file):
             row = {}
             for name, cell in cells.items():
                 with suppress(ValueError, TypeError):  # empty, or cut off by a kill
                     row[name] = float(cell)
-            if "step" in row:
+            if math.isfinite(row.get("step", math.nan)):
                 rows.append(row)
     return rows
 

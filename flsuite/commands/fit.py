@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +158,18 @@ class _FederatedCLI(LightningCLI):
             return
         # Measured times say more about this machine than about the federation.
         is_virtual = self.trainer.schedule.is_virtual
-        try:
-            curves = curves_figure({"run": folder}, x="virtual_s" if is_virtual else "round")
-            curves.savefig(folder / "curves.png", dpi=130)
-            partition_figure(read_partition(folder)).savefig(folder / "partition.png", dpi=130)
-            if is_virtual:
-                timeline_figure(read_timeline(folder)).savefig(folder / "timeline.png", dpi=130)
-        except OSError as error:  # the run itself is complete
-            log.warning("a picture was not written: %s", one_line(error))
+        axis = "virtual_s" if is_virtual else "round"
+        pictures: dict[str, Callable[[], Any]] = {
+            "curves.png": lambda: curves_figure({"run": folder}, x=axis),
+            "partition.png": lambda: partition_figure(read_partition(folder)),
+        }
+        if is_virtual:
+            pictures["timeline.png"] = lambda: timeline_figure(read_timeline(folder))
+        for name, draw in pictures.items():
+            try:
+                draw().savefig(folder / name, dpi=130)
+            except (OSError, FlsuiteError) as error:  # the run itself is complete
+                log.warning("%s was not written: %s", name, one_line(error))
 
     def _default_run_dir(self, config: Any) -> Path:
         """Return a new folder for a new run, else the run that the request means.

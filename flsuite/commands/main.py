@@ -166,8 +166,10 @@ _HELPS = {
     "report": _REPORT_HELP,
     "workspace": _WORKSPACE_HELP,
 }
-_RESUME = "fit goes on from the last finished round with --ckpt_path last"
-_HOW_TO_GO_ON = {"sweep": "the same command goes on with the sweep"}
+_HOW_TO_GO_ON = {
+    "fit": "; fit goes on from the last finished round with --ckpt_path last",
+    "sweep": "; the same command goes on with the sweep",
+}
 _BINARY = (io.BufferedWriter, io.BufferedRandom)
 _LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 _OF_A_CONFIG = (*_LIGHTNING_COMMANDS, "partition", "schedule")
@@ -219,10 +221,10 @@ def run_command(command: str, args: list[str]) -> int:
         except OSError as error:  # a full or read-only disk, a folder that is gone
             return _complain(one_line(error), 1)
         except KeyboardInterrupt:
-            how = _HOW_TO_GO_ON.get(command, _RESUME)
+            how = _HOW_TO_GO_ON.get(command, "")
             if termination.has_come:
-                return _complain(f"terminated; {how}", TERMINATED)
-            return _complain(f"interrupted; {how}", 130)
+                return _complain(f"terminated{how}", TERMINATED)
+            return _complain(f"interrupted{how}", 130)
     return 0
 
 

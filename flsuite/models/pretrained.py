@@ -2,13 +2,15 @@
 
 import hashlib
 import logging
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import require_whole
 
 __all__ = ["file_digest", "load_weights", "read_weights"]
 
@@ -36,10 +38,14 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if not file.is_file():
         raise FlsuiteError(f"there is no file {file} with pretrained weights; correct the path")
     try:
+        if zipfile.is_zipfile(file):  # files of early versions of torch are none
+            require_whole(file)
         # weights_only: a pickle from elsewhere could run code.
         content = torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:  # a damaged file may raise any type
-        raise FlsuiteError(f"{file} cannot be read as pretrained weights: {_MUST_HOLD}") from error
+        raise FlsuiteError(
+            f"{file} cannot be read as pretrained weights: {_MUST_HOLD} ({one_line(error, 80)})"
+        ) from error
 
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not isinstance(weights, Mapping) or not weights:

@@ -116,7 +116,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         require_whole(path)  # last: of another kind of file, the errors of torch say more
     except Exception as error:
         reason = one_line(error, longest=200)
-        raise FlsuiteError(f"{path} cannot be read as a checkpoint: {reason}") from error
+        raise FlsuiteError(
+            f"{path} cannot be read as a checkpoint: {reason}; restore it, go on from another one "
+            "of the run, such as --ckpt_path best, or start a new run"
+        ) from error
 
     number = content.get("format") if isinstance(content, dict) else None
     if number is None:

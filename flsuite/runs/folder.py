@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import logging
 import os
 import platform
 import shutil
@@ -28,6 +29,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["RunFolder", "new_run_dir"]
+
+log = logging.getLogger("flsuite")
 
 _FILES = (
     "config.yaml",
@@ -121,11 +124,17 @@ class RunFolder:
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise FlsuiteError(
                     f"another process is writing to {self.path}; wait for it, or name another "
                     "folder with --run_dir"
                 ) from error
+            except OSError as error:
+                log.warning(
+                    "the disk of %s has no locks (%s): start no second run in this folder",
+                    self.path,
+                    error.strerror,
+                )
             yield
         finally:
             os.close(descriptor)
@@ -165,10 +174,12 @@ class RunFolder:
             attack: Its attackers are written, if there is an attack.
 
         Raises:
-            FlsuiteError: If the folder holds another run.
+            FlsuiteError: If the folder holds another run, or a run whose checkpoint is lost.
         """
         if self.path is None:
             return
+        if overwrite:
+            self._refuse_lost_checkpoint()
         # The table comes first: another run may have had the lock, and may have ended.
         try:
             self.table.create(overwrite)
@@ -209,6 +220,23 @@ class RunFolder:
         for folder in self._made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+    def _refuse_lost_checkpoint(self) -> None:
+        """Refuse to start over a run that had a checkpoint, and has lost it.
+
+        The rows of round 2 are written after the checkpoint of round 1.
+        """
+        path = self.table.path
+        if path is None or not path.is_file():
+            return
+        with path.open(errors="replace") as file:
+            firsts = {line.split(",", 1)[0] for line in file}
+        rounds = max((int(cell) for cell in firsts if cell.isdecimal()), default=0)
+        if rounds > 1:
+            raise FlsuiteError(
+                f"{self.path} has {rounds} rounds and no checkpoints/last.ckpt: restore it, go on "
+                "from the picked round with --ckpt_path best, or name another folder with --run_dir"
+            )
 
     def _refuse_foreign_files(self) -> None:
         """Refuse a folder with another run, or with files of the user that would be replaced."""

@@ -19,7 +19,7 @@ from flsuite.messages import (
 from flsuite.runs.run import Run
 from flsuite.runs.table import TimelineRow
 from flsuite.runs.timeline import timeline_rows
-from flsuite.schedules import Fit
+from flsuite.schedules import Faults, Fit
 
 __all__ = ["rehearse"]
 
@@ -40,20 +40,30 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
     federation, clock = run.federation, run.clock
     schedule, engine = federation.schedule, _NoTraining()
     if not schedule.is_virtual:
+        inner = "schedule." if isinstance(schedule, Faults) else ""
         raise FlsuiteError(
             f"the times of {type(schedule).__name__} are measured while clients train; set "
-            "trainer.schedule.speeds, for example to Stragglers"
+            f"trainer.schedule.{inner}speeds, for example to Stragglers"
         )
+
+    awaited: set[int] = set()
+
+    def requests(fits: Sequence[Fit]) -> list[FitRequest]:
+        awaited.update(fit.number for fit in fits)
+        return _requests(fits)
 
     while not run.finished:
         federation.begin_round()
-        engine.submit(_requests(schedule.start(clock)))
-        taken: set[int] = set()
-        for outcome in schedule.arrivals(engine, clock, _requests):
-            # Faults on purpose are part of the plan: a failure, or a message that comes again.
-            if isinstance(outcome, ClientFailure) or outcome.update.number in taken:
+        engine.submit(requests(schedule.start(clock)))
+        for outcome in schedule.arrivals(engine, clock, requests):
+            # Faults on purpose are part of the plan: a failure, or a message that comes again or
+            # in a later round.
+            number = outcome.number if isinstance(outcome, ClientFailure) else outcome.update.number
+            if number not in awaited:
                 continue
-            taken.add(outcome.update.number)
+            awaited.remove(number)
+            if isinstance(outcome, ClientFailure):
+                continue
             outcome.update.staleness = clock.round - (outcome.update.round - 1)
             federation.log.updates.append(outcome.update)
             clock.client_updates += 1

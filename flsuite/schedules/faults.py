@@ -66,11 +66,17 @@ class Faults(Schedule):
         self.late = late
         self.twice = twice
         require_instance("Faults", Schedule, schedule=schedule)
+        if isinstance(schedule, Faults):
+            raise FlsuiteError(
+                "Faults: schedule is a Faults too, and a fit fails in one way only; set all "
+                "probabilities in one of them"
+            )
         self.is_asynchronous = schedule.is_asynchronous
         shares = {name: float(getattr(self, name)) for name in _FAULTS}
         require_below_one("Faults", **shares)
         self._bounds = np.cumsum(list(shares.values()))
-        require_below_one("Faults", **{"the sum of the probabilities": float(self._bounds[-1])})
+        total = round(float(self._bounds[-1]), 9)  # 0.1 ten times is 1
+        require_below_one("Faults", **{"the sum of the probabilities": total})
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         self.schedule.configure(sizes, seed, work)
@@ -180,6 +186,7 @@ class Faults(Schedule):
             # The server refuses a late message by its number. Its tensors need not wait for that.
             self._held.append(outcome.update.without_tensors())
             fit.outcome = "late"
-            client, round = outcome.update.client, outcome.update.round
-            reason = "its update did not arrive in time"
-            yield ClientFailure(client, round, reason, number=number)
+            update, reason = outcome.update, "its update did not arrive in time"
+            yield ClientFailure(
+                update.client, update.round, reason, number=number, steps=update.steps
+            )

@@ -285,7 +285,9 @@ class Federation:
             return outcome
         if fault.startswith("extras"):
             fault += f" ({type(self.aggregator).__name__}.expected_extras says what clients send)"
-        return ClientFailure(update.client, update.round, f"its update was refused: {fault}")
+        steps = update.steps if type(update.steps) is int and update.steps > 0 else 0
+        reason = f"its update was refused: {fault}"
+        return ClientFailure(update.client, update.round, reason, steps=steps)
 
     def failure(self) -> Exception:
         """Return the error of a round in which no client came back.
@@ -351,8 +353,9 @@ class Federation:
                 f"round {self.round} is kept"
             )
 
-        # Who dropped out or came too late has received the model too.
-        lost = sum(fit.outcome != "arrived" for fit in self.schedule.ended)
+        # Who dropped out or came too late has received the model too. A failure has been counted.
+        counted = {failure.number for failure in self.log.failures}
+        lost = sum(f.outcome != "arrived" and f.number not in counted for f in self.schedule.ended)
         self.log.lost_down += lost * self._traffic[0]
         self.clock.bytes += self.log.lost_down + self.log.lost_up
         self.state = state
@@ -483,8 +486,8 @@ def _refuse_unfit(aggregator: Aggregator, schedule: Schedule, secure: bool) -> N
     if aggregator.pooled and not is_plain:
         raise FlsuiteError(
             f"{type(aggregator).__name__} trains on pooled data, so that there are no clients to "
-            "wait for; leave out speeds, availability, over_selection, deadline and sampling of "
-            "trainer.schedule"
+            "wait for; leave out speeds, availability, over_selection, deadline, sampling and "
+            "Faults of trainer.schedule"
         )
 
 

@@ -59,13 +59,16 @@ def read_outcome(run_dir: Path) -> Outcome | None:
 
 
 def measure(run_dir: Path, seconds: float) -> Outcome:
-    """Read the scores of a run that has ended."""
+    """Read the scores of a run that has ended.
+
+    Raises:
+        FlsuiteError: If a file of the run is damaged.
+    """
     # pandas and matplotlib are of no use before.
     from flsuite.analysis.runs import curve, read_metrics
     from flsuite.analysis.scores import lower_is_better, of_last_task
 
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    monitor = str(config["trainer"].get("monitor", "accuracy"))
+    monitor = _monitor(run_dir / "config.yaml")
     is_lower = lower_is_better(monitor)
     table = of_last_task(read_metrics(run_dir))
     test, validation = curve(table, monitor, "test"), curve(table, monitor, "val").dropna()
@@ -80,7 +83,8 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
 def seconds_so_far(run_dir: Path) -> float:
     """Return the seconds that a run has trained, as its table says."""
     table = run_dir / "metrics.csv"
-    lines = table.read_text().splitlines() if table.is_file() else []
+    # Damaged bytes are left to the fit, which names them.
+    lines = table.read_text(errors="replace").splitlines() if table.is_file() else []
     if len(lines) < 2:
         return 0.0
     row = dict(zip(lines[0].split(","), lines[-1].split(","), strict=False))
@@ -88,6 +92,16 @@ def seconds_so_far(run_dir: Path) -> float:
         return float(row["wall_s"])
     except (KeyError, ValueError):  # a kill may leave half a row
         return 0.0
+
+
+def _monitor(config: Path) -> str:
+    """Return the score that picks a run's round, as its config says."""
+    try:
+        return str(yaml.safe_load(config.read_text())["trainer"].get("monitor", "accuracy"))
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise FlsuiteError(
+            f"{config} is damaged; delete its folder, and the cell is run again"
+        ) from error
 
 
 def _finite(values: Iterable[float]) -> float | None:

@@ -21,6 +21,7 @@ from flsuite.engines import Processes
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone, ResNet20
+from flsuite.schedules import Faults, Synchronous
 from tests.conftest import classifier, equal_states, trainer
 
 pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
@@ -200,6 +201,18 @@ def test_epsilon_of_each_client_and_the_largest() -> None:
         assert numbers(made, str(client)) == expected
     assert numbers(made) == [max(numbers(made, str(c))[r] for c in range(3)) for r in (0, 1)]
     assert made.run.summary.privacy == {"sample_epsilon": numbers(made)[-1], "sample_delta": 1e-3}
+
+
+def test_what_was_sent_counts_also_if_nobody_uses_it() -> None:
+    def spent(**faults: float) -> list[float]:
+        schedule = Faults(Synchronous(), **faults)
+        made = fit(DPSGD(), rounds=4, schedule=schedule, data=few(6))
+        failed = sum(r.value for r in made.run.folder.table.rows if r.metric == "failed")
+        assert bool(failed) == bool(faults)
+        return [max(numbers(made, str(client)), default=0.0) for client in range(6)]
+
+    assert spent(nan=0.1, shapes=0.1, late=0.1) == spent()
+    assert sum(spent(raises=0.3)) < sum(spent()), "who fails before it sends has told nobody"
 
 
 def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:

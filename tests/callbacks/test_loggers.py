@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
-from flsuite.callbacks.logger_links import _mlflow_name
+from flsuite.callbacks.logger_links import _mlflow_name, _read_rows
 from tests.conftest import classifier, digits, trainer
 
 
@@ -126,3 +126,9 @@ def test_mlflow_starts_anew_where_its_run_is_gone(
     (tmp_path / "other").mkdir()
     run_in_parts(tmp_path, lambda: mlflow_logger(tmp_path / "other"), 2)
     assert "MLflow: the run is not there, starting a new one" in caplog.text
+
+
+def test_a_damaged_log_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_bytes(b"loss,step\n0.5,1\n\xff,2\n0.2,nan\n0.1")
+    rows = _read_rows(tmp_path / "metrics.csv")
+    assert rows == [{"loss": 0.5, "step": 1.0}, {"step": 2.0}]

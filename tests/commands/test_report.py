@@ -168,6 +168,47 @@ def test_a_folder_without_settings_is_named(runs: Path) -> None:
         group_runs(find_runs([runs]))
 
 
+def test_a_line_that_is_cut_is_not_read(runs: Path) -> None:
+    with (runs / "a1" / "metrics.csv").open("a") as file:
+        file.write("4,0.0,0.0,global,test,accuracy,0.7")  # of 0.75: the run was killed, or writes
+    (group,) = (g for g in group_runs(find_runs([runs])) if g.label == "FedAvg")
+    assert group.curves("accuracy", "test")[(runs / "a1").resolve()].tolist() == [0.1, 0.9, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("4,0.0,0.0,global,test,accuracy,0.7#5\n", r"line 8, column 'value': .* got '0.7#5'"),
+        ("x,0.0,0.0,global,test,accuracy,0.7\n", r"line 8, column 'round': .* got 'x'; restore"),
+        (",0.0,0.0,global,test,accuracy,0.7\n", "line 8, column 'round': expected a number"),
+    ],
+)
+def test_a_damaged_number_is_named(runs: Path, line: str, message: str) -> None:
+    with (runs / "a1" / "metrics.csv").open("a") as file:
+        file.write(line)
+    with pytest.raises(FlsuiteError, match=message):
+        group_runs(find_runs([runs]))
+
+
+def test_damage_that_is_seen_later_is_named_too(runs: Path) -> None:
+    with (runs / "a1" / "metrics.csv").open("a") as file:
+        file.write("3,0.0,0.0,global,test,accuracy,0.7\n")
+    with pytest.raises(FlsuiteError, match="two values of test accuracy in round 3: its"):
+        report_table(group_runs(find_runs([runs])))
+    for seed in ("x", 10**30):
+        (runs / "a1" / "settings.yaml").write_text(yaml.safe_dump(settings(1) | {"seed": seed}))
+        with pytest.raises(FlsuiteError, match="does not hold the settings of a run"):
+            group_runs(find_runs([runs]))
+    content = settings(1) | {"model": {"class_path": "M", "init_args": 3}}
+    (runs / "a1" / "settings.yaml").write_text(yaml.safe_dump(content))
+    assert len(group_runs(find_runs([runs]))) == 3
+
+
+def test_a_file_that_is_no_text_is_no_run(runs: Path) -> None:
+    (runs / "a1" / "metrics.csv").write_bytes(b"\xff\x00")
+    assert len(find_runs([runs])) == 2
+
+
 def note(folder: Path, metric: str, test: list[float], val: list[float]) -> None:
     with (folder / "metrics.csv").open("a") as file:
         for split, column in (("test", test), ("val", val)):

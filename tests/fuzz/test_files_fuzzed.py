@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flsuite.aggregators import FedAvgM
+from flsuite.analysis import load_model
 from flsuite.data.datasets import medmnist
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.models import MLP, Classifier
@@ -120,6 +121,16 @@ def test_a_damaged_file_is_refused_by_name(
         file.write_bytes(accident(file.read_bytes()))
     with pytest.raises(FlsuiteError, match=message):
         fit(tmp_path / "run", "last", 4)
+
+
+def test_weights_to_start_from_are_those_that_were_written(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoints" / "model.ckpt"
+    file.parent.mkdir()
+    file.write_bytes(_flip_a_number((run / "checkpoints/model.ckpt").read_bytes()))
+    with pytest.raises(FlsuiteError, match=r"model\.ckpt cannot be read: it is damaged"):
+        load_model(tmp_path)
+    with pytest.raises(FlsuiteError, match=r"pretrained weights: .*the checksum of .* is wrong"):
+        read_weights(str(file))
 
 
 @fuzzed(60)

@@ -157,3 +157,33 @@ def test_other_errors_of_the_system_are_left_as_they_are(tmp_path: Path) -> None
 
     with pytest.raises(ConnectionResetError):
         fit(tmp_path / "run", deed=deed)
+
+
+def test_a_disk_without_locks_or_flushing_of_folders_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(number: int) -> Any:
+        def call(*args: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    monkeypatch.setattr("flsuite.runs.folder.fcntl.flock", fail(errno.ENOLCK))
+    monkeypatch.setattr(os, "fsync", fail(errno.EINVAL))
+    fit(tmp_path / "run", rounds=1)
+    assert "has no locks (No locks available): start no second run" in caplog.text
+    assert fit(tmp_path / "run", "last", rounds=2).round == 2
+
+
+def test_a_picture_that_cannot_be_drawn_costs_the_picture_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = str(tmp_path / "run")
+    request = ["fit", "--config", QUICKSTART, "--trainer.max_epochs", "1", "--run_dir", run]
+    assert cli(*request, "--trainer.rounds", "1") == 0
+    (tmp_path / "run" / "partition.csv").write_text("client,split,class,samples\n0,train,cat,x\n")
+    (tmp_path / "run" / "curves.png").unlink()
+
+    assert cli(*request, "--trainer.rounds", "2", "--ckpt_path", "last") == 0
+    assert (tmp_path / "run" / "curves.png").exists()
+    assert "partition.png was not written: " in caplog.text

@@ -138,6 +138,17 @@ def test_killed_before_the_first_checkpoint_starts_over(tmp_path: Path) -> None:
     assert rounds_on_disk(tmp_path / "run") == 1
 
 
+def test_a_run_whose_checkpoint_is_lost_does_not_start_over(tmp_path: Path) -> None:
+    trainer(rounds=2, run_dir=tmp_path / "run").fit(classifier(), digits())
+    (tmp_path / "run" / "checkpoints" / "last.ckpt").unlink()
+    table = (tmp_path / "run" / "metrics.csv").read_bytes()
+    with pytest.raises(FlsuiteError, match=r"has 2 rounds and no checkpoints/last\.ckpt: restore"):
+        trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(), ckpt_path="last")
+    assert (tmp_path / "run" / "metrics.csv").read_bytes() == table
+    trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(), ckpt_path="best")
+    assert rounds_on_disk(tmp_path / "run") == 3
+
+
 @pytest.mark.parametrize("linked", [".best.ckpt.tmp", "best.ckpt"])
 def test_a_kill_between_link_and_rename_leaves_nothing_in_the_way(
     tmp_path: Path, linked: str

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flsuite.commands import main
 from flsuite.commands.termination import ending_on_sigterm
 from flsuite.errors import FlsuiteError, one_line
 from tests.commands.command import QUICKSTART, cli
@@ -162,3 +163,22 @@ def test_of_two_processes_that_start_in_one_folder_one_runs(
     assert refusals, "they have met"
     for line in refusals:
         assert "already holds a run" in line or "another process is writing to" in line, line
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("fit", "interrupted; fit goes on from the last finished round with --ckpt_path last"),
+        ("sweep", "interrupted; the same command goes on with the sweep"),
+        ("report", "interrupted"),
+    ],
+)
+def test_only_what_can_go_on_is_said_to(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "_run", interrupt)
+    assert main.run_command(command, []) == 130
+    assert capsys.readouterr().err == f"flsuite: error: {said}\n"

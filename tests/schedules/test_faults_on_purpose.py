@@ -162,6 +162,19 @@ def test_a_resumed_run_goes_on_with_the_same_faults(
     assert bytes_up[0] == bytes_up[1], "late messages are counted after a resume too"
 
 
+@pytest.mark.parametrize("inner", [Synchronous(), Asynchronous(4, 2, speeds=Stragglers())])
+def test_a_late_client_has_received_the_model_once(inner: Schedule) -> None:
+    aggregator = FedBuff() if inner.is_asynchronous else FedAvg()
+    made = fit(Faults(inner, late=0.3), rounds=6, aggregator=aggregator)
+    rows = [row for row in made.run.folder.table.rows if row.scope == "global"]
+    down, came, failed = (
+        [row.value for row in rows if row.metric == name]
+        for name in ("bytes_down", "clients", "failed")
+    )
+    size = sum(4 * value.numel() for value in made.federation.state.values())
+    assert sum(failed) and down == [size * (c + f) for c, f in zip(came, failed, strict=True)]
+
+
 def test_faults_are_drawn_by_seed_fit_and_client() -> None:
     def drawn(seed: int) -> list[str | None]:
         schedule = Faults(Synchronous(), **ALL)
@@ -180,6 +193,23 @@ def test_a_rehearsal_knows_of_the_faults() -> None:
     merged = [row for row in real.run.folder.table.rows if row.metric == "clients"]
     assert {"merged", "failed", "late"} == {*outcomes} and len(outcomes) == 48
     assert outcomes.count("merged") == sum(row.value for row in merged)
+
+
+def test_a_rehearsal_counts_no_late_update() -> None:
+    def made() -> Any:
+        schedule = Faults(Synchronous(speeds=Stragglers()), late=0.3)
+        return trainer(max_client_updates=30, schedule=schedule, evaluate_every=100)
+
+    planned = list(rehearse(made().prepare(classifier(), digits(clients=6))))
+    real = made()
+    real.fit(classifier(), digits(clients=6))
+    assert len(planned) == 6 * real.round
+
+
+def test_a_rehearsal_names_the_key_of_the_speeds() -> None:
+    made = trainer(rounds=1, schedule=Faults(Synchronous(), nan=0.1))
+    with pytest.raises(FlsuiteError, match=r"set trainer\.schedule\.schedule\.speeds"):
+        list(rehearse(made.prepare(classifier(), digits(clients=6))))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +233,9 @@ def test_faults_that_the_engine_would_not_survive_are_refused(
         ({"nan": 1.0}, r"Faults: nan must be in \[0, 1\)"),
         ({"late": -0.1}, r"Faults: late must be in \[0, 1\)"),
         ({"nan": 0.6, "dies": 0.6}, r"the sum of the probabilities must be in \[0, 1\)"),
+        ({"nan": 0.9, "raises": 0.2, "late": 0.06}, r"sum of the probabilities .* got 1\.16$"),
         ({"schedule": None}, r"schedule must be a flsuite\.schedules\.base\.Schedule"),
+        ({"schedule": Faults(Synchronous(), nan=0.5)}, "schedule is a Faults too.* in one of them"),
     ],
 )
 def test_impossible_settings_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from flsuite.errors import FlsuiteError
-from flsuite.sweeps.outcome import Outcome
+from flsuite.sweeps.outcome import Outcome, measure, seconds_so_far
 from flsuite.sweeps.plan import Cell
 from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep, Tuning
 from flsuite.sweeps.status import estimate, failures
 from flsuite.sweeps.tuning import COLUMNS, draw
+from tests.analysis.made_runs import made_run, settings
 
 SWEEP = Sweep(
     name="s",
@@ -111,6 +112,17 @@ def test_a_damaged_mark_is_named(tmp_path: Path) -> None:
     (tmp_path / cell.folder / "done.json").write_text('{"seconds": ')
     with pytest.raises(FlsuiteError, match=r"done.json is damaged; delete it"):
         Queue(SWEEP, tmp_path).counts()
+
+
+def test_damaged_files_of_a_cell_are_named_and_end_no_worker(tmp_path: Path) -> None:
+    made_run(tmp_path / "run", settings("FedAvg", 1), [("global", "test", "accuracy", [0.5])])
+    assert (seconds_so_far(tmp_path / "run"), measure(tmp_path / "run", 1.0).test) == (3.0, 0.5)
+    for content in (b"trainer: [", b"\xff", b"", b"trainer: 3"):
+        (tmp_path / "run" / "config.yaml").write_bytes(content)
+        with pytest.raises(FlsuiteError, match=r"config\.yaml is damaged; delete its folder"):
+            measure(tmp_path / "run", 1.0)
+    (tmp_path / "run" / "metrics.csv").write_bytes(b"round,wall_s\n1,\xff\n")
+    assert seconds_so_far(tmp_path / "run") == 0.0
 
 
 def test_the_estimate_is_the_time_of_the_method(tmp_path: Path) -> None:
