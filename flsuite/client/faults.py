@@ -3,24 +3,26 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from flsuite.messages import Fault
-from flsuite.state import State
+from flsuite.messages import ClientUpdate, Fault
 
-__all__ = ["carry_out"]
+__all__ = ["carry_out", "spoiled"]
 
 
-def carry_out(fault: Fault | None, state: State) -> State:
-    """Let a fit fail as it was told to, and return the state that it sends.
+def carry_out(fault: Fault | None) -> None:
+    """Let a fit fail as it was told to, if it is to send nothing.
 
     It is called after the training: all that the training has changed in this process is then in
     the way of the next client.
 
     Args:
         fault: The fault. Those of the message's way, ``late`` and ``twice``, happen elsewhere.
-        state: The trained shared state, which may be changed.
 
     Raises:
         RuntimeError: If the client is to raise.
@@ -31,18 +33,35 @@ def carry_out(fault: Fault | None, state: State) -> State:
         os.kill(os.getpid(), signal.SIGKILL)
     while fault == "hangs":
         time.sleep(60)
-    name = _first_floats(state)
-    if fault == "nan" and name is not None:
-        state[name].reshape(-1)[:1] = float("nan")
-    if fault == "shapes" and name is not None:
-        state[name] = state[name].unsqueeze(0)
-    return state
 
 
-def _first_floats(state: State) -> str | None:
-    """Return the name of the first entry that can hold a NaN."""
+def spoiled(fault: Fault | None, update: ClientUpdate) -> ClientUpdate:
+    """Return an update as it is sent, with a NaN or a wrong shape in it if the fault is one.
 
-    def can_be_nan(value: Tensor) -> bool:
-        return value.is_floating_point() and value.numel() > 0
+    It acts on the message, because packing may take a wrong shape away. A message without floating
+    numbers, such as that of a client that shares nothing, gets an entry that nobody asked for.
 
-    return next((name for name, value in state.items() if can_be_nan(value)), None)
+    Args:
+        fault: The fault.
+        update: The update, compressed if updates are.
+    """
+    if fault not in ("nan", "shapes"):
+        return update
+    place = next(_floats([update.state, update.extras]), None)
+    if place is None:
+        return replace(update, state={**update.state, "fault": torch.tensor(float("nan"))})
+    parent, key = place
+    value = parent[key].clone(memory_format=torch.contiguous_format)
+    if fault == "nan":
+        value.view(-1)[0] = float("nan")
+    parent[key] = value if fault == "nan" else value.unsqueeze(0)
+    return update
+
+
+def _floats(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the place of each tensor that can hold a NaN, as what holds it and its key there."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            yield node, key
+        elif isinstance(value, (dict, list)):
+            yield from _floats(value)

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from flsuite.aggregators.after_fit import AfterFit
 from flsuite.attacks.fit import AttackedFit, attacked_fit
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
-from flsuite.client.faults import carry_out
+from flsuite.client.faults import carry_out, spoiled
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
 from flsuite.client.resident import Resident
@@ -260,13 +260,14 @@ class ClientRunner:
         sent = clone(shared)
         if attacked is not None:
             sent = attacked.sent(sent, broadcast.state, kept=self.buffers)
+        carry_out(request.fault)
         update = ClientUpdate(
             client=client.id,
             round=client.round,
             samples=client.samples,
             steps=steps,
             class_counts=client.class_counts,
-            state=carry_out(request.fault, sent),
+            state=sent,
             extras=client.extras,
             metrics={**numbers, **_numbers(client.metrics)},
             bytes_down=self._bytes_of(broadcast),
@@ -274,6 +275,7 @@ class ClientRunner:
         )
         notes = copy.deepcopy(request.memory.get("exchange", {}))
         packed, summands = setup.exchange.pack(update, setup.aggregator, broadcast.state, notes)
+        packed = spoiled(request.fault, packed)
         packed.seconds = time.perf_counter() - started
         memory = {
             "model": clone(private),

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from flsuite.aggregators import FedAvg, FedBuff
+from flsuite.aggregators import SCAFFOLD, FedAvg, FedBuff, LocalOnly, MultiKrum
+from flsuite.attacks import FreeRider
 from flsuite.callbacks import FederationCallback
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
-from flsuite.exchange import PairwiseMasks, Quantize
+from flsuite.exchange import PairwiseMasks, Quantize, TopK
 from flsuite.runs.rehearsal import rehearse
 from flsuite.schedules import Asynchronous, Clock, Faults, Fit, Schedule, Stragglers, Synchronous
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -89,17 +91,37 @@ def test_a_run_under_all_faults_equals_one_without_these_clients(
         {"aggregator": FedBuff(), "schedule": Asynchronous(4, 2, speeds=Stragglers())},
         {"schedule": Synchronous(6, speeds=Stragglers(), over_selection=1.5)},
         {"compression": Quantize(bits=8)},
+        {"compression": TopK(0.1)},
         {"secure_sum": PairwiseMasks(), "rounds": 6},
+        {"aggregator": SCAFFOLD()},
+        {"aggregator": LocalOnly()},
+        {"aggregator": MultiKrum(0.1), "attack": FreeRider(fraction=0.3, last_change=True)},
     ],
-    ids=["plain", "asynchronous", "over_selection", "compression", "secure_sum"],
+    ids=[
+        "plain",
+        "asynchronous",
+        "over_selection",
+        "quantized",
+        "top_k",
+        "secure_sum",
+        "scaffold",
+        "nothing_is_shared",
+        "attacked",
+    ],
 )
 def test_in_process_the_run_equals_one_without_these_clients(kwargs: dict[str, Any]) -> None:
+    def states(made: Any) -> dict[str, torch.Tensor]:
+        own = [made.federation.client_state(client) for client in range(CLIENTS)]
+        everything = [made.federation.state, *own]
+        return {f"{n}.{name}": v for n, part in enumerate(everything) for name, v in part.items()}
+
+    kwargs = dict(kwargs)
     inner = kwargs.pop("schedule", Synchronous())
     faulty = fit(Faults(inner, **IN_PROCESS), **kwargs)
     absent = fit(Absent(inner, **IN_PROCESS), **kwargs)
     whole = fit(inner, **kwargs)
-    assert equal_states(faulty.federation.state, absent.federation.state)
-    assert not equal_states(faulty.federation.state, whole.federation.state)
+    assert equal_states(states(faulty), states(absent))
+    assert not equal_states(states(faulty), states(whole))
     assert faulty.run.clock.seconds == absent.run.clock.seconds or not inner.is_virtual
 
 
