@@ -64,7 +64,9 @@ def cross_table(
     table = pd.DataFrame(cells)
     _require_one_group_per_cell(table)
     names = [*_PLACE, "metric", "runs", "last", "last_std", "picked", "picked_std"]
-    return table[[name for name in names if name in table]]
+    table = table[[name for name in names if name in table]]
+    table.attrs["columns"] = columns  # what the figure's axis is named
+    return table
 
 
 def cross_matrices(
@@ -121,7 +123,7 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     """
     matrices = cross_matrices(table, metric, score)
     rows, columns = next(iter(matrices.values())).shape
-    wide = min(_PANEL_COLUMNS, len(matrices))
+    wide = 2 if len(matrices) == 4 else min(_PANEL_COLUMNS, len(matrices))
     tall = -(-len(matrices) // wide)
     title_width = 0.075 * max(map(len, matrices)) + 0.2
     panel_width = max(0.5 + 0.42 * columns, title_width)
@@ -132,12 +134,14 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     values = pd.concat([matrix.stack().dropna() for matrix in matrices.values()])
     # Scores in [0, 1] have the same colours in every figure.
     low, high = (0.0, 1.0) if values.between(0, 1).all() else (values.min(), values.max())
-    for panel, (title, matrix) in zip(panels, matrices.items(), strict=False):
+    for n, (panel, (title, matrix)) in enumerate(zip(panels, matrices.items(), strict=False)):
         image = draw_matrix(panel, matrix, low=low, high=high, most=30)
-        panel.tick_params(axis="x", rotation=90)
+        is_lowest = n + wide >= len(matrices)
+        panel.tick_params(axis="x", rotation=90, labelbottom=is_lowest)
         panel.set_title(title, fontsize=9)
     for unused in panels[len(matrices) :]:
         unused.set_axis_off()
+    figure.supxlabel(table.attrs.get("columns", ""), fontsize=10)
     figure.colorbar(image, ax=panels, label=_title(metric, score), fraction=0.03)
     return figure
 

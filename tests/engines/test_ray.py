@@ -68,10 +68,13 @@ class Machines:
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    made = Machines()
-    yield made
-    ray.shutdown()
-    made.cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray gives its workers the lowest priority: beside other tests they would hardly run.
+        patch.setenv("RAY_worker_niceness", "0")
+        made = Machines()
+        yield made
+        ray.shutdown()
+        made.cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
