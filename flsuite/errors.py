@@ -9,17 +9,11 @@ __all__ = [
     "one_line",
     "require_at_least",
     "require_below_one",
-    "require_fraction",
-    "require_given",
     "require_instance",
     "require_one_of",
     "require_positive",
-    "require_threads",
     "require_whole",
 ]
-
-
-_MOST_THREADS = 4096
 
 
 class FlsuiteError(Exception):
@@ -72,13 +66,6 @@ def require_whole(owner: str, least: int, **numbers: int | None) -> None:
     require_at_least(owner, least, **numbers)
 
 
-def require_threads(owner: str, threads: int) -> None:
-    """Refuse a number of threads that no machine has, which torch would not take either."""
-    require_whole(owner, 1, threads=threads)
-    if threads is None or threads > _MOST_THREADS:
-        raise FlsuiteError(f"{owner}: threads must be at most {_MOST_THREADS}, got {threads}")
-
-
 def require_positive(owner: str, **numbers: float | None) -> None:
     """Refuse an argument that is not above zero and finite.
 
@@ -89,13 +76,6 @@ def require_positive(owner: str, **numbers: float | None) -> None:
             raise FlsuiteError(f"{owner}: {name} must be positive, got {value}")
 
 
-def require_fraction(owner: str, **numbers: float) -> None:
-    """Refuse an argument that is not above zero and at most one."""
-    for name, value in numbers.items():
-        if not 0 < value <= 1:
-            raise FlsuiteError(f"{owner}: {name} must be above 0 and at most 1, got {value}")
-
-
 def require_below_one(owner: str, **numbers: float | None) -> None:
     """Refuse an argument outside [0, 1).
 
@@ -104,13 +84,6 @@ def require_below_one(owner: str, **numbers: float | None) -> None:
     for name, value in numbers.items():
         if value is not None and not 0 <= value < 1:
             raise FlsuiteError(f"{owner}: {name} must be in [0, 1), got {value}")
-
-
-def require_given(owner: str, **values: object) -> None:
-    """Refuse an argument that is ``None``, such as a key of a config that was left empty."""
-    for name, value in values.items():
-        if value is None:
-            raise FlsuiteError(f"{owner}: {name} must be given, got null")
 
 
 def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from flsuite.state import RunningMean, State, mismatch, non_finite
+from flsuite.state import State, StateLayout, Sums, mismatch, non_finite
 
 __all__ = [
     "POOLED",
@@ -20,7 +20,6 @@ __all__ = [
     "ClientResult",
     "ClientUpdate",
     "Fault",
-    "FitAssignment",
     "FitRequest",
     "Outcome",
     "OwnScores",
@@ -34,7 +33,7 @@ POOLED = -1
 """The number of the virtual client that holds the training samples of all clients."""
 
 
-Fault = Literal["raises", "nan", "shapes", "hangs", "dies", "late", "twice"]
+Fault = Literal["raises", "nan", "shapes", "hangs", "dies", "late", "twice", "gone"]
 """A fault on purpose, see :class:`flsuite.schedules.Faults`."""
 
 
@@ -55,19 +54,6 @@ class Broadcast:
     state: State
     extras: dict[str, Any]
     callbacks: tuple[Callback, ...] = ()
-
-
-@dataclass(frozen=True)
-class FitAssignment:
-    """One fit to be done.
-
-    Attributes:
-        client: The client's number.
-        batches: Batches per local epoch. Default: one pass over the client's samples.
-    """
-
-    client: int
-    batches: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,9 +81,10 @@ class FitRequest:
 
     Attributes:
         number: Number of the fit in the run, from 0. It identifies the request.
-        assignment: The client that trains, and how much.
+        client: The client's number.
         broadcast: The version of the global model to start from.
         memory: What the client has kept from its earlier rounds.
+        batches: Batches per local epoch. Default: one pass over the client's samples.
         repeat: Fits that the client has started from the same version before. Each has randomness
             of its own.
         trained: What this very fit has led to in another run. The client then does not train again.
@@ -107,25 +94,21 @@ class FitRequest:
     """
 
     number: int
-    assignment: FitAssignment
+    client: int
     broadcast: Broadcast
     memory: dict[str, Any]
+    batches: int | None = None
     repeat: int = 0
     trained: TrainedFit | None = None
     part: int | None = None
     fault: Fault | None = None
 
-    @property
-    def client(self) -> int:
-        """Return the client's number."""
-        return self.assignment.client
-
     def failure(
         self, reason: str, details: str = "", before_first_step: bool = False
     ) -> "ClientFailure":
         """Return the outcome of this request if it fails."""
-        client, round = self.assignment.client, self.broadcast.round
-        return ClientFailure(client, round, reason, details, before_first_step, self.number)
+        round = self.broadcast.round
+        return ClientFailure(self.client, round, reason, details, before_first_step, self.number)
 
 
 Split = Literal["val", "test"]
@@ -186,11 +169,12 @@ class ClientContext:
         class_counts: Training samples per class (per label in a multi-label task), int64
             ``(classes,)``.
         global_state: The shared model as received. It must not be changed.
-        received: What the aggregator broadcast beside it.
+        received: What the part of the algorithm has broadcast beside it.
         memory: The client's own notes, plain data. They are kept from one of its rounds to the next
             and never sent.
         extras: What to send with the update: nested dicts of tensors and numbers.
         metrics: Numbers about this fit, for the log.
+        layout: Names and groups of the entries that travel.
     """
 
     id: int
@@ -202,6 +186,7 @@ class ClientContext:
     memory: dict[str, Any]
     extras: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    layout: StateLayout = field(default_factory=lambda: StateLayout((), 0))
 
 
 @dataclass
@@ -227,9 +212,9 @@ class ClientUpdate:
         base: The shared state that the client started from. The server sets it. Without staleness
             it is the global state. It must not be changed.
         part: The part of the cohort that the client is in. The server sets it.
-        partial: The sum of the models of the client's part, where a worker has added them up. The
-            last update of the part has it and the others have an empty one. None of them has a
-            state then.
+        partial: What the clients of the part add to the sums of the round, where a worker has
+            added it up. The last update of the part has it and the others have an empty one. None
+            of them has a state then.
     """
 
     client: int
@@ -247,24 +232,25 @@ class ClientUpdate:
     staleness: int = 0
     base: State = field(default_factory=dict)
     part: int | None = None
-    partial: RunningMean | None = None
+    partial: Sums | None = None
 
-    def fault(
-        self, state: State, extras: dict[str, Any] | None = None, reads_numbers: bool = True
-    ) -> str | None:
+    def mismatch(self, state: State, extras: dict[str, Any]) -> str | None:
+        """Return how the update differs from templates of its tensors, or ``None``.
+
+        Args:
+            state: The state, of which keys, shapes and dtypes count.
+            extras: The statistics, likewise, see :meth:`Aggregator.statistics`.
+        """
+        return mismatch(self.state, state) or mismatch(self.extras, extras, "extras")
+
+    def fault(self, reads_numbers: bool = True) -> str | None:
         """Return why this update must not reach the aggregator, or ``None`` if it may.
 
         Args:
-            state: The global state, as a template of keys, shapes and dtypes.
-            extras: A template of the extras, see :meth:`Aggregator.expected_extras`.
             reads_numbers: Whether every number is looked at: it must be finite.
         """
         if fault := self._fault_of_numbers():
             return fault
-        if difference := mismatch(self.state, state) or mismatch(
-            self.extras, extras or {}, "extras"
-        ):
-            return difference
 
         # Checked last, because it reads every number of the update.
         name = (
@@ -306,9 +292,9 @@ class ClientResult:
 
     Attributes:
         update: What travels to the server.
-        memory: What the client keeps for its next round: ``model`` (private entries), ``algorithm``
-            (its notes), ``optimizers``, ``exchange`` (notes of the compression), ``attack`` (those
-            of an attacker) and, until they are masked, ``summands``, where there are any.
+        memory: What the client keeps for its next round: ``model`` (private entries), ``objective``
+            (its notes), ``optimizers``, ``transforms`` (notes by the place of the transform) and,
+            until it is masked, ``held``, where there are any.
         training: The numbers about the fit that local training alone has led to.
     """
 
@@ -316,17 +302,15 @@ class ClientResult:
     memory: dict[str, Any]
     training: dict[str, float] = field(default_factory=dict)
 
-    def fault(
-        self, state: State, extras: dict[str, Any] | None = None, reads_numbers: bool = True
-    ) -> str | None:
+    def fault(self, reads_numbers: bool = True) -> str | None:
         """Return why the update must not reach the aggregator, or ``None`` if it may.
 
-        The arguments are those of :meth:`ClientUpdate.fault`. What a worker has added up, it has
+        The argument is that of :meth:`ClientUpdate.fault`. What a worker has added up, it has
         checked.
         """
         if self.update.partial is not None:
             return None
-        if fault := self.update.fault(state, extras, reads_numbers):
+        if fault := self.update.fault(reads_numbers):
             return fault
         if not isinstance(self.memory, dict):
             return "what it keeps is no dict"

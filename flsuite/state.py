@@ -19,21 +19,31 @@ from flsuite.errors import FlsuiteError
 __all__ = [
     "Layer",
     "LayerKind",
-    "RunningMean",
     "State",
     "StateLayout",
+    "Sums",
+    "Tree",
     "add",
+    "cast",
     "clone",
     "difference",
+    "divided",
+    "flatten_tree",
     "load_",
     "matches",
+    "mean_of",
     "mismatch",
     "nbytes",
+    "nested_like",
     "non_finite",
     "plain",
+    "scaled",
+    "wide",
 ]
 
 State = dict[str, Tensor]
+Tree = dict[str, Any]
+"""Nested dicts of tensors and numbers."""
 LayerKind = Literal["linear", "conv2d"]
 
 
@@ -256,61 +266,127 @@ def _join(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-class RunningMean:
-    """The weighted mean of states that arrive one at a time.
+class Sums:
+    """Sums of nested data that arrives one client at a time.
 
-    It sums in float64 and never holds more than one state. Integer entries, such as
-    ``num_batches_tracked``, take their maximum, because a mean of counters is not a counter.
+    Floating-point tensors and numbers are summed in float64. Integer tensors, such as
+    ``num_batches_tracked``, take their maximum, because a sum of counters is not a counter. No more
+    than one client's data is held.
+
+    Attributes:
+        values: The sums, nested as the data is.
     """
 
     def __init__(self) -> None:
-        self.weight = 0.0
-        self._sums: dict[str, Tensor] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self.values: Tree = {}
 
-    def add(self, state: Mapping[str, Tensor], weight: float = 1.0) -> None:
-        """Add one state with its weight."""
-        self.weight += weight
-        for name, value in state.items():
-            floating = value.is_floating_point()
-            if name not in self._sums:
-                zeros = torch.zeros_like(value, dtype=torch.float64) if floating else value.clone()
-                self._sums[name], self._dtypes[name] = zeros, value.dtype
+    def add(self, tree: Tree, scale: float = 1.0) -> None:
+        """Add one client's data, times ``scale``."""
+        _add_(self.values, tree, scale)
 
-            if floating:
-                self._sums[name].add_(value, alpha=weight)
-            else:
-                torch.maximum(self._sums[name], value, out=self._sums[name])
-
-    def merge(self, other: "RunningMean") -> None:
-        """Add all that another mean has been given."""
-        self.weight += other.weight
-        for name, total in other._sums.items():
-            if name not in self._sums:
-                self._sums[name], self._dtypes[name] = total.clone(), other._dtypes[name]
-            elif total.dtype == torch.float64:
-                self._sums[name].add_(total)
-            else:
-                torch.maximum(self._sums[name], total, out=self._sums[name])
+    def merge(self, other: "Sums") -> None:
+        """Add all that other sums have been given."""
+        _add_(self.values, other.values, 1.0)
 
     @property
     def is_finite(self) -> bool:
         """Return whether every number that was added is finite."""
         # Neither a NaN nor an infinity leaves a sum, and float32 cannot overflow float64.
-        return non_finite(self._sums) is None
+        return non_finite(self.values) is None
 
-    def mean(self) -> State:
-        """Return the mean, in the dtypes of the states.
 
-        Raises:
-            ZeroDivisionError: If nothing with a weight has been added.
-        """
-        if self.weight <= 0:
-            raise ZeroDivisionError("no weight to average over")
-        # Sums are float64 only for entries that are floats: counters are as they are.
-        return {
-            name: (total / self.weight if total.dtype == torch.float64 else total.clone()).to(
-                self._dtypes[name]
-            )
-            for name, total in self._sums.items()
-        }
+def _add_(sums: Tree, tree: Mapping[str, Any], scale: float) -> None:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            _add_(sums.setdefault(name, {}), value, scale)
+        elif not isinstance(value, Tensor):
+            sums[name] = sums.get(name, 0.0) + scale * value
+        elif not value.is_floating_point():
+            sums[name] = torch.maximum(sums[name], value) if name in sums else value.clone()
+        elif name in sums:
+            sums[name].add_(value, alpha=scale)
+        else:
+            # From zero, so that the first client's numbers round like those of the others.
+            sums[name] = torch.zeros_like(value, dtype=torch.float64).add_(value, alpha=scale)
+
+
+def scaled(tree: Mapping[str, Any], factor: float) -> Tree:
+    """Return nested data times a number, in float64. Integer tensors are passed on as they are."""
+    return {
+        name: scaled(value, factor)
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, Tensor) and not value.is_floating_point()
+        else (value.double() if isinstance(value, Tensor) else value) * factor
+        for name, value in tree.items()
+    }
+
+
+def divided(sums: Mapping[str, Any], by: float) -> Tree:
+    """Return sums divided by a number. Integer tensors are copied.
+
+    Raises:
+        ZeroDivisionError: If the number is not above zero.
+    """
+    if by <= 0:
+        raise ZeroDivisionError("no weight to average over")
+    return {
+        name: divided(value, by)
+        if isinstance(value, Mapping)
+        else value.clone()
+        if isinstance(value, Tensor) and not value.is_floating_point()
+        else value / by
+        for name, value in sums.items()
+    }
+
+
+def mean_of(states: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
+    """Return the weighted mean of states that arrive one at a time, in float64.
+
+    Integer entries take their maximum.
+
+    Raises:
+        ZeroDivisionError: If nothing with a weight has been given.
+    """
+    sums, total = Sums(), 0.0
+    for state, weight in states:
+        sums.add(dict(state), weight)
+        total += weight
+    return divided(sums.values, total)
+
+
+def wide(state: Mapping[str, Tensor]) -> State:
+    """Return a copy whose floating-point entries are in float64."""
+    return {
+        name: value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
+        for name, value in state.items()
+    }
+
+
+def cast(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
+    """Return the entries of ``like``, in its dtypes and order, with the numbers of ``state``."""
+    return {name: state[name].to(value.dtype, copy=True) for name, value in like.items()}
+
+
+def flatten_tree(tree: Mapping[str, Any], name: str = "") -> State:
+    """Return the leaves of nested data by their paths, numbers as tensors."""
+    flat: State = {}
+    for key, value in tree.items():
+        path = f"{name}/{key}" if name else str(key)
+        if isinstance(value, Mapping):
+            flat |= flatten_tree(value, path)
+        else:
+            flat[path] = value if isinstance(value, Tensor) else torch.tensor(float(value)).double()
+    return flat
+
+
+def nested_like(tree: Mapping[str, Any], flat: Mapping[str, Tensor], name: str = "") -> Tree:
+    """Return flat leaves in the shape of nested data, where they have been given."""
+    nested: Tree = {}
+    for key, value in tree.items():
+        path = f"{name}/{key}" if name else str(key)
+        if isinstance(value, Mapping):
+            nested[key] = nested_like(value, flat, path)
+        elif path in flat:
+            nested[key] = flat[path] if isinstance(value, Tensor) else float(flat[path])
+    return nested

@@ -10,23 +10,26 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
-from flsuite.aggregators import Aggregator, FedAvg
+from flsuite.aggregators import Aggregator, FedAvg, Rule
+from flsuite.aggregators.transforms import Transform
 from flsuite.attacks import Attack
-from flsuite.callbacks.defaults import with_defaults
+from flsuite.attacks.compose import with_attack
+from flsuite.callbacks.defaults import moved_into, with_defaults
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
-from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, client_half, fit_samples
+from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, fit_samples
 from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine
 from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError, require_one_of
-from flsuite.exchange import Compression, SecureSum
+from flsuite.exchange import SecureAggregation
 from flsuite.models.traits import extra_epochs
 from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.predictions import predict
-from flsuite.runs.preparation import make_evaluator, make_federation, make_ready
+from flsuite.runs.preparation import Algorithm, make_evaluator, make_federation, make_ready
 from flsuite.runs.run import Run, RunOptions
+from flsuite.runs.session import opened
 from flsuite.runs.settings import of_the_trainer, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
@@ -46,10 +49,11 @@ class FederatedTrainer(Trainer):
 
     Args:
         rounds: Rounds of the federation. Default: 10, or no limit where another one is given.
-        aggregator: The algorithm. Default: FedAvg weighted by samples.
+        aggregator: The algorithm, or a rule alone: FedAvg with that rule. Default: FedAvg weighted
+            by samples.
         schedule: Who trains when. Default: all clients in every round.
         engine: Where clients train. Default: in this process.
-        compression: How updates are packed for the way to the server. Default: not at all.
+        compression: A last transform of the aggregator, such as ``Quantize``. Default: none.
         secure_sum: How updates are masked, so that the server learns their sum alone.
         attack: What attackers among the clients do. Default: all clients are honest.
         max_epochs: Local epochs per fit.
@@ -75,11 +79,11 @@ class FederatedTrainer(Trainer):
     def __init__(
         self,
         rounds: int | None = None,
-        aggregator: Aggregator | None = None,
+        aggregator: Aggregator | Rule | None = None,
         schedule: Schedule | None = None,
         engine: Engine | None = None,
-        compression: Compression | None = None,
-        secure_sum: SecureSum | None = None,
+        compression: Transform | None = None,
+        secure_sum: SecureAggregation | None = None,
         attack: Attack | None = None,
         max_epochs: int = 1,
         evaluate_every: int = 1,
@@ -105,6 +109,7 @@ class FederatedTrainer(Trainer):
         require_one_of("trainer", get_args(Buffers), buffers=buffers)
         self.client_kwargs = client_arguments({**kwargs, "max_epochs": max_epochs})
         kwargs["default_root_dir"] = kwargs.get("default_root_dir") or run_dir
+        self._logs_into_run = logger is True and kwargs["default_root_dir"] is None
         kwargs.update(on_one_gpu(kwargs))  # in place: the command follows kwargs to Lightning's
         quiet_lightning()
         super().__init__(
@@ -118,14 +123,12 @@ class FederatedTrainer(Trainer):
         )
         require_one_device(self)
 
-        self.aggregator = aggregator or FedAvg()
-        self.schedule = schedule or Synchronous()
+        self.aggregator, self.schedule = aggregator or FedAvg(), schedule or Synchronous()
         self.engine = engine or InProcess()
         self.compression, self.secure_sum, self.attack = compression, secure_sum, attack
         self.keep_optimizers, self.channels_last = keep_optimizers, channels_last
-        self.run_dir = Path(run_dir) if run_dir else None
-        self.buffers, self.writes = buffers, enable_checkpointing
-        self.keep_updates, self.from_updates = keep_updates, from_updates
+        self.run_dir, self.writes = Path(run_dir) if run_dir else None, enable_checkpointing
+        self.buffers, self.keep_updates, self.from_updates = buffers, keep_updates, from_updates
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
             budget, seed, evaluate_every, monitor, score_clients, lr_decay, enable_progress_bar
@@ -148,7 +151,7 @@ class FederatedTrainer(Trainer):
             FederationError: If a round fails. The run's folder keeps the state before it.
         """
         run = self.prepare(model, datamodule, ckpt_path)
-        with run.opened(ckpt_path), run.on(self.engine, self.worker_setup(run)):
+        with opened(run, ckpt_path), run.on(self.engine, self.worker_setup(run)):
             while not run.finished:
                 # 1. Who starts training now, from the current version of the global model.
                 starting = self.schedule.start(run.clock)
@@ -229,17 +232,26 @@ class FederatedTrainer(Trainer):
             FlsuiteError: If the request cannot be met.
         """
         options, seed = self.options, self.options.seed
-        name = f"{type(datamodule).__name__}-{type(self.aggregator).__name__}".lower()
+        aggregator = self._aggregator()
+        name = f"{type(datamodule).__name__}-{aggregator.name}".lower()
         folder = RunFolder((self.run_dir or new_run_dir(name, seed)) if self.writes else None)
         is_restored = folder.find_checkpoint(ckpt_path) is not None
         request = model, datamodule, self, seed, self.channels_last, is_restored, self.attack
         data, weights = make_ready(*request)
+        self.loggers = moved_into(folder.path if self._logs_into_run else None, self.loggers)
 
         samples = fit_samples(self.client_kwargs, data.batch_size, extra_epochs(model))
         evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, self.attack)
         options = replace(options, monitor=evaluator.monitored(options.monitor))
-        chosen = self.aggregator, self.schedule, self.buffers, self.compression, self.secure_sum
-        federation = make_federation(evaluator, *chosen, self.attack, folder, options, samples)
+        algorithm = Algorithm(
+            with_attack(aggregator, self.attack),
+            self.schedule,
+            self.buffers,
+            self.secure_sum,
+            options.lr_decay,
+            samples,
+        )
+        federation = make_federation(evaluator, algorithm, folder, options)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         settings = run_settings(options, model, data, callbacks, weights, **of_the_trainer(self))
         config = self.config or settings
@@ -255,8 +267,9 @@ class FederatedTrainer(Trainer):
         return WorkerSetup(
             model=run.model,
             data=run.federation.data,
-            aggregator=client_half(self.aggregator),
-            exchange=run.federation.exchange,
+            aggregator=run.federation.aggregator,
+            uplink=run.federation.uplink,
+            layout=run.federation.layout,
             seed=run.seed,
             initial=run.federation.initial,
             trainer_kwargs=self.client_kwargs,
@@ -267,6 +280,14 @@ class FederatedTrainer(Trainer):
             sums_parts=run.sums_parts,
             attack=self.attack,
         )
+
+    def _aggregator(self) -> Aggregator:
+        """Return the algorithm with its compression."""
+        chosen = self.aggregator
+        aggregator = Aggregator(chosen) if isinstance(chosen, Rule) else chosen
+        if self.compression is None:
+            return aggregator
+        return aggregator.with_parts(transforms=[*aggregator.transforms, self.compression])
 
     def _restored(
         self,
@@ -286,7 +307,8 @@ class FederatedTrainer(Trainer):
             raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer")
         elif ckpt_path is None and run.round:
             return run
-        run.restore(run.existing_checkpoint(ckpt_path or "last"), to_train=False)
+        content = run.store.restore(run.folder.existing_checkpoint(ckpt_path), to_train=False)
+        run.continue_clock(content["wall_seconds"])
         return run
 
     def _scored(self, split: Split, *request: Any) -> list[dict[str, float]]:

@@ -10,6 +10,7 @@ import torch
 
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
+from flsuite.schedules import Clock, Fit, Synchronous
 from flsuite.trainer import FederatedTrainer
 
 
@@ -76,6 +77,15 @@ def trainer(**kwargs: Any) -> FederatedTrainer:
         "accelerator": "cpu",
     }
     return FederatedTrainer(**{**quiet, **kwargs})
+
+
+class WithoutOne(Synchronous):
+    """The schedule of a federation from which client 1 is absent in round 2."""
+
+    def start(self, clock: Clock) -> list[Fit]:
+        fits = super().start(clock)
+        self._cohort = [fit for fit in self._cohort if (fit.client, clock.round) != (1, 1)]
+        return [fit for fit in fits if fit in self._cohort]
 
 
 def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -1,6 +1,6 @@
 """Federations that do not wait: FedAvg at a limit, equal on every engine and after every kill."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,29 @@ from lightning.pytorch import LightningModule, Trainer
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import (
-    CMGA,
     SCAFFOLD,
     Aggregator,
     Centralized,
+    CohortRule,
     FedAdam,
     FedAsync,
     FedAvg,
     FedAvgM,
     FedBuff,
+    FedFisher,
     FedProx,
     FisherAveraging,
+    FisherMerge,
+    OTFusion,
+    RegMean,
+    Rule,
+    Server,
 )
 from flsuite.callbacks import FederationCallback, StopAt
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FederationError
+from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.runs.run import Run
 from flsuite.schedules import (
@@ -41,6 +48,7 @@ from flsuite.schedules import (
     Synchronous,
     Trace,
 )
+from flsuite.state import State, mean_of
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,
@@ -68,7 +76,9 @@ def stragglers(**settings: Any) -> Asynchronous:
     return Asynchronous(**chosen)
 
 
-def fitted(aggregator: Aggregator, schedule: Schedule, rounds: int = 6, **kwargs: Any) -> Any:
+def fitted(
+    aggregator: Aggregator | Rule, schedule: Schedule, rounds: int = 6, **kwargs: Any
+) -> Any:
     made = federation(aggregator, rounds, schedule=schedule, **kwargs)
     made.fit(table_model(momentum=0.9), table_data(clients=8))
     return made
@@ -85,6 +95,12 @@ def test_with_equal_speeds_fedbuff_is_fedavg(cohort: int, weighting: Any) -> Non
 
     assert_same_models(waits, flows)
     assert flows.run.clock == waits.run.clock
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_fedavg_with_late_clients_is_fedbuff(weighting: Any) -> None:
+    ours = fitted(FedAvg(weighting), stragglers())
+    assert_same_models(ours, fitted(FedBuff(weighting=weighting), stragglers()))
 
 
 def test_fedasync_with_weight_one_takes_the_clients_model() -> None:
@@ -105,8 +121,16 @@ def test_fedasync_with_weight_one_takes_the_clients_model() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [FedBuff, lambda: FedBuff("mix"), FedAsync, lambda: FedAvgM(momentum=0.5), FedAdam],
-    ids=["delta", "mix", "fedasync", "fedavgm", "fedadam"],
+    [
+        FedBuff,
+        lambda: FedBuff("mix"),
+        FedAsync,
+        lambda: FedAvgM(momentum=0.5),
+        FedAdam,
+        lambda: FedProx(mu=0.1),
+        lambda: SCAFFOLD(control="mean_gradient"),
+    ],
+    ids=["delta", "mix", "fedasync", "fedavgm", "fedadam", "fedprox", "scaffold"],
 )
 @pytest.mark.parametrize("buffers", ["average", "local"])
 def test_every_engine_gives_the_same_run(make: Callable[[], Aggregator], buffers: Any) -> None:
@@ -146,13 +170,14 @@ def test_stale_updates_reach_the_optimum_of_quadratics(speeds: PerClient) -> Non
     assert float(made.run.state["w"]) == pytest.approx(optimum, abs=0.02)
 
 
-class Replacing(FedAvg):
+class Replacing(CohortRule):
     """A server with a known mistake: the mean of the buffer replaces the global model."""
 
-    accepts_stale = True
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        return mean_of((update.state, 1.0) for update in updates)
 
 
-def late_accuracy(aggregator: Aggregator) -> float:
+def late_accuracy(aggregator: Aggregator | Rule) -> float:
     """Return the mean accuracy of the last six evaluations, on very heterogeneous digits."""
     schedule = Asynchronous(10, buffer_size=2, speeds=Stragglers())
     made = trainer(
@@ -169,7 +194,7 @@ def late_accuracy(aggregator: Aggregator) -> float:
 
 
 def test_a_model_that_is_replaced_learns_less_and_a_tiny_eta_crawls() -> None:
-    replaced = late_accuracy(Replacing("uniform"))
+    replaced = late_accuracy(Replacing())
     assert late_accuracy(FedBuff("delta")) > replaced + 0.08
     assert late_accuracy(FedBuff("mix", eta=0.5)) > replaced + 0.02
     assert late_accuracy(FedBuff("mix", eta=0.00125)) < 0.25
@@ -210,6 +235,30 @@ def test_when_nobody_can_train_the_run_ends(rounds_before: int) -> None:
     made = federation(FedBuff(), 5, schedule=schedule)
     with pytest.raises(FlsuiteError, match="no client can train: client 0 failed"):
         made.fit(Quadratic(), Quadratics((-1.0, -1.0), (0.0, 0.0)))
+
+
+class Ends(FederationCallback):
+    """Ends a run that would go on for ever."""
+
+    def on_round_end(self, run: Any, round: int) -> None:
+        if round == 300:
+            run.stop()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Asynchronous(2, speeds=PerClient(0, 0, 0)),
+        Asynchronous(2, speeds=PerClient(0, 0, 9)),  # the others take turns until it comes back
+        Synchronous(2, speeds=PerClient(0, 0, 0)),
+    ],
+    ids=["all", "some", "rounds"],
+)
+def test_fits_that_take_no_time_end_a_run_that_only_time_would_end(schedule: Schedule) -> None:
+    limits = {"max_virtual_seconds": 20, "callbacks": Ends()}
+    made = federation(FedBuff(), None, schedule=schedule, **limits)  # type: ignore[arg-type]
+    with pytest.raises(FederationError, match="rounds have taken no virtual time, and"):
+        made.fit(Quadratic(), Quadratics((1.0,) * 3, (0.0,) * 3))
 
 
 def asynchronous_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> FederatedTrainer:
@@ -302,14 +351,17 @@ def test_a_run_can_be_extended_and_a_missing_version_is_named(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "aggregator", [FedAvg(), FedProx(), SCAFFOLD(), CMGA(), FisherAveraging(), Centralized()]
+    "rule", [FisherMerge(), FisherAveraging(), FedFisher("diag"), RegMean(), OTFusion()]
 )
-def test_algorithms_that_need_the_current_version_are_refused(aggregator: Aggregator) -> None:
-    name = type(aggregator).__name__
-    with pytest.raises(
-        FlsuiteError, match=rf"{name} needs updates of the current version.*FedBuff"
-    ):
-        fitted(aggregator, stragglers())
+def test_rules_that_merge_whole_models_need_the_current_version(rule: Rule) -> None:
+    name = type(rule).__name__
+    with pytest.raises(FlsuiteError, match=rf"{name} needs current models, and Asyn.*FedBuff"):
+        fitted(rule, stragglers())
+
+
+def test_a_pooled_fit_is_no_client_that_could_be_late() -> None:
+    with pytest.raises(FlsuiteError, match="Asynchronous needs clients, and Centralized trains"):
+        fitted(Centralized(), stragglers())
 
 
 @pytest.mark.parametrize(
@@ -393,7 +445,7 @@ def test_a_pooled_fit_counts_as_its_cohort_and_has_no_virtual_time() -> None:
     made = trainer(aggregator=Centralized(), max_client_updates=20)
     made.fit(classifier(), digits(clients=5))
     assert made.round == 4 and made.run.clock.client_updates == 20
-    with pytest.raises(FlsuiteError, match="there are no clients to wait for; leave out speeds"):
+    with pytest.raises(FlsuiteError, match="Synchronous needs clients, and Centralized"):
         fitted(Centralized(), Synchronous(speeds=Stragglers()))
 
 

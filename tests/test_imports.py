@@ -1,7 +1,10 @@
 """What is imported when. Nobody waits for a library that a run does not use."""
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +44,19 @@ def test_a_run_and_its_workers_import_little_beside_lightning() -> None:
         "typeshed_client",
         "yaml",
     }
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Return the names of the modules that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_tests_import_each_other_under_one_name() -> None:
+    """Pytest has their folders on the path too: a bare name would be a second module."""
+    files = list(Path(__file__).parent.rglob("*.py"))
+    bare = {file.stem for file in files} - {"__init__", "__main__"}
+    assert not [(str(file), name) for file in files for name in imports_of(file) if name in bare]

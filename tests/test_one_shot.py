@@ -19,15 +19,17 @@ from flsuite.aggregators import (
     FisherMerge,
     OTFusion,
     RegMean,
+    Rule,
 )
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import Processes
+from flsuite.exchange import PairwiseMasks
 from flsuite.models import CNN, MLP, Classifier, ResNet20
 from flsuite.models.backbones import Backbone
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
-EVERY: dict[str, Callable[[], Aggregator]] = {
+EVERY: dict[str, Callable[[], Aggregator | Rule]] = {
     "kfac": FedFisher,
     "diag": partial(FedFisher, "diag"),
     "merge": FisherMerge,
@@ -39,7 +41,7 @@ EVERY: dict[str, Callable[[], Aggregator]] = {
 }
 
 
-def fitted(aggregator: Aggregator, **kwargs: Any) -> FederatedTrainer:
+def fitted(aggregator: Aggregator | Rule, **kwargs: Any) -> FederatedTrainer:
     backbone: Backbone = kwargs.pop("backbone", None) or CNN(hidden=(8,))
     trainer = FederatedTrainer(
         kwargs.pop("rounds", 1),
@@ -62,7 +64,7 @@ def assert_equal(a: FederatedTrainer, b: FederatedTrainer) -> None:
 
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 def test_workers_and_kept_models_give_the_same_weights(
-    make: Callable[[], Aggregator], tmp_path: Path
+    make: Callable[[], Aggregator | Rule], tmp_path: Path
 ) -> None:
     kept = str(tmp_path / "kept")
     fitted(FedAvg(), keep_updates=True, enable_checkpointing=True, run_dir=kept)
@@ -72,8 +74,16 @@ def test_workers_and_kept_models_give_the_same_weights(
     assert_equal(here, reused)
 
 
+@pytest.mark.parametrize("name", ["kfac", "diag", "merge", "regmean"])
+def test_masked_sums_give_nearly_the_same_weights(name: str) -> None:
+    plain, masked = fitted(EVERY[name]()), fitted(EVERY[name](), secure_sum=PairwiseMasks())
+    assert not any(len(update.class_counts) for update in masked.federation.log.updates)
+    for entry, value in plain.run.state.items():
+        torch.testing.assert_close(masked.run.state[entry], value, rtol=0, atol=0.02)
+
+
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
-def test_no_client_half_changes_the_training(make: Callable[[], Aggregator]) -> None:
+def test_no_client_half_changes_the_training(make: Callable[[], Aggregator | Rule]) -> None:
     plain, with_extras = (
         fitted(aggregator).federation.log.updates for aggregator in (FedAvg(), make())
     )
@@ -97,11 +107,11 @@ def test_kfac_covers_a_residual_network_without_norms() -> None:
 
 def test_a_grown_network_is_scored_and_written(tmp_path: Path) -> None:
     trainer = fitted(PFNM(grow=True), enable_checkpointing=True, run_dir=str(tmp_path / "run"))
-    grown = trainer.aggregator.grown
-    saved = torch.load(tmp_path / "run" / "checkpoints" / "grown.pt", weights_only=True)
-    assert all(torch.equal(saved[name], value) for name, value in grown.state_dict().items())
+    expanded = trainer.federation.artifacts["expanded_model"]
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "expanded_model.pt", weights_only=True)
+    assert all(torch.equal(saved[name], value) for name, value in expanded.state_dict().items())
     rows = (tmp_path / "run" / "metrics.csv").read_text()
-    assert ",test,grown/accuracy," in rows
+    assert ",test,expanded_model/accuracy," in rows
     assert saved["network.0.weight"].shape[0] >= 32
 
 
@@ -119,21 +129,31 @@ KFAC = ["--trainer.aggregator", "FedFisher"]
         ),
         (["--trainer.aggregator", "PFNM", "--trainer.aggregator.grow", "true"], "rounds"),
         (
-            ["--trainer.compression", "Quantize", "--trainer.secure_sum", "PairwiseMasks"],
-            "leave out trainer.compression or trainer.secure_sum",
+            ["--trainer.compression", "LowRank", "--trainer.secure_sum", "PairwiseMasks", *KFAC],
+            "LowRank needs each update",
+        ),
+        (
+            ["--trainer.aggregator", "OTFusion", "--trainer.secure_sum", "PairwiseMasks"],
+            "OTFusion needs each update",
+        ),
+        (
+            ["--trainer.aggregator", "FisherMerge", "--trainer.schedule", "Asynchronous"],
+            "FisherMerge needs current models",
+        ),
+        (
+            ["--trainer.aggregator", "RegMean", "--trainer.compression", "Quantize"],
+            "RegMean sends Gram matrices, which rounding would make indefinite",
         ),
         ([*KFAC, "--trainer.compression", "Quantize"], "set trainer.compression to LowRank"),
-        (["--trainer.compression", "LowRank"], "FedAvg sends none: use Quantize"),
+        (
+            ["--trainer.compression", "LowRank"],
+            "LowRank needs matrices, and Mean sends none; .*set trainer.compression to Quantize",
+        ),
         (["--trainer.aggregator", "RegMean"], "data.server_samples"),
         ([*KFAC, "--trainer.aggregator.solver", "newton"], "newton"),
-        (["--trainer.aggregator", "SCAFFOLD", "--trainer.secure_sum", "PairwiseMasks"], "own"),
         (
             ["--model.private", "[network]", "--trainer.aggregator", "FisherMerge"],
             "FisherMerge: the clients share no parameters",
-        ),
-        (
-            ["--model.private", "[network]", "--trainer.secure_sum", "PairwiseMasks"],
-            "send nothing to sum; leave out trainer.secure_sum",
         ),
         (["--from_updates", "nowhere"], "is not the folder of a run"),
         (["--model.pretrained", "nowhere.ckpt"], "nowhere.ckpt"),

@@ -48,10 +48,12 @@ def test_the_medical_configs_learn(
 
 
 def test_lenet_learns_mnist(real_data: Path) -> None:
-    made = trainer(rounds=1)
-    model = Classifier(LeNet5(), lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
+    # Two rounds: the first mean of three networks has 0.34 to 0.96, as seed and CPU decide (lr
+    # 0.05). After the second one, seeds 1, 3, 4 and 5 have 0.9794 to 0.9811 with AVX-512.
+    made = trainer(rounds=2)
+    model = Classifier(LeNet5(), lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9))
     made.fit(model, MNIST(clients=3))
-    assert made.test()[0]["accuracy"] > 0.95
+    assert made.test()[0]["accuracy"] > 0.97
 
 
 def test_cifar10_and_fashion_mnist_train(real_data: Path) -> None:

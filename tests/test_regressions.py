@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flsuite.aggregators import Centralized, FedAvg
+from flsuite.aggregators import Centralized, CohortRule
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
@@ -66,9 +66,9 @@ def test_a_metric_of_some_clients_is_their_mean() -> None:
 
 
 def test_an_aggregator_may_stop_listening() -> None:
-    class First(FedAvg):
-        def aggregate(self, global_state: Any, updates: Any) -> Any:
-            return next(iter(updates)).state
+    class First(CohortRule):
+        def combine(self, server: Any, updates: Any) -> Any:
+            return next(updates).state
 
     made = trainer(rounds=2, aggregator=First())
     made.fit(classifier(), digits())

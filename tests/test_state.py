@@ -8,16 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from flsuite.state import (
-    RunningMean,
     State,
+    Sums,
     add,
+    cast,
     clone,
     difference,
+    divided,
+    flatten_tree,
     load_,
     matches,
+    mean_of,
     mismatch,
     nbytes,
+    nested_like,
     non_finite,
+    scaled,
 )
 
 
@@ -93,73 +99,94 @@ def test_difference_and_add_return_new_tensors() -> None:
     assert (a["w"].item(), a["b"].item(), b["w"].item()) == (3.0, 1.0, 1.0)
 
 
-def test_running_mean_is_weighted_and_counters_take_the_maximum() -> None:
-    mean = RunningMean()
-    mean.add(
-        {
-            "w": torch.tensor([1.0, 0.0]),
-            "count": torch.tensor(9),
-            "mask": torch.tensor([True, False]),
-        },
-        3.0,
+def test_a_mean_is_weighted_and_counters_take_the_maximum() -> None:
+    average = mean_of(
+        [
+            (
+                {
+                    "w": torch.tensor([1.0, 0.0]),
+                    "count": torch.tensor(9),
+                    "mask": torch.tensor([True, False]),
+                },
+                3.0,
+            ),
+            (
+                {
+                    "w": torch.tensor([5.0, 4.0]),
+                    "count": torch.tensor(2),
+                    "mask": torch.tensor([False, False]),
+                },
+                1.0,
+            ),
+        ]
     )
-    mean.add(
-        {
-            "w": torch.tensor([5.0, 4.0]),
-            "count": torch.tensor(2),
-            "mask": torch.tensor([False, False]),
-        },
-        1.0,
-    )
-    average = mean.mean()
-    assert mean.weight == 4.0
     assert average["w"].tolist() == [2.0, 1.0]
     assert average["count"].item() == 9
     assert average["mask"].tolist() == [True, False]
     assert [average[k].dtype for k in ("w", "count", "mask")] == [
-        torch.float32,
+        torch.float64,
         torch.int64,
         torch.bool,
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_running_mean_of_one_is_it_bit_for_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_mean_of_one_is_it_bit_for_bit(dtype: torch.dtype) -> None:
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    mean = RunningMean()
-    mean.add({"w": value}, 37.0)
-    assert mean.mean()["w"].dtype == dtype
-    assert torch.equal(mean.mean()["w"], value)
+    mean = cast(mean_of([({"w": value}, 37.0)]), {"w": value})
+    assert mean["w"].dtype == dtype
+    assert torch.equal(mean["w"], value)
 
 
-def test_running_mean_does_not_lose_small_updates() -> None:
+def test_sums_do_not_lose_small_terms() -> None:
     """Check a sum of 2^25, which in float32 would lose each 1."""
-    mean = RunningMean()
-    mean.add({"w": torch.tensor([2.0**25])})
-    for _ in range(63):
-        mean.add({"w": torch.tensor([1.0])})
-    assert mean.mean()["w"].item() == pytest.approx((2**25 + 63) / 64, rel=1e-7)
+    ones = [({"w": torch.tensor([1.0])}, 1.0)] * 63
+    mean = mean_of([({"w": torch.tensor([2.0**25])}, 1.0), *ones])
+    assert mean["w"].item() == pytest.approx((2**25 + 63) / 64, rel=1e-12)
 
 
-def test_running_mean_aliases_nothing() -> None:
+def test_sums_alias_nothing() -> None:
     first = {"w": torch.ones(1, dtype=torch.float64), "count": torch.tensor(1)}
-    mean = RunningMean()
-    mean.add(first)
-    average = mean.mean()
-    mean.add({"w": torch.full((1,), 3.0, dtype=torch.float64), "count": torch.tensor(5)})
+    sums = Sums()
+    sums.add(first)
+    average = divided(sums.values, 1.0)
+    sums.add({"w": torch.full((1,), 3.0, dtype=torch.float64), "count": torch.tensor(5)})
     assert (first["w"].item(), first["count"].item()) == (1.0, 1)
     assert (average["w"].item(), average["count"].item()) == (1.0, 1)
-    mean.mean()["count"].zero_()
-    assert mean.mean()["count"].item() == 5
+    divided(sums.values, 1.0)["count"].zero_()
+    assert sums.values["count"].item() == 5
 
 
-def test_running_mean_of_nothing() -> None:
-    mean = RunningMean()
+def test_sums_are_nested_and_merge() -> None:
+    one, other = Sums(), Sums()
+    one.add({"a": {"w": torch.ones(2), "count": torch.tensor(3)}, "n": 2})
+    other.add({"a": {"w": torch.ones(2), "count": torch.tensor(1)}, "n": 0.5}, 2.0)
+    one.merge(other)
+    assert one.values["a"]["w"].tolist() == [3.0, 3.0]
+    assert (int(one.values["a"]["count"]), one.values["n"]) == (3, 3.0)
+    assert one.is_finite
+    one.add({"a": {"w": torch.tensor([0.0, math.inf])}})
+    assert not one.is_finite
+
+
+def test_scaled_and_flat_trees() -> None:
+    tree = {"a": {"w": torch.ones(2), "count": torch.tensor(3)}, "n": 2.0}
+    twice = scaled(tree, 2.0)
+    assert twice["a"]["w"].dtype == torch.float64 and twice["a"]["w"].tolist() == [2.0, 2.0]
+    assert (int(twice["a"]["count"]), twice["n"]) == (3, 4.0)
+
+    flat = flatten_tree(tree)
+    assert list(flat) == ["a/w", "a/count", "n"]
+    again = nested_like(tree, flat)
+    assert again["a"]["w"] is tree["a"]["w"] and again["n"] == 2.0
+    assert nested_like(tree, {"n": torch.tensor(5.0)}) == {"a": {}, "n": 5.0}
+
+
+def test_a_mean_of_nothing() -> None:
     with pytest.raises(ZeroDivisionError, match="no weight"):
-        mean.mean()
-    mean.add({"w": torch.ones(1)}, 0.0)
+        mean_of([])
     with pytest.raises(ZeroDivisionError, match="no weight"):
-        mean.mean()
+        mean_of([({"w": torch.ones(1)}, 0.0)])
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_frozen_parameter_that_a_fit_changes_is_refused() -> None:
 CHOICES: dict[str, dict[str, Any]] = {
     "processes": {"engine": Processes(workers=2)},
     "quantized": {"compression": Quantize()},
-    "secure sum": {"secure_sum": PairwiseMasks()},
+    "secure aggregation": {"secure_sum": PairwiseMasks()},
     "SCAFFOLD": {"aggregator": SCAFFOLD()},
     "local buffers": {"buffers": "local"},
 }

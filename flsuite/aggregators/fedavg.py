@@ -3,18 +3,13 @@
 Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv:1602.05629.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any
 
-from flsuite.aggregators.base import Aggregator
-from flsuite.aggregators.parts import mean_by_parts
-from flsuite.errors import require_one_of
-from flsuite.messages import ClientUpdate
-from flsuite.state import State
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.rules import Mean, Rule, Weighting
+from flsuite.aggregators.staleness import Staleness, StalenessName
 
-__all__ = ["FedAvg", "Weighting"]
-
-Weighting = Literal["samples", "uniform"]
+__all__ = ["FedAvg"]
 
 
 class FedAvg(Aggregator):
@@ -23,30 +18,17 @@ class FedAvg(Aggregator):
     Args:
         weighting: ``samples`` weights a client by its number of training samples, as the paper
             does. ``uniform`` is the plain mean.
+        staleness: The weight of a client that is late, under an asynchronous schedule.
+        rule: Another rule in place of the mean. It has a weighting of its own.
+        parts: As for :class:`~flsuite.aggregators.Aggregator`.
     """
 
-    def __init__(self, weighting: Weighting = "samples") -> None:
-        self.weighting = weighting
-        require_one_of(type(self).__name__, get_args(Weighting), weighting=weighting)
-
-    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        return self.from_mean(global_state, *mean_by_parts(updates, self.weight))
-
-    def from_mean(self, global_state: State, mean: State, updates: Sequence[ClientUpdate]) -> State:
-        return mean
-
-    def summands(self, update: ClientUpdate) -> State:
-        weight = self.weight(update)
-        floats = {name: w for name, w in update.state.items() if w.is_floating_point()}
-        return {name: weight * w.double() for name, w in floats.items()}
-
-    def from_sums(self, global_state: State, sums: State, updates: Sequence[ClientUpdate]) -> State:
-        total = sum(self.weight(update) for update in updates)
-        # A counter, such as num_batches_tracked, is no sum. It stays as it was.
-        return {
-            name: (sums[name] / total).to(w.dtype) if name in sums else w.clone()
-            for name, w in global_state.items()
-        }
-
-    def weight(self, update: ClientUpdate) -> float:
-        return update.samples if self.weighting == "samples" else 1.0
+    def __init__(
+        self,
+        weighting: Weighting = "samples",
+        staleness: StalenessName | Staleness = "polynomial",
+        rule: Rule | None = None,
+        **parts: Any,
+    ) -> None:
+        self.weighting, self.staleness = weighting, staleness
+        super().__init__(rule=rule or Mean(weighting, staleness), **parts)

@@ -3,61 +3,27 @@
 Federated Optimization in Heterogeneous Networks, arXiv:1812.06127.
 """
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
-from torch.optim import Optimizer
+from typing import Any
 
-from flsuite.aggregators.fedavg import FedAvg, Weighting
-from flsuite.errors import require_at_least
-from flsuite.messages import ClientContext
-from flsuite.state import State
+from flsuite.aggregators.fedavg import FedAvg
+from flsuite.aggregators.objectives import Proximal
+from flsuite.aggregators.rules import Weighting
+from flsuite.arguments import NonNegativeFloat
 
 __all__ = ["FedProx"]
 
 
 class FedProx(FedAvg):
-    """FedAvg whose clients minimise ``F_i(w) + mu / 2 ||w - w_global||^2`` (eq. 2).
-
-    The gradient ``mu (w - w_global)`` is added once per step, when mixed precision has unscaled the
-    gradient and micro-batches have accumulated. ``trainer.gradient_clip_val`` then bounds the sum,
-    as it would for a loss with this term. Private parameters have no global value and no such term.
+    """FedAvg with a :class:`~flsuite.aggregators.Proximal` term.
 
     Args:
         mu: Weight of the proximal term. With 0 this is FedAvg.
         weighting: As for FedAvg.
+        parts: As for FedAvg.
     """
 
-    def __init__(self, mu: float = 0.01, weighting: Weighting = "samples") -> None:
-        super().__init__(weighting)
-        self.mu = mu
-        require_at_least("FedProx", 0, mu=mu)
-
-    def client_callbacks(self, client: ClientContext) -> list[Callback]:
-        # Without a callback, mu = 0 costs nothing and is FedAvg bit for bit.
-        return [_ProximalTerm(self.mu, client.global_state)] if self.mu else []
-
-
-class _ProximalTerm(Callback):
-    """The client half, which adds the term's gradient to the parameters that are about to step."""
-
-    def __init__(self, mu: float, global_state: State) -> None:
-        self.mu = mu
-        self.global_state = global_state
-        self.anchors: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # On the parameters' device once per fit, not once per step.
-        parameters = pl_module.named_parameters()
-        self.anchors = {
-            k: self.global_state[k].to(p.device) for k, p in parameters if k in self.global_state
-        }
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    def __init__(
+        self, mu: NonNegativeFloat = 0.01, weighting: Weighting = "samples", **parts: Any
     ) -> None:
-        # A model with several optimizers calls this once for each of them.
-        stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in pl_module.named_parameters():
-            # A parameter without a gradient takes no step, and the term must not move it.
-            if parameter.grad is not None and id(parameter) in stepping and name in self.anchors:
-                parameter.grad.add_(parameter.detach() - self.anchors[name], alpha=self.mu)
+        self.mu = mu
+        super().__init__(weighting=weighting, objective=Proximal(mu), **parts)

@@ -6,15 +6,11 @@ Federated Optimization, arXiv:1903.03934.
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
-from flsuite.errors import (
-    FlsuiteError,
-    require_at_least,
-    require_instance,
-    require_one_of,
-    require_positive,
-)
+from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
+from flsuite.errors import FlsuiteError
 
 __all__ = [
     "Constant",
@@ -24,7 +20,6 @@ __all__ = [
     "Staleness",
     "StalenessName",
     "require_mixture",
-    "require_staleness",
     "staleness_weight",
 ]
 
@@ -47,37 +42,36 @@ class Constant(Staleness):
         return 1.0
 
 
-class Hyperbolic(Staleness):
+@dataclass(frozen=True)
+class Hyperbolic(Staleness, Settings):
     """The weight ``c / (tau + 1)``.
 
     Args:
         c: Weight of a fresh update.
     """
 
-    def __init__(self, c: float = 1.0) -> None:
-        self.c = c
-        require_positive("Hyperbolic", c=c)
+    c: PositiveFloat = 1.0
 
     def __call__(self, tau: int) -> float:
         return self.c / (tau + 1)
 
 
-class Polynomial(Staleness):
+@dataclass(frozen=True)
+class Polynomial(Staleness, Settings):
     """The weight ``(tau + 1)^-p``.
 
     Args:
         p: Power, at least 0. With the default of 0.5 this is the ``1 / sqrt(1 + tau)`` of FedBuff.
     """
 
-    def __init__(self, p: float = 0.5) -> None:
-        self.p = p
-        require_at_least("Polynomial", 0, p=p)
+    p: NonNegativeFloat = 0.5
 
     def __call__(self, tau: int) -> float:
         return float(tau + 1) ** -self.p
 
 
-class Hinge(Staleness):
+@dataclass(frozen=True)
+class Hinge(Staleness, Settings):
     """The weight 1 up to a staleness of ``b``, and ``1 / (a (tau - b) + 1)`` beyond it.
 
     Args:
@@ -85,11 +79,8 @@ class Hinge(Staleness):
         b: Staleness up to which an update counts in full.
     """
 
-    def __init__(self, a: float = 10.0, b: float = 4.0) -> None:
-        self.a = a
-        self.b = b
-        require_positive("Hinge", a=a)
-        require_at_least("Hinge", 0, b=b)
+    a: PositiveFloat = 10.0
+    b: NonNegativeFloat = 4.0
 
     def __call__(self, tau: int) -> float:
         return 1.0 if tau <= self.b else 1 / (self.a * (tau - self.b) + 1)
@@ -125,14 +116,6 @@ def staleness_weight(staleness: StalenessName | Staleness, tau: int) -> float:
             f"0 to that of a fresh update, {fresh}"
         )
     return weight
-
-
-def require_staleness(owner: str, staleness: object) -> None:
-    """Refuse an argument that is neither a staleness nor the name of one."""
-    if isinstance(staleness, str):
-        require_one_of(owner, get_args(StalenessName), staleness=staleness)
-    else:
-        require_instance(owner, Staleness, staleness=staleness)
 
 
 def require_mixture(owner: str, staleness: StalenessName | Staleness, **rates: float) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "Score",
     "compare",
     "comparison_note",
+    "default_score",
     "floor_of_rank_tests",
     "holm",
     "paired",
@@ -30,9 +31,9 @@ _COLUMNS = ("partition", "method", "other", "seeds", "difference", "low", "high"
 def compare(
     results: pd.DataFrame,
     metric: str = "accuracy",
-    score: Score = "last",
+    score: Score | None = None,
     against: str | None = None,
-    monitor: str = "accuracy",
+    monitor: str | None = None,
     last: int = 10,
 ) -> pd.DataFrame:
     """Compare methods in pairs, over the seeds that both have, within the same partition.
@@ -47,8 +48,9 @@ def compare(
         results: What :func:`~flsuite.analysis.load` returns.
         metric: The score.
         score: ``last`` round, round ``picked`` on validation data, or ``mean_last`` of rounds.
+            Default: as in a report, see :func:`default_score`.
         against: Compare with this method only. Default: all pairs.
-        monitor: The score on validation data that picks a round.
+        monitor: The score on validation data that picks a round. Default: that of the runs.
         last: Rounds of ``mean_last``.
 
     Returns:
@@ -80,8 +82,8 @@ def compare(
 def seed_scores(
     results: pd.DataFrame,
     metric: str = "accuracy",
-    score: Score = "last",
-    monitor: str = "accuracy",
+    score: Score | None = None,
+    monitor: str | None = None,
     last: int = 10,
 ) -> pd.DataFrame:
     """Return one test score per run: columns ``run, method, partition, seed, value``.
@@ -89,10 +91,12 @@ def seed_scores(
     The arguments are those of :func:`compare`. Runs without the score are left out.
     """
     require_results(results)
-    require_one_of("compare", get_args(Score), score=score)
     only(results, metric)  # raises if no run has it
+    default, monitor = default_score(results, metric, monitor)
+    score = score or default
+    require_one_of("compare", get_args(Score), score=score)
     rows = []
-    for _, own in results[results["scope"] == "global"].groupby("run", observed=True):
+    for own in _tables(results):
         scores = run_scores(own, metric, monitor, last)
         if score in scores:
             names = own[["run", "method", "partition", "seed"]].iloc[0]
@@ -103,6 +107,31 @@ def seed_scores(
             "last rounds"
         )
     return pd.DataFrame(rows, columns=["run", "method", "partition", "seed", "value"])
+
+
+def default_score(
+    results: pd.DataFrame, metric: str, monitor: str | None = None
+) -> tuple[Score, str]:
+    """Return the score that methods are compared by, and what picks a round.
+
+    It is that of the round picked on validation data, if all runs have one and pick it by the same
+    score. Otherwise it is that of the last round.
+
+    Args:
+        results: What :func:`~flsuite.analysis.load` returns.
+        metric: The score.
+        monitor: The score on validation data that picks a round. Default: that of the runs.
+    """
+    monitors = [monitor] if monitor else results.attrs.get("monitors", ["accuracy"])
+    scores = [run_scores(own, metric, monitors[0], last=1) for own in _tables(results)]
+    are_picked = len(monitors) == 1 and all("picked" in row for row in scores if row)
+    return ("picked" if are_picked else "last"), monitors[0]
+
+
+def _tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    """Return the global numbers of each run."""
+    of_all = results[results["scope"] == "global"]
+    return [own for _, own in of_all.groupby("run", observed=True)]
 
 
 def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float]:

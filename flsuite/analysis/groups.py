@@ -20,7 +20,7 @@ __all__ = ["Group", "experiment_hash", "find_runs", "group_runs", "read_yaml"]
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
 """The folder of a sweep's cell: METHOD, the grid values if there are any, and a hash."""
 _LONGEST_POINT = 80
-"""Characters of the grid values in a folder's name, after which it is cut."""
+"""Characters of the grid values in a folder's name, after which earlier versions have cut it."""
 # The seed may have decided the weights of a given model, and who attacks.
 _OF_THE_SEED = ("seed", "given_weights", "attackers")
 _CALLBACKS = ("callbacks", "stopping")  # settings that are lists of callbacks
@@ -46,6 +46,11 @@ class Group:
     partition: str = ""
     runs: dict[Path, pd.DataFrame] = field(default_factory=dict)
     seeds: dict[Path, int | None] = field(default_factory=dict)
+
+    @property
+    def monitor(self) -> str:
+        """Return the score on validation data that the runs pick a round by."""
+        return str(self.settings.get("monitor", "accuracy"))
 
     def curves(self, metric: str, split: str, x: str = "round") -> pd.DataFrame:
         """Return the global score, one column per run.

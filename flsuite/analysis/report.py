@@ -6,7 +6,6 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from flsuite.analysis.comparison import Score
 from flsuite.analysis.curves import draw_band, label_axes
 from flsuite.analysis.groups import Group
 from flsuite.analysis.scores import run_scores
@@ -14,7 +13,6 @@ from flsuite.analysis.target import target_cell, target_columns, target_title
 from flsuite.errors import FlsuiteError
 
 __all__ = [
-    "first_score",
     "group_row",
     "report_figure",
     "report_markdown",
@@ -64,32 +62,12 @@ def report_table(
 
 def group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
     """Return a group's row of the table, or ``None`` if no run of it has the score."""
-    scores = [run_scores(table, metric, _monitor(group), last) for table in group.runs.values()]
+    scores = [run_scores(table, metric, group.monitor, last) for table in group.runs.values()]
     scores = [row for row in scores if row]
     if not scores:
         return None
     runs = {"group": group.label, "metric": metric, "runs": len(scores)}
     return {**runs, **_mean_and_spread(scores)}
-
-
-def first_score(groups: Sequence[Group], metric: str) -> tuple[Score, str]:
-    """Return the score that experiments are compared by, and what picks a round.
-
-    It is that of the round picked on validation data, if all runs have one and pick it by the same
-    score. Otherwise it is that of the last round.
-    """
-    monitors = {_monitor(group) for group in groups}
-    scores = [
-        run_scores(table, metric, _monitor(group), 1)
-        for group in groups
-        for table in group.runs.values()
-    ]
-    are_picked = all("picked" in row for row in scores if row)
-    return ("picked" if are_picked and len(monitors) == 1 else "last"), monitors.pop()
-
-
-def _monitor(group: Group) -> str:
-    return str(group.settings.get("monitor", "accuracy"))
 
 
 def require_score(groups: Sequence[Group], metric: str, split: str) -> None:

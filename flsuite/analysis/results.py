@@ -32,7 +32,8 @@ class Results(pd.DataFrame):
 
     Columns: ``run`` (its folder), ``method``, ``partition``, ``seed``, then those of a run's
     ``metrics.csv``: ``round, virtual_s, wall_s, client_updates, bytes, scope, split, metric,
-    value``. All words are categories.
+    value``. All words are categories. ``attrs["monitors"]`` has the scores on validation data that
+    the runs pick a round by.
     """
 
     @property
@@ -91,7 +92,9 @@ def results_of(groups: Sequence[Group]) -> Results:
     for name in _NAMES:
         columns[name] = pd.api.types.union_categoricals([table[name] for table in tables])
     columns["value"] = np.concatenate([table["value"] for table in tables])
-    return Results(columns)
+    results = Results(columns)
+    results.attrs["monitors"] = sorted({group.monitor for group in groups})
+    return results
 
 
 def only(

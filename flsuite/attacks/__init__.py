@@ -3,7 +3,8 @@
 from flsuite.attacks.alie import ALittleIsEnough
 from flsuite.attacks.backdoor import PixelBackdoor
 from flsuite.attacks.base import Attack, Attacker, Trial
-from flsuite.attacks.collusion import Collusion, Moments
+from flsuite.attacks.collusion import Collusion
+from flsuite.attacks.compose import with_attack
 from flsuite.attacks.free_rider import FreeRider
 from flsuite.attacks.inner_product import InnerProduct
 from flsuite.attacks.label_flip import LabelFlip
@@ -20,9 +21,9 @@ __all__ = [
     "GaussianNoise",
     "InnerProduct",
     "LabelFlip",
-    "Moments",
     "PixelBackdoor",
     "ScaledUpdate",
     "SignFlip",
     "Trial",
+    "with_attack",
 ]

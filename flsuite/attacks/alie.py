@@ -3,8 +3,8 @@
 from statistics import NormalDist
 from typing import Literal
 
-from flsuite.attacks.collusion import Collusion, Moments
-from flsuite.errors import require_at_least, require_one_of
+from flsuite.arguments import NonNegativeFloat, Share
+from flsuite.attacks.collusion import Collusion
 from flsuite.state import State, add
 
 __all__ = ["ALittleIsEnough", "largest_hidden"]
@@ -32,15 +32,13 @@ class ALittleIsEnough(Collusion):
     def __init__(
         self,
         clients: list[int] | None = None,
-        fraction: float | None = None,
-        z: float | None = None,
+        fraction: Share | None = None,
+        z: NonNegativeFloat | None = None,
         knows: Literal["attackers", "all"] = "attackers",
     ) -> None:
-        super().__init__(clients, fraction)
-        require_at_least(type(self).__name__, 0, z=z)
-        require_one_of(type(self).__name__, ("attackers", "all"), knows=knows)
         self.z = z
         self.knows = knows
+        super().__init__(clients, fraction)
 
     def line(self, clients: int) -> str:
         line, attackers = super().line(clients), len(self.attackers)
@@ -50,9 +48,9 @@ class ALittleIsEnough(Collusion):
             return line
         return f"{line}; the paper's z is 0 for so few, which is the mean of their changes: set z"
 
-    def conspire(self, known: Moments, clients: int, attackers: int) -> State:
+    def conspire(self, mean: State, std: State, clients: int, attackers: int) -> State:
         z = largest_hidden(clients, attackers) if self.z is None else self.z
-        return add(known.mean(), known.std(), z)
+        return add(mean, std, z)
 
 
 def largest_hidden(clients: int, attackers: int) -> float:

@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.attacks.base import Attack, Attacker, Trial, require_share
+from flsuite.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
+from flsuite.attacks.base import Attack, Attacker, Trial
 from flsuite.attacks.labelled import labelled, require_classes, with_parts
 from flsuite.attacks.scaled_update import boosted
 from flsuite.data.federated import FederatedData
 from flsuite.data.images import Unscaled
 from flsuite.data.spec import DataSplit
-from flsuite.errors import FlsuiteError, require_at_least, require_whole
+from flsuite.errors import FlsuiteError
 from flsuite.state import State
 
 __all__ = ["PixelBackdoor"]
@@ -41,21 +42,16 @@ class PixelBackdoor(Attack):
     def __init__(
         self,
         clients: list[int] | None = None,
-        fraction: float | None = None,
-        target: int = 0,
-        size: int = 3,
-        value: float = 1.0,
-        share: float = 0.5,
-        boost: float = 1.0,
+        fraction: Share | None = None,
+        target: NonNegativeInt = 0,
+        size: PositiveInt = 3,
+        value: Share = 1.0,
+        share: Share = 0.5,
+        boost: NonNegativeFloat = 1.0,
     ) -> None:
-        super().__init__(clients, fraction)
-        owner = type(self).__name__
-        require_whole(owner, 0, target=target)
-        require_whole(owner, 1, size=size)
-        require_share(owner, value=value, share=share)
-        require_at_least(owner, 0, boost=boost)
         self.target, self.size, self.value = target, size, value
         self.share, self.boost = share, boost
+        super().__init__(clients, fraction)
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         x, y = self._pair(batch)

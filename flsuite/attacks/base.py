@@ -6,15 +6,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
+from flsuite.aggregators.part import Capability
+from flsuite.arguments import Share, check_init
+from flsuite.attacks.poison import PoisonBatches
 from flsuite.data.federated import FederatedData
 from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError, require_whole
+from flsuite.messages import ClientContext
 from flsuite.random import numpy_generator
 from flsuite.state import State
 
-__all__ = ["Attack", "Attacker", "Trial", "require_share"]
+__all__ = ["Attack", "Attacker", "Trial"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Attack(ABC):
     :class:`~flsuite.attacks.Collusion`. Honest clients draw the same random numbers with and
     without attackers, and evaluation data is never changed.
 
-    A subclass takes its parameters in ``__init__`` and keeps each under its own name.
+    A subclass takes its parameters in ``__init__`` and keeps each under its own name, before it
+    calls this one, which checks them by their annotations.
 
     Args:
         clients: Numbers of the attackers. They may be none.
@@ -67,6 +73,7 @@ class Attack(ABC):
             be given.
 
     Attributes:
+        needs: What it needs of the other parts of a run.
         attackers: Numbers of the attackers, ascending. :meth:`configure` sets them.
 
     Raises:
@@ -77,16 +84,22 @@ class Attack(ABC):
     _members: frozenset[int] = frozenset()
 
     @abstractmethod
-    def __init__(self, clients: list[int] | None = None, fraction: float | None = None) -> None:
+    def __init__(self, clients: list[int] | None = None, fraction: Share | None = None) -> None:
         self.clients = clients
         self.fraction = fraction
+        check_init(self)
         owner = type(self).__name__
         if (clients is None) == (fraction is None):
             raise FlsuiteError(
                 f"{owner}: give either clients, such as [0, 3], or fraction, such as 0.2"
             )
-        if fraction is not None:
-            require_share(owner, fraction=fraction)
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        # An attack on batches has an effect where nothing travels too.
+        if type(self).poison is not Attack.poison:
+            return frozenset({"clients"})
+        return frozenset({"clients", "shared parameters"})
 
     def configure(self, data: FederatedData, seed: int) -> None:
         """Choose the attackers of a run, and refuse data that they cannot attack.
@@ -111,6 +124,11 @@ class Attack(ABC):
     def has(self, client: int) -> bool:
         """Return whether a client is an attacker."""
         return client in self._members
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        """Return the callbacks of one client's fit, which come before those of the algorithm."""
+        poisons = self.has(client.id) and type(self).poison is not Attack.poison
+        return [PoisonBatches(self.poison)] if poisons else []
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         """Return a training batch as an attacker trains on it.
@@ -170,10 +188,3 @@ class Attack(ABC):
         if len(set(named)) < len(named):
             raise FlsuiteError(f"{owner}: clients names a client twice: {named}")
         return tuple(sorted(named))
-
-
-def require_share(owner: str, **shares: float) -> None:
-    """Refuse an argument outside [0, 1]."""
-    for name, value in shares.items():
-        if not 0 <= value <= 1:
-            raise FlsuiteError(f"{owner}: {name} must be from 0 to 1, got {value}")

@@ -3,77 +3,43 @@
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
-import torch
-from torch import Tensor
-
+from flsuite.aggregators.part import Capability
 from flsuite.attacks.base import Attack
 from flsuite.messages import ClientUpdate
-from flsuite.state import State
+from flsuite.state import State, Sums, Tree, wide
 
-__all__ = ["Collusion", "Known", "Moments", "collude"]
+__all__ = ["Collusion", "Known", "collude", "mean_and_std"]
 
 Known = Literal["attackers", "honest", "all"]
 """The clients whose updates attackers know: their own, those of all honest clients, or all."""
 
 
-class Moments:
-    """Mean and deviation of changes that arrive one at a time, summed in float64.
-
-    It holds two states, whatever the number of changes.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._sums: dict[str, Tensor] = {}
-        self._squares: dict[str, Tensor] = {}
-
-    def add(self, change: State) -> None:
-        """Add one change."""
-        self.count += 1
-        for name, value in change.items():
-            exact = value.to(torch.float64)
-            if name not in self._sums:
-                self._sums[name], self._squares[name] = exact.clone(), exact.square()
-            else:
-                self._sums[name] += exact
-                self._squares[name].addcmul_(exact, exact)
-
-    def mean(self) -> State:
-        """Return the mean, float64. It is empty if nothing was added."""
-        return {name: total / self.count for name, total in self._sums.items()}
-
-    def std(self) -> State:
-        """Return the standard deviation (ddof 0), float64."""
-        mean = self.mean()
-        return {
-            # Rounding may leave a difference of equal numbers below zero.
-            name: (total / self.count - mean[name].square()).clamp_(min=0).sqrt_()
-            for name, total in self._squares.items()
-        }
-
-
 class Collusion(Attack):
     """Attackers that all send the same change, made from what they know of a round's updates.
 
-    Every client counts the same in what they know, whatever its samples. A collusion needs
-    rounds whose updates are together before they are aggregated, and as they are.
+    Every client counts the same in what they know, whatever its samples.
 
     Attributes:
         knows: The clients whose updates they know.
     """
 
     knows: Known
-    needs: ClassVar[str] = "needs the updates of a whole round as they are"
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        return super().needs | {"each update", "current models", "plain updates"}
 
     @abstractmethod
-    def conspire(self, known: Moments, clients: int, attackers: int) -> State:
+    def conspire(self, mean: State, std: State, clients: int, attackers: int) -> State:
         """Return the change that every attacker of a round sends.
 
+        In a round without any client that they know, they send the model that they have received.
+
         Args:
-            known: Moments of the changes of the clients that they know, trained honestly: at least
-                one. In a round without any, attackers send the model that they have received.
+            mean: The mean of the changes of the clients that they know, trained honestly, float64.
+            std: The standard deviation of these changes (ddof 0), float64.
             clients: Updates in the round.
             attackers: Those of attackers among them, at least one.
         """
@@ -88,8 +54,8 @@ def collude(
 ) -> Iterator[ClientUpdate]:
     """Yield the updates of a round with those of attackers replaced.
 
-    Honest updates pass through one at a time, in their order, and those of attackers follow. What
-    is held meanwhile is two states in float64, and the attackers' buffers.
+    Honest updates pass through one at a time, in their order, and those of attackers follow. Two
+    states in float64 and the attackers' buffers are held meanwhile.
 
     Args:
         attack: The attack.
@@ -97,11 +63,13 @@ def collude(
         names: Its parameters. Other entries are sent as trained.
         updates: The updates as trained.
     """
-    known, held, clients, parameters = Moments(), list[ClientUpdate](), 0, set(names)
+    known, held, clients, parameters = Sums(), list[ClientUpdate](), 0, set(names)
     for update in updates:
         clients += 1
         if attack.attackers and attack.knows_of(update.client):
-            known.add({name: update.state[name] - received[name] for name in names})
+            change = wide({name: update.state[name] - received[name] for name in names})
+            squares = {name: value.square() for name, value in change.items()}
+            known.add({"count": 1.0, "sums": change, "squares": squares})
         if attack.has(update.client):
             buffers = {name: v for name, v in update.state.items() if name not in parameters}
             held.append(replace(update, state=buffers))
@@ -110,10 +78,12 @@ def collude(
 
     if not held:
         return
-    change = attack.conspire(known, clients, len(held)) if known.count else {}
+    moved: State = {}
+    if known.values:
+        moved = attack.conspire(*mean_and_std(known.values), clients, len(held))
     sent = {
-        name: received[name].add(change[name]).to(received[name].dtype)
-        if name in change
+        name: received[name].add(moved[name]).to(received[name].dtype)
+        if name in moved
         else received[name].clone()
         for name in names
     }
@@ -121,3 +91,18 @@ def collude(
         state = {name: sent[name] if name in sent else update.state[name] for name in received}
         # A part of their own, because updates of one part follow each other.
         yield replace(update, state=state, part=-1)
+
+
+def mean_and_std(known: Tree) -> tuple[State, State]:
+    """Return mean and standard deviation (ddof 0) from sums over changes, float64.
+
+    Args:
+        known: ``count``, ``sums`` and the sums of ``squares``.
+    """
+    mean = {name: total / known["count"] for name, total in known["sums"].items()}
+    std = {
+        # Rounding may leave a difference of equal numbers below zero.
+        name: (total / known["count"] - mean[name].square()).clamp_(min=0).sqrt_()
+        for name, total in known["squares"].items()
+    }
+    return mean, std

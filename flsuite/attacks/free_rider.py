@@ -1,8 +1,8 @@
 """Free riders: clients that send what they have not learned."""
 
+from flsuite.arguments import NonNegativeFloat, Share
 from flsuite.attacks.base import Attack, Attacker
 from flsuite.attacks.noise import noisy
-from flsuite.errors import require_at_least
 from flsuite.state import State, add, difference
 
 __all__ = ["FreeRider"]
@@ -27,14 +27,13 @@ class FreeRider(Attack):
     def __init__(
         self,
         clients: list[int] | None = None,
-        fraction: float | None = None,
+        fraction: Share | None = None,
         last_change: bool = False,
-        noise: float = 0.0,
+        noise: NonNegativeFloat = 0.0,
     ) -> None:
-        super().__init__(clients, fraction)
-        require_at_least(type(self).__name__, 0, noise=noise)
         self.last_change = last_change
         self.noise = noise
+        super().__init__(clients, fraction)
 
     def alter(self, trained: State, received: State, attacker: Attacker) -> State:
         sent = received

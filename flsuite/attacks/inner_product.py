@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from flsuite.attacks.collusion import Collusion, Moments
-from flsuite.errors import require_at_least, require_one_of
+from flsuite.arguments import NonNegativeFloat, Share
+from flsuite.attacks.collusion import Collusion
 from flsuite.state import State
 
 __all__ = ["InnerProduct"]
@@ -28,15 +28,13 @@ class InnerProduct(Collusion):
     def __init__(
         self,
         clients: list[int] | None = None,
-        fraction: float | None = None,
-        epsilon: float = 0.5,
+        fraction: Share | None = None,
+        epsilon: NonNegativeFloat = 0.5,
         knows: Literal["honest", "attackers"] = "honest",
     ) -> None:
-        super().__init__(clients, fraction)
-        require_at_least(type(self).__name__, 0, epsilon=epsilon)
-        require_one_of(type(self).__name__, ("honest", "attackers"), knows=knows)
         self.epsilon = epsilon
         self.knows = knows
+        super().__init__(clients, fraction)
 
-    def conspire(self, known: Moments, clients: int, attackers: int) -> State:
-        return {name: mean.mul(-self.epsilon) for name, mean in known.mean().items()}
+    def conspire(self, mean: State, std: State, clients: int, attackers: int) -> State:
+        return {name: value.mul(-self.epsilon) for name, value in mean.items()}

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flsuite.arguments import Share
 from flsuite.attacks.base import Attack
 from flsuite.attacks.labelled import labelled, require_classes, with_parts
 from flsuite.data.federated import FederatedData
@@ -29,11 +30,11 @@ class LabelFlip(Attack):
     def __init__(
         self,
         clients: list[int] | None = None,
-        fraction: float | None = None,
+        fraction: Share | None = None,
         pairs: dict[int, int] | None = None,
     ) -> None:
-        super().__init__(clients, fraction)
         self.pairs = pairs
+        super().__init__(clients, fraction)
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         x, y = labelled(type(self).__name__, batch)

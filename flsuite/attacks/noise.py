@@ -2,8 +2,8 @@
 
 import torch
 
+from flsuite.arguments import NonNegativeFloat, Share
 from flsuite.attacks.base import Attack, Attacker
-from flsuite.errors import require_at_least
 from flsuite.state import State
 
 __all__ = ["GaussianNoise", "noisy"]
@@ -19,11 +19,13 @@ class GaussianNoise(Attack):
     """
 
     def __init__(
-        self, clients: list[int] | None = None, fraction: float | None = None, std: float = 1.0
+        self,
+        clients: list[int] | None = None,
+        fraction: Share | None = None,
+        std: NonNegativeFloat = 1.0,
     ) -> None:
-        super().__init__(clients, fraction)
-        require_at_least(type(self).__name__, 0, std=std)
         self.std = std
+        super().__init__(clients, fraction)
 
     def alter(self, trained: State, received: State, attacker: Attacker) -> State:
         return noisy(trained, self.std, attacker.generator)

@@ -1,7 +1,7 @@
 """Scaled updates: an attacker puts its own model in the place of the mean."""
 
+from flsuite.arguments import NonNegativeFloat, Share
 from flsuite.attacks.base import Attack, Attacker
-from flsuite.errors import require_at_least
 from flsuite.state import State, add, difference
 
 __all__ = ["ScaledUpdate", "boosted"]
@@ -23,12 +23,11 @@ class ScaledUpdate(Attack):
     def __init__(
         self,
         clients: list[int] | None = None,
-        fraction: float | None = None,
-        boost: float = 10.0,
+        fraction: Share | None = None,
+        boost: NonNegativeFloat = 10.0,
     ) -> None:
-        super().__init__(clients, fraction)
-        require_at_least(type(self).__name__, 0, boost=boost)
         self.boost = boost
+        super().__init__(clients, fraction)
 
     def alter(self, trained: State, received: State, attacker: Attacker) -> State:
         return boosted(trained, received, self.boost)

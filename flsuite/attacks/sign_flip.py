@@ -1,7 +1,7 @@
 """Sign flipping: attackers undo what they have learned."""
 
+from flsuite.arguments import NonNegativeFloat, Share
 from flsuite.attacks.base import Attack, Attacker
-from flsuite.errors import require_at_least
 from flsuite.state import State, add, difference
 
 __all__ = ["SignFlip"]
@@ -21,12 +21,11 @@ class SignFlip(Attack):
     def __init__(
         self,
         clients: list[int] | None = None,
-        fraction: float | None = None,
-        scale: float = 1.0,
+        fraction: Share | None = None,
+        scale: NonNegativeFloat = 1.0,
     ) -> None:
-        super().__init__(clients, fraction)
-        require_at_least(type(self).__name__, 0, scale=scale)
         self.scale = scale
+        super().__init__(clients, fraction)
 
     def alter(self, trained: State, received: State, attacker: Attacker) -> State:
         return add(received, difference(trained, received), -self.scale)

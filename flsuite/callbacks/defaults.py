@@ -1,13 +1,29 @@
-"""The callbacks that every run has."""
+"""The callbacks that every run has, and the default logger."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
 
 from flsuite.callbacks.loggers import RoundLogger
 from flsuite.callbacks.progress import RoundProgress
 from flsuite.callbacks.task_matrix import TaskMatrix
 from flsuite.client.setup import refuse_callbacks
 
-__all__ = ["with_defaults"]
+__all__ = ["moved_into", "with_defaults"]
+
+
+def moved_into(folder: Path | None, loggers: Sequence[Logger]) -> list[Logger]:
+    """Return Lightning's default logger anew, in the folder of a run, if there is one.
+
+    Lightning makes the logger with the trainer, when the run has no folder yet.
+    """
+    if folder is None:
+        return list(loggers)
+    kinds: list[Any] = [type(logger) for logger in loggers]
+    return [kind(str(folder)) for kind in kinds]
 
 
 def with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -> list[Callback]:

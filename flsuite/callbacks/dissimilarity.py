@@ -3,17 +3,19 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from flsuite.arguments import PositiveInt, Settings, at_least
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import Batch, batch_bounds
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of
+from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import detached
 from flsuite.metrics.dissimilarity import RunningDissimilarity
 from flsuite.models.modes import kept_modes
@@ -24,10 +26,9 @@ from flsuite.state import clone, load_
 
 __all__ = ["GradientDissimilarity"]
 
-BatchNorm = Literal["train", "eval"]
 
-
-class GradientDissimilarity(FederationCallback):
+@dataclass(eq=False)
+class GradientDissimilarity(FederationCallback, Settings):
     """Logs ``gamma = mean_i ||g_i - m||^2`` over clients, and its decomposition for fused models.
 
     g_i is the gradient of client i's classification loss with respect to the parameters that all
@@ -54,20 +55,10 @@ class GradientDissimilarity(FederationCallback):
 
     affects: ClassVar[Affects] = "nothing"
 
-    def __init__(
-        self,
-        every: int = 10,
-        batches: int | None = 1,
-        batch_norm: BatchNorm = "train",
-        clients: int | None = None,
-    ) -> None:
-        self.every = every
-        self.batches = batches
-        self.batch_norm: BatchNorm = batch_norm
-        self.clients = clients
-        require_at_least("GradientDissimilarity", 1, every=every, batches=batches)
-        require_at_least("GradientDissimilarity", 2, clients=clients)
-        require_one_of("GradientDissimilarity", get_args(BatchNorm), batch_norm=batch_norm)
+    every: PositiveInt = 10
+    batches: PositiveInt | None = 1
+    batch_norm: Literal["train", "eval"] = "train"
+    clients: Annotated[int, at_least(2)] | None = None
 
     def on_federation_start(self, run: Run) -> None:
         model = run.model
@@ -77,6 +68,7 @@ class GradientDissimilarity(FederationCallback):
                 "training_step returns no loss to differentiate; give it head and head_losses "
                 "(flsuite.metrics.FusedModel), or remove the callback"
             )
+        head_parameters(model, run.federation.state)  # refused before a round has trained
 
     def on_round_end(self, run: Run, round: int) -> None:
         if round % self.every and not run.finished:
@@ -131,7 +123,8 @@ def head_parameters(model: LightningModule, shared: Mapping[str, Tensor]) -> lis
     if not parameters:
         raise FlsuiteError(
             f"GradientDissimilarity: {type(model).__name__} shares no trainable parameters of its "
-            "classifier; remove the callback"
+            "classifier in this federation; remove the callback, or change model.private or "
+            "trainer.aggregator"
         )
     return parameters
 

@@ -5,6 +5,7 @@ Deep Learning with Differential Privacy, arXiv:1607.00133.
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from flsuite.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.callbacks.base import FederationCallback
 from flsuite.data.loader import TrainLoader
-from flsuite.errors import FlsuiteError, one_line, require_positive
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import scaler_of
 from flsuite.messages import ClientResult, Outcome
 from flsuite.metrics.privacy import RandomDraw, epsilon, kept_logging
@@ -29,7 +31,8 @@ __all__ = ["DPSGD"]
 _LEFT_OVER = {"activations", "max_batch_len"}
 
 
-class DPSGD(FederationCallback):
+@dataclass(eq=False)
+class DPSGD(FederationCallback, Settings):
     """Sample-level differential privacy of every client towards the server.
 
     Each sample's gradient, over all trainable parameters, is clipped to the L2 norm
@@ -55,16 +58,12 @@ class DPSGD(FederationCallback):
 
     reads_updates: ClassVar[bool] = False
 
-    def __init__(
-        self, noise_multiplier: float = 1.0, max_grad_norm: float = 1.0, delta: float = 1e-5
-    ) -> None:
-        self.noise_multiplier = noise_multiplier
-        self.max_grad_norm = max_grad_norm
-        self.delta = delta
-        require_positive("DPSGD", noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm)
-        require_positive("DPSGD", delta=delta)
-        if delta >= 1:
-            raise FlsuiteError(f"DPSGD: delta must be below 1, got {delta}")
+    noise_multiplier: PositiveFloat = 1.0
+    max_grad_norm: PositiveFloat = 1.0
+    delta: SmallProbability = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._steps: dict[int, int] = {}  # of each client, over all its rounds
         self._spent: dict[int, float] = {}
         self._hooks: Any = None
@@ -139,6 +138,8 @@ class DPSGD(FederationCallback):
     # The federation
 
     def on_federation_start(self, run: Run) -> None:
+        if run.round == 0:
+            self._steps, self._spent = {}, {}
         if run.data.stage is not None:
             raise FlsuiteError(
                 "DPSGD: tasks in sequence change a client's samples, which epsilon takes as fixed; "
@@ -195,10 +196,11 @@ def _refuse_measured_extras(federation: Federation) -> None:
         FlsuiteError: If they do. The message names it.
     """
     aggregator = federation.aggregator
-    extras = aggregator.expected_extras(federation.state)
-    if extras and not aggregator.extras_from_steps:
+    statistics = aggregator.statistics(federation.layout, federation.state)
+    measured = [name for name, statistic in statistics.items() if not statistic.from_steps]
+    if measured:
         raise FlsuiteError(
-            f"DPSGD: clients of {type(aggregator).__name__} also send {', '.join(extras)}, which "
+            f"DPSGD: clients of {aggregator.name} also send {', '.join(measured)}, which "
             "no noise covers; choose another trainer.aggregator, or leave out DPSGD"
         )
 

@@ -2,10 +2,12 @@
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from flsuite.arguments import NonNegativeFloat, PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError
 from flsuite.metrics import lower_is_better, require_score, score_name
 from flsuite.runs.run import Run
 from flsuite.server.evaluation import GLOBAL, Scores
@@ -15,7 +17,8 @@ __all__ = ["RoundEarlyStopping"]
 log = logging.getLogger("flsuite")
 
 
-class RoundEarlyStopping(FederationCallback):
+@dataclass(eq=False)
+class RoundEarlyStopping(FederationCallback, Settings):
     """Stops when a score on validation data has not improved for a number of evaluations.
 
     A stopped run can be extended: resume it with more patience, or without the callback.
@@ -29,17 +32,15 @@ class RoundEarlyStopping(FederationCallback):
 
     affects: ClassVar[Affects] = "rounds"
 
-    def __init__(
-        self, monitor: str = "accuracy", patience: int = 10, min_delta: float = 0.0
-    ) -> None:
-        self.monitor = monitor
-        self.patience = patience
-        self.min_delta = min_delta
+    monitor: str = "accuracy"
+    patience: PositiveInt = 10
+    min_delta: NonNegativeFloat = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_score("RoundEarlyStopping", monitor=self.monitor)
         self.best: float | None = None
         self.waited = 0
-        require_score("RoundEarlyStopping", monitor=monitor)
-        require_at_least("RoundEarlyStopping", 1, patience=patience)
-        require_at_least("RoundEarlyStopping", 0, min_delta=min_delta)
 
     @property
     def state_key(self) -> str:

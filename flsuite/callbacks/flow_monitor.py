@@ -2,26 +2,29 @@
 
 import math
 from collections.abc import Collection, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from flsuite.arguments import PositiveInt, Settings, at_least
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.data.spec import DataSplit
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientFailure, Outcome
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import FlowModel
 from flsuite.models.traits import parameter_groups
 from flsuite.random import numpy_generator, seed_process
 from flsuite.runs.run import Run
-from flsuite.state import RunningMean, State, matches
+from flsuite.state import State, Sums, cast, divided, matches
 
 __all__ = ["FlowMonitor"]
 
 
-class FlowMonitor(FederationCallback):
+@dataclass(eq=False)
+class FlowMonitor(FederationCallback, Settings):
     """Scores the flows on held-out samples: the aggregated one, the mean, and the clients' own.
 
     The held-out samples are test samples of the classes that any client has met. ``nll`` is the
@@ -47,14 +50,14 @@ class FlowMonitor(FederationCallback):
 
     affects: ClassVar[Affects] = "nothing"
 
-    def __init__(self, every: int = 5, samples: int = 500, clients: int = 10) -> None:
-        self.every = every
-        self.samples = samples
-        self.clients = clients
+    every: PositiveInt = 5
+    samples: Annotated[int, at_least(2)] = 500
+    clients: PositiveInt = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._flows: dict[int, State] = {}
-        self._mean = RunningMean()
-        require_at_least("FlowMonitor", 1, every=every, clients=clients)
-        require_at_least("FlowMonitor", 2, samples=samples)
+        self._sums = Sums()
 
     def on_federation_start(self, run: Run) -> None:
         if not isinstance(run.model, FlowModel) or "flow" not in parameter_groups(run.model):
@@ -64,7 +67,7 @@ class FlowMonitor(FederationCallback):
             )
 
     def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
-        self._flows, self._mean = {}, RunningMean()
+        self._flows, self._sums = {}, Sums()
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
         # In every round, because an evaluation may turn the round into the last one.
@@ -78,7 +81,8 @@ class FlowMonitor(FederationCallback):
             if matches(name, patterns) and value.is_floating_point()
         }
 
-        self._mean.add(flow, outcome.update.samples)
+        samples = outcome.update.samples
+        self._sums.add({"flow": flow, "samples": 1.0}, samples)
         if len(self._flows) < self.clients:
             self._flows[outcome.update.client] = flow
 
@@ -86,16 +90,17 @@ class FlowMonitor(FederationCallback):
         if round % self.every == 0 or run.finished:
             for name, value in self.measure(run, round).items():
                 run.log_metric(name, value, split="test")
-        self._flows, self._mean = {}, RunningMean()
+        self._flows, self._sums = {}, Sums()
 
     def measure(self, run: Run, round: int) -> dict[str, float]:
         """Return the numbers of the round just done."""
         data, evaluator, federation = run.data, run.evaluator, run.federation
         rows = numpy_generator(run.seed, "flow_monitor").permutation(len(data.test))
         held_out = data.test.take(torch.from_numpy(rows[: self.samples]))
-        plain = self._mean.mean()
+        sums = self._sums.values
         evaluator.load(federation.client_state(None))
-        aggregated = {name: federation.state[name] for name in plain}
+        aggregated = {name: federation.state[name] for name in sums["flow"]}
+        plain = cast(divided(sums["flow"], sums["samples"]), aggregated)
 
         nll = self._nll(run, held_out, aggregated)
         own = {client: self._nll(run, held_out, flow) for client, flow in self._flows.items()}

@@ -1,15 +1,17 @@
 """The latent space of the clients and their class priors, as pictures and as numbers."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
+from flsuite.arguments import NonNegativeInt, PositiveInt, Settings, at_least
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError
 from flsuite.models.protocols import PriorModel
 from flsuite.random import numpy_generator
 from flsuite.runs.run import Run
@@ -17,7 +19,8 @@ from flsuite.runs.run import Run
 __all__ = ["LatentSpace"]
 
 
-class LatentSpace(FederationCallback):
+@dataclass(eq=False)
+class LatentSpace(FederationCallback, Settings):
     """Draws latent means with the class priors, and logs the distances between the priors.
 
     Logged in every round as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean``
@@ -33,13 +36,9 @@ class LatentSpace(FederationCallback):
 
     affects: ClassVar[Affects] = "nothing"
 
-    def __init__(self, every: int = 5, clients: int = 4, samples: int = 300) -> None:
-        self.every = every
-        self.clients = clients
-        self.samples = samples
-        require_at_least("LatentSpace", 0, every=every)
-        require_at_least("LatentSpace", 1, clients=clients)
-        require_at_least("LatentSpace", 2, samples=samples)
+    every: NonNegativeInt = 5
+    clients: PositiveInt = 4
+    samples: Annotated[int, at_least(2)] = 300
 
     def on_federation_start(self, run: Run) -> None:
         if not isinstance(run.model, PriorModel):

@@ -1,6 +1,7 @@
 """The federation's metrics in Lightning's loggers, with the round as their axis."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning.pytorch.loggers import (
@@ -11,6 +12,7 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 
+from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.callbacks.logger_links import (
     CSVLink,
@@ -20,7 +22,6 @@ from flsuite.callbacks.logger_links import (
     TensorBoardLink,
 )
 from flsuite.callbacks.wandb_link import WandbLink
-from flsuite.errors import require_whole
 from flsuite.runs.run import Run
 
 __all__ = ["RoundLogger"]
@@ -33,7 +34,8 @@ _LINKS: tuple[tuple[type[Logger], type[LoggerLink]], ...] = (
 )
 
 
-class RoundLogger(FederationCallback):
+@dataclass(eq=False)
+class RoundLogger(FederationCallback, Settings):
     """Sends every round's metrics to all loggers, as ``<split>/<metric>``.
 
     Virtual seconds, wall seconds, client updates and bytes so far go with them, so that a chart can
@@ -52,10 +54,11 @@ class RoundLogger(FederationCallback):
 
     affects: ClassVar[Affects] = "nothing"
 
-    def __init__(self, log_model: bool = False, per_client: int = 0) -> None:
-        self.log_model = log_model
-        self.per_client = per_client
-        require_whole("RoundLogger", 0, per_client=per_client)
+    log_model: bool = False
+    per_client: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._links: list[LoggerLink] = []
         self._states: list[dict[str, Any]] = []  # of loggers that this process does not have
 

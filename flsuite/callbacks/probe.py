@@ -1,11 +1,13 @@
 """A probe of a latent space, independent of the model's own classifier."""
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError
 from flsuite.models.protocols import LatentModel
 from flsuite.random import numpy_generator, seed_for
 from flsuite.runs.run import Run
@@ -13,7 +15,8 @@ from flsuite.runs.run import Run
 __all__ = ["ForestProbe"]
 
 
-class ForestProbe(FederationCallback):
+@dataclass(eq=False)
+class ForestProbe(FederationCallback, Settings):
     """A random forest on each client's latent means.
 
     It is trained on the client's training samples and scored on the global test split. The features
@@ -30,20 +33,10 @@ class ForestProbe(FederationCallback):
 
     affects: ClassVar[Affects] = "nothing"
 
-    def __init__(
-        self,
-        every: int | None = None,
-        clients: int | None = None,
-        trees: int = 100,
-        samples: int = 5000,
-    ) -> None:
-        self.every = every
-        self.clients = clients
-        self.trees = trees
-        self.samples = samples
-        require_at_least(
-            "ForestProbe", 1, every=every, clients=clients, trees=trees, samples=samples
-        )
+    every: PositiveInt | None = None
+    clients: PositiveInt | None = None
+    trees: PositiveInt = 100
+    samples: PositiveInt = 5000
 
     def on_federation_start(self, run: Run) -> None:
         if not isinstance(run.model, LatentModel):

@@ -51,7 +51,7 @@ class RoundProgress(FederationCallback):
 
     def on_federation_start(self, run: Run) -> None:
         self._first, self._began = run.budget.share(run.clock), time.monotonic()
-        self._printed, self._arrived, self._cohort = 0.0, 0, 0
+        self._printed, self._ended, self._updates_before = 0.0, 0, run.clock.client_updates
         console = Console(stderr=True)
         if not console.is_terminal:
             return
@@ -76,18 +76,19 @@ class RoundProgress(FederationCallback):
         self._live.start()
 
     def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
-        self._arrived, self._cohort = 0, len(clients)
+        self._ended, self._updates_before = 0, run.clock.client_updates
         if self._bar is not None:
             # Of an asynchronous round it is not known who will be part of it.
             is_cohort = not run.federation.schedule.is_asynchronous
             self._bar.reset(self._clients, total=len(clients) if is_cohort else None)
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
-        self._arrived += 1
+        self._ended += 1
         if self._bar is not None:
             in_flight = len(run.federation.schedule.in_flight)
-            note = f"{in_flight} in flight" if run.federation.schedule.is_asynchronous else ""
-            self._bar.update(self._clients, advance=1, done=f"{self._arrived}", note=note)
+            flying = f"{in_flight} in flight" if run.federation.schedule.is_asynchronous else ""
+            note = ", ".join(filter(None, (_failed(run), flying)))
+            self._bar.update(self._clients, advance=1, done=f"{self._ended}", note=note)
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
         scores = "  ".join(f"{name} {metrics[name]:.4f}" for name in _SHOWN if name in metrics)
@@ -101,8 +102,9 @@ class RoundProgress(FederationCallback):
         now = time.monotonic()
         if now - self._printed >= self.interval or run.finished:
             self._printed = now
-            clients = self._arrived if run.federation.schedule.is_asynchronous else self._cohort
+            clients = run.clock.client_updates - self._updates_before
             who = "1 client" if clients == 1 else f"{clients} clients"
+            who = ", ".join(filter(None, (who, _failed(run))))
             line = "  ".join([f"round {_done(run)}", who, *shown, left])
             print(line, file=sys.stderr, flush=True)
 
@@ -120,6 +122,12 @@ class RoundProgress(FederationCallback):
 def _done(run: Run) -> str:
     """Return the rounds done, with their number if it is known."""
     return str(run.round) if run.budget.rounds is None else f"{run.round}/{run.budget.rounds}"
+
+
+def _failed(run: Run) -> str:
+    """Return how many clients of the round have failed, if any."""
+    failures = len(run.federation.log.failures)
+    return f"{failures} failed" if failures else ""
 
 
 def _clock(run: Run, metrics: Mapping[str, float]) -> str:

@@ -2,8 +2,10 @@
 
 import logging
 import math
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
+from flsuite.arguments import Range, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import lower_is_better, require_score, score_name
@@ -15,7 +17,8 @@ __all__ = ["StopAt"]
 log = logging.getLogger("flsuite")
 
 
-class StopAt(FederationCallback):
+@dataclass(eq=False)
+class StopAt(FederationCallback, Settings):
     """Stops when a score on validation data has reached a value.
 
     ``trainer.max_virtual_seconds`` and ``trainer.max_client_updates`` limit a run that never does.
@@ -29,13 +32,13 @@ class StopAt(FederationCallback):
 
     affects: ClassVar[Affects] = "rounds"
 
-    def __init__(self, metric: str = "accuracy", value: float = 0.9) -> None:
-        self.metric = metric
-        self.value = value
+    metric: str = "accuracy"
+    value: Annotated[float, Range("a finite number", math.isfinite)] = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_score("StopAt", metric=self.metric)
         self.reached: float | None = None
-        require_score("StopAt", metric=metric)
-        if not math.isfinite(value):
-            raise FlsuiteError(f"StopAt: value must be a finite number, got {value}")
 
     @property
     def state_key(self) -> str:

@@ -1,14 +1,15 @@
 """The accuracy on each task after each task."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.data.task_data import TaskData
-from flsuite.errors import require_at_least
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.runs.run import Run
 
@@ -17,7 +18,8 @@ __all__ = ["TaskMatrix"]
 log = logging.getLogger("flsuite")
 
 
-class TaskMatrix(FederationCallback):
+@dataclass(eq=False)
+class TaskMatrix(FederationCallback, Settings):
     """The accuracy on each task, after each task of a :class:`~flsuite.data.TaskSequence`.
 
     Without tasks it does nothing. After the last round of a task the model is scored on the test
@@ -44,10 +46,11 @@ class TaskMatrix(FederationCallback):
 
     affects: ClassVar[Affects] = "nothing"
 
-    def __init__(self, clients: int | None = None) -> None:
-        self.clients = clients
+    clients: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.matrix: Tensor | None = None
-        require_at_least("TaskMatrix", 1, clients=clients)
 
     def on_federation_start(self, run: Run) -> None:
         data = run.federation.data

@@ -22,7 +22,8 @@ def carry_out(fault: Fault | None) -> None:
     the way of the next client.
 
     Args:
-        fault: The fault. Those of the message's way, ``late`` and ``twice``, happen elsewhere.
+        fault: The fault. Those of the message's way, ``late``, ``twice`` and ``gone``, happen
+            elsewhere.
 
     Raises:
         RuntimeError: If the client is to raise.

@@ -7,8 +7,9 @@ Non-IID Data, arXiv:1907.02189, section 4).
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
-from flsuite.errors import require_at_least, require_fraction
+from flsuite.arguments import Fraction, PositiveInt, Settings
 
 __all__ = ["CosineDecay", "ExponentialDecay", "LRDecay", "StepDecay"]
 
@@ -28,7 +29,8 @@ class LRDecay(ABC):
         """
 
 
-class CosineDecay(LRDecay):
+@dataclass(frozen=True)
+class CosineDecay(LRDecay, Settings):
     """Half a cosine from 1 in the first round to ``final`` in round ``rounds + 1``, then constant.
 
     Args:
@@ -36,11 +38,8 @@ class CosineDecay(LRDecay):
         final: The factor at the end.
     """
 
-    def __init__(self, rounds: int, final: float = 0.01) -> None:
-        require_at_least("CosineDecay", 1, rounds=rounds)
-        require_fraction("CosineDecay", final=final)
-        self.rounds = rounds
-        self.final = final
+    rounds: PositiveInt
+    final: Fraction = 0.01
 
     def factor(self, round: int) -> float:
         # A run that is extended beyond ``rounds`` keeps the final factor.
@@ -48,22 +47,22 @@ class CosineDecay(LRDecay):
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-class ExponentialDecay(LRDecay):
+@dataclass(frozen=True)
+class ExponentialDecay(LRDecay, Settings):
     """``gamma`` to the power of the rounds done.
 
     Args:
         gamma: Factor from one round to the next.
     """
 
-    def __init__(self, gamma: float = 0.99) -> None:
-        require_fraction("ExponentialDecay", gamma=gamma)
-        self.gamma = gamma
+    gamma: Fraction = 0.99
 
     def factor(self, round: int) -> float:
         return float(self.gamma ** (round - 1))
 
 
-class StepDecay(LRDecay):
+@dataclass(frozen=True)
+class StepDecay(LRDecay, Settings):
     """Constant for ``every`` rounds, then multiplied by ``gamma``, and so on.
 
     Args:
@@ -71,11 +70,8 @@ class StepDecay(LRDecay):
         gamma: Factor per step.
     """
 
-    def __init__(self, every: int, gamma: float = 0.1) -> None:
-        require_at_least("StepDecay", 1, every=every)
-        require_fraction("StepDecay", gamma=gamma)
-        self.every = every
-        self.gamma = gamma
+    every: PositiveInt
+    gamma: Fraction = 0.1
 
     def factor(self, round: int) -> float:
         return float(self.gamma ** ((round - 1) // self.every))

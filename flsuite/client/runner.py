@@ -8,14 +8,15 @@ import copy
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from flsuite.aggregators.after_fit import AfterFit
-from flsuite.attacks.fit import AttackedFit, attacked_fit
+from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.aggregators.transforms.base import FitView
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.faults import carry_out, spoiled
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
@@ -42,7 +43,7 @@ from flsuite.messages import (
 )
 from flsuite.models import traits
 from flsuite.random import seed_process
-from flsuite.state import RunningMean, State, clone, load_, nbytes
+from flsuite.state import State, Sums, clone, load_, nbytes
 
 __all__ = ["ClientRunner"]
 
@@ -117,29 +118,39 @@ class ClientRunner:
 
     def _sum_up(
         self, requests: Sequence[FitRequest], reads_numbers: bool
-    ) -> tuple[list[Outcome], RunningMean]:
+    ) -> tuple[list[Outcome], Sums]:
         """Train several clients, and return their outcomes and the sum of the models.
 
         Args:
             requests: The fits.
             reads_numbers: Whether a model with a number that is not finite is left out.
         """
-        total, outcomes = RunningMean(), []
+        total, outcomes = Sums(), []
         last: ClientUpdate | None = None
         for request in requests:
             outcome = self.run(request)
             if isinstance(outcome, ClientResult):
                 update = outcome.update
                 is_late = request.fault == "late"  # its part is summed up without it
-                fault = outcome.fault(request.broadcast.state, reads_numbers=reads_numbers)
-                if fault is None and not is_late:
-                    total.add(update.state, self.setup.aggregator.weight(update))
-                    update.state, update.partial, last = {}, RunningMean(), update
+                if not is_late and (read := self._readable(outcome, request, reads_numbers)):
+                    total.add(self.setup.uplink.contribution(read))
+                    update.state, update.extras, update.partial, last = {}, {}, Sums(), update
             outcomes.append(outcome)
 
         if last is not None:
             last.partial = total
         return outcomes, total
+
+    def _readable(
+        self, outcome: ClientResult, request: FitRequest, reads_numbers: bool
+    ) -> ClientUpdate | None:
+        """Return an update as the server reads it, or ``None`` if the server will refuse it."""
+        base, received = request.broadcast.state, request.broadcast.extras
+        try:
+            read = self.setup.uplink.unpack(outcome.update, base, received)
+        except ValueError:
+            return None
+        return None if replace(outcome, update=read).fault(reads_numbers) else read
 
     def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
         """Score one client's own model.
@@ -167,16 +178,17 @@ class ClientRunner:
 
     def _fit(self, request: FitRequest, loss: MeanLoss) -> ClientResult:
         started = time.perf_counter()
-        setup, broadcast, assignment = self.setup, request.broadcast, request.assignment
+        setup, broadcast = self.setup, request.broadcast
         view = setup.data.at(broadcast.round)
         client = ClientContext(
-            id=assignment.client,
+            id=request.client,
             round=broadcast.round,
-            samples=view.samples(assignment.client),
-            class_counts=view.class_counts(assignment.client),
+            samples=view.samples(request.client),
+            class_counts=view.class_counts(request.client),
             global_state=broadcast.state,
-            received=broadcast.extras,
-            memory=copy.deepcopy(request.memory.get("algorithm", {})),
+            received=broadcast.extras.get("objective", {}),
+            memory=copy.deepcopy(request.memory.get("objective", {})),
+            layout=setup.layout,
         )
 
         # Only a device that is in use can be seeded.
@@ -193,11 +205,7 @@ class ClientRunner:
         trainer, data = self._rewound_trainer(callbacks)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         view = data.at(broadcast.round)
-        loader = view.loader(
-            client.id, setup.seed, client.round, assignment.batches, request.repeat
-        )
-        attacked = attacked_fit(setup.attack, request, setup.seed)
-        loader = loader if attacked is None else attacked.loader(loader)
+        loader = view.loader(client.id, setup.seed, client.round, request.batches, request.repeat)
         if request.trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()
@@ -208,7 +216,7 @@ class ClientRunner:
             numbers, steps = request.trained.metrics, request.trained.steps
             started -= request.trained.seconds
             kept = request.trained.memory.get("optimizers")
-        return self._result(request, client, started, steps, numbers, kept, attacked)
+        return self._result(request, client, started, steps, numbers, kept)
 
     def _callbacks(
         self,
@@ -228,7 +236,8 @@ class ClientRunner:
             *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
             *copy.deepcopy(request.broadcast.callbacks),
             *([keeper] if setup.keep_optimizers else []),
-            *setup.aggregator.client_callbacks(client),
+            *(setup.attack.callbacks(client) if setup.attack else []),
+            *setup.aggregator.callbacks(client),
             loss,
             *([skips] if scaler_of(self._started_trainer()) is not None else []),
         ]
@@ -241,7 +250,6 @@ class ClientRunner:
         steps: int,
         numbers: dict[str, float],
         kept: Any,
-        attacked: AttackedFit | None,
     ) -> ClientResult:
         """Return what leaves the resident model: the update, and what the client keeps.
 
@@ -252,14 +260,10 @@ class ClientRunner:
             steps: Steps of the optimizer.
             numbers: The numbers of its training.
             kept: States of the optimizers, if it keeps them.
-            attacked: The fit as an attack sees it, if the client is an attacker.
         """
         setup, broadcast = self.setup, request.broadcast
         state = self.model.state_dict()
         shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
-        sent = clone(shared)
-        if attacked is not None:
-            sent = attacked.sent(sent, broadcast.state, kept=self.buffers)
         carry_out(request.fault)
         update = ClientUpdate(
             client=client.id,
@@ -267,23 +271,30 @@ class ClientRunner:
             samples=client.samples,
             steps=steps,
             class_counts=client.class_counts,
-            state=sent,
+            state=clone(shared),
             extras=client.extras,
             metrics={**numbers, **_numbers(client.metrics)},
             bytes_down=self._bytes_of(broadcast),
             number=request.number,
         )
-        notes = copy.deepcopy(request.memory.get("exchange", {}))
-        packed, summands = setup.exchange.pack(update, setup.aggregator, broadcast.state, notes)
+        notes = copy.deepcopy(request.memory.get("transforms", {}))
+        fit = FitView(
+            client.id,
+            client.round,
+            setup.seed,
+            request.repeat,
+            broadcast.extras,
+            metrics=update.metrics,
+        )
+        packed, held = setup.uplink.pack(update, broadcast.state, fit, notes)
         packed = spoiled(request.fault, packed)
         packed.seconds = time.perf_counter() - started
         memory = {
             "model": clone(private),
-            "algorithm": client.memory,
+            "objective": client.memory,
             "optimizers": kept,
-            "exchange": notes,
-            "summands": summands,
-            "attack": {} if attacked is None else attacked.attacker.notes,
+            "transforms": {place: own for place, own in notes.items() if own},
+            "held": held,
         }
         # Without empty parts, which a checkpoint need not hold.
         return ClientResult(packed, {k: v for k, v in memory.items() if v}, numbers)

@@ -1,24 +1,22 @@
 """The setup that a worker receives once, before its first fit."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 
 from flsuite.aggregators import Aggregator
-from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.uplink import Uplink
 from flsuite.attacks import Attack
 from flsuite.client.loop import implements
 from flsuite.client.lr_decay import LRDecay
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
-from flsuite.exchange import Exchange
 from flsuite.models.traits import frozen_entries, own_entries
-from flsuite.state import State, matches
+from flsuite.state import State, StateLayout, matches
 
 __all__ = [
     "Buffers",
@@ -26,7 +24,6 @@ __all__ = [
     "WorkerSetup",
     "buffer_names",
     "client_arguments",
-    "client_half",
     "entries_of",
     "fit_samples",
     "has_lightning_hooks",
@@ -63,7 +60,9 @@ class WorkerSetup:
     Attributes:
         model: The model. Its weights do not matter.
         data: The samples of all clients.
-        aggregator: The client half of the algorithm, see :func:`client_half`.
+        aggregator: The algorithm.
+        uplink: The way of updates to the server.
+        layout: Names and groups of the entries that travel.
         seed: The run's seed.
         initial: Entries for which a fit has no other value: private entries before a client's first
             fit, frozen parameters, and buffers.
@@ -75,15 +74,15 @@ class WorkerSetup:
             to the next.
         channels_last: Whether images and convolutions use that memory format.
         lr_decay: How learning rates change from round to round. Default: they do not.
-        exchange: How updates are packed for their way to the server. Default: not at all.
-        sums_parts: Whether a worker sends the sum of the models of a part of the cohort, and not
-            each of them.
+        sums_parts: Whether a worker sends the sums over a part of the cohort, and not each update.
         attack: What the attackers among the clients do. Default: there are none.
     """
 
     model: LightningModule
     data: FederatedData
     aggregator: Aggregator
+    uplink: Uplink
+    layout: StateLayout
     seed: int
     initial: State
     trainer_kwargs: dict[str, Any]
@@ -91,45 +90,8 @@ class WorkerSetup:
     keep_optimizers: bool = False
     channels_last: bool = True
     lr_decay: LRDecay | None = None
-    exchange: Exchange = field(default_factory=Exchange)
     sums_parts: bool = False
     attack: Attack | None = None
-
-
-class _ServerMemory(dict[str, Any]):
-    """Stands in for the server's memory where clients train, and refuses to be read."""
-
-    def __init__(self, owner: str) -> None:
-        super().__init__()
-        self.owner = owner
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise FlsuiteError(
-            f"the client half of {self.owner} uses self.memory, which only the server has; return "
-            "what clients need from broadcast() and read it as client.received, or keep a client's "
-            "own notes in client.memory"
-        )
-
-    __getitem__ = __setitem__ = __contains__ = __iter__ = __len__ = _refuse
-    __bool__ = get = items = keys = values = setdefault = update = _refuse
-
-    def __reduce__(self) -> Any:
-        # Pickle would iterate over the dict, which is refused.
-        return _ServerMemory, (self.owner,)
-
-
-def client_half(aggregator: Aggregator) -> Aggregator:
-    """Return a copy of the aggregator for the places where clients train.
-
-    It has the same settings, but not the server's memory: a worker would see it as it was at the
-    start of the run.
-    """
-    # Shallow: parameters and layout are shared, and only the memory is replaced.
-    half = copy.copy(aggregator)
-    half.memory = _ServerMemory(type(aggregator).__name__)
-    half.grown = None
-    half.tools = ServerTools()  # they hold the resident model and the data
-    return half
 
 
 def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +190,7 @@ def entries_of(model: LightningModule, aggregator: Aggregator, buffers: Buffers)
     private: set[str] = set()
     own = own_entries(model)
     # The pooled fit is not a client, so there is nowhere to keep an entry.
-    if not aggregator.pooled:
+    if not aggregator.pools:
         private = {*own, *(buffer_names(model) if buffers == "local" else ())}
         private |= {name for name in model.state_dict() if matches(name, aggregator.private)}
 

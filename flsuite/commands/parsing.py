@@ -21,6 +21,7 @@ _NOISE = re.compile(
     r"|Expected a <class 'NoneType'>|Expected a path but)"
 )
 _ABSTRACT = re.compile(r"Expected an instantiatable class, but (flsuite[\w.]*)\.(\w+) is abstract")
+_OTHER_KIND = re.compile(r"Import path \S+ does not correspond to a subclass of")
 _REQUIRED = re.compile(r"the following arguments are required: (.+)")
 # A nested parser has said where already.
 _NESTED = re.compile(r"[\w.]+: (there is no |expected |set )")
@@ -77,7 +78,10 @@ def essence(message: str) -> str:
 
     jsonargparse explains each of its attempts to read a value, over many lines.
     """
-    if (found := _NO_PATH.search(message)) and not re.search(r"<class '(int|float)'>", message):
+    found = _NO_PATH.search(message)
+    # A class that is found as one kind, and lacks a key, is unknown as the other kind alone.
+    is_found = "there is no key " in message
+    if found and not is_found and not re.search(r"<class '(int|float)'>", message):
         return _unknown_class(found[1], message)
 
     path, reasons = [], []
@@ -88,6 +92,8 @@ def essence(message: str) -> str:
         if line and not _NOISE.match(line):
             reasons.append(line)
 
+    # A class may be of one kind or another: only the reading as its own kind is of interest.
+    reasons = [reason for reason in reasons if not _OTHER_KIND.match(reason)] or reasons
     # A class was found, and lacks an argument: the other readings are of no interest.
     lacking = [found[1] for reason in reasons if (found := _REQUIRED.match(reason))]
     if lacking and path:

@@ -11,12 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from flsuite.analysis.axes import AXES
-from flsuite.analysis.comparison import compare, comparison_note, shown_interval, shown_p
+from flsuite.analysis.comparison import (
+    compare,
+    comparison_note,
+    default_score,
+    shown_interval,
+    shown_p,
+)
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.analysis.notes import apart, measured, repeated, uneven
 from flsuite.analysis.page import PageRequest, require_page, write_page
 from flsuite.analysis.report import (
-    first_score,
     report_figure,
     report_markdown,
     report_table,
@@ -51,14 +56,16 @@ def report(args: list[str]) -> None:
     results, console = results_of(groups), Console()
     target = {"target": request.target, "x": request.x, "split": request.split}
     table = report_table(groups, request.metric, request.last, **target)
-    comparisons = {metric: _compared(groups, results, metric, request) for metric in request.metric}
+    comparisons = {
+        metric: compare(results, metric, against=request.against) for metric in request.metric
+    }
 
     for metric in request.metric:
         rows = table[table["metric"] == metric]
         console.print(_shown(rows, metric, request.last))
         if request.target is not None:
             _print_target(console, results, rows, metric, request)
-        _print_comparison(console, comparisons[metric], groups, metric)
+        _print_comparison(console, comparisons[metric], results, metric)
     tuning = read_tuning(request.folders)
     if tuning is not None:
         console.print(_shown_tuning(tuning))
@@ -108,13 +115,6 @@ def _parse(args: list[str]) -> argparse.Namespace:
     if request.target is not None and not math.isfinite(request.target):
         raise FlsuiteError(f"report: --target must be a finite number, got {request.target}")
     return request
-
-
-def _compared(
-    groups: Sequence[Group], results: Results, metric: str, request: argparse.Namespace
-) -> pd.DataFrame:
-    score, monitor = first_score(groups, metric)
-    return compare(results, metric, score, request.against, monitor, request.last)
 
 
 def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
@@ -169,9 +169,7 @@ def _print_target(
         print(line)
 
 
-def _print_comparison(
-    console: Console, table: pd.DataFrame, groups: Sequence[Group], metric: str
-) -> None:
+def _print_comparison(console: Console, table: pd.DataFrame, results: Results, metric: str) -> None:
     """Print the paired differences, if any two methods have two seeds in common."""
     if table["p"].isna().all() and not (table["seeds"] > 1).any():
         return
@@ -191,7 +189,7 @@ def _print_comparison(
                 shown_p(row["p_holm"]),
             )
         console.print(shown)
-    console.print(comparison_note(table, metric, first_score(groups, metric)[0]))
+    console.print(comparison_note(table, metric, default_score(results, metric)[0]))
 
 
 def _shown_tuning(tuning: pd.DataFrame) -> Table:

@@ -1,13 +1,14 @@
 """Augmentation of whole batches from a given generator, so that it is reproducible."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.data.arguments import PlainArguments
-from flsuite.errors import require_at_least
 
 __all__ = ["Augment", "CropFlip"]
 
@@ -23,7 +24,8 @@ class Augment(PlainArguments, ABC):
         """Change float images ``(n, c, h, w)``, drawing only from ``generator``."""
 
 
-class CropFlip(Augment):
+@dataclass
+class CropFlip(Augment, Settings):
     """Random crop of the zero-padded image and random mirroring, for small colour images.
 
     Args:
@@ -31,10 +33,8 @@ class CropFlip(Augment):
         flip: Mirror left and right with probability one half. Unsuitable for digits or letters.
     """
 
-    def __init__(self, padding: int = 4, flip: bool = True) -> None:
-        self.padding = padding
-        self.flip = flip
-        require_at_least("CropFlip", 0, padding=padding)
+    padding: NonNegativeInt = 4
+    flip: bool = True
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         n, _, height, width = x.shape

@@ -4,10 +4,11 @@ import os
 from abc import abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch import LightningDataModule
 
+from flsuite.arguments import BelowOne, NonNegativeInt, PositiveInt, Range, check_init
 from flsuite.data.arguments import PlainArguments, arguments, snapshot
 from flsuite.data.augment import Augment
 from flsuite.data.federated import FederatedData
@@ -24,7 +25,7 @@ from flsuite.data.splits import (
     owners_are_whole,
     split_test_like_train,
 )
-from flsuite.errors import FlsuiteError, require_at_least, require_below_one, require_given
+from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
 from flsuite.random import numpy_generator
 
@@ -32,6 +33,14 @@ __all__ = ["FederatedDataModule"]
 
 _BATCH_ARGUMENTS = {"batch_size", "augment"}
 """The arguments that change batches and nothing else."""
+
+_Part = Annotated[
+    tuple[float, float],
+    Range(
+        "a start and an end with 0 <= start < end <= 1",
+        lambda part: len(part) == 2 and 0 <= part[0] < part[1] <= 1,
+    ),
+]
 
 
 class FederatedDataModule(PlainArguments, LightningDataModule):
@@ -72,20 +81,20 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
 
     def __init__(
         self,
-        clients: int = 10,
+        clients: PositiveInt = 10,
         partition: Partition | None = None,
-        batch_size: int = 64,
-        val_fraction: float | None = None,
-        root: str | None = None,
+        batch_size: PositiveInt = 64,
+        val_fraction: BelowOne | None = None,
+        root: str | Path | None = None,
         download: bool = True,
-        resize: int | None = None,
+        resize: PositiveInt | None = None,
         rgb: bool = False,
         standardize: bool = True,
         augment: Augment | None = None,
-        train_samples: int | None = None,
+        train_samples: PositiveInt | None = None,
         seed: int | None = None,
-        server_samples: int = 0,
-        train_part: tuple[float, float] | None = None,
+        server_samples: NonNegativeInt = 0,
+        train_part: _Part | None = None,
     ) -> None:
         super().__init__()
         self.clients = clients
@@ -166,18 +175,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
 
     def _check_arguments(self) -> None:
         """Refuse impossible arguments, at the start and when one has changed."""
-        own = type(self).__name__
-        require_given(
-            own,
-            clients=self.clients,
-            batch_size=self.batch_size,
-            server_samples=self.server_samples,
-        )
-        require_at_least(own, 1, clients=self.clients, batch_size=self.batch_size)
-        require_at_least(own, 1, resize=self.resize, train_samples=self.train_samples)
-        require_at_least(own, 0, server_samples=self.server_samples)
-        require_below_one(own, val_fraction=self.val_fraction)
-        _check_part(own, self.train_part)
+        check_init(self, FederatedDataModule)
 
     def train_dataloader(self) -> TrainLoader:
         """Return the training samples of all clients together, for a plain Lightning Trainer."""
@@ -248,14 +246,3 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         if self.resize is None:
             return split
         return replace(split, x=resize_images(split.x, self.resize))
-
-
-def _check_part(owner: str, part: tuple[float, float] | None) -> None:
-    """Refuse a part that does not lie within the training split, or is empty."""
-    if part is None:
-        return
-    if len(part) != 2 or not 0 <= part[0] < part[1] <= 1:
-        raise FlsuiteError(
-            f"{owner}: train_part must be a start and an end with 0 <= start < end <= 1, got "
-            f"{list(part)}"
-        )

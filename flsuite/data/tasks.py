@@ -1,16 +1,17 @@
 """Sequences of tasks: every client meets the classes in groups, one group after another."""
 
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
+from flsuite.arguments import PositiveInt, check_init
 from flsuite.data.arguments import plain
 from flsuite.data.federated import FederatedData
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import PublishedSplits
 from flsuite.data.task_data import Groups, TaskData
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of
+from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
 __all__ = ["Arrangement", "Groups", "TaskData", "TaskSequence"]
@@ -50,9 +51,9 @@ class TaskSequence(FederatedDataModule):
     def __init__(
         self,
         data: FederatedDataModule,
-        tasks: int = 5,
-        classes_per_task: int = 2,
-        rounds_per_task: int | list[int] = 10,
+        tasks: PositiveInt = 5,
+        classes_per_task: PositiveInt = 2,
+        rounds_per_task: PositiveInt | list[int] = 10,
         arrangement: Arrangement = "heterogeneous",
         seed: int | None = None,
     ) -> None:
@@ -86,17 +87,17 @@ class TaskSequence(FederatedDataModule):
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        own = "TaskSequence"
-        require_at_least(own, 1, tasks=self.tasks, classes_per_task=self.classes_per_task)
-        require_one_of(own, get_args(Arrangement), arrangement=self.arrangement)
+        check_init(self, TaskSequence)
         lengths = self._lengths()
         if len(lengths) != self.tasks:
             raise FlsuiteError(
-                f"{own}: rounds_per_task has {len(lengths)} numbers for {self.tasks} tasks; "
+                f"TaskSequence: rounds_per_task has {len(lengths)} numbers for {self.tasks} tasks; "
                 "give one number per task, or one number for all"
             )
-        for length in lengths:
-            require_at_least(own, 1, rounds_per_task=length)
+        if min(lengths) < 1:
+            raise FlsuiteError(
+                f"TaskSequence: rounds_per_task must be at least 1, got {min(lengths)}"
+            )
 
     def load(self) -> PublishedSplits:
         return self.data.load()

@@ -26,6 +26,7 @@ class Backlog:
         self._answers: dict[int, Answer] = {}
         self._suspects: set[int] = set()  # a worker that had them has died
         self._deaths: set[int] = set()  # it had nothing else
+        self._unread: set[int] = set()  # it had not read them
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Append jobs to the queue."""
@@ -82,7 +83,9 @@ class Backlog:
         for request, answer in zip(job, answers, strict=True):
             self._answers[request.number] = answer
 
-    def bury(self, job: Job, was_alone: bool, worker: str = "worker") -> None:
+    def bury(
+        self, job: Job, was_alone: bool, worker: str = "worker", was_read: bool = True
+    ) -> None:
         """Put back the requests of a job whose worker died, or let one fail the second time.
 
         A worker may die for a reason of the machine, such as memory, so that one more try is worth
@@ -93,14 +96,18 @@ class Backlog:
             job: The job.
             was_alone: Whether the worker had nothing but one request.
             worker: What the worker is called.
+            was_read: Whether the worker has read the job. Otherwise its death does not count, the
+                first time: a request that is too large to be read must not be tried for ever.
         """
         # From the last to the first, because each is put first.
         for request in reversed(job):
-            if was_alone and request.number in self._deaths:
+            counts = was_alone and (was_read or request.number in self._unread)
+            if counts and request.number in self._deaths:
                 self.answer([request], [request.failure(f"its {worker} died twice")])
                 continue
             self._suspects.add(request.number)
-            self._deaths.update([request.number] if was_alone else [])
+            self._deaths.update([request.number] if counts else [])
+            self._unread.update([] if was_read else [request.number])
             self._jobs[request.number] = [request]
             self._queue.appendleft(request.number)
             self._queued += 1
@@ -116,6 +123,6 @@ class Backlog:
     def collect(self, number: int) -> Answer:
         """Return what came out of a request, and forget the request."""
         del self._jobs[number]
-        self._deaths.discard(number)
-        self._suspects.discard(number)
+        for fates in (self._deaths, self._suspects, self._unread):
+            fates.discard(number)
         return self._answers.pop(number)

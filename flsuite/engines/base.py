@@ -64,7 +64,7 @@ class Engine(ABC):
     @property
     def survives(self) -> frozenset[Fault]:
         """Return the faults on purpose that cost this engine one client, and not the run."""
-        return frozenset({"raises", "nan", "shapes", "late", "twice"})
+        return frozenset({"raises", "nan", "shapes", "late", "twice", "gone"})
 
     @staticmethod
     def jobs(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:

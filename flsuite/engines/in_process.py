@@ -2,20 +2,22 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
+from flsuite.arguments import Settings, Threads
 from flsuite.client.placement import require_one_gpu
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
-from flsuite.errors import require_threads
 from flsuite.messages import FitRequest, Outcome
 
 __all__ = ["InProcess"]
 
 
-class InProcess(Engine):
+@dataclass(eq=False)
+class InProcess(Engine, Settings):
     """Trains in this process, each client when its outcome is collected.
 
     Args:
@@ -24,9 +26,10 @@ class InProcess(Engine):
             the machine to itself is faster with more.
     """
 
-    def __init__(self, threads: int = 1) -> None:
-        require_threads("InProcess", threads)
-        self.threads = threads
+    threads: Threads = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.stop()
 
     def start(self, setup: WorkerSetup) -> None:

@@ -5,25 +5,19 @@ import multiprocessing
 import os
 import pickle
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from flsuite.arguments import PositiveFloat, PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.backlog import Backlog, Job
 from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, without_main
 from flsuite.engines.pool import Pool
 from flsuite.engines.wire import dump_shared, dumps, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
-from flsuite.errors import (
-    FlsuiteError,
-    one_line,
-    require_at_least,
-    require_positive,
-    require_threads,
-)
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import (
     Broadcast,
     ClientFailure,
@@ -50,6 +44,7 @@ class _Worker:
         is_ready: Whether it has been set up. A fit's time counts from then.
         alarm: Kills it when its fit takes too long.
         timed_out: Whether the alarm went off.
+        is_gone: Whether its last job could not be sent to it.
     """
 
     process: Any
@@ -59,9 +54,11 @@ class _Worker:
     is_ready: bool = False
     alarm: threading.Timer | None = None
     timed_out: bool = False
+    is_gone: bool = False
 
 
-class Processes(Pool):
+@dataclass(eq=False)
+class Processes(Pool, Settings):
     """Trains in worker processes.
 
     Workers are forked from a server process that has imported everything and computed nothing, so
@@ -80,15 +77,12 @@ class Processes(Pool):
             its client counts as failed. Default: no limit.
     """
 
-    def __init__(
-        self, workers: int | None = None, threads: int = 1, timeout: float | None = None
-    ) -> None:
-        require_at_least("Processes", 1, workers=workers)
-        require_threads("Processes", threads)
-        require_positive("Processes", timeout=timeout)
-        self.workers = workers
-        self.threads = threads
-        self.timeout = timeout
+    workers: PositiveInt | None = None
+    threads: Threads = 1
+    timeout: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._pool: list[_Worker] = []
         self._payload: tuple[int, bytes, list[tuple[int, int]]] | None = None
         self._backlog = Backlog()
@@ -169,7 +163,7 @@ class Processes(Pool):
     @staticmethod
     def _send_job(worker: _Worker, job: Job) -> None:
         broadcast = job[0].broadcast
-        with suppress(OSError):  # it died just now, and its connection will show it
+        try:
             # Once per round and worker: the global model is most of what is sent.
             if worker.broadcast is not broadcast:
                 send(worker.connection, broadcast)
@@ -177,6 +171,8 @@ class Processes(Pool):
             # The worker adds the broadcast that it has.
             orders = [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
             send(worker.connection, orders)
+        except OSError:  # it died just now, and its connection will show it
+            worker.is_gone = True
 
     def _arm(self, worker: _Worker) -> None:
         """Kill the worker if it does not answer in time, even if it hangs while it sends."""
@@ -203,7 +199,9 @@ class Processes(Pool):
         try:
             answer = receive(worker.connection)
             _require_answer(answer, job)
-        except Exception:  # the pipe was cut, perhaps within a message, or this is no message
+        except Exception as error:  # the pipe was cut, perhaps within a message, or is no message
+            # Linux says so if the other side has closed a pipe with something to read in it.
+            worker.is_gone |= isinstance(error, ConnectionResetError)
             worker.process.kill()
             self._take_death(worker, job)
             return
@@ -229,7 +227,8 @@ class Processes(Pool):
             reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
             self._backlog.answer(job, [request.failure(reason) for request in job])
         else:
-            self._backlog.bury(job, len(job) == 1, "worker process")
+            # Who was killed before it had read the job has not died of it.
+            self._backlog.bury(job, len(job) == 1, "worker process", not worker.is_gone)
 
         log.warning(
             "round %d: the worker process of client%s %s %s and was replaced",

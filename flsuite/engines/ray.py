@@ -7,6 +7,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,20 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.backlog import Backlog, Job, Request
 from flsuite.engines.pool import Pool
 from flsuite.engines.ray_worker import SMALL, RayWorker, pack, unpack
 from flsuite.engines.wire import dumps
 from flsuite.engines.worker import Fatal
-from flsuite.errors import (
-    FederationError,
-    FlsuiteError,
-    one_line,
-    require_at_least,
-    require_positive,
-    require_threads,
-)
+from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.messages import (
     Broadcast,
     ClientResult,
@@ -74,13 +69,16 @@ class _Call:
         jobs: The jobs, all from one broadcast.
         is_second_try: Whether a worker that had the job has died. The job is then alone, so that no
             other client is blamed for it.
+        ends: When its worker has run out of time, by the monotonic clock.
     """
 
     jobs: Sequence[Job]
     is_second_try: bool
+    ends: float = math.inf
 
 
-class Ray(Pool):
+@dataclass(eq=False)
+class Ray(Pool, Settings):
     """Trains in the actors of a Ray cluster.
 
     The dataset is in memory once per machine, and a broadcast is sent to a machine once. The
@@ -96,34 +94,28 @@ class Ray(Pool):
             ``HOST:PORT``. Default: a cluster of this machine alone, for the time of the run.
         threads: Threads of torch per worker.
         runtime_env: Ray's environment of the workers, passed through.
+        timeout: Seconds that one client's fit may take. A worker that takes longer is replaced, and
+            its client counts as failed. Workers are then sent one client at a time. Default: no
+            limit.
     """
 
-    def __init__(
-        self,
-        workers: int | None = None,
-        cpus_per_worker: float = 1,
-        gpus_per_worker: float = 0,
-        address: str | None = None,
-        threads: int = 1,
-        runtime_env: dict[str, Any] | None = None,
-    ) -> None:
+    workers: PositiveInt | None = None
+    cpus_per_worker: PositiveFloat = 1
+    gpus_per_worker: NonNegativeFloat = 0
+    address: str | None = None
+    threads: Threads = 1
+    runtime_env: dict[str, Any] | None = None
+    timeout: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
         if find_spec("ray") is None:
             raise FlsuiteError("Ray needs the package ray: pip install 'flsuite[ray]'")
-        require_at_least("Ray", 1, workers=workers)
-        require_threads("Ray", threads)
-        require_at_least("Ray", 0, gpus_per_worker=gpus_per_worker)
-        require_positive("Ray", cpus_per_worker=cpus_per_worker)
-        if gpus_per_worker > 1 and gpus_per_worker % 1:
+        super().__post_init__()
+        if self.gpus_per_worker > 1 and self.gpus_per_worker % 1:
             raise FlsuiteError(
                 "Ray: gpus_per_worker must be a share of one GPU or a whole number, got "
-                f"{gpus_per_worker}"
+                f"{self.gpus_per_worker}"
             )
-        self.workers = workers
-        self.cpus_per_worker = cpus_per_worker
-        self.gpus_per_worker = gpus_per_worker
-        self.address = address
-        self.threads = threads
-        self.runtime_env = runtime_env
         self._owns_connection = False
         self._forget()
 
@@ -180,12 +172,14 @@ class Ray(Pool):
 
     @property
     def survives(self) -> frozenset[Fault]:
-        return super().survives | {"dies"}
+        lost: set[Fault] = {"dies"} if self.timeout is None else {"dies", "hangs"}
+        return super().survives | lost
 
     # From requests to calls
 
     def _sums_parts(self) -> bool:
-        return self._setup_sums_parts
+        # With a timeout, a client that takes too long must not take others with it.
+        return self._setup_sums_parts and self.timeout is None
 
     def _workers(self) -> int:
         return len(self._actors)
@@ -207,7 +201,8 @@ class Ray(Pool):
 
     def _clients_per_call(self, request: Request) -> int:
         """Return how many clients a call should have. Results do not depend on it."""
-        if isinstance(request, ScoreRequest):  # it takes as long as many fits, or its own model is
+        # A score takes as long as many fits, or its own model is. A timeout is that of one fit.
+        if isinstance(request, ScoreRequest) or self.timeout is not None:
             return 1
         size = nbytes(request.broadcast.state) + nbytes(request.memory)
         worthwhile = math.ceil(_SECONDS / max(self._seconds, 1e-4))
@@ -215,11 +210,12 @@ class Ray(Pool):
 
     def _free_actor(self, idle: bool) -> _Actor | None:
         """Return the worker with the fewest calls, if it can take one more."""
+        most = 1 if idle or self.timeout is not None else _CALLS
         free = [
             actor
             for actor in self._actors
             if actor.is_ready
-            and len(actor.calls) < (1 if idle else _CALLS)
+            and len(actor.calls) < most
             and not any(call.is_second_try for call in actor.calls)
         ]
         return min(free, key=lambda actor: len(actor.calls), default=None)
@@ -258,6 +254,8 @@ class Ray(Pool):
             raise _unsendable("a callback or what a client keeps", error) from error
 
         call = _Call(jobs, self._backlog.has_died(jobs[0]))
+        if self.timeout is not None and not isinstance(jobs[0][0], ScoreRequest):
+            call.ends = time.monotonic() + self.timeout
         actor.calls.append(call)
         self._waiting[actor.handle.work.remote(version, broadcast, packed)] = (actor, call)
 
@@ -286,12 +284,17 @@ class Ray(Pool):
     # From answers to outcomes
 
     def _wait(self) -> None:
-        """Wait until a worker has answered, is ready, or has died."""
+        """Wait until a worker has answered, is ready, has died, or has run out of time."""
         import ray
 
         if not self._waiting:
             raise FederationError("Ray: no worker is left")
-        ready, _ = ray.wait(list(self._waiting), timeout=_GLANCE)
+        ends = min((call.ends for _, call in self._waiting.values() if call), default=math.inf)
+        patience = min(_GLANCE, max(0.0, ends - time.monotonic()))
+        ready, _ = ray.wait(list(self._waiting), timeout=patience)
+        if not ready and ends <= time.monotonic():
+            self._end_overdue()
+            return
         if not ready:
             self._look_at_cluster()
             return
@@ -320,8 +323,27 @@ class Ray(Pool):
                 if isinstance(outcome, ClientResult):
                     self._seconds = outcome.update.seconds
 
-    def _take_death(self, actor: _Actor, error: Exception) -> None:
-        """Give a dead worker's clients to others, and start a new worker."""
+    def _end_overdue(self) -> None:
+        """Replace workers that have run out of time. Their clients have failed."""
+        overdue = [
+            (actor, call)
+            for actor, call in self._waiting.values()
+            if call is not None and call.ends <= time.monotonic()
+        ]
+        reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
+        for actor, call in overdue:
+            self._remove(actor)
+            for job in call.jobs:
+                self._backlog.answer(job, [request.failure(reason) for request in job])
+                log.warning(
+                    "round %d: the worker of %s ran out of time and is replaced",
+                    job[0].broadcast.round,
+                    _clients(job),
+                )
+            self._spawn()
+
+    def _remove(self, actor: _Actor) -> None:
+        """Kill a worker, and forget it and its calls."""
         import ray
 
         with suppress(Exception):  # Ray calls some unavailable that would come back
@@ -330,6 +352,10 @@ class Ray(Pool):
         self._waiting = {
             ref: entry for ref, entry in self._waiting.items() if entry[0] is not actor
         }
+
+    def _take_death(self, actor: _Actor, error: Exception) -> None:
+        """Give a dead worker's clients to others, and start a new worker."""
+        self._remove(actor)
         reason = _reason(error)
         if not actor.is_ready:
             self._take_failed_start(reason)

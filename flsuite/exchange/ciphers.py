@@ -68,7 +68,7 @@ def agree(private: bytes, public: bytes, purpose: str) -> bytes:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     secret = _private(private).exchange(X25519PublicKey.from_public_bytes(public))
-    info = f"flsuite secure sum: {purpose}".encode()
+    info = f"flsuite secure aggregation: {purpose}".encode()
     return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(secret)
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["bits_per_summand", "decode_sum", "encode_summand", "step"]
+__all__ = ["bits_per_number", "decode_sum", "encode_values", "step"]
 
 
-def bits_per_summand(clients: int) -> int:
+def bits_per_number(clients: int) -> int:
     """Return B."""
     return 32 - (clients - 1).bit_length()
 
@@ -20,10 +20,10 @@ def bits_per_summand(clients: int) -> int:
 def step(largest: float, clients: int) -> float:
     """Return s, for numbers within ``[-largest, largest]``."""
     # largest / half and not 2 largest / whole, which can overflow.
-    return largest / ((2 ** bits_per_summand(clients) - 1) / 2)
+    return largest / ((2 ** bits_per_number(clients) - 1) / 2)
 
 
-def encode_summand(values: Tensor, largest: float, clients: int) -> np.ndarray:
+def encode_values(values: Tensor, largest: float, clients: int) -> np.ndarray:
     """Return the integers of a client's numbers, as a uint32 vector.
 
     Raises:
@@ -38,7 +38,7 @@ def encode_summand(values: Tensor, largest: float, clients: int) -> np.ndarray:
     if size == 0.0:
         return np.zeros(flat.shape, np.uint32)
     # x = R is halfway between two integers. The upper one, M times, would leave 32 bits.
-    top = 2 ** (bits_per_summand(clients) - 1) - 1
+    top = 2 ** (bits_per_number(clients) - 1) - 1
     return np.clip(np.rint(flat / size), -top, top).astype(np.int32).view(np.uint32)
 
 

@@ -4,28 +4,32 @@ Jhunjhunwala, Wang and Joshi 2024, FedFisher, arXiv:2403.12329, compress the K-F
 singular value decomposition with 8 bits. Here the factors stay positive semi-definite.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from flsuite.aggregators.base import Aggregator
-from flsuite.errors import FlsuiteError, require_whole
-from flsuite.exchange.base import Compression, require_finite, require_keys
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform
+from flsuite.arguments import Bits, PositiveInt, Settings
+from flsuite.errors import FlsuiteError
+from flsuite.exchange.base import WITHHELD, finite_payload, require_keys
 from flsuite.exchange.tree_eigen import TreeEigen
-from flsuite.exchange.tree_quantizer import TreeQuantizer, require_bits
-from flsuite.state import State, nbytes
+from flsuite.exchange.tree_quantizer import TreeQuantizer
+from flsuite.state import nbytes
 
 __all__ = ["LowRank"]
 
 
-class LowRank(Compression):
+@dataclass(frozen=True)
+class LowRank(Transform, Settings):
     """The k largest eigenvalues of every K-FAC factor or Gram matrix, and their eigenvectors.
 
     A matrix travels as ``U e U^T``: codes for the eigenvectors U, float32 for the eigenvalues e. It
     arrives exactly symmetric and, up to rounding, positive semi-definite. Its error in the spectral
-    norm is the largest eigenvalue left out, beside the rounding of U. The state and the other
-    extras are rounded as by :class:`~flsuite.exchange.Quantize`.
+    norm is the largest eigenvalue left out, beside the rounding of U. The change and the other
+    statistics are rounded as by :class:`~flsuite.exchange.Quantize`.
 
     The log has ``trace_kept``, the share of the matrices' traces that is sent, and
     ``quantized_to_zero`` of the rest.
@@ -33,81 +37,77 @@ class LowRank(Compression):
     Args:
         bits: Bits per number of the eigenvectors, from 2 to 16.
         rank: Eigenvalues per matrix. A smaller matrix has fewer. Default: as many as fit into the
-            bytes of the uncompressed state, which is what FedAvg sends.
+            bytes of the uncompressed change, which is what FedAvg sends.
         state_bits: Bits per number of all else, from 2 to 16.
-
-    Attributes:
-        largest_rank: Eigenvalues of the largest matrix. :meth:`configure` sets it.
     """
 
-    largest_rank: int
+    bits: Bits = 8
+    rank: PositiveInt | None = None
+    state_bits: Bits = 16
 
-    def __init__(self, bits: int = 8, rank: int | None = None, state_bits: int = 16) -> None:
-        self.bits = bits
-        self.rank = rank
-        self.state_bits = state_bits
-        require_bits("LowRank", bits=bits, state_bits=state_bits)
-        require_whole("LowRank", 1, rank=rank)
+    needs = frozenset({"clients", "matrices", "each update"})
+    withholds = {**WITHHELD, "matrices": "packs them itself"}
 
-    def encode(
-        self, state: State, extras: dict[str, Any], base: State, memory: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        require_finite(state=state, extras=extras)
-        quantizer, eigen = TreeQuantizer(self.state_bits), TreeEigen(self.largest_rank, self.bits)
-        message = {
-            "state": quantizer.encode(state, "state"),
-            "matrices": eigen.encode({name: extras[name] for name in self._matrices}),
-            "others": {name: quantizer.encode(extras[name], name) for name in self._others},
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        payload = finite_payload(payload)
+        rest, eigen = self._coders(payload)
+        change = rest.encode(payload.change, "change")
+        statistics = {
+            name: eigen.encode(value) if name in payload.psd else rest.encode(value, name)
+            for name, value in payload.statistics.items()
         }
         kept = eigen.trace_kept / eigen.trace if eigen.trace else 1.0
-        return message, {**quantizer.metrics(), "trace_kept": kept}
+        fit.metrics.update(rest.metrics(), trace_kept=kept)
+        return Payload(change, statistics)
 
-    def decode(self, message: dict[str, Any], base: State) -> tuple[State, dict[str, Any]]:
-        require_keys(message, ("state", "matrices", "others"), "message")
-        quantizer, eigen = TreeQuantizer(self.state_bits), TreeEigen(self.largest_rank, self.bits)
-        state = quantizer.decode(message["state"], self.state_template, "state")
-        others = quantizer.decode(message["others"], self._others, "extras")
-        matrices = eigen.decode(message["matrices"], self._matrices, "extras")
-
-        extras = {**others, **matrices}
-        return state, {name: extras[name] for name in self.extras_template}
-
-    def configure(self, aggregator: Aggregator, state: State, extras: dict[str, Any]) -> None:
-        super().configure(aggregator, state, extras)
-        algorithm = type(aggregator).__name__
-        names = aggregator.psd_extras
-        if not names:
-            raise FlsuiteError(
-                f"LowRank compresses K-FAC factors and Gram matrices; {algorithm} sends none: use "
-                "Quantize"
+    def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
+        rest, eigen = self._coders(template)
+        change = rest.decode(payload.change, template.change, "change")
+        require_keys(payload.statistics, template.statistics, "statistics")
+        statistics = {
+            name: (eigen if name in template.psd else rest).decode(
+                payload.statistics[name], value, f"statistics.{name}"
             )
+            for name, value in template.statistics.items()
+        }
+        return template._replace(change=change, statistics=statistics)
 
-        templates = self.extras_template
-        self._matrices = {name: templates[name] for name in names}
-        self._others = {name: value for name, value in templates.items() if name not in names}
-        self._sides = _sides(self._matrices, f"extras of {algorithm}")
-        self.largest_rank = self.rank or self._rank_within_budget()
+    def template(self, template: Payload) -> Payload:
+        return self._packed(template, self.rank_of(template))
 
-    def size(self) -> int:
-        return self._size(self.largest_rank)
+    def rank_of(self, template: Payload) -> int:
+        """Return the eigenvalues of the largest matrix.
 
-    def _size(self, rank: int) -> int:
-        """Return the bytes of a message whose matrices have this rank."""
-        quantizer = TreeQuantizer(self.state_bits)
-        others = quantizer.size(self.state_template) + quantizer.size(self._others)
-        return others + TreeEigen(rank, self.bits).size(self._sides)
-
-    def _rank_within_budget(self) -> int:
-        """Return the largest rank whose message is no larger than the uncompressed state."""
-        budget = nbytes(self.state_template)
+        Raises:
+            FlsuiteError: If not even one per matrix fits into the bytes of the change.
+        """
+        sides = [s for n in template.psd for s in _sides(template.statistics[n], f"statistics.{n}")]
+        if self.rank is not None or not sides:
+            return self.rank or 1
         # One rank for all matrices: what a smaller one does not need is left to the others.
-        rank = sum(self._size(rank) <= budget for rank in range(1, max(self._sides) + 1))
+        rank = bisect_right(
+            range(1, max(sides) + 1),
+            nbytes(template.change),
+            key=lambda rank: nbytes(self._packed(template, rank)),
+        )
         if rank == 0:
             raise FlsuiteError(
-                "LowRank: not even one eigenvalue per matrix fits into the bytes of the state; set "
-                "trainer.compression.rank"
+                "LowRank: not even one eigenvalue per matrix fits into the bytes of the change; "
+                "set its rank"
             )
         return rank
+
+    def _packed(self, template: Payload, rank: int) -> Payload:
+        """Return shapes and dtypes of a message whose matrices have this rank."""
+        rest, eigen = TreeQuantizer(self.state_bits), TreeEigen(rank, self.bits)
+        statistics = {
+            name: (eigen if name in template.psd else rest).template(value)
+            for name, value in template.statistics.items()
+        }
+        return Payload(rest.template(template.change), statistics)
+
+    def _coders(self, template: Payload) -> tuple[TreeQuantizer, TreeEigen]:
+        return TreeQuantizer(self.state_bits), TreeEigen(self.rank_of(template), self.bits)
 
 
 def _sides(tree: Any, name: str) -> list[int]:

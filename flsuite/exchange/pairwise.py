@@ -1,4 +1,4 @@
-"""Secure sums by pairwise masks that survive dropouts.
+"""Secure aggregation by pairwise masks that survive dropouts.
 
 Bonawitz et al. 2017, Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS,
 doi:10.1145/3133956.3133982, figure 4, without the signatures of its active model.
@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from flsuite.aggregators.chain import template_of
 from flsuite.errors import (
     FederationError,
     FlsuiteError,
@@ -17,33 +18,33 @@ from flsuite.errors import (
     require_one_of,
     require_positive,
 )
-from flsuite.exchange.base import shapes
 from flsuite.exchange.ciphers import KEY_BYTES, SEAL_BYTES, require_cryptography
 from flsuite.exchange.fixed_point import decode_sum
 from flsuite.exchange.pairwise_client import PairwiseClient
 from flsuite.exchange.pairwise_messages import size_of
 from flsuite.exchange.pairwise_parties import PairwiseParties
 from flsuite.exchange.pairwise_server import PairwiseServer
-from flsuite.exchange.secure import Parties, SecureSum, SumReport
+from flsuite.exchange.secure import Parties, SecureAggregation, SumReport
 from flsuite.exchange.shamir import SHARE_BYTES
 from flsuite.state import State, matches
 
 __all__ = ["PairwiseMasks"]
 
 
-class PairwiseMasks(SecureSum):
+class PairwiseMasks(SecureAggregation):
     """Every pair of clients agrees on a mask that one adds and the other subtracts.
 
-    A client's summands become integers modulo 2^32 under its masks, uniform numbers to whoever does
-    not know the keys. In the sum the masks of the pairs cancel. The result does not depend on the
-    keys. Its error is at most ``M s / 2`` for M clients, where ``s = 2R / (2^B - 1)`` and ``B = 32
-    - ceil(log2 M)`` for numbers within ``[-R, R]``. A number takes four bytes.
+    A client's contribution becomes integers modulo 2^32 under its masks, uniform numbers to anyone
+    who does not know the keys. In the sum the masks of the pairs cancel. The result does not depend
+    on the keys. Its error is at most ``M s / 2`` for M clients, where ``s = 2R / (2^B - 1)`` and
+    ``B = 32 - ceil(log2 M)`` for numbers within ``[-R, R]``. A number takes four bytes.
 
     Clients may drop out after they have agreed on keys. Each adds a mask of its own, too, and
     shares the seed of that mask and its private key with the cohort, see
     :mod:`flsuite.exchange.shamir`. For a client that came back the others reveal its seed. For one
     that did not they reveal its key, which takes its pairwise masks off the sum. They never reveal
-    both, so that a vector that arrives too late stays hidden.
+    both, so that a vector that arrives too late stays hidden. A client may also be lost after it
+    has sent its masked vector, which then counts. As many as the threshold must be left.
 
     This protects from a server that follows the protocol and wants to know more. A server that
     impersonates clients is not detected, because nothing signs the keys.
@@ -53,19 +54,26 @@ class PairwiseMasks(SecureSum):
     - that it takes part, its number of training samples, its optimizer steps and its seconds;
     - its metrics: the mean training loss, and all else that the model, the callbacks or the
       algorithm logs during its fit;
-    - ``clear_extras`` of the algorithm, for FedFisher's ``kfac`` the client's factors;
-    - with ``ranges: maxima``, the largest absolute value of each of its summands.
+    - its integers, such as counters, of which the server takes the maximum;
+    - statistics of the algorithm that are no sums, for FedFisher's ``kfac`` the client's factors;
+    - with ``ranges: maxima``, the largest absolute value of each entry of its contribution.
 
-    It sees neither the client's model, nor its samples per class, nor any other extras.
+    It sees neither the client's model, nor its samples per class, nor any other statistic.
 
     Args:
         threshold: Clients that must come back. An integer is their number, which must be a majority
             of the cohort. A fraction, at least 0.5, means more than this share of the cohort.
-        ranges: The public range R of each summand. ``maxima``: every client tells the largest
-            absolute value of each of its summands, in the clear, and R is the largest of them. A
+        ranges: The public range R of each entry. ``maxima``: every client tells the largest
+            absolute value of each of its entries, in the clear, and R is the largest of them. A
             mapping of name patterns to numbers reveals nothing. The first pattern that matches
             counts, and a client with a value outside its range is left out.
     """
+
+    needs = frozenset({"a cohort of known size", "current models", "shared parameters"})
+    withholds = {
+        "each update": "shows the server a sum alone",
+        "plain updates": "shows the server a sum alone",
+    }
 
     def __init__(
         self,
@@ -82,7 +90,7 @@ class PairwiseMasks(SecureSum):
             self._needed(clients)
         except FederationError as error:
             raise FlsuiteError(f"PairwiseMasks: {error}") from error
-        self._template: State = shapes(template)
+        self._template: State = template_of(template)
         self._clients = clients
         self._limits = None if isinstance(self.ranges, str) else self._limits_of(self.ranges)
 
@@ -115,7 +123,9 @@ class PairwiseMasks(SecureSum):
             parties.ask("shares", client, PairwiseClient.collect, parties.server.inbox(client))
         return parties
 
-    def finish(self, parties: Parties, arrived: Collection[int]) -> tuple[State, SumReport]:
+    def finish(
+        self, parties: Parties, arrived: Collection[int], gone: Collection[int] = ()
+    ) -> tuple[State, SumReport]:
         assert isinstance(parties, PairwiseParties)
         survivors = tuple(sorted(arrived))
         parties.server.require_enough(len(survivors), "came back")
@@ -131,7 +141,8 @@ class PairwiseMasks(SecureSum):
             parties.ask("masked", client, PairwiseClient.masked, ranges)
         # Round 4. Round 3 belongs to the active model.
         for client in survivors:
-            parties.ask("unmasking", client, PairwiseClient.reveal, survivors)
+            if client not in gone:
+                parties.ask("unmasking", client, PairwiseClient.reveal, survivors)
 
         sums = self._decoded(parties.total(), ranges, len(parties.clients))
         return sums, parties.report(survivors)
@@ -156,16 +167,16 @@ class PairwiseMasks(SecureSum):
         """
         if clients < 2:
             raise FederationError(
-                f"secure sum: {clients} client takes part, and its sum would be its own summand; "
-                "let at least 2 take part"
+                f"secure aggregation: {clients} client takes part, and its sum would be its own "
+                "contribution; let at least 2 take part"
             )
         # A share such as 0.29 of 100 can be a little less than 29 in floating point.
         least = math.floor(self.threshold * clients + 1e-9) + 1
         needed = self.threshold if isinstance(self.threshold, int) else least
         if needed > clients:
             raise FederationError(
-                f"secure sum: {clients} clients take part, and {needed} are needed; let more take "
-                "part, or lower trainer.secure_sum.threshold"
+                f"secure aggregation: {clients} clients take part, and {needed} are needed; let "
+                "more take part, or lower trainer.secure_sum.threshold"
             )
         if 2 * needed <= clients:
             raise FlsuiteError(
@@ -176,7 +187,7 @@ class PairwiseMasks(SecureSum):
         return needed
 
     def _limits_of(self, ranges: Mapping[str, float]) -> dict[str, float]:
-        """Return the range of each summand."""
+        """Return the range of each entry."""
         limits = {}
         for name in self._template:
             fitting = [pattern for pattern in ranges if matches(name, (pattern,))]
@@ -191,7 +202,7 @@ class PairwiseMasks(SecureSum):
             if not any(matches(name, (pattern,)) for name in self._template):
                 names = ", ".join(self._template)
                 raise FlsuiteError(
-                    f"PairwiseMasks: {pattern!r} of ranges matches no summand; there are "
+                    f"PairwiseMasks: {pattern!r} of ranges matches no entry; there are "
                     f"{names[:300]}"
                 )
         return limits

@@ -1,4 +1,4 @@
-"""One client's side of a secure sum by pairwise masks."""
+"""One client's side of secure aggregation by pairwise masks."""
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ from flsuite.exchange.ciphers import (
     seal,
     unseal,
 )
-from flsuite.exchange.fixed_point import encode_summand
+from flsuite.exchange.fixed_point import encode_values
 from flsuite.exchange.pairwise_messages import (
     MaskedVector,
     Maxima,
@@ -33,12 +33,12 @@ class PairwiseClient:
     """The secrets of one client in one round, and what it tells the server.
 
     The methods follow the rounds of Bonawitz et al. 2017, figure 4. A client refuses what would
-    uncover its summands, or another client's.
+    uncover its contribution, or another client's.
 
     Args:
         client: The client's number.
-        template: Names and shapes of the summands.
-        limits: The range of each summand that the settings name. Default: the server tells the
+        template: Names and shapes of a contribution.
+        limits: The range of each entry that the settings name. Default: the server tells the
             ranges, after a round of maxima.
     """
 
@@ -54,7 +54,7 @@ class PairwiseClient:
         self._threshold = 0
         self._own_shares = b""
         self._inbox: dict[int, bytes] = {}
-        self._summands: State | None = None
+        self._contribution: State | None = None
         self._has_revealed = False
 
     def public_keys(self) -> PublicKeys:
@@ -101,43 +101,43 @@ class PairwiseClient:
             raise self._refusal(f"it has the shares of {len(inbox)} others, too few")
         self._inbox = dict(inbox)
 
-    def hold(self, summands: State) -> None:
-        """Keep the summands of the trained model.
+    def hold(self, contribution: State) -> None:
+        """Keep the contribution of the trained model.
 
         Raises:
             ValueError: If they cannot be summed.
         """
-        if fault := mismatch(dict.fromkeys(summands, 0), dict.fromkeys(self._template, 0)):
-            raise ValueError(f"the summands differ from those of the other clients: {fault}")
-        for name, value in summands.items():
+        if fault := mismatch(dict.fromkeys(contribution, 0), dict.fromkeys(self._template, 0)):
+            raise ValueError(f"the contribution differs from those of the other clients: {fault}")
+        for name, value in contribution.items():
             if value.shape != self._template[name].shape or not value.is_floating_point():
                 raise ValueError(
-                    f"summand {name} is {value.dtype} of shape {tuple(value.shape)}; floats of "
+                    f"entry {name} is {value.dtype} of shape {tuple(value.shape)}; floats of "
                     f"shape {tuple(self._template[name].shape)} are summed"
                 )
-        if bad := non_finite(summands):
-            raise ValueError(f"summand {bad} is not finite; lower the learning rate")
+        if bad := non_finite(contribution):
+            raise ValueError(f"entry {bad} is not finite; lower the learning rate")
 
-        for name, largest in zip(self._template, self._maxima_of(summands), strict=True):
+        for name, largest in zip(self._template, self._maxima_of(contribution), strict=True):
             if self._limits is not None and largest > self._limits[name]:
                 raise ValueError(
-                    f"summand {name} has a value of size {largest:.6g}, outside its range of "
+                    f"entry {name} has a value of size {largest:.6g}, outside its range of "
                     f"{self._limits[name]:.6g}; raise it in trainer.secure_sum.ranges"
                 )
-        self._summands = summands
+        self._contribution = contribution
 
     def maxima(self) -> Maxima:
         """Return the largest absolute values, for the public ranges."""
         return Maxima(self.client, self._maxima_of(self._held()))
 
     def masked(self, ranges: Sequence[float]) -> MaskedVector:
-        """Return the summands under all masks (round 2), and forget them.
+        """Return the contribution under all masks (round 2), and forget it.
 
         Args:
-            ranges: The public range of each summand, in the order of the template.
+            ranges: The public range of each entry, in the order of the template.
 
         Raises:
-            ValueError: If a summand has a value outside its range.
+            ValueError: If an entry has a value outside its range.
         """
         if not self._inbox:
             raise self._refusal("it has no shares of the others, and so no masks")
@@ -145,16 +145,16 @@ class PairwiseClient:
         parts = []
         for name, largest in zip(self._template, ranges, strict=True):
             try:
-                parts.append(encode_summand(held[name], largest, cohort))
+                parts.append(encode_values(held[name], largest, cohort))
             except ValueError as error:
-                raise ValueError(f"summand {name}: {error}") from error
+                raise ValueError(f"entry {name}: {error}") from error
         vector = np.concatenate(parts)
         add_keystream(vector, self._seed, sign=1)
         for other in self._inbox:
             purpose = mask_purpose(self.client, other)
             key = agree(self._masking_key, self._public[other].masking, purpose)
             add_keystream(vector, key, mask_sign(self.client, other))
-        self._summands = None
+        self._contribution = None
         return MaskedVector(self.client, vector)
 
     def reveal(self, survivors: Collection[int]) -> RevealedShares:
@@ -192,17 +192,17 @@ class PairwiseClient:
         purpose = f"shares from {sender} to {receiver}"
         return agree(self._sealing_key, self._public[other].sealing, purpose)
 
-    def _maxima_of(self, summands: State) -> tuple[float, ...]:
-        sizes = (summands[name].abs() for name in self._template)
+    def _maxima_of(self, contribution: State) -> tuple[float, ...]:
+        sizes = (contribution[name].abs() for name in self._template)
         return tuple(float(size.max()) if size.numel() else 0.0 for size in sizes)
 
     def _held(self) -> State:
-        if self._summands is None:
-            raise self._refusal("it holds no summands")
-        return self._summands
+        if self._contribution is None:
+            raise self._refusal("it holds no contribution")
+        return self._contribution
 
     def _refusal(self, why: str) -> FederationError:
-        return FederationError(f"secure sum: client {self.client} refuses to go on: {why}")
+        return FederationError(f"secure aggregation: client {self.client} refuses to go on: {why}")
 
 
 def mask_sign(client: int, other: int) -> int:

@@ -50,7 +50,7 @@ class SealedShares:
 
 @dataclass(frozen=True)
 class Maxima:
-    """The largest absolute value of each of a client's summands, in the clear.
+    """The largest absolute value of each entry of a client's contribution, in the clear.
 
     Attributes:
         client: The client's number.
@@ -63,7 +63,7 @@ class Maxima:
 
 @dataclass(frozen=True)
 class MaskedVector:
-    """All summands of a client as integers, under its masks.
+    """A client's contribution as integers, under its masks.
 
     Attributes:
         client: The client's number.

@@ -1,4 +1,4 @@
-"""Both sides of a secure sum by pairwise masks, in one process."""
+"""Both sides of secure aggregation by pairwise masks, in one process."""
 
 import time
 from collections.abc import Callable, Collection
@@ -30,8 +30,8 @@ class PairwiseParties(Parties):
         self._costs = {client: PartyCost() for client in devices}
         self._server_seconds = 0.0
 
-    def hold(self, client: int, summands: State) -> None:
-        self._devices[client].hold(summands)
+    def hold(self, client: int, contribution: State) -> None:
+        self._devices[client].hold(contribution)
 
     def ask(
         self, phase: str, client: int, method: Callable[..., Message | None], *given: Any

@@ -1,4 +1,4 @@
-"""The server's side of a secure sum by pairwise masks."""
+"""The server's side of secure aggregation by pairwise masks."""
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ __all__ = ["PairwiseServer"]
 
 
 class PairwiseServer:
-    """All that the server knows in one round of a secure sum.
+    """All that the server knows in one round of secure aggregation.
 
     Every message of a client comes in through :meth:`receive`. The server passes public keys and
     sealed shares on, adds masked vectors up, and takes the masks off the sum.
@@ -30,7 +30,7 @@ class PairwiseServer:
     Args:
         clients: The cohort.
         threshold: Clients that must come back.
-        sizes: Numbers per summand.
+        sizes: Numbers per entry.
 
     Attributes:
         public: The public keys of the clients.
@@ -82,7 +82,7 @@ class PairwiseServer:
         return {sender: s[client] for sender, s in self._sealed.items() if sender != client}
 
     def ranges(self) -> tuple[float, ...]:
-        """Return the public range of each summand: the largest of the maxima."""
+        """Return the public range of each entry: the largest of the maxima."""
         return tuple(map(max, zip(*self._maxima.values(), strict=True)))
 
     def total(self) -> np.ndarray:
@@ -114,8 +114,9 @@ class PairwiseServer:
         """
         if count < self.threshold:
             raise FederationError(
-                f"secure sum: {count} of {len(self.clients)} clients {have}, and {self.threshold} "
-                "are needed; let more clients take part, or lower trainer.secure_sum.threshold"
+                f"secure aggregation: {count} of {len(self.clients)} clients {have}, and "
+                f"{self.threshold} are needed; let more clients take part, or lower "
+                "trainer.secure_sum.threshold"
             )
 
     def _remove_pairs(self, total: np.ndarray, dropped: int, private: bytes) -> None:
@@ -145,7 +146,7 @@ class PairwiseServer:
         if isinstance(message, Maxima):
             is_good = len(message.values) == len(self.sizes)
             is_good &= all(0 <= value < math.inf for value in message.values)
-            return _first(client, self._maxima, is_good, "one finite number per summand")
+            return _first(client, self._maxima, is_good, "one finite number per entry")
         if isinstance(message, MaskedVector):
             vector, shape = message.vector, self._total.shape
             is_good = vector.dtype == np.uint32 and vector.shape == shape and not self._revealed
@@ -165,7 +166,7 @@ def _secret(owner: int, shares: Mapping[int, bytes], weights: Mapping[int, int])
 
 
 def _wrong_shares(owner: int) -> FederationError:
-    return FederationError(f"secure sum: the shares of client {owner} are wrong")
+    return FederationError(f"secure aggregation: the shares of client {owner} are wrong")
 
 
 def _first(client: int, known: Container[int], is_good: bool, expected: str) -> str | None:

@@ -1,26 +1,29 @@
 """Quantization: every number of an update with a few bits."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from flsuite.aggregators.base import Aggregator
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform
+from flsuite.arguments import Bits, Settings
 from flsuite.errors import FlsuiteError
-from flsuite.exchange.base import Compression, require_finite, require_keys
-from flsuite.exchange.tree_quantizer import TreeQuantizer, require_bits
-from flsuite.state import State
+from flsuite.exchange.base import WITHHELD, finite_payload
+from flsuite.exchange.tree_quantizer import TreeQuantizer
 
 __all__ = ["Quantize"]
 
 
-class Quantize(Compression):
-    """Every float of the state and of the extras with ``bits`` bits.
+@dataclass(frozen=True)
+class Quantize(Transform, Settings):
+    """Every float of the change and of the statistics with ``bits`` bits.
 
     Each tensor x is rounded to multiples of ``s = max|x| / (2^(bits-1) - 1)``, with an error of at
     most ``s / 2``. Zeros stay zeros. A tensor without negative values, such as a Fisher diagonal,
-    needs no sign and takes ``bits - 1``. With 16 bits, a state and its Fisher diagonal are together
-    smaller than the state in float32. Integers, such as counters, travel as they are.
+    needs no sign and takes ``bits - 1``. With 16 bits, a change and a Fisher diagonal are together
+    smaller than the model in float32. Integers, such as counters, travel as they are, and so do
+    buffers.
 
-    The log has ``quantized_to_zero/state``, and the same for every entry of the extras: the share
-    of its numbers other than zero that became zero, which are those below ``s / 2``.
+    The log has ``quantized_to_zero/change``, and the same for every statistic: the share of its
+    numbers other than zero that became zero, which are those below ``s / 2``.
 
     K-FAC factors and Gram matrices are refused. Rounded number by number they would no longer be
     positive semi-definite. :class:`~flsuite.exchange.LowRank` keeps them so.
@@ -29,36 +32,27 @@ class Quantize(Compression):
         bits: Bits per number, from 2 to 16.
     """
 
-    def __init__(self, bits: int = 16) -> None:
-        self.bits = bits
-        require_bits("Quantize", bits=bits)
+    bits: Bits = 16
 
-    def encode(
-        self, state: State, extras: dict[str, Any], base: State, memory: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        require_finite(state=state, extras=extras)
+    needs = frozenset({"clients", "rounded matrices"})
+    # A second one would find codes in place of numbers.
+    withholds = {**WITHHELD, "rounded matrices": "has rounded all numbers"}
+
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        payload, quantizer = finite_payload(payload), TreeQuantizer(self.bits)
+        change = quantizer.encode(payload.change, "change")
+        statistics = {k: quantizer.encode(value, k) for k, value in payload.statistics.items()}
+        fit.metrics.update(quantizer.metrics())
+        return Payload(change, statistics)
+
+    def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
+        decode = TreeQuantizer(self.bits).decode
+        change = decode(payload.change, template.change, "change")
+        return Payload(change, decode(payload.statistics, template.statistics, "statistics"))
+
+    def template(self, template: Payload) -> Payload:
+        if not template.change and not template.statistics:
+            raise FlsuiteError("Quantize: clients send nothing; leave it out")
         quantizer = TreeQuantizer(self.bits)
-        message = {
-            "state": quantizer.encode(state, "state"),
-            "extras": {name: quantizer.encode(value, name) for name, value in extras.items()},
-        }
-        return message, quantizer.metrics()
-
-    def decode(self, message: dict[str, Any], base: State) -> tuple[State, dict[str, Any]]:
-        require_keys(message, ("state", "extras"), "message")
-        quantizer = TreeQuantizer(self.bits)
-        state = quantizer.decode(message["state"], self.state_template, "state")
-        return state, quantizer.decode(message["extras"], self.extras_template, "extras")
-
-    def size(self) -> int:
-        quantizer = TreeQuantizer(self.bits)
-        return quantizer.size(self.state_template) + quantizer.size(self.extras_template)
-
-    def configure(self, aggregator: Aggregator, state: State, extras: dict[str, Any]) -> None:
-        super().configure(aggregator, state, extras)
-        if names := aggregator.psd_extras:
-            raise FlsuiteError(
-                f"Quantize: the matrices that {type(aggregator).__name__} sends "
-                f"({', '.join(names)}) would not stay positive semi-definite; set "
-                "trainer.compression to LowRank"
-            )
+        change = quantizer.template(template.change)
+        return Payload(change, quantizer.template(template.statistics))

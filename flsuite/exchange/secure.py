@@ -1,4 +1,4 @@
-"""The base class of secure sums: the server learns the sum of the clients' summands, no summand."""
+"""The base class of secure aggregation: the server learns a sum alone."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from flsuite.state import State
 
-__all__ = ["Parties", "PartyCost", "SecureSum", "SumReport"]
+__all__ = ["Parties", "PartyCost", "SecureAggregation", "SumReport"]
 
 
 @dataclass
 class PartyCost:
-    """The cost of a secure sum for one client.
+    """The cost of secure aggregation for one client.
 
     Attributes:
         seconds: Wall time of the client's part.
@@ -27,10 +27,10 @@ class PartyCost:
 
 @dataclass
 class SumReport:
-    """What a secure sum has cost, and whose summands are in it.
+    """What secure aggregation has cost, and whose contributions are in it.
 
     Attributes:
-        survivors: Clients whose summands are in the sum, ascending.
+        survivors: Clients whose contributions are in the sum, ascending.
         dropped: The other clients of the cohort, ascending.
         costs: The cost for each client of the cohort.
         server_seconds: Wall time of the server's part.
@@ -52,26 +52,26 @@ class Parties(ABC):
     clients: tuple[int, ...]
 
     @abstractmethod
-    def hold(self, client: int, summands: State) -> None:
-        """Leave the summands of a trained client on its device.
+    def hold(self, client: int, contribution: State) -> None:
+        """Leave the contribution of a trained client on its device.
 
         Raises:
             ValueError: If they cannot be summed. The text says why.
         """
 
 
-class SecureSum(ABC):
-    """How the sum of the clients' summands is formed while the server sees no summand.
+class SecureAggregation(ABC):
+    """How the sum of the clients' contributions is formed while the server sees none of them.
 
     A subclass takes its parameters in ``__init__`` and keeps each under its own name.
     """
 
     @abstractmethod
     def configure(self, template: State, clients: int) -> None:
-        """Prepare for summands, and refuse settings that cannot work.
+        """Prepare for contributions, and refuse settings that cannot work.
 
         Args:
-            template: Summands of any client. Only names and shapes count.
+            template: The contribution of any client. Only names and shapes count.
             clients: Clients per round.
         """
 
@@ -79,7 +79,7 @@ class SecureSum(ABC):
     def size(self) -> int:
         """Return the bytes that a client sends in a round of all clients, after :meth:`configure`.
 
-        They are those of the protocol: keys, shares and masked summands.
+        They are those of the protocol: keys, shares and masked contributions.
         """
 
     @abstractmethod
@@ -91,13 +91,16 @@ class SecureSum(ABC):
         """
 
     @abstractmethod
-    def finish(self, parties: Parties, arrived: Collection[int]) -> tuple[State, SumReport]:
+    def finish(
+        self, parties: Parties, arrived: Collection[int], gone: Collection[int] = ()
+    ) -> tuple[State, SumReport]:
         """Return the sums in float64, and what they have cost.
 
         Args:
             parties: What :meth:`begin` returned.
-            arrived: Clients that are back. Each has left its summands with :meth:`Parties.hold`.
+            arrived: Clients that are back. Each has called :meth:`Parties.hold`.
+            gone: Clients that are lost after they have sent their masked contribution.
 
         Raises:
-            FederationError: If too few clients are back.
+            FederationError: If too few clients are back, or left at the end.
         """

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from flsuite.exchange.base import empty, require_finite, require_keys, require_match
 from flsuite.exchange.codes import decode_codes, empty_codes, encode_codes, quantize
-from flsuite.state import nbytes
 
 __all__ = ["TreeEigen"]
 
@@ -85,10 +84,13 @@ class TreeEigen:
         # Symmetric to the last bit, which the product need not be.
         return ((product + product.T) / 2).to(template.dtype)
 
-    def size(self, sides: list[int]) -> int:
-        """Return the bytes of matrices of these sides."""
-        shapes = [torch.Size((side, min(self.rank, side))) for side in sides]
-        return sum(nbytes(empty_codes(shape, self.bits)) + 4 * shape[1] for shape in shapes)
+    def template(self, template: Any) -> Any:
+        """Return the shapes and dtypes of the packed form."""
+        if isinstance(template, Mapping):
+            return {key: self.template(value) for key, value in template.items()}
+        count = self._count(template)
+        vectors = empty_codes(torch.Size((len(template), count)), self.bits)
+        return {"vectors": vectors, "values": empty((count,), torch.float32)}
 
     def _count(self, matrix: Tensor) -> int:
         return min(self.rank, len(matrix))

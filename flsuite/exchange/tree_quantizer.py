@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.errors import FlsuiteError
-from flsuite.exchange.base import require_finite, require_keys, require_match
+from flsuite.exchange.base import empty, require_finite, require_keys, require_match
 from flsuite.exchange.codes import decode_tensor, empty_codes, encode_tensor, quantize
 from flsuite.state import nbytes
 
-__all__ = ["TreeQuantizer", "require_bits"]
+__all__ = ["TreeQuantizer"]
 
 
 class TreeQuantizer:
@@ -77,11 +76,11 @@ class TreeQuantizer:
         require_finite(**{name: packed})
         return packed
 
-    def size(self, template: Any) -> int:
-        """Return the bytes of the packed form, if every tensor has negative values."""
+    def template(self, template: Any) -> Any:
+        """Return the shapes and dtypes of the packed form, if every tensor has negative values."""
         if isinstance(template, Mapping):
-            return sum(self.size(value) for value in template.values())
-        return self._packed_size(template) if self._is_packed(template) else nbytes(template)
+            return {key: self.template(value) for key, value in template.items()}
+        return self._packed(template) if self._is_packed(template) else template
 
     def metrics(self) -> dict[str, float]:
         """Return the share of numbers other than zero that became zero, per part."""
@@ -94,15 +93,8 @@ class TreeQuantizer:
     def _is_packed(self, leaf: Any) -> bool:
         """Return whether a leaf is packed. Both sides know it from the shape and the dtype."""
         is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return is_float and self._packed_size(leaf) < nbytes(leaf)
+        return is_float and nbytes(self._packed(leaf)) < nbytes(leaf)
 
-    def _packed_size(self, tensor: Tensor) -> int:
-        # The codes, and the largest absolute value.
-        return nbytes(empty_codes(tensor.shape, self.bits)) + tensor.element_size()
-
-
-def require_bits(owner: str, **numbers: int) -> None:
-    """Refuse bits of a code that are no integer from 2 to 16."""
-    for name, bits in numbers.items():
-        if type(bits) is not int or not 2 <= bits <= 16:
-            raise FlsuiteError(f"{owner}: {name} must be a whole number from 2 to 16, got {bits!r}")
+    def _packed(self, tensor: Tensor) -> dict[str, Tensor]:
+        codes = empty_codes(tensor.shape, self.bits)
+        return {"largest": empty((), tensor.dtype), "codes": codes}

@@ -10,7 +10,7 @@ from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError
 from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
-from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitAssignment, FitRequest
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest
 from flsuite.models.base import ClientModel
 from flsuite.server.evaluation import Split
 from flsuite.state import State, mismatch
@@ -60,13 +60,13 @@ class Site:
             )
         received, callbacks = unpack("received", message.content), self.run.lightning_callbacks()
         broadcast = Broadcast(order["round"], self._shared(message), received, callbacks)
-        assignment = FitAssignment(client, order["batches"])
-        request = FitRequest(order["number"], assignment, broadcast, _recall(context))
+        memory = _recall(context)
+        request = FitRequest(order["number"], client, broadcast, memory, order["batches"])
 
         self.engine.submit([request])
         outcome = self.engine.collect(request.number)
         # What the server would refuse must not be remembered here either.
-        checked = self.run.federation.check(outcome, broadcast.state)
+        checked = self.run.federation.check(outcome, broadcast)
         if isinstance(checked, ClientFailure):
             log.warning(
                 "round %d: client %d failed: %s\n%s",

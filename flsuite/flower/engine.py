@@ -85,7 +85,7 @@ class NodeEngine(Engine):
 
     def collect(self, number: int) -> Outcome:
         request = self._requests.pop(number)
-        client, round = request.assignment.client, request.broadcast.round
+        client, round = request.client, request.broadcast.round
         if client not in self._nodes:
             return request.failure("its node is not connected")
         answer = self._answers.pop(self._nodes[client], None)

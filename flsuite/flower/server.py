@@ -8,6 +8,7 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.errors import FlsuiteError
 from flsuite.flower.strategy import FlowerStrategy
 from flsuite.models.base import ClientModel
+from flsuite.runs.session import opened
 from flsuite.trainer import FederatedTrainer
 
 __all__ = ["serve"]
@@ -41,7 +42,7 @@ def serve(
     run = trainer.prepare(model, datamodule)
     if run.budget.rounds is None:
         raise FlsuiteError("under Flower the number of rounds must be given: set trainer.rounds")
-    with run.opened():
+    with opened(run):
         strategy = FlowerStrategy(run)
 
         def close_round(round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -51,7 +52,7 @@ def serve(
             run.evaluate()
             run.record()
             run.folder.table.append()
-            run.settle()
+            run.store.settle()
             last = run.summary.last
             is_scored = last.get("round") == run.round
             return MetricRecord({k: float(v) for k, v in last.items()}) if is_scored else None

@@ -9,7 +9,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flsuite.attacks import Collusion
 from flsuite.errors import FlsuiteError
 from flsuite.flower.engine import Mail, NodeEngine, NodeEvaluator, NodeStore, by_node
 from flsuite.flower.nodes import Nodes
@@ -40,9 +39,9 @@ class FlowerStrategy(Strategy):
 
     def __init__(self, run: Run) -> None:
         federation = run.federation
-        if federation.aggregator.pooled:
+        if federation.aggregator.pools:
             raise FlsuiteError(
-                f"{type(federation.aggregator).__name__} trains on everybody's data, which no node "
+                f"{federation.aggregator.name} trains on everybody's data, which no node "
                 "of Flower holds"
             )
         if federation.schedule.is_asynchronous or federation.schedule.may_lose:
@@ -55,16 +54,11 @@ class FlowerStrategy(Strategy):
                 "under Flower a round without a client would end the run; set "
                 "trainer.schedule.sampling to uniform"
             )
-        if federation.exchange.secure_sum is not None:
+        if federation.uplink.masks:
             raise FlsuiteError(
-                "a secure sum exchanges keys and shares before and after training, and a round of "
-                "Flower has one message to a node and one answer; leave out trainer.secure_sum, or "
-                "run it with flsuite fit"
-            )
-        if isinstance(federation.attack, Collusion):
-            raise FlsuiteError(
-                f"{type(federation.attack).__name__} {federation.attack.needs}, and attackers on "
-                "nodes of Flower do not see those of others; run it with flsuite fit"
+                "secure aggregation exchanges keys and shares before and after training, and a "
+                "round of Flower has one message to a node and one answer; leave out "
+                "trainer.secure_sum, or run it with flsuite fit"
             )
         if run.source is not None or run.updates is not None:
             raise FlsuiteError(
@@ -100,8 +94,7 @@ class FlowerStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what is about to run."""
-        aggregator = type(self.federation.aggregator).__name__
-        log.info("%s of %d clients", aggregator, self.run.clients)
+        log.info("%s of %d clients", self.federation.aggregator.name, self.run.clients)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -119,13 +112,13 @@ class FlowerStrategy(Strategy):
         contents = {}
         for request in self.engine.requests(nodes):
             order = {
-                "client": request.assignment.client,
-                "batches": request.assignment.batches,
+                "client": request.client,
+                "batches": request.batches,
                 "round": request.broadcast.round,
                 "number": request.number,
             }
             extras = pack("received", request.broadcast.extras)
-            contents[request.assignment.client] = {ARRAYS: arrays, **extras, **pack("fit", order)}
+            contents[request.client] = {ARRAYS: arrays, **extras, **pack("fit", order)}
         return Mail(MessageType.TRAIN, nodes, server_round, config).messages(contents)
 
     def aggregate_train(

@@ -7,15 +7,23 @@ Deep Conditional Generative Models".
 
 from collections.abc import Sequence
 from math import prod
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flsuite.arguments import (
+    BelowOne,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    check_init,
+)
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
+from flsuite.errors import FlsuiteError
 from flsuite.models.autoencoders import (
     SMALLEST,
     BottleneckDecoder,
@@ -23,6 +31,7 @@ from flsuite.models.autoencoders import (
     TableDecoder,
     TableEncoder,
 )
+from flsuite.models.backbones.base import Widths
 from flsuite.models.backbones.norms import Norm
 from flsuite.models.base import ClientModel
 from flsuite.models.gaussians import kl_divergence, log_density, sample
@@ -31,6 +40,10 @@ __all__ = ["ACVAE"]
 
 Reconstruction = Literal["mse", "bce"]
 Negatives = Literal["all", "present"]
+
+_Prior = Annotated[
+    Sequence[float], Range("positive for every class", lambda prior: all(p > 0 for p in prior))
+]
 
 
 class ACVAE(ClientModel):
@@ -93,19 +106,19 @@ class ACVAE(ClientModel):
 
     def __init__(
         self,
-        latent_dim: int = 20,
-        hidden: tuple[int, ...] = (128, 64, 32),
-        width: int = 16,
-        mapper_width: int = 64,
+        latent_dim: PositiveInt = 20,
+        hidden: Widths = (128, 64, 32),
+        width: PositiveInt = 16,
+        mapper_width: PositiveInt = 64,
         reconstruction: Reconstruction = "mse",
-        reconstruction_weight: float = 1.0,
-        kl_weight: float = 0.5,
-        cls_weight: float = 1.0,
+        reconstruction_weight: NonNegativeFloat = 1.0,
+        kl_weight: NonNegativeFloat = 0.5,
+        cls_weight: NonNegativeFloat = 1.0,
         negatives: Negatives = "all",
-        prior_scale: float = 1.0,
-        log_variance_limit: float = 6.0,
-        class_prior: Sequence[float] | None = None,
-        dropout: float = 0.2,
+        prior_scale: NonNegativeFloat = 1.0,
+        log_variance_limit: PositiveFloat = 6.0,
+        class_prior: _Prior | None = None,
+        dropout: BelowOne = 0.2,
         norm: Norm = "batch",
         private: Sequence[str] = ("encoder.",),
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=2e-4),
@@ -127,7 +140,7 @@ class ACVAE(ClientModel):
         self.norm: Norm = norm
         self.private = tuple(private)
         self.optimizer = optimizer
-        self._check_arguments()
+        check_init(self, ACVAE)
 
     def build(self, spec: DataSpec) -> None:
         if spec.task == "multilabel":
@@ -294,18 +307,3 @@ class ACVAE(ClientModel):
             TableEncoder(features, self.hidden, 2 * self.latent_dim, self.dropout),
             TableDecoder(shape, self.hidden, self.latent_dim, self.dropout),
         )
-
-    def _check_arguments(self) -> None:
-        owner = "ACVAE"
-        require_one_of(owner, get_args(Reconstruction), reconstruction=self.reconstruction)
-        require_one_of(owner, get_args(Negatives), negatives=self.negatives)
-        require_at_least(owner, 1, latent_dim=self.latent_dim, width=self.width)
-        require_at_least(owner, 1, mapper_width=self.mapper_width)
-        require_at_least(owner, 0, reconstruction_weight=self.reconstruction_weight)
-        require_at_least(owner, 0, kl_weight=self.kl_weight, cls_weight=self.cls_weight)
-        require_at_least(owner, 0, prior_scale=self.prior_scale)
-        require_positive(owner, log_variance_limit=self.log_variance_limit)
-        if self.class_prior is not None and not all(value > 0 for value in self.class_prior):
-            raise FlsuiteError(
-                f"ACVAE: class_prior must be positive for every class, got {list(self.class_prior)}"
-            )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
+from flsuite.models.strides import slice_strides
 
 __all__ = ["ClientModel"]
 
@@ -90,6 +91,7 @@ class ClientModel(LightningModule):
         if self.spec is None:
             self.build(spec)
             self.spec = spec
+            slice_strides(self)
         elif (self.spec.shape, self.spec.num_classes, self.spec.task) != (
             spec.shape,
             spec.num_classes,

@@ -6,13 +6,20 @@ Data Fusion", 2025.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from flsuite.arguments import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_init,
+)
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
+from flsuite.errors import FlsuiteError
 from flsuite.models.autoencoders import (
     SMALLEST,
     BottleneckDecoder,
@@ -87,16 +94,16 @@ class FusedSpaceFed(ClientModel):
         self,
         autoencoder: Autoencoder = "bottleneck",
         fusion: Fusion = "sum",
-        fusion_scale: float = 1.0,
-        latent_dim: int = 16,
-        lambda_rec: float = 1.0,
-        warmup_epochs: int = 1,
+        fusion_scale: NonNegativeFloat = 1.0,
+        latent_dim: PositiveInt = 16,
+        lambda_rec: NonNegativeFloat = 1.0,
+        warmup_epochs: NonNegativeInt = 1,
         task_aware: bool = True,
-        lambda_sp: float = 0.0,
-        lr: float = 0.1,
-        autoencoder_lr: float = 0.01,
-        momentum: float = 0.9,
-        weight_decay: float = 5e-4,
+        lambda_sp: NonNegativeFloat = 0.0,
+        lr: PositiveFloat = 0.1,
+        autoencoder_lr: PositiveFloat = 0.01,
+        momentum: NonNegativeFloat = 0.9,
+        weight_decay: NonNegativeFloat = 5e-4,
         norm: Norm = "batch",
         backbone: Backbone | None = None,
     ) -> None:
@@ -115,7 +122,7 @@ class FusedSpaceFed(ClientModel):
         self.weight_decay = weight_decay
         self.norm: Norm = norm
         self.backbone = backbone
-        self._check_arguments()
+        check_init(self, FusedSpaceFed)
 
     def build(self, spec: DataSpec) -> None:
         if len(spec.shape) != 3 or min(spec.shape[1:]) < SMALLEST:
@@ -252,17 +259,6 @@ class FusedSpaceFed(ClientModel):
             BottleneckEncoder(shape, self.latent_dim, self.norm),
             BottleneckDecoder(shape, self.latent_dim, self.norm),
         )
-
-    def _check_arguments(self) -> None:
-        owner = "FusedSpaceFed"
-        require_one_of(owner, get_args(Autoencoder), autoencoder=self.autoencoder)
-        require_one_of(owner, get_args(Fusion), fusion=self.fusion)
-        require_one_of(owner, get_args(Norm), norm=self.norm)
-        require_at_least(owner, 1, latent_dim=self.latent_dim)
-        require_at_least(owner, 0, warmup_epochs=self.warmup_epochs, fusion_scale=self.fusion_scale)
-        require_at_least(owner, 0, lambda_rec=self.lambda_rec, lambda_sp=self.lambda_sp)
-        require_at_least(owner, 0, momentum=self.momentum, weight_decay=self.weight_decay)
-        require_positive(owner, lr=self.lr, autoencoder_lr=self.autoencoder_lr)
 
 
 @contextmanager

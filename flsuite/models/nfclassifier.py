@@ -5,7 +5,7 @@ Heterogeneous Federated Continual Learning", ICLR 2024 (AF-FCL).
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import Callback
@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flsuite.models.nf_losses as nf_losses
+from flsuite.arguments import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    at_least,
+    check_init,
+)
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of, require_positive
+from flsuite.errors import FlsuiteError
 from flsuite.models.backbones import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel
 from flsuite.models.flows import ConditionalFlow
@@ -90,20 +98,20 @@ class NFClassifier(ClientModel):
 
     def __init__(
         self,
-        feature_dim: int = 512,
-        couplings: int = 4,
-        flow_width: int = 512,
+        feature_dim: Annotated[int, at_least(2)] = 512,
+        couplings: PositiveInt = 4,
+        flow_width: PositiveInt = 512,
         backbone: Backbone | None = None,
-        lr: float = 1e-4,
-        flow_lr: float = 1e-3,
-        k_replay: float = 0.1,
-        k_flow_last: float = 0.1,
-        theta: float = 0.1,
-        k_last: float = 0.2,
-        k_global: float = 0.0,
-        k_feature: float = 0.5,
-        k_output: float = 0.1,
-        clip: float = 1.0,
+        lr: PositiveFloat = 1e-4,
+        flow_lr: PositiveFloat = 1e-3,
+        k_replay: NonNegativeFloat = 0.1,
+        k_flow_last: NonNegativeFloat = 0.1,
+        theta: Share = 0.1,
+        k_last: NonNegativeFloat = 0.2,
+        k_global: NonNegativeFloat = 0.0,
+        k_feature: NonNegativeFloat = 0.5,
+        k_output: NonNegativeFloat = 0.1,
+        clip: NonNegativeFloat = 1.0,
         replay_classes: ReplayClasses = "all",
         normalize_features: bool = True,
     ) -> None:
@@ -124,7 +132,7 @@ class NFClassifier(ClientModel):
         self.clip = clip
         self.replay_classes: ReplayClasses = replay_classes
         self.normalize_features = normalize_features
-        self._check_arguments()
+        check_init(self, NFClassifier)
 
         self.automatic_optimization = False
         self._others_met: Tensor | None = None
@@ -390,18 +398,6 @@ class NFClassifier(ClientModel):
         # On the device: a number per step would wait for it.
         value = value.detach()
         self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
-
-    def _check_arguments(self) -> None:
-        owner = "NFClassifier"
-        require_at_least(owner, 2, feature_dim=self.feature_dim)
-        require_at_least(owner, 1, couplings=self.couplings, flow_width=self.flow_width)
-        require_at_least(owner, 0, k_replay=self.k_replay, k_flow_last=self.k_flow_last)
-        require_at_least(owner, 0, k_last=self.k_last, k_global=self.k_global)
-        require_at_least(owner, 0, k_feature=self.k_feature, k_output=self.k_output, clip=self.clip)
-        require_one_of(owner, get_args(ReplayClasses), replay_classes=self.replay_classes)
-        require_positive(owner, lr=self.lr, flow_lr=self.flow_lr)
-        if not 0 <= self.theta <= 1:
-            raise FlsuiteError(f"NFClassifier: theta must be in [0, 1], got {self.theta}")
 
     def _check_task(self, task: int, classes: Sequence[int]) -> None:
         count = len(self.previous.met)

@@ -34,6 +34,12 @@ class Budget:
         is_open = rounds is None and seconds is None and updates is None
         return cls(10 if is_open else rounds, seconds, updates)
 
+    @property
+    def is_of_time_alone(self) -> bool:
+        """Return whether virtual time is the only limit."""
+        others = self.rounds, self.max_client_updates
+        return self.max_virtual_seconds is not None and others == (None, None)
+
     def is_spent(self, clock: Clock) -> bool:
         """Return whether a limit is reached."""
         return any(limit is not None and spent >= limit for spent, limit in self._pairs(clock))

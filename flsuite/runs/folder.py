@@ -110,6 +110,20 @@ class RunFolder:
             return path
         return None
 
+    def existing_checkpoint(self, ckpt_path: str | None) -> Path:
+        """Return the file that a request means, by default the last one. It must exist.
+
+        Raises:
+            FlsuiteError: If there is no checkpoint.
+        """
+        path = self.find_checkpoint(ckpt_path or "last")
+        if path is None:
+            raise FlsuiteError(
+                f"there is no checkpoint in {self.checkpoints}: fit first, or name one with "
+                "ckpt_path"
+            )
+        return path
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from writing to this run, until this one ends.
@@ -139,19 +153,17 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
-    def claim(self, overwrite: bool = False) -> None:
+    def make(self) -> None:
         """Make the folder of a new run, which has yet to be locked and filled.
 
-        Args:
-            overwrite: Start over a run that was killed before its first checkpoint.
+        What is in it already is read under the lock only: a run that begins at this moment writes
+        one file after the other.
 
         Raises:
-            FlsuiteError: If the folder holds another run, or cannot be made.
+            FlsuiteError: If the folder cannot be made.
         """
         if self.checkpoints is None:
             return
-        if not overwrite:
-            self._refuse_foreign_files()
         parents = (self.checkpoints, *self.checkpoints.parents)
         self._made = [folder for folder in parents if not folder.exists()]
         make_folder(self.checkpoints)
@@ -164,7 +176,7 @@ class RunFolder:
         overwrite: bool = False,
         attack: Attack | None = None,
     ) -> None:
-        """Begin a new run in a folder that is claimed and locked.
+        """Begin a new run in a folder that is made and locked.
 
         Args:
             config: The request of the user, as text or plain data.
@@ -174,13 +186,17 @@ class RunFolder:
             attack: Its attackers are written, if there is an attack.
 
         Raises:
-            FlsuiteError: If the folder holds another run, or a run whose checkpoint is lost.
+            FlsuiteError: If the folder holds another run, a run whose checkpoint is lost, or files
+                that a run would replace.
         """
         if self.path is None:
             return
         if overwrite:
             self._refuse_lost_checkpoint()
-        # The table comes first: another run may have had the lock, and may have ended.
+        elif reason := self._reason_to_refuse():
+            self._remove_empty()
+            raise FlsuiteError(reason)
+        # The table comes first: where the disk has no locks, it decides who has the folder.
         try:
             self.table.create(overwrite)
         except FileExistsError as error:
@@ -217,6 +233,10 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
         for path in self._written:
             path.unlink(missing_ok=True)
+        self._remove_empty()
+
+    def _remove_empty(self) -> None:
+        """Remove the folders that :meth:`make` made, as far as nothing is in them."""
         for folder in self._made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -238,18 +258,23 @@ class RunFolder:
                 "from the picked round with --ckpt_path best, or name another folder with --run_dir"
             )
 
-    def _refuse_foreign_files(self) -> None:
-        """Refuse a folder with another run, or with files of the user that would be replaced."""
+    def _reason_to_refuse(self) -> str | None:
+        """Return why a new run must not use the folder, or ``None``.
+
+        It may hold another run, or files of the user that would be replaced.
+        """
         assert self.path is not None
         assert self.checkpoints is not None
+        name = next((name for name in _FILES if (self.path / name).exists()), None)
+        # After the other files: where the disk has no locks, a run that begins writes it first.
         if (self.path / "metrics.csv").exists() or (self.checkpoints / "last.ckpt").exists():
-            raise FlsuiteError(_HOLDS_A_RUN.format(self.path))
-        for name in _FILES:
-            if (self.path / name).exists():
-                raise FlsuiteError(
-                    f"{self.path} has a file {name} that is not a run's, and a run would replace "
-                    "it; name another folder with --run_dir"
-                )
+            return _HOLDS_A_RUN.format(self.path)
+        if name is None:
+            return None
+        return (
+            f"{self.path} has a file {name} that is not a run's, and a run would replace it; name "
+            "another folder with --run_dir"
+        )
 
 
 def _write_text(path: Path, text: str) -> None:

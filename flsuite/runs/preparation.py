@@ -2,18 +2,21 @@
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from flsuite.aggregators import Aggregator
 from flsuite.attacks import Attack
+from flsuite.client.lr_decay import LRDecay
 from flsuite.client.setup import Buffers, entries_of
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.plain import as_federated
 from flsuite.errors import FlsuiteError, require_instance
-from flsuite.exchange import Compression, Exchange, SecureSum
+from flsuite.exchange.secure import SecureAggregation
 from flsuite.models.base import ClientModel
+from flsuite.models.strides import slice_strides
 from flsuite.models.traits import has_step, require_trainable, to_channels_last
 from flsuite.random import seed_process
 from flsuite.runs.folder import RunFolder
@@ -26,7 +29,7 @@ from flsuite.server.own_fit import OwnFit
 from flsuite.server.tools import make_tools
 from flsuite.server.version_store import VersionStore
 
-__all__ = ["make_evaluator", "make_federation", "make_ready"]
+__all__ = ["Algorithm", "make_evaluator", "make_federation", "make_ready"]
 
 _USED: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
 """Models that have been made ready for a run, whose weights a fit may have changed."""
@@ -75,6 +78,7 @@ def make_ready(
         weights = "given_weights" if any(True for _ in model.parameters()) else None
         weights = "initial_weights" if weights and model in _USED else weights
         _configure(model, trainer, datamodule)
+        slice_strides(model)
     _USED.add(model)
 
     if attack is not None:
@@ -129,51 +133,56 @@ def make_evaluator(
     return evaluator
 
 
+@dataclass(frozen=True)
+class Algorithm:
+    """All that decides how clients train and what becomes of their updates.
+
+    Attributes:
+        aggregator: The four parts, with what compression and an attack add to them.
+        schedule: Who trains when.
+        buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        secure_sum: How the clients' contributions are masked, if they are.
+        lr_decay: How learning rates change from round to round.
+        fit_samples: Returns the samples that a fit processes, given those of the client.
+    """
+
+    aggregator: Aggregator
+    schedule: Schedule
+    buffers: Buffers
+    secure_sum: SecureAggregation | None
+    lr_decay: LRDecay | None
+    fit_samples: Callable[[int], int]
+
+
 def make_federation(
-    evaluator: Evaluator,
-    aggregator: Aggregator,
-    schedule: Schedule,
-    buffers: Buffers,
-    compression: Compression | None,
-    secure_sum: SecureSum | None,
-    attack: Attack | None,
-    folder: RunFolder,
-    options: RunOptions,
-    fit_samples: Callable[[int], int],
+    evaluator: Evaluator, algorithm: Algorithm, folder: RunFolder, options: RunOptions
 ) -> Federation:
     """Return the federation of a run, as it is before the first round.
 
     Args:
         evaluator: It has the model and the data.
-        aggregator: The algorithm.
-        schedule: Who trains when.
-        buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
-        compression: How updates are packed for the way to the server, if they are.
-        secure_sum: How updates are masked, if they are.
-        attack: What the attackers among the clients do, if there are any.
+        algorithm: How clients train and what becomes of their updates.
         folder: Where clients and versions are kept.
         options: The options of the run.
-        fit_samples: Returns the samples that a fit processes, given those of the client.
 
     Raises:
-        FlsuiteError: If the algorithm fits neither the model nor the schedule.
+        FlsuiteError: If the parts of the algorithm do not fit the model or each other.
     """
-    model, path = evaluator.model, folder.path
-    private = entries_of(model, aggregator, buffers).private
-    fit = OwnFit(evaluator, aggregator, buffers, options.lr_decay)
+    model, path, aggregator = evaluator.model, folder.path, algorithm.aggregator
+    private = entries_of(model, aggregator, algorithm.buffers).private
+    fit = OwnFit(evaluator, aggregator, algorithm.buffers, algorithm.lr_decay)
     federation = Federation(
         model,
         evaluator.data,
         aggregator,
-        schedule,
-        buffers,
+        algorithm.schedule,
+        algorithm.buffers,
         ClientStore(path / "clients" if path else None),
         options.seed,
         VersionStore(path / "in_flight" if path else None),
-        fit_samples,
+        algorithm.fit_samples,
         make_tools(evaluator, private, options.seed, options.budget.rounds, fit),
-        Exchange(compression, secure_sum),
-        attack,
+        algorithm.secure_sum,
     )
-    fit.initial = federation.initial
+    fit.initial, fit.layout = federation.initial, federation.layout
     return federation

@@ -12,7 +12,6 @@ from flsuite.messages import (
     ClientFailure,
     ClientResult,
     ClientUpdate,
-    FitAssignment,
     FitRequest,
     Outcome,
 )
@@ -75,7 +74,7 @@ def _requests(fits: Sequence[Fit]) -> list[FitRequest]:
     return [
         FitRequest(
             fit.number,
-            FitAssignment(fit.client),
+            fit.client,
             Broadcast(fit.version + 1, {}, {}),
             {},
             fault=fit.fault,
@@ -102,8 +101,8 @@ class _NoTraining(Engine):
 
     def collect(self, number: int) -> Outcome:
         request = self._requests.pop(number)
-        if request.fault not in (None, "late", "twice"):  # these two happen on the way
+        if request.fault not in (None, "late", "twice", "gone"):  # they happen on the way
             return request.failure(f"on purpose: {request.fault}")
-        client, round = request.assignment.client, request.broadcast.round
+        client, round = request.client, request.broadcast.round
         update = ClientUpdate(client, round, 1, 0, torch.zeros(0), {}, number=number)
         return ClientResult(update, {})

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from flsuite.aggregators.after_fit import AfterFit
+from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.runs.checkpoint import refuse_mismatch
@@ -66,8 +66,8 @@ def require_plain_training(federation: Federation) -> None:
         FlsuiteError: If it does. The message names it.
     """
     aggregator, data = federation.aggregator, federation.data.at(1)
-    name = type(aggregator).__name__
-    if aggregator.pooled or aggregator.private:
+    name = aggregator.name
+    if aggregator.pools or aggregator.private:
         raise FlsuiteError(
             f"{name} has no clients whose models another run could start "
             "from; set trainer.keep_updates to false, and leave out from_updates"
@@ -80,10 +80,11 @@ def require_plain_training(federation: Federation) -> None:
         samples=data.samples(0),
         class_counts=data.class_counts(0),
         global_state=federation.state,
-        received=aggregator.broadcast(),
+        received={},
         memory={},
+        layout=federation.layout,
     )
-    if not all(isinstance(c, AfterFit) for c in aggregator.client_callbacks(client)):
+    if not all(isinstance(c, AfterFit) for c in aggregator.callbacks(client)):
         raise FlsuiteError(
             f"{name} changes how clients train, so that their models fit no other aggregator; set "
             "trainer.keep_updates to false, and leave out from_updates"

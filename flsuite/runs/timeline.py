@@ -13,7 +13,7 @@ def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
 
     A pooled fit is not that of a client, and has no row.
     """
-    if federation.aggregator.pooled:
+    if federation.aggregator.pools:
         return
     updates = {update.number: update for update in federation.log.updates}
     for fit in federation.schedule.ended:

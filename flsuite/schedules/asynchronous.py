@@ -3,10 +3,12 @@
 import heapq
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from flsuite.arguments import PositiveFloat, PositiveInt, Settings
 from flsuite.engines.base import Engine
-from flsuite.errors import FederationError, FlsuiteError, require_at_least, require_positive
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientResult, Outcome
 from flsuite.schedules.availability import Availability
 from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
@@ -20,7 +22,8 @@ __all__ = ["Asynchronous"]
 _MOST_LOST = 1000  # ends in a row without an update, per place, after which none can be expected
 
 
-class Asynchronous(Schedule):
+@dataclass
+class Asynchronous(Schedule, Settings):
     """FedBuff's schedule (Nguyen et al. 2022, arXiv:2106.06639, algorithm 1).
 
     A number of clients trains at any moment. Where one comes back or drops out, another one starts
@@ -41,26 +44,19 @@ class Asynchronous(Schedule):
 
     is_asynchronous = True
 
-    def __init__(
-        self,
-        concurrency: int = 10,
-        buffer_size: int = 1,
-        buffer_timeout: float | None = None,
-        speeds: Speeds | None = None,
-        availability: Availability | None = None,
-    ) -> None:
-        self.concurrency = concurrency
-        self.buffer_size = buffer_size
-        self.buffer_timeout = buffer_timeout
-        self.speeds = speeds
-        self.availability = availability
-        require_at_least("Asynchronous", 1, concurrency=concurrency, buffer_size=buffer_size)
-        require_positive("Asynchronous", buffer_timeout=buffer_timeout)
-        if buffer_size > concurrency and buffer_timeout is None:
+    concurrency: PositiveInt = 10
+    buffer_size: PositiveInt = 1
+    buffer_timeout: PositiveFloat | None = None
+    speeds: Speeds | None = None
+    availability: Availability | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.buffer_size > self.concurrency and self.buffer_timeout is None:
             raise FlsuiteError(
-                f"Asynchronous: buffer_size {buffer_size} is above concurrency {concurrency}, so "
-                "that a buffer would wait for clients that start after others have come back; "
-                "lower buffer_size, raise concurrency, or set buffer_timeout"
+                f"Asynchronous: buffer_size {self.buffer_size} is above concurrency "
+                f"{self.concurrency}, so that a buffer would wait for clients that start after "
+                "others have come back; lower buffer_size, raise concurrency, or set buffer_timeout"
             )
 
     @property

@@ -2,11 +2,14 @@
 
 import math
 from abc import ABC
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
-from flsuite.errors import FlsuiteError, require_below_one, require_positive
+from flsuite.arguments import BelowOne, PositiveFloat, Settings
+from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 from flsuite.schedules.traces import check_clients, client_bounds, read_trace, trace_digest
 
@@ -56,7 +59,8 @@ class Always(Availability):
     """All clients are available at any time, and none drops out."""
 
 
-class Bernoulli(Availability):
+@dataclass
+class Bernoulli(Availability, Settings):
     """All clients are available at any time, and each fit is lost with the same probability.
 
     A client drops out at a uniform share of the fit's seconds. If those are measured, it drops out
@@ -66,9 +70,7 @@ class Bernoulli(Availability):
         dropout: Probability in [0, 1) that a client drops out of a fit.
     """
 
-    def __init__(self, dropout: float = 0.1) -> None:
-        self.dropout = dropout
-        require_below_one("Bernoulli", dropout=dropout)
+    dropout: BelowOne = 0.1
 
     def configure(self, clients: int, seed: int) -> None:
         self._seed = seed
@@ -79,7 +81,8 @@ class Bernoulli(Availability):
         return started + rng.random() * seconds if drops_out else None
 
 
-class OnOff(Availability):
+@dataclass
+class OnOff(Availability, Settings):
     """Clients that come and go by a trace.
 
     The trace is a CSV file with a header and the columns ``client``, ``start`` and ``end``. A row
@@ -96,18 +99,19 @@ class OnOff(Availability):
         FlsuiteError: If ``period`` is too short, or the file is not such a trace.
     """
 
-    def __init__(self, path: str, period: float | None = None) -> None:
-        self.path = path
-        self.period = period
-        require_positive("OnOff", period=period)
-        self._rows = read_trace(path, ("client", "start", "end"))
+    path: str | Path
+    period: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rows = read_trace(self.path, ("client", "start", "end"))
         self.content_digest = trace_digest(self._rows)
 
         last_end = float(self._rows["end"].max())
-        if period is not None and period < last_end:
+        if self.period is not None and self.period < last_end:
             raise FlsuiteError(
-                f"OnOff: period must be at least {last_end:.15g}, the last end in {path}, "
-                f"got {period}"
+                f"OnOff: period must be at least {last_end:.15g}, the last end in "
+                f"{self.path}, got {self.period}"
             )
 
     def configure(self, clients: int, seed: int) -> None:

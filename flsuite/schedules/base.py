@@ -32,8 +32,7 @@ class Schedule(ABC):
         is_asynchronous: Whether clients may come back to a newer version than they started from.
         is_virtual: Whether the times are known without training.
         may_lose: Whether a client that starts may never come back.
-        may_be_empty: Whether a round may have no client at all, see
-            :meth:`~flsuite.aggregators.Aggregator.without_updates`.
+        may_be_empty: Whether a round may have no client at all. The change of such a round is 0.
         ended: Fits that have ended since the round began, in their order.
         in_flight: Fits that have started and not ended.
         cohort: Clients that a round starts, after :meth:`configure`. It is 0 where there are no
@@ -43,6 +42,24 @@ class Schedule(ABC):
     """
 
     is_asynchronous: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what it needs of the algorithm, see :class:`flsuite.aggregators.Part`."""
+        waits = self.is_virtual or self.may_lose or self.may_be_empty
+        return frozenset({"clients"}) if waits else frozenset()
+
+    @property
+    def withholds(self) -> dict[str, str]:
+        """Return what the algorithm does not get under this schedule, with the reasons."""
+        withheld = {}
+        if self.is_asynchronous:
+            withheld["current models"] = "brings those of older versions"
+        if self.may_be_empty:
+            withheld["a cohort of known size"] = "draws cohorts of any size"
+        if self.client_sampling is None:
+            withheld["random cohorts"] = "draws them by data, speed or availability"
+        return withheld
 
     @abstractmethod
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:

@@ -1,13 +1,14 @@
 """Faults on purpose: clients that fail in every way that a federation must survive."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import numpy as np
 
+from flsuite.arguments import BelowOne, Settings
 from flsuite.engines.base import Engine
-from flsuite.errors import FlsuiteError, require_below_one, require_instance
+from flsuite.errors import FlsuiteError
 from flsuite.messages import (
     ClientFailure,
     ClientResult,
@@ -27,7 +28,8 @@ __all__ = ["Faults"]
 _FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
-class Faults(Schedule):
+@dataclass
+class Faults(Schedule, Settings):
     """Lets some fits of another schedule fail on purpose.
 
     Which fits fail, and how, are functions of the run's seed, the number of the fit and the client,
@@ -39,44 +41,38 @@ class Faults(Schedule):
         raises: Probability that a client's code raises an error, after its training.
         nan: Probability that a client's model has a NaN.
         shapes: Probability that a client's model has a tensor of a wrong shape.
-        hangs: Probability that a fit never ends. It needs ``Processes`` with a timeout.
+        hangs: Probability that a fit never ends. It needs ``Processes`` or ``Ray`` with a timeout.
         dies: Probability that a fit kills its worker, also when it is tried again. It needs worker
             processes.
         late: Probability that an update arrives after its round was closed.
         twice: Probability that an update arrives a second time. The first one counts.
+        gone: Probability that a client is gone once its masked update has arrived. The update
+            counts, and the others unmask the sum without it. It needs secure aggregation.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        raises: float = 0.0,
-        nan: float = 0.0,
-        shapes: float = 0.0,
-        hangs: float = 0.0,
-        dies: float = 0.0,
-        late: float = 0.0,
-        twice: float = 0.0,
-    ) -> None:
-        self.schedule = schedule
-        self.raises = raises
-        self.nan = nan
-        self.shapes = shapes
-        self.hangs = hangs
-        self.dies = dies
-        self.late = late
-        self.twice = twice
-        require_instance("Faults", Schedule, schedule=schedule)
-        if isinstance(schedule, Faults):
+    schedule: Schedule
+    raises: BelowOne = 0.0
+    nan: BelowOne = 0.0
+    shapes: BelowOne = 0.0
+    hangs: BelowOne = 0.0
+    dies: BelowOne = 0.0
+    late: BelowOne = 0.0
+    twice: BelowOne = 0.0
+    gone: BelowOne = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.schedule, Faults):
             raise FlsuiteError(
                 "Faults: schedule is a Faults too, and a fit fails in one way only; set all "
                 "probabilities in one of them"
             )
-        self.is_asynchronous = schedule.is_asynchronous
-        shares = {name: float(getattr(self, name)) for name in _FAULTS}
-        require_below_one("Faults", **shares)
-        self._bounds = np.cumsum(list(shares.values()))
-        total = round(float(self._bounds[-1]), 9)  # 0.1 ten times is 1
-        require_below_one("Faults", **{"the sum of the probabilities": total})
+        self.is_asynchronous = self.schedule.is_asynchronous
+        self._bounds = np.cumsum([getattr(self, name) for name in _FAULTS])
+        if (total := round(float(self._bounds[-1]), 9)) >= 1:  # 0.1 ten times is 1
+            raise FlsuiteError(
+                f"Faults: the sum of the probabilities must be in [0, 1), got {total}"
+            )
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         self.schedule.configure(sizes, seed, work)
@@ -101,6 +97,10 @@ class Faults(Schedule):
     @property
     def may_lose(self) -> bool:
         return True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return super().needs | ({"secure aggregation"} if self.gone else set())
 
     @property
     def ended(self) -> Sequence[Fit]:

@@ -3,13 +3,22 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.arguments import NonNegativeFloat, PositiveFloat, Range, Settings, Share
 from flsuite.random import numpy_generator
 
 __all__ = ["LogNormal", "Measured", "PerSample", "Speeds", "Stragglers", "Work"]
+
+_Seconds = Annotated[
+    tuple[float, float],
+    Range(
+        "two numbers of seconds, at least 0, the lower one first",
+        lambda seconds: len(seconds) == 2 and 0 <= seconds[0] <= seconds[1] < math.inf,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,8 @@ class Measured(Speeds):
         return None
 
 
-class Stragglers(Speeds):
+@dataclass
+class Stragglers(Speeds, Settings):
     """A share of the clients is slow, and the others are fast.
 
     The slow clients are the same ones throughout a run.
@@ -73,24 +83,11 @@ class Stragglers(Speeds):
             Default: once per run.
     """
 
-    def __init__(
-        self,
-        fraction: float = 0.3,
-        fast: tuple[float, float] = (0.0, 0.2),
-        slow: tuple[float, float] = (0.8, 2.0),
-        jitter: float = 0.1,
-        per_fit: bool = False,
-    ) -> None:
-        self.fraction = fraction
-        self.fast = fast
-        self.slow = slow
-        self.jitter = jitter
-        self.per_fit = per_fit
-
-        require_at_least("Stragglers", 0, fraction=fraction, jitter=jitter)
-        if fraction > 1:
-            raise FlsuiteError(f"Stragglers: fraction must be at most 1, got {fraction}")
-        _require_range("Stragglers", fast=fast, slow=slow)
+    fraction: Share = 0.3
+    fast: _Seconds = (0.0, 0.2)
+    slow: _Seconds = (0.8, 2.0)
+    jitter: NonNegativeFloat = 0.1
+    per_fit: bool = False
 
     def configure(self, clients: int, seed: int) -> None:
         self._seed = seed
@@ -114,7 +111,8 @@ class Stragglers(Speeds):
         return float(base + jitter)
 
 
-class LogNormal(Speeds):
+@dataclass
+class LogNormal(Speeds, Settings):
     """Seconds per fit with a log-normal distribution: most are near the median, a few are long.
 
     A fit takes ``median * exp(sigma * z)`` seconds, with ``z`` standard normal.
@@ -125,12 +123,9 @@ class LogNormal(Speeds):
         per_fit: Whether ``z`` is drawn again for each fit. Default: once per client and run.
     """
 
-    def __init__(self, median: float = 1.0, sigma: float = 0.5, per_fit: bool = False) -> None:
-        self.median = median
-        self.sigma = sigma
-        self.per_fit = per_fit
-        require_positive("LogNormal", median=median)
-        require_at_least("LogNormal", 0, sigma=sigma)
+    median: PositiveFloat = 1.0
+    sigma: NonNegativeFloat = 0.5
+    per_fit: bool = False
 
     def configure(self, clients: int, seed: int) -> None:
         self._seed = seed
@@ -144,7 +139,8 @@ class LogNormal(Speeds):
         return float(self.median * np.exp(self.sigma * z))
 
 
-class PerSample(Speeds):
+@dataclass
+class PerSample(Speeds, Settings):
     """Seconds in proportion to the work: the samples of a fit, and the bytes that travel.
 
     A fit takes ``factor * (samples * seconds_per_sample + bytes_down * seconds_per_byte_down +
@@ -162,25 +158,10 @@ class PerSample(Speeds):
             fast.
     """
 
-    def __init__(
-        self,
-        seconds_per_sample: float = 0.001,
-        seconds_per_byte_down: float = 0.0,
-        seconds_per_byte_up: float = 0.0,
-        spread: float = 0.0,
-    ) -> None:
-        self.seconds_per_sample = seconds_per_sample
-        self.seconds_per_byte_down = seconds_per_byte_down
-        self.seconds_per_byte_up = seconds_per_byte_up
-        self.spread = spread
-        require_at_least(
-            "PerSample",
-            0,
-            seconds_per_sample=seconds_per_sample,
-            seconds_per_byte_down=seconds_per_byte_down,
-            seconds_per_byte_up=seconds_per_byte_up,
-            spread=spread,
-        )
+    seconds_per_sample: NonNegativeFloat = 0.001
+    seconds_per_byte_down: NonNegativeFloat = 0.0
+    seconds_per_byte_up: NonNegativeFloat = 0.0
+    spread: NonNegativeFloat = 0.0
 
     def configure(self, clients: int, seed: int) -> None:
         z = numpy_generator(seed, "speeds").standard_normal(clients)
@@ -191,13 +172,3 @@ class PerSample(Speeds):
         receiving = work.bytes_down * self.seconds_per_byte_down
         sending = work.bytes_up * self.seconds_per_byte_up
         return float(self._factors[work.client] * (computing + receiving + sending))
-
-
-def _require_range(owner: str, **ranges: tuple[float, float]) -> None:
-    """Refuse a range that is not two finite numbers, at least 0, the lower one first."""
-    for name, given in ranges.items():
-        if len(given) != 2 or not 0 <= given[0] <= given[1] < math.inf:
-            raise FlsuiteError(
-                f"{owner}: {name} must be two numbers of seconds, at least 0, the lower one first, "
-                f"got {list(given)}"
-            )

@@ -2,18 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from flsuite.arguments import PositiveFloat, Range, Settings, at_least
 from flsuite.engines.base import Engine
-from flsuite.errors import (
-    FederationError,
-    FlsuiteError,
-    require_at_least,
-    require_one_of,
-    require_positive,
-)
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientResult, Outcome
 from flsuite.metrics.privacy import RandomDraw
 from flsuite.random import numpy_generator
@@ -26,12 +22,19 @@ from flsuite.schedules.speeds import Measured, Speeds
 
 __all__ = ["Synchronous"]
 
-Sampling = Literal["uniform", "size", "poisson"]
+_Participation = Annotated[
+    int | float,
+    Range(
+        "a share above 0 and at most 1.0, or a whole number of clients",
+        lambda x: 0 < x <= 1 if isinstance(x, float) else x >= 1,
+    ),
+]
 
 _MOST_EMPTY_COHORTS = 1000  # in a row, after which no client can be expected to come back
 
 
-class Synchronous(Schedule):
+@dataclass
+class Synchronous(Schedule, Settings):
     """McMahan et al. 2017, algorithm 1: a random cohort per round, drawn without replacement.
 
     A round takes as long as its slowest client. Over-selection and a deadline are those of Bonawitz
@@ -54,36 +57,22 @@ class Synchronous(Schedule):
         availability: Which clients can train, and which drop out. Default: all clients, always.
     """
 
-    def __init__(
-        self,
-        participation: int | float = 1.0,
-        sampling: Sampling = "uniform",
-        over_selection: float = 1.0,
-        deadline: float | None = None,
-        speeds: Speeds | None = None,
-        availability: Availability | None = None,
-    ) -> None:
-        self.participation = participation
-        self.sampling = sampling
-        self.over_selection = over_selection
-        self.deadline = deadline
-        self.speeds = speeds
-        self.availability = availability
-        require_positive("Synchronous", participation=participation, deadline=deadline)
-        require_at_least("Synchronous", 1, over_selection=over_selection)
-        require_one_of("Synchronous", get_args(Sampling), sampling=sampling)
-        if isinstance(participation, float) and participation > 1:
-            raise FlsuiteError(
-                f"Synchronous: participation as a share must be at most 1.0, got {participation}; "
-                "write a number of clients as an integer"
-            )
+    participation: _Participation = 1.0
+    sampling: Literal["uniform", "size", "poisson"] = "uniform"
+    over_selection: Annotated[float, at_least(1)] = 1.0
+    deadline: PositiveFloat | None = None
+    speeds: Speeds | None = None
+    availability: Availability | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.may_be_empty and self.may_lose:
             raise FlsuiteError(
                 "Synchronous: sampling poisson draws clients independently of speed and "
                 "availability; leave out over_selection, deadline and availability, or set "
                 "sampling to uniform"
             )
-        if not self.is_virtual and (over_selection > 1 or deadline is not None):
+        if not self.is_virtual and (self.over_selection > 1 or self.deadline is not None):
             raise FlsuiteError(
                 "Synchronous: over_selection and deadline need times that do not depend on the "
                 "machine; set schedule.speeds, for example to Stragglers"

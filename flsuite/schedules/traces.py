@@ -37,7 +37,7 @@ class Trace(Speeds):
         FlsuiteError: If the file is not such a trace.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = path
         rows = read_trace(path, ("client", "seconds"), ("client", "start", "end"))
         self.content_digest = trace_digest(rows)
@@ -78,7 +78,7 @@ class Trace(Speeds):
         return float(self._durations[row])
 
 
-def read_trace(path: str, *layouts: tuple[str, ...]) -> dict[str, np.ndarray]:
+def read_trace(path: str | Path, *layouts: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Return the columns of a trace as float64, in the order of its rows.
 
     Args:
@@ -117,7 +117,7 @@ def trace_digest(rows: Mapping[str, np.ndarray]) -> str:
     return digest.hexdigest()[:12]
 
 
-def check_clients(path: str, owners: np.ndarray, clients: int) -> None:
+def check_clients(path: str | Path, owners: np.ndarray, clients: int) -> None:
     """Refuse a trace with a client that the run does not have."""
     expected = f"a number below {clients}, the number of clients"
     _refuse(owners >= clients, owners, Path(path), "client", expected)

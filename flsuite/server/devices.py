@@ -1,9 +1,9 @@
-"""The clients' devices of a secure sum, as a simulation needs them."""
+"""The clients' devices of secure aggregation, as a simulation needs them."""
 
 from collections.abc import Collection
 
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.exchange import Parties, SecureSum, SumReport
+from flsuite.exchange import Parties, SecureAggregation, SumReport
 from flsuite.messages import ClientFailure, ClientResult, Outcome
 from flsuite.server.round_log import RoundLog
 from flsuite.state import State
@@ -12,59 +12,63 @@ __all__ = ["Devices"]
 
 
 class Devices:
-    """Holds the clients' summands until all of a round are masked.
+    """Holds the clients' contributions until all of a round are masked.
 
-    The aggregator never sees a summand. It receives the sum, which the server's side of the
+    The aggregator sees no contribution. It receives the sum, which the server's side of the
     protocol has made of masked messages.
 
     Args:
         secure_sum: The protocol.
     """
 
-    def __init__(self, secure_sum: SecureSum) -> None:
+    def __init__(self, secure_sum: SecureAggregation) -> None:
         self.secure_sum = secure_sum
         self._parties: Parties | None = None  # of the round in progress
         self._round = 0
         self._faults: dict[int, str] = {}
 
     def take(self, result: ClientResult, cohort: Collection[int]) -> Outcome:
-        """Leave a client's summands on its device, so that nothing else holds them.
+        """Leave a client's contribution on its device, so that nothing else holds it.
 
         Args:
-            result: The client's result. The summands are taken out of its memory.
+            result: The client's result. The contribution is taken out of its memory.
             cohort: All clients of the round, with those that are lost.
 
         Returns:
-            The result, or a failure if the summands cannot be masked.
+            The result, or a failure if the contribution cannot be masked.
 
         Raises:
             FederationError: If the cohort is too small.
         """
-        update, summands = result.update, result.memory.pop("summands", {})
+        update, held = result.update, result.memory.pop("held", {})
         parties = self._of_round(update.round, cohort)
         try:
-            parties.hold(update.client, summands)
+            parties.hold(update.client, held)
         except ValueError as error:
             self._faults[update.client] = str(error)
             return ClientFailure(update.client, update.round, str(error))
         return result
 
-    def sums(self, arrived: Collection[int], round_log: RoundLog) -> State:
-        """Return the sum of the clients' summands.
+    def sums(
+        self, arrived: Collection[int], round_log: RoundLog, gone: Collection[int] = ()
+    ) -> State:
+        """Return the sum of the clients' contributions.
 
         The costs of the protocol are added to the record of the round.
 
         Args:
-            arrived: The clients of the round whose summands are on their devices.
+            arrived: The clients of the round whose contributions are on their devices.
             round_log: The record of the round.
+            gone: Clients that are lost once they have sent their masked contribution.
 
         Raises:
-            FederationError: If too few clients came back, or their summands cannot be masked.
+            FederationError: If too few clients came back or are left, or their contributions
+                cannot be masked.
         """
         assert self._parties is not None, "no client of this round has been taken"
         parties, self._parties = self._parties, None
         try:
-            sums, report = self.secure_sum.finish(parties, arrived)
+            sums, report = self.secure_sum.finish(parties, arrived, gone)
         except FederationError as error:
             # The remedy of the fault, and not that of clients which did not come back.
             raise (self.failure(len(arrived)) or error) from None
@@ -72,18 +76,18 @@ class Devices:
         return sums
 
     def failure(self, held: int) -> Exception | None:
-        """Return the error of a round in which too few summands can be masked.
+        """Return the error of a round in which too few contributions can be masked.
 
         It is ``None`` if all can. If none of the first round can, a setting is the reason.
 
         Args:
-            held: The number of clients whose summands can be masked.
+            held: The number of clients whose contributions can be masked.
         """
         if not self._faults:
             return None
         client, fault = next(iter(self._faults.items()))
         what = (
-            f"round {self._round}: the summands of {len(self._faults)} of "
+            f"round {self._round}: the contributions of {len(self._faults)} of "
             f"{len(self._faults) + held} clients cannot be masked, client {client}: {fault}"
         )
         if self._round == 1 and not held:
@@ -99,7 +103,7 @@ class Devices:
 
 
 def _count(report: SumReport, round_log: RoundLog) -> None:
-    """Add the costs of a secure sum to the record of the round."""
+    """Add the costs of secure aggregation to the record of the round."""
     recorded = {update.client: update for update in round_log.updates}
     for client, cost in report.costs.items():
         sent, received = sum(cost.sent.values()), sum(cost.received.values())

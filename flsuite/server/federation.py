@@ -4,20 +4,23 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from flsuite.aggregators import Aggregator
-from flsuite.aggregators.parts import mean_by_parts, part_size
+from flsuite.aggregators.part import Named, Server, refuse_conflicts
+from flsuite.aggregators.parts import part_size
+from flsuite.aggregators.rules import CohortRule
 from flsuite.aggregators.tools import ServerTools
-from flsuite.attacks import Attack, Collusion
-from flsuite.attacks.collusion import collude
+from flsuite.aggregators.uplink import Uplink
 from flsuite.client.setup import Buffers, buffer_names, entries_of
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FederationError, FlsuiteError, one_line
-from flsuite.exchange import Exchange
+from flsuite.exchange.secure import SecureAggregation
 from flsuite.messages import (
+    POOLED,
     Broadcast,
     ClientFailure,
     ClientResult,
@@ -65,8 +68,7 @@ class Federation:
         fit_samples: Returns the samples that a fit processes, given those of the client. Default:
             one pass.
         tools: What the server offers to the aggregator. Default: nothing.
-        exchange: The way of updates from clients to the server. Default: as they are.
-        attack: What the attackers among the clients do. Default: there are none.
+        secure_sum: How the clients' contributions are masked. Default: not at all.
 
     Attributes:
         clock: Rounds done, virtual seconds, client updates and bytes.
@@ -74,6 +76,10 @@ class Federation:
         initial: Entries for which a fit has no other value, see
             :class:`~flsuite.client.setup.WorkerSetup`.
         log: The updates and failures of the round in progress.
+        layout: Names and groups of the entries that travel.
+        memory: What the server half of the algorithm keeps, by part.
+        artifacts: Networks that the algorithm has built beside the global model, by name.
+        uplink: The way of updates from clients to the server.
         personal: Whether every client has a model of its own to be scored.
         frozen: Names of the entries that nobody trains.
         trained: The clients' models of another run. They stand for training in the first round.
@@ -91,8 +97,7 @@ class Federation:
         versions: VersionStore | None = None,
         fit_samples: Callable[[int], int] = int,
         tools: ServerTools | None = None,
-        exchange: Exchange | None = None,
-        attack: Attack | None = None,
+        secure_sum: SecureAggregation | None = None,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
@@ -103,11 +108,11 @@ class Federation:
         self.clock = Clock()
         self.log = RoundLog()
         self._fit_samples = fit_samples
-        self._started: dict[int, _Start] = {}
+        self._stands_for = 1  # clients per fit: more if a cohort is pooled
+        self._started: dict[int, FitRequest] = {}
         self.trained: UpdateStore | None = None
-        self.exchange = exchange or Exchange()
-        self.attack = attack
-        secure_sum = self.exchange.secure_sum
+        self.memory: dict[str, Any] = {}
+        self.artifacts: dict[str, nn.Module] = {}
         self._devices = None if secure_sum is None else Devices(secure_sum)
 
         self._resident = model
@@ -121,20 +126,25 @@ class Federation:
         self._reset = [name for name in buffer_names(model) if is_reset and name in self.state]
         self.initial = {name: whole[name] for name in (*private, *frozen, *buffer_names(model))}
         sizes = data.train_index.lengths().tolist()
-        _refuse_unfit(aggregator, schedule, self.exchange.secure_sum is not None)
-        if attack is not None:
-            _refuse_attack(attack, aggregator, schedule, self.exchange)
+        self.layout = _layout(model, self.state, data.spec.shape, sizes)
+        self._tools = tools or ServerTools()
         schedule.configure(sizes, seed, self.work)
-        if schedule.awaited and (fault := aggregator.too_few(schedule.awaited)):
+        self._tools = replace(self._tools, sampling=schedule.client_sampling)
+        self._refuse_conflicts(secure_sum)
+        aggregator.prepare(self.server)
+        rule, awaited = aggregator.rule, schedule.awaited
+        fault = rule.too_few(awaited) if awaited and isinstance(rule, CohortRule) else None
+        if fault is not None:
             raise FlsuiteError(fault)
-        aggregator.tools = replace(tools or ServerTools(), sampling=schedule.client_sampling)
-        aggregator.configure(_layout(model, self.state, data.spec.shape, sizes))
-        # After configure, which tells the aggregator what travels.
-        extras = aggregator.expected_extras(self.state)
-        self.exchange.configure(aggregator, self.state, extras, schedule.cohort)
-        self._bytes_up = self.exchange.bytes_up(self.state, extras)
-        self._expected = self.exchange.templates(aggregator, self.state, extras)
-        self._averages = aggregator.works_from_mean and not schedule.is_asynchronous
+
+        classes = data.spec.num_classes
+        masks = secure_sum is not None
+        self.uplink = Uplink(aggregator, self.layout, self.state, classes, masks)
+        self._bytes_up = self.uplink.chain.bytes_up
+        if secure_sum is not None:
+            held = self.uplink.held(self.state)
+            secure_sum.configure(held, schedule.cohort)
+            self._bytes_up = self.uplink.bytes_clear + secure_sum.size()
 
     @property
     def round(self) -> int:
@@ -171,20 +181,28 @@ class Federation:
 
     @property
     def may_sum_parts(self) -> bool:
-        """Return whether a worker may add up the models of a part of the cohort."""
-        is_plain = self._devices is None and self.exchange.compression is None
-        # Attackers that work together need each client's model.
-        is_plain = is_plain and not isinstance(self.attack, Collusion)
-        return self._averages and is_plain and not self._expected[1]
+        """Return whether a worker may add up what the clients of a part contribute."""
+        return self.uplink.sums_parts and not self.schedule.is_asynchronous
+
+    @property
+    def server(self) -> Server:
+        """Return what the server half of the algorithm sees in the round in progress."""
+        return Server(
+            self.state,
+            self.layout,
+            self._tools,
+            self.round + 1,
+            self.memory,
+            self.log.server,
+            self.artifacts,
+        )
 
     def begin_round(self) -> None:
         """Begin the record of the next round, unless it has begun."""
         if self.log.round == self.round + 1:
             return
         self.log = RoundLog(self.round + 1, self.schedule.is_asynchronous)
-        # The same dict: what the aggregator notes during the round is in the log of the round.
-        self.aggregator.metrics = self.log.server
-        self._extras = self.aggregator.broadcast()
+        self._extras = self.aggregator.broadcast(self.server)
         size = nbytes(self.state)
         self._traffic = size + nbytes(self._extras), self._bytes_up
 
@@ -235,7 +253,7 @@ class Federation:
         """
         sender = outcome.update if isinstance(outcome, ClientResult) else outcome
         start = self._started.pop(sender.client)
-        outcome = self.check(outcome, start.broadcast.state)
+        outcome = self.check(outcome, start.broadcast)
         if isinstance(outcome, ClientResult) and self._devices is not None:
             fits = (*self.schedule.ended, *self.schedule.in_flight)
             outcome = self._devices.take(outcome, {fit.client for fit in fits})
@@ -255,36 +273,37 @@ class Federation:
         update.number, update.base = start.number, self._base(start.broadcast)
         update.part = start.part
         self.clients[update.client] = outcome.memory
-        self.clock.client_updates += start.clients
+        self.clock.client_updates += self._stands_for
         self.clock.bytes += update.bytes_up + update.bytes_down
         self.log.updates.append(update.without_tensors())
         return outcome
 
-    def check(self, outcome: Outcome, base: State) -> Outcome:
+    def check(self, outcome: Outcome, broadcast: Broadcast) -> Outcome:
         """Return the outcome unpacked, or a failure if its update must not reach the aggregator.
 
         Args:
             outcome: What came back.
-            base: The shared state that the client started from.
+            broadcast: The version that the client started from.
         """
         if isinstance(outcome, ClientFailure):
             return outcome
 
-        update, fault = outcome.update, None
+        # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
+        update = outcome.update
         try:
-            update = self.exchange.unpack(update, base)
+            fault = update.fault(reads_numbers=False)
+            if fault is None and update.partial is None:
+                update = self.uplink.unpack(update, broadcast.state, broadcast.extras)
+                outcome = replace(outcome, update=update)
+            fault = fault or outcome.fault()
         except ValueError as error:
             fault = one_line(error)
-        outcome = replace(outcome, update=update)
-        # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
-        try:
-            fault = fault or outcome.fault(*self._expected)
         except (AttributeError, TypeError, RuntimeError) as error:  # tensors of a foreign kind
             fault = f"it cannot be read ({one_line(error, 200)})"
         if fault is None:
             return outcome
         if fault.startswith("extras"):
-            fault += f" ({type(self.aggregator).__name__}.expected_extras says what clients send)"
+            fault += f" ({self.aggregator.name} says what clients send, by its parts' statistics)"
         steps = update.steps if type(update.steps) is int and update.steps > 0 else 0
         reason = f"its update was refused: {fault}"
         return ClientFailure(update.client, update.round, reason, steps=steps)
@@ -316,26 +335,20 @@ class Federation:
         """Return the next global state, from the updates or from their sum alone.
 
         Raises:
-            FederationError: If too few clients came back for a secure sum.
+            FederationError: If too few clients came back for secure aggregation.
         """
-        if self.schedule.may_be_empty and not self._started:
-            return self.aggregator.without_updates(self.state)
-        if isinstance(self.attack, Collusion):
-            names = self.aggregator.layout.parameters
-            updates = collude(self.attack, self.state, names, updates)
-        if self._devices is None and self._averages:
-            mean, seen = mean_by_parts(updates, self.aggregator.weight)
-            return self.aggregator.from_mean(self.state, mean, seen)
         if self._devices is None:
-            return self.aggregator.aggregate(self.state, updates)
+            return self.aggregator.aggregate(self.server, updates, self.uplink.summed)
 
         arrived = list(updates)
         # In this process clients train on the resident model, which still is the last one's.
         load_(self._resident.state_dict(), {**self.initial, **self.state})
         before = self.log.bytes
-        sums = self._devices.sums([update.client for update in arrived], self.log)
+        gone = {fit.client for fit in self.schedule.ended if fit.fault == "gone"}
+        masked = self._devices.sums([update.client for update in arrived], self.log, gone)
         self.clock.bytes += self.log.bytes - before
-        return self.aggregator.from_sums(self.state, sums, arrived)
+        sums = self.uplink.sums(masked, arrived, self.state)
+        return self.aggregator.aggregate_sums(self.server, sums, arrived)
 
     def advance(self, state: State) -> None:
         """Make this the next version of the global model.
@@ -343,7 +356,7 @@ class Federation:
         Raises:
             FederationError: If it is not a state of this model, or not finite.
         """
-        name = type(self.aggregator).__name__
+        name = self.aggregator.name
         fault = mismatch(state, self.state)
         if fault is None and (bad := non_finite(state)):
             fault = f"{bad} is not finite; lower its learning rate"
@@ -370,7 +383,7 @@ class Federation:
             "clock": dict(vars(self.clock)),
             "state": self.state,
             "initial": {k: v for k, v in self.initial.items() if k not in self.frozen},
-            "aggregator": self.aggregator.state_dict(),
+            "aggregator": self.memory,
             "schedule": self.schedule.state_dict(),
             "clients": dict(self.clients.versions),
         }
@@ -381,7 +394,7 @@ class Federation:
         self.log, self._started = RoundLog(), {}
         self.state = content["state"]
         self.initial |= content["initial"]
-        self.aggregator.load_state_dict(content["aggregator"])
+        self.memory = content["aggregator"]
         self.schedule.load_state_dict(content["schedule"])
         self.clients.restore(content["clients"])
 
@@ -390,7 +403,7 @@ class Federation:
         """Return the versions that clients in flight have started from."""
         return {fit.version for fit in self.schedule.in_flight if fit.outcome == "arrived"}
 
-    def _count_lost(self, start: "_Start", sender: ClientUpdate | ClientFailure) -> None:
+    def _count_lost(self, start: FitRequest, sender: ClientUpdate | ClientFailure) -> None:
         """Count the traffic of a client whose update is not used."""
         self.log.lost_down += nbytes(start.broadcast.state) + nbytes(start.broadcast.extras)
         self._count_refused(sender)
@@ -410,33 +423,50 @@ class Federation:
 
     def _requests(self, fits: list[Fit], broadcast: Broadcast) -> list[FitRequest]:
         """Return the requests of fits that start from one version."""
-        data = self.data.at(broadcast.round)
-        clients = [fit.client for fit in fits]
-        plan = self.aggregator.plan(clients, [data.batches(client) for client in clients])
-        if not self.aggregator.pooled and [planned.client for planned in plan] != clients:
-            raise FlsuiteError(
-                f"{type(self.aggregator).__name__}.plan must return one fit per client, in their "
-                "order; only an aggregator with pooled = True may replace them"
-            )
-
-        requests = []
-        stands_for, size = len(fits) if self.aggregator.pooled else 1, part_size(len(fits))
-        for place, (fit, assignment) in enumerate(zip(fits, plan, strict=False)):
+        if self.aggregator.pools:
+            return [self._pooled_request(fits, broadcast)]
+        requests, size = [], part_size(len(fits))
+        for place, fit in enumerate(fits):
             part = None if self.schedule.is_asynchronous else place // size
-            self._started[assignment.client] = _Start(fit.number, broadcast, stands_for, part)
-            memory = self.clients.request_memory(assignment.client)
+            memory = self.clients.request_memory(fit.client)
             request = FitRequest(
-                fit.number, assignment, broadcast, memory, fit.repeat, part=part, fault=fit.fault
+                fit.number,
+                fit.client,
+                broadcast,
+                memory,
+                repeat=fit.repeat,
+                part=part,
+                fault=fit.fault,
             )
+            self._started[fit.client] = replace(request, memory={})
             requests.append(replace(request, trained=self._trained(request)))
         return requests
+
+    def _pooled_request(self, fits: list[Fit], broadcast: Broadcast) -> FitRequest:
+        """Return one fit on the samples of all clients, with the batches of the cohort."""
+        data = self.data.at(broadcast.round)
+        # As many steps as the cohort takes together: the comparison is at equal numbers of steps.
+        batches = sum(data.batches(fit.client) for fit in fits)
+        request = FitRequest(fits[0].number, POOLED, broadcast, {}, batches)
+        self._started[POOLED], self._stands_for = request, len(fits)
+        return request
+
+    def _refuse_conflicts(self, secure_sum: SecureAggregation | None) -> None:
+        """Refuse parts of the run that do not go together."""
+        parts = [
+            Named("trainer.schedule", self.schedule),
+            *self.aggregator.parts(),
+            Named("model", _Travelling(self.layout)),
+        ]
+        parts.append(Named("trainer.secure_sum", secure_sum or _Unmasked()))
+        refuse_conflicts(parts)
 
     def _trained(self, request: FitRequest) -> TrainedFit | None:
         """Return what this fit has led to in another run, if it is the same fit."""
         # Later rounds start from the model of this run.
         if self.trained is None or request.broadcast.round > 1 or request.repeat:
             return None
-        return self.trained.read(1, request.assignment.client)
+        return self.trained.read(1, request.client)
 
     def _broadcast(self, version: int, callbacks: CopyCallbacks) -> Broadcast:
         """Return what clients that start from a version receive, the same object for all."""
@@ -448,70 +478,25 @@ class Federation:
         return broadcast
 
 
-class _Start(NamedTuple):
-    """A fit in flight, as the server remembers it.
+class _Unmasked:
+    """The absence of secure aggregation, as a part of the run."""
 
-    Attributes:
-        number: Number of the fit in the run.
-        broadcast: The version that it started from.
-        clients: Clients that it stands for: more than one if a cohort is pooled.
-        part: The part of the cohort that it is in.
-    """
-
-    number: int
-    broadcast: Broadcast
-    clients: int
-    part: int | None
+    name = "the server"
+    withholds = {"secure aggregation": "sees every update"}
 
 
-def _refuse_unfit(aggregator: Aggregator, schedule: Schedule, secure: bool) -> None:
-    """Refuse an algorithm that the schedule would give what it cannot use."""
-    if schedule.is_asynchronous and not aggregator.accepts_stale:
-        raise FlsuiteError(
-            f"{type(aggregator).__name__} needs updates of the current version of the global "
-            f"model, and {type(schedule).__name__} brings stale ones; set trainer.aggregator to "
-            "FedBuff or FedAsync, or trainer.schedule to Synchronous"
-        )
-    if secure and (schedule.is_asynchronous or aggregator.pooled):
-        raise FlsuiteError(
-            "secure sums need a cohort that trains together; set trainer.schedule to Synchronous, "
-            "or leave out trainer.secure_sum"
-        )
-    if secure and schedule.may_be_empty:
-        raise FlsuiteError(
-            "secure sums need a cohort whose size is known; set trainer.schedule.sampling to "
-            "uniform, or leave out trainer.secure_sum"
-        )
-    is_plain = not (schedule.is_virtual or schedule.may_lose or schedule.may_be_empty)
-    if aggregator.pooled and not is_plain:
-        raise FlsuiteError(
-            f"{type(aggregator).__name__} trains on pooled data, so that there are no clients to "
-            "wait for; leave out speeds, availability, over_selection, deadline, sampling and "
-            "Faults of trainer.schedule"
-        )
+class _Travelling:
+    """The entries of a model that travel, as a part of the run."""
 
+    name = "the model"
 
-def _refuse_attack(
-    attack: Attack, aggregator: Aggregator, schedule: Schedule, exchange: Exchange
-) -> None:
-    """Refuse an attack where there is nobody to attack, or attackers cannot work together."""
-    owner = type(attack).__name__
-    if aggregator.pooled:
-        raise FlsuiteError(
-            f"{owner}: {type(aggregator).__name__} trains on pooled data, so that no client sends "
-            "an update; leave out trainer.attack"
-        )
-    if not isinstance(attack, Collusion):
-        return
-    for name, other in (
-        ("schedule", schedule if schedule.is_asynchronous else None),
-        ("compression", exchange.compression),
-        ("secure_sum", exchange.secure_sum),
-    ):
-        if other is not None:
-            raise FlsuiteError(
-                f"{owner} {attack.needs}, and {type(other).__name__} does not show them; choose "
-                f"another trainer.attack, or leave out trainer.{name}"
+    def __init__(self, layout: StateLayout) -> None:
+        self.withholds = {}
+        if not layout.parameters:
+            self.withholds["shared parameters"] = "keeps all of them with the clients"
+        if layout.buffers:
+            self.withholds["parameters alone"] = (
+                f"sends {layout.buffers[0]}, which is a buffer, and noise would spoil it"
             )
 
 

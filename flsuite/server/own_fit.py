@@ -9,17 +9,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.aggregators import Aggregator
+from flsuite.aggregators.uplink import Uplink
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.runner import ClientRunner
-from flsuite.client.setup import Buffers, WorkerSetup, client_half
+from flsuite.client.setup import Buffers, WorkerSetup
 from flsuite.data.federated import FederatedData
 from flsuite.data.ragged import RaggedIndex
 from flsuite.errors import FederationError
 from flsuite.lightning_internals import detached
-from flsuite.messages import Broadcast, ClientFailure, FitAssignment, FitRequest
+from flsuite.messages import Broadcast, ClientFailure, FitRequest
 from flsuite.random import seed_for
 from flsuite.server.evaluation import Evaluator
-from flsuite.state import State
+from flsuite.state import State, StateLayout
 
 __all__ = ["OwnFit"]
 
@@ -36,6 +37,7 @@ class OwnFit:
         lr_decay: How learning rates change from round to round.
 
     Attributes:
+        layout: Names of the entries that travel, once they are known.
         initial: Entries for which a fit has no other value, such as frozen ones. A resume completes
             them, so that they are those of the federation.
     """
@@ -52,6 +54,7 @@ class OwnFit:
         self.buffers = buffers
         self.lr_decay = lr_decay
         self.initial: State = {}
+        self.layout: StateLayout | None = None
         self._data = evaluator.data
         self._model: LightningModule | None = None
 
@@ -74,10 +77,15 @@ class OwnFit:
         Raises:
             FederationError: If the fit fails.
         """
+        # As every client trains, and nothing happens to its change on the way.
+        algorithm = Aggregator(objective=self.aggregator.objective)
+        assert self.layout is not None
         setup = WorkerSetup(
             model=self._own_model(),
             data=_of_one(self._data.at(round)),
-            aggregator=client_half(self.aggregator),
+            aggregator=algorithm,
+            uplink=Uplink(algorithm, self.layout, state),
+            layout=self.layout,
             seed=seed_for(self.evaluator.seed, "server"),
             initial=self.initial,
             trainer_kwargs=self.evaluator.trainer_kwargs,
@@ -86,7 +94,7 @@ class OwnFit:
             lr_decay=self.lr_decay,
         )
         with isolate_rng():
-            request = FitRequest(0, FitAssignment(0), Broadcast(round, state, {}), {})
+            request = FitRequest(0, 0, Broadcast(round, state, {}), {})
             outcome = ClientRunner(setup).run(request)
         if isinstance(outcome, ClientFailure):
             raise FederationError(

@@ -32,7 +32,7 @@ _OPEN = (
     "trainer.logger",
     "trainer.enable_progress_bar",
 )
-_LONGEST_LABEL = 80
+_LONGEST_LABEL = 79  # a report takes one of 80 for one that an earlier version has cut
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,16 @@ def _readable(value: Any) -> str:
 
 
 def _file_name(label: str) -> str:
-    return re.sub(r"[^\w.=+-]+", "-", label, flags=re.ASCII).strip("-")[:_LONGEST_LABEL]
+    """Return a label as part of a file name, without its last words if it is long."""
+    words = label.split()
+    # Whole words: 0.001 cut to 0.0 would be another value.
+    while len(_plain(" ".join(words))) > _LONGEST_LABEL:
+        words.pop()
+    return _plain(" ".join(words))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-")
 
 
 def _text(value: Any) -> str:

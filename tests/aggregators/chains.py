@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from federations import assert_same_models, federation
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -16,6 +15,7 @@ from flsuite.aggregators import Aggregator
 from flsuite.models import Classifier
 from flsuite.models.backbones import CNN
 from flsuite.state import Layer, State, StateLayout
+from tests.aggregators.federations import assert_same_models, federation
 from tests.conftest import digits
 
 CHAINS = ("linear", "conv")

@@ -1,6 +1,7 @@
 """What the tests of aggregators share: small federations, some with a known answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from flsuite import FederatedTrainer
-from flsuite.aggregators import (
-    Aggregator,
-    LocalOnly,
-)
+from flsuite.aggregators import Aggregator, LocalOnly, Rule, Server
+from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.uplink import Uplink
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, Dirichlet, FederatedDataModule, Synthetic
 from flsuite.data.partitions import Natural
@@ -80,7 +80,7 @@ class Quadratics(FederatedDataModule):
         return PublishedSplits(spec, DataSplit(table[rows], rows, rows), DataSplit(table, owners))
 
 
-def federation(aggregator: Aggregator, rounds: int, **kwargs: Any) -> FederatedTrainer:
+def federation(aggregator: Aggregator | Rule, rounds: int, **kwargs: Any) -> FederatedTrainer:
     """Return a silent trainer that writes nothing unless it is given a folder."""
     defaults = {
         "evaluate_every": 1000,
@@ -149,18 +149,88 @@ def assert_same_models(a: FederatedTrainer, b: FederatedTrainer) -> None:
     assert a.federation.state or isinstance(a.aggregator, LocalOnly)
     for client in [None, *range(a.run.clients)]:
         assert_equal(a.federation.client_state(client), b.federation.client_state(client))
-    assert a.aggregator.memory.keys() == b.aggregator.memory.keys()
-    for slot, state in a.aggregator.memory.items():
-        assert_equal(state, b.aggregator.memory[slot])
+    assert_same_tree(a.federation.memory, b.federation.memory)
+
+
+def assert_same_tree(a: Any, b: Any) -> None:
+    """Compare nested data bit for bit."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same_tree(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_same_tree(one, other)
+    else:
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 def update(client: int, state: State, samples: int = 1, **extras: Any) -> ClientUpdate:
     return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
 
 
-def configured(aggregator: Aggregator, *parameters: str, clients: int = 2) -> Aggregator:
-    aggregator.configure(StateLayout(parameters=parameters, clients=clients))
-    return aggregator
+def server_of(state: State, layout: StateLayout | None = None, **fields: Any) -> Server:
+    """Return what a server half sees: by default all entries are parameters of two clients."""
+    return Server(
+        state, layout or StateLayout(tuple(state), 2), **{"tools": ServerTools(), **fields}
+    )
+
+
+class ServerHalf:
+    """The server half of an algorithm over several rounds, for a model without private entries.
+
+    Attributes:
+        memory: What its parts keep.
+        metrics: What they have noted in the last round.
+    """
+
+    def __init__(self, part: Aggregator | Rule, layout: StateLayout, **fields: Any) -> None:
+        self.aggregator = Aggregator(rule=part) if isinstance(part, Rule) else part
+        self.layout = layout
+        self.fields = fields
+        self.memory: dict[str, Any] = {}
+        self.metrics: dict[str, float] = {}
+
+    def server(self, state: State) -> Server:
+        fields = {"memory": self.memory, "metrics": self.metrics, **self.fields}
+        return server_of(state, self.layout, **fields)
+
+    def broadcast(self, state: State) -> dict[str, Any]:
+        return self.aggregator.broadcast(self.server(state))
+
+    def aggregate(self, state: State, updates: Iterable[ClientUpdate]) -> State:
+        self.metrics.clear()
+        summed = Uplink(self.aggregator, self.layout, state).summed
+        return self.aggregator.aggregate(self.server(state), iter(updates), summed)
+
+
+def configured(
+    part: Aggregator | Rule, *parameters: str, clients: int = 2, **fields: Any
+) -> ServerHalf:
+    return ServerHalf(part, StateLayout(parameters=parameters, clients=clients), **fields)
+
+
+def fold(
+    part: Aggregator | Rule,
+    state: State,
+    updates: Sequence[ClientUpdate],
+    layout: StateLayout | None = None,
+    server: Server | None = None,
+) -> State:
+    """Return the next global state from these updates, as a federation computes it.
+
+    Args:
+        part: An algorithm, or a rule alone.
+        state: The global state.
+        updates: The updates.
+        layout: What travels. Default: all entries of the state are parameters.
+        server: What the server has kept of earlier rounds. Default: nothing.
+    """
+    aggregator = Aggregator(rule=part) if isinstance(part, Rule) else part
+    server = replace(server, state=state) if server else server_of(state, layout)
+    summed = Uplink(aggregator, server.layout, state).summed
+    return aggregator.aggregate(server, iter(updates), summed)
 
 
 class Updates(FederationCallback):

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from federations import configured, update
 
 from flsuite.aggregators import Aggregator
 from flsuite.messages import ClientUpdate
 from flsuite.state import State
+from tests.aggregators.federations import configured, update
 
 
 def late(
@@ -60,7 +60,7 @@ def settle(
     form. All clients train at any time. Each arrives once per cycle, in an order drawn anew, and
     starts again at once from the current version.
     """
-    configured(aggregator, "w", clients=len(minima))
+    server = configured(aggregator, "w", clients=len(minima))
     state, version, path = numbers(w=0.0), 0, []
     started = dict.fromkeys(range(len(minima)), (state, 0))
 
@@ -74,7 +74,7 @@ def settle(
         waiting.append(late(client, trained, 1, version - base_version, base))
 
         if len(waiting) == buffer:
-            state, version = aggregator.aggregate(state, iter(waiting)), version + 1
+            state, version = server.aggregate(state, iter(waiting)), version + 1
             path.append(float(state["w"]))
             waiting = []
         started[client] = (state, version)

@@ -1,15 +1,6 @@
 """LocalOnly is training alone, and Centralized spends the budget of the cohort."""
 
 import pytest
-from federations import (
-    CURVATURES,
-    MINIMA,
-    Quadratic,
-    Quadratics,
-    assert_equal,
-    federation,
-    run,
-)
 
 from flsuite.aggregators import (
     Centralized,
@@ -21,6 +12,15 @@ from flsuite.messages import POOLED
 from flsuite.models import Classifier
 from flsuite.models.backbones import MLP
 from flsuite.schedules import Synchronous
+from tests.aggregators.federations import (
+    CURVATURES,
+    MINIMA,
+    Quadratic,
+    Quadratics,
+    assert_equal,
+    federation,
+    run,
+)
 
 
 def test_local_only_is_training_alone() -> None:

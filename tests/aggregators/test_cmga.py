@@ -1,7 +1,6 @@
 """CMGA: each mechanism against numbers worked by hand, and the whole against FedAvg."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,22 @@ from torch import Tensor
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import CMGA, FedAvg
-from flsuite.aggregators.cmga import class_momentum, floor_sigma, move_weights, select, separate
+from flsuite.aggregators.rules.cmga import (
+    class_momentum,
+    floor_sigma,
+    move_weights,
+    select,
+    separate,
+)
+from flsuite.aggregators.transforms.base import FitView
+from flsuite.aggregators.uplink import Uplink
 from flsuite.data import Digits, Pathological
 from flsuite.engines import Processes
 from flsuite.messages import ClientUpdate
 from flsuite.models import ACVAE
 from flsuite.schedules import Synchronous
-from flsuite.state import State, StateLayout
+from flsuite.state import State, StateLayout, Sums
+from tests.aggregators.federations import ServerHalf, Updates
 from tests.conftest import classifier, digits, equal_states, trainer
 
 LAYOUT = StateLayout(("w", "mu", "lv"), 3, {"prior_mean": ("mu",), "prior_log_variance": ("lv",)})
@@ -51,10 +59,8 @@ def start(classes: int = 3) -> State:
     }
 
 
-def cmga(**kwargs: Any) -> CMGA:
-    made = CMGA(**kwargs)
-    made.configure(LAYOUT)
-    return made
+def cmga(**kwargs: Any) -> ServerHalf:
+    return ServerHalf(CMGA(**kwargs), LAYOUT)
 
 
 def test_step_1_selects_networks_and_priors() -> None:
@@ -96,7 +102,10 @@ def test_step_4_by_hand() -> None:
 
 
 def test_step_4_is_a_descent_on_the_documents_objective() -> None:
-    """One step from m is autograd's gradient of the objective of every class."""
+    """One step from m is autograd's gradient of the objective of every class.
+
+    Lambda is small, so that no pair comes to delta.
+    """
     torch.manual_seed(0)
     m = torch.randn(5, 3, dtype=torch.float64)
     mu = m.clone().requires_grad_()
@@ -104,9 +113,27 @@ def test_step_4_is_a_descent_on_the_documents_objective() -> None:
     gap = (mu[:, None] - others[None]).norm(dim=-1) + torch.diag(
         torch.full((5,), 9.0, dtype=torch.float64)
     )
-    objective = 0.5 * (mu - m).square().sum() + 0.1 * (2.0 - gap).clamp(min=0).sum()
+    objective = 0.5 * (mu - m).square().sum() + 0.01 * (2.0 - gap).clamp(min=0).sum()
     gradient = torch.autograd.grad(objective, mu)[0].nan_to_num(0.0)
-    torch.testing.assert_close(separate(m, 2.0, 0.1, 1), m - gradient)
+    torch.testing.assert_close(separate(m, 2.0, 0.01, 1), m - gradient)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1.0, 1.2), (1.79, 1.99), (1.85, 2.0), (1.95, 2.0), (2.05, 2.05)]
+)
+def test_step_4_stops_at_delta(before: float, after: float, steps: int) -> None:
+    moved = separate(torch.tensor([[0.0], [before]]), 2.0, 0.1, steps)
+    torch.testing.assert_close(moved[1] - moved[0], torch.tensor([after]))
+
+
+@pytest.mark.parametrize("classes", [3, 4, 10])
+def test_step_4_settles_where_every_pair_is_near_delta(classes: int) -> None:
+    """All pairs are 1.95 apart, and each centre is pushed by all others."""
+    centres = 1.95 / math.sqrt(2) * torch.eye(classes, dtype=torch.float64)
+    for steps in (40, 41):
+        distances = torch.pdist(separate(centres, 2.0, 0.1, steps))
+        torch.testing.assert_close(distances, torch.full_like(distances, 2.0))
 
 
 def test_coincident_centres_separate_the_same_way_every_time() -> None:
@@ -136,10 +163,9 @@ def test_a_round_by_hand() -> None:
     assert new["w"].item() == 3.0 and new["steps"].item() == 1
     torch.testing.assert_close(new["mu"], torch.tensor([[2.0, 0.0], [7.0, 7.0], [20.0, 20.0]]))
     torch.testing.assert_close(new["lv"][:, 0], torch.tensor([2 * math.log(0.1), 0.0, 0.0]))
-    assert made.memory["momentum"]["seen"].tolist() == [True, True, False]
+    assert made.memory["rule"]["seen"].tolist() == [True, True, False]
     assert made.metrics["prior_sigma_floored"] == 2
 
-    made.metrics = {}  # as the federation does before each round
     second = made.aggregate(
         new, iter([update(0, 3.0, [[12.0, 0.0], [0.0, 0.0], [5.0, 5.0]], [1, 0, 1])])
     )
@@ -158,6 +184,28 @@ def test_samples_weigh_networks_and_classes() -> None:
     new = made.aggregate(start(), iter(updates))
     assert new["w"].item() == 1.0
     torch.testing.assert_close(new["mu"][0], torch.tensor([1.0, 0.0]))
+
+
+def test_class_counts_leave_a_masked_client_in_its_terms_alone() -> None:
+    updates = [
+        update(0, 2.0, [[1.0, 0.0], [99.0, 99.0], [99.0, 99.0]], [5, 0, 0]),
+        update(1, 4.0, [[3.0, 0.0], [7.0, 7.0], [99.0, 99.0]], [1, 9, 0]),
+    ]
+    made, sums, sent = cmga(), Sums(), []
+    uplink = Uplink(made.aggregator, LAYOUT, start(), classes=3, masks=True)
+    for one in updates:
+        packed, held = uplink.pack(one, start(), FitView(one.client, 1, 0), {})
+        assert not len(packed.class_counts) and not packed.extras
+        assert [value.item() for value in packed.state.values()] == [one.client]  # the counter
+        sums.add(dict(held))
+        sent.append(packed)
+    tree = uplink.sums(sums.values, sent, start())
+    new = made.aggregator.aggregate_sums(made.server(start()), tree, sent)
+    assert equal_states(new, cmga().aggregate(start(), updates))
+
+
+def test_late_priors_say_nothing_about_the_current_model() -> None:
+    assert CMGA().needs == {"current models"}
 
 
 def acvae(**kwargs: Any) -> ACVAE:
@@ -189,20 +237,11 @@ def test_without_its_mechanisms_it_is_fedavg() -> None:
         torch.testing.assert_close(state(found)[name], value, rtol=1e-6, atol=1e-7)
 
 
-class Seen(CMGA):
-    """CMGA that records the names of the entries it receives."""
-
-    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        kept = list(updates)
-        self.names: set[str] = {name for u in kept for name in (*u.state, *u.extras)}
-        return super().aggregate(global_state, iter(kept))
-
-
 def test_encoders_never_leave() -> None:
-    aggregator = Seen()
-    made = fit(aggregator)
-    assert aggregator.names and not any("encoder" in name for name in aggregator.names)
-    assert "prior_mean" in aggregator.names
+    seen = Updates()
+    made = fit(CMGA(), callbacks=[seen])
+    names = {name for update in seen.all for name in (*update.state, *update.extras)}
+    assert "prior_mean" in names and not any("encoder" in name for name in names)
     encoders = [made.federation.client_state(c)["encoder.latent.weight"] for c in range(4)]  # type: ignore[union-attr]
     assert not torch.equal(encoders[0], encoders[1])
 
@@ -222,7 +261,8 @@ def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) ->
         acvae(), digits(clients=4, standardize=False, partition=Pathological(3)), ckpt_path="last"
     )
     assert equal_states(state(whole), state(resumed))
-    assert equal_states(whole.aggregator.memory["momentum"], resumed.aggregator.memory["momentum"])
+    memories = [made.federation.memory["rule"] for made in (whole, resumed)]  # type: ignore[union-attr]
+    assert equal_states(*memories)
     elsewhere = fit(CMGA(), rounds=4, schedule=half, engine=Processes(workers=2))
     assert equal_states(state(whole), state(elsewhere))
     logged = {

@@ -1,7 +1,6 @@
 """DP-FedAvg: its limits, clipping and noise by hand, epsilon, resume, engines, refusals."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,23 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-from federations import Quadratic, Quadratics, assert_equal, federation, table_data, table_model
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import Aggregator, DPFedAvg, FedAvg
-from flsuite.aggregators.clip_change import ClipChange, clipped_model, wide
 from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.transforms import FitView
+from flsuite.aggregators.transforms.clip_updates import clipped
+from flsuite.aggregators.uplink import Uplink
 from flsuite.callbacks import FederationCallback
 from flsuite.callbacks.wandb_link import WandbLink
 from flsuite.data import Dirichlet, Synthetic
 from flsuite.engines import Processes
 from flsuite.exchange import PairwiseMasks, Quantize
-from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.messages import ClientUpdate
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, Bernoulli, Stragglers, Synchronous
 from flsuite.state import State, StateLayout
+from tests.aggregators.federations import (
+    Quadratic,
+    Quadratics,
+    ServerHalf,
+    assert_equal,
+    federation,
+    table_data,
+    table_model,
+)
 from tests.conftest import classifier, digits, equal_states, trainer
 
 pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")
@@ -34,27 +43,33 @@ WIDE = 20_000
 
 
 def ready(
-    aggregator: DPFedAvg,
+    aggregator: Aggregator,
     clients: int = 2,
     seed: int = 0,
     rounds: int | None = 5,
-    buffers: Sequence[str] = (),
-    is_poisson: bool = True,
-) -> DPFedAvg:
-    """Return an aggregator at the start of a round in which all clients take part."""
-    sampling = RandomDraw(clients, float(clients), is_poisson)
-    aggregator.tools = ServerTools(seed=seed, rounds=rounds, sampling=sampling)
-    aggregator.configure(StateLayout(("w",), clients, buffers=tuple(buffers)))
-    aggregator.broadcast()
-    return aggregator
+) -> ServerHalf:
+    """Return a server half at the start of a round in which all clients take part."""
+    sampling = RandomDraw(clients, float(clients), True)
+    tools = ServerTools(seed=seed, rounds=rounds, sampling=sampling)
+    half = ServerHalf(aggregator, StateLayout(("w",), clients), tools=tools)
+    half.aggregator.prepare(half.server({}))
+    half.broadcast({})
+    return half
 
 
 def update(client: int, *values: float, **extras: Any) -> ClientUpdate:
-    return ClientUpdate(client, 1, 1, 1, torch.ones(1), {"w": torch.tensor(values)}, extras)
+    return ClientUpdate(client, 1, 1, 1, torch.ones(1), {"w": torch.tensor(values).float()}, extras)
 
 
-def fold(aggregator: DPFedAvg, base: State, *updates: ClientUpdate) -> torch.Tensor:
-    return aggregator.aggregate(base, iter(updates))["w"]
+def fold(half: ServerHalf, base: State, *updates: ClientUpdate) -> torch.Tensor:
+    """Return the next parameters from updates as they arrive."""
+    uplink, received = Uplink(half.aggregator, half.layout, base), half.broadcast(base)
+    return half.aggregate(base, [uplink.unpack(u, base, received) for u in updates])["w"]
+
+
+def kept(half: Any) -> dict[str, Any]:
+    """Return what the mechanism keeps on the server."""
+    return half.memory["transforms/0"]
 
 
 # Limits and clipping
@@ -85,43 +100,23 @@ def test_clipping_by_hand() -> None:
 
 
 def test_the_norm_is_over_all_entries_together() -> None:
-    base = {"a": torch.zeros(2), "b": torch.zeros(1)}
-    model = {"a": torch.tensor([2.0, 4.0]), "b": torch.tensor([4.0])}
-    clipped, norm = clipped_model(wide(model), base, 3.0)
+    change = {"a": torch.tensor([2.0, 4.0]), "b": torch.tensor([4.0])}
+    shorter, norm = clipped(change, 3.0)
     assert norm == 6.0
-    assert clipped["a"].tolist() == [1, 2] and clipped["b"].tolist() == [2]
-
-
-class Seen:
-    """Stands for the module at the end of a fit."""
-
-    def __init__(self, **state: torch.Tensor) -> None:
-        self.state = state
-
-    def state_dict(self) -> State:
-        return self.state
+    assert shorter["a"].tolist() == [1, 2] and shorter["b"].tolist() == [2]
 
 
 def test_a_client_clips_its_own_change_and_tells_nothing_else() -> None:
-    private = torch.tensor([9.0])
-    module = Seen(w=torch.tensor([4.0, 5.0]), private=private.clone())
-    for clip, told, left in [(1.0, 0.0, [1.6, 1.8]), (2.0, 1.0, [1.6, 1.8])]:
-        base = {"w": torch.ones(2)}
-        client = ClientContext(0, 1, 1, torch.ones(1), base, {"clip": clip}, {})
-        ClipChange(client, tells=True).on_fit_end(None, module)
-        assert module.state["w"].tolist() == pytest.approx(left)
-        assert client.extras == {"within_clip": told}
-        assert torch.equal(module.state["private"], private)
-    assert client.metrics["update_norm"] == pytest.approx(1.0)
-
-
-def test_tied_weights_are_clipped_once() -> None:
-    weight = torch.tensor([3.0, 4.0])
-    client = ClientContext(
-        0, 1, 1, torch.ones(1), {"a": torch.zeros(2), "b": torch.zeros(2)}, {"clip": 1.0}, {}
-    )
-    ClipChange(client, tells=False).on_fit_end(None, Seen(a=weight, b=weight))
-    assert float(weight.norm()) == pytest.approx(1 / math.sqrt(2))
+    base = {"w": torch.ones(2)}
+    for clip, told, left in [(1.0, 0.0, [1.6, 1.8]), (5.0, 1.0, [4.0, 5.0])]:
+        half = ready(DPFedAvg(clip=clip, noise_multiplier=0.0, quantile=0.5))
+        fit = FitView(0, 1, 0, received=half.broadcast(base))
+        uplink = Uplink(half.aggregator, half.layout, base)
+        sent, _ = uplink.pack(update(0, 4.0, 5.0), base, fit, {})
+        assert sent.state["w"].tolist() == pytest.approx(left)
+        assert sent.state["w"].dtype == torch.float32
+        assert sent.extras == {"within_clip": told}
+        assert fit.metrics["update_norm"] == pytest.approx(5.0)
 
 
 def test_neighbouring_cohorts_are_never_further_apart_than_the_clip() -> None:
@@ -150,8 +145,7 @@ def test_who_is_missing_counts_as_a_client_without_a_change() -> None:
 @pytest.mark.parametrize("secure", [False, True])
 def test_the_deviation_of_the_noise(secure: bool) -> None:
     base = {"w": torch.zeros(WIDE)}
-    aggregator = DPFedAvg(clip=0.5, noise_multiplier=3.0, secure_rng=secure)
-    ready(aggregator, clients=10)
+    aggregator = ready(DPFedAvg(clip=0.5, noise_multiplier=3.0, secure_rng=secure), clients=10)
     draws = [fold(aggregator, base, update(0, *([0.0] * WIDE))) for _ in range(3)]
 
     expected = 3.0 * 0.5 / 10
@@ -178,16 +172,16 @@ def test_seeded_noise_comes_back_and_secure_noise_does_not() -> None:
 
 
 def drawn_alone(base: State, seed: int = 0, **kwargs: Any) -> torch.Tensor:
-    return ready(DPFedAvg(noise_multiplier=1.0, **kwargs), seed=seed).without_updates(base)["w"]
+    return fold(ready(DPFedAvg(noise_multiplier=1.0, **kwargs), seed=seed), base)
 
 
 def test_an_empty_cohort_takes_a_step_of_noise_alone() -> None:
     base = {"w": torch.full((WIDE,), 2.0)}
     aggregator = ready(DPFedAvg(clip=1.0, noise_multiplier=1.0), clients=4)
-    new = aggregator.without_updates(base)["w"]
+    new = fold(aggregator, base)
     assert float(new.mean()) == pytest.approx(2.0, abs=0.01)
     assert float(new.std()) == pytest.approx(0.25, rel=0.03)
-    assert aggregator.memory["rounds"] == 1 and aggregator.metrics["epsilon"] > 0
+    assert kept(aggregator)["rounds"] == 1 and aggregator.metrics["epsilon"] > 0
 
 
 # Adaptive clipping
@@ -197,11 +191,10 @@ def test_an_empty_cohort_takes_a_step_of_noise_alone() -> None:
 def test_the_clip_converges_to_the_quantile(noise: float, quantile: float) -> None:
     """Norms are 1 to 100; the clip starts far below them."""
     norms = [float(norm) for norm in range(1, 101)]
-    aggregator = DPFedAvg(clip=0.01, noise_multiplier=noise, quantile=quantile)
-    ready(aggregator, clients=100)
+    aggregator = ready(DPFedAvg(0.01, noise_multiplier=noise, quantile=quantile), clients=100)
     clips = []
     for _ in range(120):
-        clip = aggregator.broadcast()["clip"]
+        clip = kept(aggregator)["clip"]
         bits = [update(c, 0.0, within_clip=float(norm <= clip)) for c, norm in enumerate(norms)]
         fold(aggregator, {"w": torch.zeros(1)}, *bits)
         clips.append(clip)
@@ -216,7 +209,7 @@ def test_one_step_of_the_clip_by_hand() -> None:
     aggregator = ready(DPFedAvg(clip=2.0, noise_multiplier=0.0, quantile=0.5), clients=4)
     bits = [update(c, 0.0, within_clip=bit) for c, bit in enumerate((1.0, 1.0, 0.0, 1.0))]
     fold(aggregator, {"w": torch.zeros(1)}, *bits)
-    assert aggregator.memory["clip"] == pytest.approx(2.0 * math.exp(-0.05))
+    assert kept(aggregator)["clip"] == pytest.approx(2.0 * math.exp(-0.05))
     assert aggregator.metrics == pytest.approx(
         {"epsilon": math.inf, "delta": 4**-1.1, "clip": 2.0, "noise": 0.0, "within_clip": 0.75}
     )
@@ -226,7 +219,7 @@ def test_a_client_that_lies_about_its_bit_counts_once() -> None:
     def clip(bit: float) -> float:
         aggregator = ready(DPFedAvg(noise_multiplier=0.0, quantile=0.5))
         fold(aggregator, {"w": torch.zeros(1)}, update(0, 0.0, within_clip=bit))
-        return aggregator.memory["clip"]
+        return kept(aggregator)["clip"]
 
     assert clip(1e9) == clip(1.0) and clip(-1e9) == clip(0.0)
 
@@ -236,7 +229,7 @@ def test_the_count_is_paid_for_with_noise_on_the_changes() -> None:
     plain = ready(DPFedAvg(noise_multiplier=1.0), clients=10)
     adaptive = ready(DPFedAvg(noise_multiplier=1.0, quantile=0.5, count_noise=0.6), clients=10)
     for aggregator in (plain, adaptive):
-        aggregator.without_updates(base)
+        fold(aggregator, base)
     assert adaptive.metrics["epsilon"] == plain.metrics["epsilon"]
     assert adaptive.metrics["noise"] == pytest.approx((1 - 1.2**-2) ** -0.5 / 10)
 
@@ -282,8 +275,8 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(
     resumed = trainer(rounds=6, aggregator=adaptive(), schedule=schedule, run_dir=folder)
     resumed.fit(classifier(), digits(), ckpt_path="last")
     assert equal_states(whole.federation.state, resumed.federation.state)
-    memory = {k: v for k, v in whole.aggregator.memory.items() if k != "planned"}
-    assert memory.items() <= resumed.aggregator.memory.items()
+    memory = {k: v for k, v in kept(whole.federation).items() if k != "planned"}
+    assert memory.items() <= kept(resumed.federation).items()
     for metric in ("epsilon", "clip", "noise"):
         assert numbers(resumed, metric) == pytest.approx(numbers(whole, metric), rel=1e-8)
     assert resumed.run.summary.privacy == whole.run.summary.privacy
@@ -324,7 +317,7 @@ def test_a_target_is_reached_and_not_passed(tmp_path: Path) -> None:
 def test_a_run_cut_short_has_spent_less_and_goes_on_with_its_noise(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     whole = fit(DPFedAvg(target_epsilon=6.0), 4, run_dir=folder, **POISSON)
-    noise = whole.aggregator.memory["noise_multiplier"]
+    noise = kept(whole.federation)["noise_multiplier"]
 
     other = str(tmp_path / "other")
     aggregator = DPFedAvg(target_epsilon=6.0)
@@ -333,7 +326,7 @@ def test_a_run_cut_short_has_spent_less_and_goes_on_with_its_noise(tmp_path: Pat
     assert first.round == 2 and numbers(first, "epsilon")[-1] < 6.0
     last = trainer(rounds=4, aggregator=DPFedAvg(target_epsilon=6.0), run_dir=other, **POISSON)
     last.fit(classifier(), digits(), ckpt_path="last")
-    assert last.aggregator.memory["noise_multiplier"] == noise
+    assert kept(last.federation)["noise_multiplier"] == noise
     assert equal_states(whole.federation.state, last.federation.state)
 
 
@@ -358,6 +351,14 @@ def test_compressed_updates_are_clipped_again() -> None:
     run = start.prepare(classifier(), digits())
     change = {k: made.federation.state[k] - v for k, v in run.state.items()}
     assert math.sqrt(sum(float(v.square().sum()) for v in change.values())) <= 0.05 * (1 + 1e-5)
+
+
+def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> None:
+    """The server learns their sum alone, in fixed point."""
+    masked, plain = (fit(adaptive(), 2, secure_sum=s) for s in (PairwiseMasks(), None))
+    for name, value in plain.federation.state.items():
+        torch.testing.assert_close(masked.federation.state[name], value, rtol=0, atol=1e-5)
+    assert kept(masked.federation)["clip"] == pytest.approx(kept(plain.federation)["clip"])
 
 
 # Refusals
@@ -401,18 +402,23 @@ def test_a_target_needs_a_number_of_rounds() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"schedule": Synchronous(2, sampling="size")}, "cohorts that are drawn at random"),
-        ({"schedule": Synchronous(2, availability=Bernoulli(0.1))}, "cohorts that are drawn"),
+        ({"schedule": Synchronous(2, sampling="size")}, "needs random cohorts"),
+        (
+            {"schedule": Synchronous(2, availability=Bernoulli(0.1))},
+            "needs random cohorts",
+        ),
         (
             {"schedule": Synchronous(2, over_selection=1.5, speeds=Stragglers())},
-            "cohorts that are drawn",
+            "needs random cohorts",
         ),
-        ({"schedule": Synchronous(2, deadline=1.0, speeds=Stragglers())}, "cohorts that are drawn"),
-        ({"schedule": Asynchronous(2)}, "needs updates of the current version"),
-        ({"secure_sum": PairwiseMasks()}, "needs every client's own update"),
-        ({"keep_updates": True}, "changes how clients train"),
+        (
+            {"schedule": Synchronous(2, deadline=1.0, speeds=Stragglers())},
+            "needs random cohorts",
+        ),
+        ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts, and Asyn"),
+        ({"keep_updates": True}, "keep_updates keeps the clients' models as they are"),
     ],
-    ids=["size", "availability", "over_selection", "deadline", "asynchronous", "sums", "kept"],
+    ids=["size", "availability", "over_selection", "deadline", "asynchronous", "kept"],
 )
 def test_what_a_guarantee_does_not_go_with_is_refused(
     kwargs: dict[str, Any], message: str, tmp_path: Path
@@ -427,7 +433,7 @@ def test_batch_norm_is_refused_unless_its_statistics_stay() -> None:
     def made(**kwargs: Any) -> Any:
         return federation(DPFedAvg(noise_multiplier=1.0), 1, **kwargs)
 
-    with pytest.raises(FlsuiteError, match=r"running_mean travels and is no parameter"):
+    with pytest.raises(FlsuiteError, match=r"needs parameters alone, .*running_mean"):
         made().fit(table_model(), table_data())
     local = made(buffers="local")
     local.fit(table_model(), table_data())

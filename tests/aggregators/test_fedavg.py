@@ -5,7 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from federations import (
+
+from flsuite.aggregators import (
+    FedAvg,
+)
+from tests.aggregators.federations import (
     CURVATURES,
     MINIMA,
     Quadratics,
@@ -13,10 +17,6 @@ from federations import (
     configured,
     optimum,
     update,
-)
-
-from flsuite.aggregators import (
-    FedAvg,
 )
 
 

@@ -3,14 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from federations import (
-    CURVATURES,
-    MINIMA,
-    Quadratics,
-    assert_same_models,
-    optimum,
-    run,
-)
 
 from flsuite import FederatedTrainer
 from flsuite.aggregators import (
@@ -22,6 +14,14 @@ from flsuite.aggregators import (
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import Classifier
 from flsuite.models.backbones import MLP
+from tests.aggregators.federations import (
+    CURVATURES,
+    MINIMA,
+    Quadratics,
+    assert_same_models,
+    optimum,
+    run,
+)
 
 
 def test_fedprox_stops_at_its_closed_form() -> None:
@@ -58,8 +58,4 @@ def test_fedprox_without_its_term_is_fedavg() -> None:
 
 def test_fedprox_leaves_private_parameters_alone() -> None:
     """With every parameter private, the term changes nothing."""
-
-    class Alone(FedProx):
-        private = ("*",)
-
-    assert_same_models(run(LocalOnly()), run(Alone(mu=1.0)))
+    assert_same_models(run(LocalOnly()), run(FedProx(mu=1.0, private=["*"])))

@@ -3,19 +3,18 @@
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from federations import Normalised, Updates, signature
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import FedAvg, FisherAveraging
-from flsuite.aggregators.fisher_merge import FisherMerge
+from flsuite.aggregators import FedAvg, FisherAveraging, FisherMerge
 from flsuite.data import DataSpec, Dirichlet, Synthetic
 from flsuite.engines import Processes
 from flsuite.messages import ClientContext, ClientUpdate
@@ -24,7 +23,8 @@ from flsuite.models import Classifier, NFClassifier
 from flsuite.models.backbones import MLP
 from flsuite.models.base import ClientModel
 from flsuite.schedules import Synchronous
-from flsuite.state import State, StateLayout, clone, nbytes
+from flsuite.state import State, StateLayout, Sums, clone, nbytes
+from tests.aggregators.federations import Normalised, ServerHalf, Updates, signature
 from tests.conftest import classifier, digits, equal_states, trainer
 
 LAYOUT = StateLayout(("w", "flow.a"), 2, {"flow": ("flow.a",)})
@@ -38,9 +38,8 @@ def update(
     return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
 
 
-def merge(*updates: ClientUpdate, **settings: Any) -> tuple[State, FisherAveraging]:
-    made = FisherAveraging(**settings)
-    made.configure(LAYOUT)
+def merge(*updates: ClientUpdate, **settings: Any) -> tuple[State, ServerHalf]:
+    made = ServerHalf(FisherAveraging(**settings), LAYOUT)
     start = {"w": torch.zeros(1), "flow.a": torch.tensor([0.5, 0.5, 0.5]), "steps": torch.tensor(0)}
     return made.aggregate(start, iter(updates)), made
 
@@ -112,14 +111,24 @@ def test_it_holds_one_update_at_a_time_and_changes_none() -> None:
             yield kept[i]
             order.append("used")
 
-    made = FisherAveraging()
-    made.configure(LAYOUT)
-    made.aggregate(kept[0].state, stream())
+    ServerHalf(FisherAveraging(), LAYOUT).aggregate(kept[0].state, stream())
     assert order == ["sent", "used"] * 3
     for now, then in zip(kept, before, strict=True):
         assert equal_states(now.state, then.state) and equal_states(
             now.extras["fisher"], then.extras["fisher"]
         )
+
+
+@pytest.mark.parametrize("rule", [FisherAveraging(), FisherMerge(groups=["flow"])])
+def test_sums_are_all_that_the_server_needs(rule: Any) -> None:
+    updates = [update(i, 1.0 + i, [1.0, 2.0 * i, 3.0], [1.0, i, 0.0], i + 1) for i in range(3)]
+    made, sums = ServerHalf(rule, LAYOUT), Sums()
+    expected = made.aggregate(updates[0].state, updates)
+    for one in updates:
+        sums.add(made.aggregator.contribution(one, (), LAYOUT))
+    bare = [replace(one, state={}, extras={}) for one in updates]
+    new = made.aggregator.aggregate_sums(made.server(updates[0].state), sums.values, bare)
+    assert equal_states(new, expected)
 
 
 def looped(model: Any, names: list[str], batch: tuple[Tensor, Tensor]) -> State:
@@ -197,18 +206,14 @@ class After(pl.Callback):
 
 
 def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
-    client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {})
-    aggregator = FisherAveraging()
     built = model()
     module = data()
     module.use_seed(0)
     module.setup()
     built.ensure_built(module.spec)
-    aggregator.configure(
-        StateLayout(
-            (), 1, {"flow": [n for n, _ in built.named_parameters() if n.startswith("flow.")]}
-        )
-    )
+    names = tuple(n for n, _ in built.named_parameters() if n.startswith("flow."))
+    layout = StateLayout((), 1, {"flow": names})
+    client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {}, layout=layout)
     before, after = After(), After()
     plain = pl.Trainer(
         max_epochs=1,
@@ -218,7 +223,7 @@ def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
         enable_model_summary=False,
         accelerator="cpu",
         precision="bf16-mixed",
-        callbacks=[before, *aggregator.client_callbacks(client), after],
+        callbacks=[before, *FisherAveraging().callbacks(client), after],
     )
     plain.fit(built, module.federated.loader(0, 0, 1))
     (state, modes, generator, grads), (state2, modes2, generator2, grads2) = (
@@ -234,7 +239,7 @@ def test_the_fisher_sent_is_the_one_of_the_clients_own_samples() -> None:
     """It is that of the update's weights, in float32 although the fit was not."""
     made, found = fit(FisherAveraging(), precision="bf16-mixed")
     own = made.federation.data  # type: ignore[union-attr]
-    template = made.aggregator.expected_extras(made.federation.state)  # type: ignore[union-attr]
+    template = made.federation.uplink.statistics  # type: ignore[union-attr]
     for update in found:
         assert signature(update.extras) == signature(template)
         built = model()
@@ -336,11 +341,6 @@ def test_any_model_with_a_likelihood_works() -> None:
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ({"fisher": "true"}, "fisher"),
-        ({"samples": 5}, "samples is an argument of the predictive Fisher"),
-        ({"fisher": "predictive", "batches": 1}, "batches is an argument of the empirical Fisher"),
-        ({"fisher": "predictive", "samples": 0}, "samples"),
-        ({"fisher": "predictive", "expectation": "some"}, "expectation"),
         ({"groups": []}, "groups"),
         ({"groups": "flow"}, "groups"),
         ({"estimator": "loop"}, "estimator"),
@@ -364,9 +364,8 @@ def whole(client: int, w: float, fisher: float, samples: int = 1) -> ClientUpdat
     return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
 
 
-def merged(*updates: ClientUpdate, **settings: Any) -> tuple[State, FisherMerge]:
-    made = FisherMerge(**settings)
-    made.configure(StateLayout(("w",), len(updates)))
+def merged(*updates: ClientUpdate, **settings: Any) -> tuple[State, ServerHalf]:
+    made = ServerHalf(FisherMerge(**settings), StateLayout(("w",), len(updates)))
     start = {"w": torch.zeros(1), "mean": torch.zeros(1), "steps": torch.tensor(0)}
     return made.aggregate(start, iter(updates)), made
 
@@ -409,8 +408,7 @@ def test_merging_linear_regressions_of_orthogonal_inputs_is_least_squares_of_all
         updates.append(
             ClientUpdate(client, 1, len(x), 1, torch.tensor([len(x)]), state, {"fisher": fisher})
         )
-    made = FisherMerge(floor=0.0)
-    made.configure(StateLayout(("weight",), 2))
+    made = ServerHalf(FisherMerge(floor=0.0), StateLayout(("weight",), 2))
     new = made.aggregate({"weight": torch.zeros(1, 4)}, iter(updates))
     pooled = torch.linalg.lstsq(torch.cat(inputs), torch.cat(targets)).solution.T
     torch.testing.assert_close(new["weight"], pooled, rtol=1e-4, atol=1e-5)
@@ -468,6 +466,8 @@ def test_merging_says_what_it_needs() -> None:
         ({"floor": -1.0}, "floor"),
         ({"samples": 0}, "samples must be at least 1"),
         ({"samples": 9.5}, "samples must be a whole number"),
+        ({"expectation": "some"}, "expectation"),
+        ({"groups": "flow"}, "groups"),
     ]
     for bad, said in wrong:
         with pytest.raises(FlsuiteError, match=f"FisherMerge: {said}"):

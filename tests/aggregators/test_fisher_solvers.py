@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
-from flsuite.aggregators.solvers.iterations import (
+from flsuite.aggregators.rules.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
+from flsuite.aggregators.rules.solvers.iterations import (
     adam,
     conjugate_gradients,
     gradient_descent,
     largest_eigenvalue,
 )
-from flsuite.aggregators.solvers.selection import (
+from flsuite.aggregators.rules.solvers.selection import (
     Corrections,
     SolverName,
     best_iterate,

@@ -11,7 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chains import (
+from torch import Tensor, nn
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import PFNM, OTFusion
+from flsuite.aggregators.rules.beta_process import (
+    Prior,
+    gains_of_members,
+    gains_of_new_neurons,
+    match_neurons,
+    posterior_mean,
+)
+from flsuite.aggregators.rules.pfnm import class_weighted_mean, expanded_module
+from flsuite.aggregators.tools import ServerTools
+from flsuite.messages import ClientUpdate
+from flsuite.state import Layer, State, StateLayout, clone
+from tests.aggregators.chains import (
     CHAINS,
     OUTPUTS,
     assert_resumes,
@@ -21,21 +36,7 @@ from chains import (
     permuted,
     random_net,
 )
-from torch import Tensor, nn
-
-from flsuite import FlsuiteError
-from flsuite.aggregators.beta_process import (
-    Prior,
-    gains_of_members,
-    gains_of_new_neurons,
-    match_neurons,
-    posterior_mean,
-)
-from flsuite.aggregators.otfusion import OTFusion
-from flsuite.aggregators.pfnm import PFNM, class_weighted_mean, grown_module
-from flsuite.aggregators.tools import ServerTools
-from flsuite.messages import ClientUpdate
-from flsuite.state import Layer, State, StateLayout, clone
+from tests.aggregators.federations import ServerHalf, fold, server_of
 from tests.conftest import equal_states
 
 PRIOR = Prior(1.0, 1.0, 7.0)
@@ -47,10 +48,9 @@ def update(client: int, state: State, counts: tuple[int, ...] = (1,) * OUTPUTS) 
 
 def fuse(
     net: nn.Module, *updates: ClientUpdate, tools: ServerTools | None = None, **settings: Any
-) -> tuple[State, PFNM]:
-    made = PFNM(**settings)
-    made.tools = tools or ServerTools()
-    made.configure(chain_layout(net, clients=len(updates)))
+) -> tuple[State, ServerHalf]:
+    layout, tools = chain_layout(net, clients=len(updates)), tools or ServerTools()
+    made = ServerHalf(PFNM(**settings), layout, tools=tools, artifacts={})
     return made.aggregate(clone(net.state_dict()), iter(updates)), made
 
 
@@ -75,7 +75,7 @@ def test_permuted_copies_give_the_shrunk_first_client(
     new, made = fuse(net, *map(update, range(3), states), sigma=sigma, sigma0=sigma0)
     expected = shrunk(start, chain, lambda w: 3 * s * w / (s0 + 3 * s))
     assert equal_states(new, expected)
-    assert made.metrics["server_seconds"] > 0 and made.grown is None
+    assert made.metrics["server_seconds"] > 0 and not made.fields["artifacts"]
 
 
 @pytest.mark.parametrize("kind", CHAINS)
@@ -94,9 +94,8 @@ def test_without_a_prior_two_clients_are_matched_and_averaged_as_by_otfusion(kin
     updates = [update(i, clone(net.state_dict()), (2, 1, 3)) for i, net in enumerate(nets)]
     new, _ = fuse(nets[0], *updates, sigma0=1e6)
 
-    reference = OTFusion(pivot=0)
-    reference.configure(chain_layout(nets[0]))
-    expected = reference.aggregate(updates[0].state, iter(updates))
+    layout = chain_layout(nets[0])
+    expected = fold(OTFusion(pivot=0), updates[0].state, updates, layout)
     for name, value in expected.items():
         torch.testing.assert_close(new[name], value, rtol=0, atol=1e-9)
 
@@ -215,8 +214,8 @@ def test_the_grown_network_stands_beside_the_usual_one(kind: str) -> None:
     usual, _ = fuse(net, *updates)
     assert equal_states(new, usual)
 
-    grown, own = made.grown, updates[0].state
-    assert grown is not None and scored == [grown] and made.metrics["grown_accuracy"] == 0.5
+    grown, own = made.fields["artifacts"]["expanded_model"], updates[0].state
+    assert scored == [grown] and made.metrics["expanded_model_accuracy"] == 0.5
     assert not grown.training and grown(image_batch(kind, 4)).shape == (4, OUTPUTS)
     for layer in chain[:-1]:
         width = len(grown.get_submodule(layer.name).weight)  # type: ignore[arg-type]
@@ -228,8 +227,9 @@ def test_a_grown_network_of_one_client_is_its_shrunk_network() -> None:
     net = random_net("conv")
     start = clone(net.state_dict())
     new, made = fuse(net, update(0, start), tools=holding(net), grow=True)
-    assert made.grown is not None and equal_states(clone(made.grown.state_dict()), new)
-    assert "grown_accuracy" not in made.metrics
+    grown = made.fields["artifacts"]["expanded_model"]
+    assert equal_states(clone(grown.state_dict()), new)
+    assert "expanded_model_accuracy" not in made.metrics
 
 
 def test_inputs_of_foreign_neurons_are_zero() -> None:
@@ -243,8 +243,7 @@ def test_inputs_of_foreign_neurons_are_zero() -> None:
     updates = [update(0, states[0], (1, 0)), update(1, states[1], (0, 1))]
 
     _, made = fuse(nets[0], *updates, tools=holding(nets[0]), grow=True)
-    assert made.grown is not None
-    weights = made.grown.state_dict()
+    weights = made.fields["artifacts"]["expanded_model"].state_dict()
     assert sorted(weights["0.weight"].tolist()) == [[0.0, 4.5], [4.5, 0.0]]
     foreign = weights["0.weight"][:, 0] == 0
     assert torch.equal(weights["2.weight"][0, foreign], torch.zeros(1))
@@ -260,7 +259,7 @@ def test_a_grown_module_has_the_sizes_of_its_weights() -> None:
         "6.weight": torch.ones(9, 28), "6.bias": torch.ones(9),
         "8.weight": torch.ones(3, 9), "8.bias": torch.ones(3),
     }  # fmt: skip
-    grown = grown_module(net, chain, wide)
+    grown = expanded_module(net, chain, wide)
     assert equal_states(clone(grown.state_dict()), wide)
     conv, linear = grown.get_submodule("3"), grown.get_submodule("6")
     assert (conv.in_channels, conv.out_channels) == (6, 7)
@@ -270,10 +269,9 @@ def test_a_grown_module_has_the_sizes_of_its_weights() -> None:
 
 
 def test_in_a_federation_the_grown_network_is_scored() -> None:
-    made = PFNM(grow=True)
-    federate(made)
-    assert made.grown is not None and made.grown(torch.rand(2, 1, 8, 8)).shape == (2, 10)
-    assert 0 <= made.metrics["grown_accuracy"] <= 1
+    federation = federate(PFNM(grow=True)).federation
+    assert federation.artifacts["expanded_model"](torch.rand(2, 1, 8, 8)).shape == (2, 10)
+    assert 0 <= federation.log.server["expanded_model_accuracy"] <= 1
     with pytest.raises(FlsuiteError, match=r"set trainer\.rounds to 1, got 2"):
         federate(PFNM(grow=True), 2)
 
@@ -286,17 +284,14 @@ def test_growing_needs_one_round_and_a_module() -> None:
     net = random_net("linear")
     layout, tools = chain_layout(net), holding(net)
     for rounds, said in [(3, "3"), (None, "null")]:
-        made = PFNM(grow=True)
-        made.tools = replace(tools, rounds=rounds)
+        server = server_of({}, layout, tools=replace(tools, rounds=rounds))
         with pytest.raises(FlsuiteError, match=f"set trainer.rounds to 1, got {said}"):
-            made.configure(layout)
+            PFNM(grow=True).prepare(server)
 
-    made.tools = ServerTools(rounds=1, missing={"module": "clients keep the head"})
+    tools = ServerTools(rounds=1, missing={"module": "clients keep the head"})
     with pytest.raises(FlsuiteError, match="rebuilds the network with grow, and clients keep the"):
-        made.configure(layout)
-    made.tools = ServerTools(rounds=3)
-    made.grow = False
-    made.configure(layout)
+        PFNM(grow=True).prepare(server_of({}, layout, tools=tools))
+    PFNM().prepare(server_of({}, layout, tools=ServerTools(rounds=3)))
 
 
 @pytest.mark.parametrize(
@@ -317,4 +312,4 @@ def test_bad_arguments_are_named(settings: dict[str, float], reason: str) -> Non
 def test_it_needs_a_chain() -> None:
     reason = "Block is not one nn.Sequential of layers"
     with pytest.raises(FlsuiteError, match=f"PFNM needs a chain of Conv2d and Linear; {reason}"):
-        PFNM().configure(StateLayout((), 3, no_chain=reason))
+        PFNM().prepare(server_of({}, StateLayout((), 3, no_chain=reason)))

@@ -2,17 +2,17 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from federations import Updates, signature
 from torch import Tensor, nn
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import FedAvg
-from flsuite.aggregators.regmean import RegMean, solve_from
+from flsuite.aggregators import FedAvg, RegMean
+from flsuite.aggregators.rules.regmean import solve_from
 from flsuite.aggregators.tools import ServerTools
 from flsuite.data import DataSpec
 from flsuite.messages import ClientUpdate
@@ -20,7 +20,8 @@ from flsuite.models import Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.models.base import ClientModel
 from flsuite.runs.settings import init_args
-from flsuite.state import Layer, State, StateLayout
+from flsuite.state import Layer, State, StateLayout, Sums
+from tests.aggregators.federations import ServerHalf, Updates, fold, server_of, signature
 from tests.conftest import classifier, digits, equal_states, trainer
 
 LINEAR = StateLayout(("fc.weight", "fc.bias"), 3, layers=(Layer("fc", "linear", bias=True),))
@@ -46,16 +47,14 @@ def merge(
     layout: StateLayout = LINEAR,
     tools: ServerTools | None = None,
     **settings: Any,
-) -> tuple[State, RegMean]:
-    made = RegMean(**settings)
-    made.tools = tools or ServerTools()
-    made.configure(layout)
+) -> tuple[State, ServerHalf]:
+    made = ServerHalf(RegMean(**settings), layout, tools=tools or ServerTools())
     start = {name: torch.zeros_like(value) for name, value in updates[0].state.items()}
     return made.aggregate(start, iter(updates)), made
 
 
 def fedavg(updates: Sequence[ClientUpdate]) -> State:
-    return FedAvg().aggregate(updates[0].state, iter(updates))
+    return fold(FedAvg(), updates[0].state, [replace(u, base={}) for u in updates])
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-13) -> bool:
@@ -192,23 +191,22 @@ def test_convolutions_take_part_with_their_inputs_unfolded() -> None:
     ]
     new, _ = merge(updates, layout, alpha=1.0, conv=True)
     assert close(new["c.weight"].flatten(1), pooled, 1e-14)
-    new, made = merge(updates, layout, alpha=1.0)
+    new, _ = merge(updates, layout, alpha=1.0)
     assert close(new["c.weight"], fedavg(updates)["c.weight"])
-    assert made.expected_extras(new) == {"gram": {}}
+    assert RegMean().statistics(layout, new)["gram"].template == {}
 
 
 def test_sums_are_all_that_the_server_needs() -> None:
     updates, _ = regressions(bias=False)
     expected, made = merge(updates, alpha=0.5)
-    sums: State = {}
+    sums = Sums()
     for u in updates:
-        for name, summand in made.summands(u).items():
-            assert summand.dtype == torch.float64
-            sums[name] = sums.get(name, torch.zeros(())) + summand
+        sums.add(made.aggregator.contribution(u, (), LINEAR))
     bare = [ClientUpdate(u.client, 1, u.samples, 1, u.class_counts, {}) for u in updates]
-    new = made.from_sums(updates[0].state, sums, bare)
-    assert all(close(new[name], value) for name, value in expected.items())
-    assert made.works_from_sums and made.psd_extras == ("gram",)
+    new = made.aggregator.aggregate_sums(made.server(updates[0].state), sums.values, bare)
+    assert equal_states(new, expected)
+    own = RegMean().statistics(LINEAR, new)["gram"]
+    assert own.is_sum and own.is_psd
 
 
 # Alpha by score
@@ -225,11 +223,10 @@ def test_the_alpha_with_the_better_score_is_taken_the_first_of_equals() -> None:
 
 
 def test_without_a_score_alpha_must_be_set() -> None:
-    made = RegMean()
-    made.tools = ServerTools(missing={"score": "the server has no samples"})
+    tools = ServerTools(missing={"score": "the server has no samples"})
     expected = r"RegMean picks alpha by its score .*set alpha.*, and the server has no samples"
     with pytest.raises(FlsuiteError, match=expected):
-        made.configure(LINEAR)
+        RegMean().prepare(server_of({}, LINEAR, tools=tools))
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
@@ -261,8 +258,8 @@ def fit(aggregator: RegMean, **settings: Any) -> tuple[FederatedTrainer, list[Cl
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_federation_picks_alpha_on_the_servers_samples(bias: bool) -> None:
     made, updates = fit(RegMean(bias=bias, samples=50))
-    assert made.aggregator.metrics["alpha"] in (0.1, 0.9)
-    expected = made.aggregator.expected_extras(made.federation.state)
+    assert made.federation.log.server["alpha"] in (0.1, 0.9)
+    expected = made.federation.uplink.statistics
     assert all(signature(u.extras) == signature(expected) for u in updates)
     assert [len(g) for g in updates[0].extras["gram"].values()] == [64 + bias, 16 + bias]
     if not bias:

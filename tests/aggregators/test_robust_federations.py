@@ -8,17 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from federations import (
-    Quadratic,
-    Quadratics,
-    Updates,
-    assert_equal,
-    assert_same_models,
-    federation,
-    run,
-    table_data,
-    table_model,
-)
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import (
@@ -31,8 +20,10 @@ from flsuite.aggregators import (
     GeometricMedian,
     Krum,
     LocalOnly,
+    Mean,
     MultiKrum,
     NormClipping,
+    Rule,
     TrimmedMean,
 )
 from flsuite.client.lr_decay import ExponentialDecay
@@ -45,10 +36,21 @@ from flsuite.models import FusedSpaceFed
 from flsuite.runs.settings import init_args
 from flsuite.schedules import Asynchronous, Schedule, Stragglers, Synchronous
 from flsuite.state import clone
+from tests.aggregators.federations import (
+    Quadratic,
+    Quadratics,
+    Updates,
+    assert_equal,
+    assert_same_models,
+    federation,
+    run,
+    table_data,
+    table_model,
+)
 from tests.conftest import classifier, digits
 
 ROOT = Path(__file__).parents[2]
-RULES: dict[str, Callable[[], Aggregator]] = {
+RULES: dict[str, Callable[[], Rule]] = {
     "median": CoordinateMedian,
     "trimmed": lambda: TrimmedMean(1),
     "krum": lambda: Krum(0),
@@ -59,6 +61,9 @@ RULES: dict[str, Callable[[], Aggregator]] = {
     "bucketing": lambda: Bucketing(CenteredClipping(), 2),
     "fltrust": FLTrust,
 }
+
+
+POISSON = Synchronous(0.5, sampling="poisson")
 
 
 def table(samples: int = 20) -> FederatedDataModule:
@@ -77,7 +82,7 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(name: str, tmp_path: Pat
     resumed = federation(RULES[name](), 4, run_dir=folder, **settings)
     resumed.fit(table_model(), table(), ckpt_path="last")
     assert_same_models(whole, resumed)
-    assert bool(whole.aggregator.memory) == (name in ("centered", "bucketing"))
+    assert bool(whole.federation.memory["rule"]) == (name in ("centered", "bucketing"))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -103,13 +108,17 @@ def test_the_number_of_threads_changes_nothing() -> None:
         (Krum(1), None, "Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, and there"),
         (TrimmedMean(1), Synchronous(2), "TrimmedMean needs more than 2 b = 2 updates for b = 1"),
         (Bucketing(Krum(0), 2), None, "Bucketing makes 2 buckets of 4 updates, and Krum needs"),
-        (CoordinateMedian(), Asynchronous(4, 3), "CoordinateMedian needs updates of the current"),
-        (Bucketing(Krum(0)), Asynchronous(4, 3), "Bucketing needs updates of the current version"),
+        (
+            Krum(0),
+            POISSON,
+            "Krum needs a cohort of known size, and Synchronous draws cohorts of any",
+        ),
+        (Bucketing(Krum(0)), POISSON, "Bucketing needs a cohort of known size, and Synchronous"),
     ],
-    ids=["krum", "trimmed", "buckets", "stale_median", "stale_buckets"],
+    ids=["krum", "trimmed", "buckets", "poisson", "poisson_buckets"],
 )
 def test_what_cannot_work_is_refused_before_training(
-    rule: Aggregator, schedule: Schedule | None, message: str, tmp_path: Path
+    rule: Rule, schedule: Schedule | None, message: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     trainer = federation(rule, 2, schedule=schedule, run_dir=str(folder))
@@ -118,14 +127,23 @@ def test_what_cannot_work_is_refused_before_training(
     assert "\n" not in str(refusal.value) and not folder.exists()
 
 
-@pytest.mark.parametrize("name", ["norm", "centered", "bucketing"])
-def test_rules_on_changes_resume_where_rounds_do_not_wait(name: str, tmp_path: Path) -> None:
-    folder, settings = str(tmp_path / "run"), {"schedule": Asynchronous(4, 2)}
-    whole = run(RULES[name](), 4, **settings)
-    run(RULES[name](), 2, run_dir=folder, **settings)
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_resumes_where_rounds_do_not_wait(name: str, tmp_path: Path) -> None:
+    folder, settings = str(tmp_path / "run"), {"schedule": Asynchronous(4, 3)}
+    whole = run(RULES[name](), 4, table(), **settings)
+    run(RULES[name](), 2, table(), run_dir=folder, **settings)
     resumed = federation(RULES[name](), 4, run_dir=folder, **settings)
-    resumed.fit(table_model(), table_data(), ckpt_path="last")
+    resumed.fit(table_model(), table(), ckpt_path="last")
     assert_same_models(whole, resumed)
+
+
+def test_without_trimming_a_buffer_is_fedbuffs() -> None:
+    """No client is damped, and the server rounds late changes once more than the mean does."""
+    settings = {"schedule": Asynchronous(4, 2)}
+    trimmed = run(TrimmedMean(0), 3, **settings).federation.state
+    mean = run(Mean("uniform", "constant"), 3, **settings).federation.state
+    for name, value in mean.items():
+        torch.testing.assert_close(trimmed[name], value)
 
 
 def test_over_selection_counts_what_the_round_takes() -> None:
@@ -142,22 +160,20 @@ def test_a_round_with_too_many_failures_is_refused_by_the_rule(tmp_path: Path) -
         trainer.fit(Quadratic(), data)
     assert str(refusal.value) == (
         "round 1: Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, and there are 3; "
-        "lower trainer.aggregator.byzantine to at most 0, or let more clients train per round; the "
-        "state of round 0 is kept"
+        "lower byzantine to at most 0, or let more clients train per round; the state of round 0 "
+        "is kept"
     )
     assert float(trainer.federation.state["w"]) == 0.0
 
 
 def test_a_secure_sum_hides_what_a_rule_needs() -> None:
-    with pytest.raises(FlsuiteError, match="CoordinateMedian needs every client's own update"):
+    with pytest.raises(FlsuiteError, match="CoordinateMedian needs each update, and PairwiseMasks"):
         run(CoordinateMedian(), 1, secure_sum=PairwiseMasks())
 
 
 def test_a_model_that_shares_nothing_is_left_alone() -> None:
-    class Nothing(CoordinateMedian):
-        private = ("",)
-
-    alone, other = run(LocalOnly(), 1), run(Nothing(), 1)
+    alone = run(LocalOnly(), 1)
+    other = run(Aggregator(CoordinateMedian(), private=["*"]), 1)
     assert other.federation.state == {}
     for client in range(4):
         assert_equal(alone.federation.client_state(client), other.federation.client_state(client))
@@ -189,7 +205,7 @@ def test_the_servers_fit_changes_no_client_and_depends_on_seed_and_round_alone()
     for one, other in zip(of_trust.all, of_mean.all, strict=True):
         assert_equal(one.state, other.state)
 
-    train, state = trust.aggregator.tools.train, clone(trust.federation.state)
+    train, state = trust.federation.server.tools.train, clone(trust.federation.state)
     before = torch.get_rng_state()
     first, second = train(state, 5), train(state, 6)
     assert_equal(first, train(state, 5))
@@ -228,7 +244,7 @@ def test_a_failure_of_the_servers_fit_is_named() -> None:
     run_ = trainer.prepare(Quadratic(), data)
     run_.federation.data.server.x[:] = -1.0
     with pytest.raises(FederationError, match="round 1: the server's own training failed: Runtime"):
-        run_.federation.aggregator.tools.train(run_.state, 1)
+        run_.federation.server.tools.train(run_.state, 1)
 
 
 # What a run shows
@@ -245,6 +261,7 @@ def test_the_table_has_what_a_rule_did_to_each_client(tmp_path: Path) -> None:
 def test_settings_say_which_rule_is_in_a_bucketing() -> None:
     settings = init_args(Bucketing(Krum(3), 4))
     assert "Krum" in str(settings) and "'byzantine': 3" in str(settings)
+    assert init_args(Krum(3)) == {"byzantine": 3}
 
 
 def test_the_command_knows_the_rules(
@@ -254,10 +271,14 @@ def test_the_command_knows_the_rules(
     short = ["--trainer.rounds", "1", "--trainer.max_epochs", "1", "--run_dir", "run"]
     quick = ["fit", "--config", str(ROOT / "configs" / "quickstart.yaml"), *short]
     choose = "--trainer.aggregator"
-    bucketing = [choose, "Bucketing", f"{choose}.aggregator", "Krum", f"{choose}.size", "2"]
-    with pytest.raises(SystemExit) as exit:
-        main([*quick, *bucketing, f"{choose}.aggregator.byzantine", "0.2"])
-    assert exit.value.code == 0
+    for name in ("rule", "aggregator"):
+        bucketing = [choose, "Bucketing", f"{choose}.{name}", "Krum", f"{choose}.size", "2"]
+        with pytest.raises(SystemExit) as exit:
+            main([*quick[:-1], name, *bucketing, f"{choose}.{name}.byzantine", "0.2"])
+        assert exit.value.code == 0
+    files = [tmp_path / name / "checkpoints" / "last.ckpt" for name in ("rule", "aggregator")]
+    one, other = (torch.load(file, weights_only=True)["federation"]["state"] for file in files)
+    assert_equal(one, other)
 
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit:

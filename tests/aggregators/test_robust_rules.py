@@ -5,16 +5,14 @@ import itertools
 import logging
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from federations import configured
 from scipy.optimize import minimize
-from stale_updates import assert_same_bits, late
 from torch import Tensor
 
 from flsuite import FlsuiteError
@@ -22,23 +20,34 @@ from flsuite.aggregators import (
     Aggregator,
     Bucketing,
     CenteredClipping,
+    CohortRule,
     CoordinateMedian,
     FedAvg,
     FedBuff,
     FLTrust,
+    GaussianMechanism,
     GeometricMedian,
     Krum,
+    LinearRule,
+    Mean,
+    MixedMean,
+    Mixing,
     MultiKrum,
     NormClipping,
+    Rule,
+    Server,
+    Statistic,
     TrimmedMean,
 )
-from flsuite.aggregators.robust.base import number_of
-from flsuite.aggregators.robust.vectors import Vectors
+from flsuite.aggregators.part import Named, refuse_conflicts
+from flsuite.aggregators.rules.robust.base import number_of
+from flsuite.aggregators.rules.robust.vectors import Vectors
 from flsuite.aggregators.tools import ServerTools
-from flsuite.client.setup import client_half
 from flsuite.errors import FederationError
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, clone
+from flsuite.state import State, StateLayout, Tree, clone, divided
+from tests.aggregators.federations import ServerHalf, configured, server_of
+from tests.aggregators.stale_updates import assert_same_bits, late
 
 INF = float("inf")
 
@@ -54,16 +63,19 @@ def sent(rows: Sequence[Sequence[float]] | Tensor, samples: Sequence[int] = ()) 
     return [late(k, {"w": row.clone()}, counts[k]) for k, row in enumerate(vectors)]
 
 
+def half(rule: Aggregator | Rule, tools: ServerTools | None = None, **fields: Any) -> ServerHalf:
+    return configured(rule, "w", clients=9, tools=tools or ServerTools(seed=5), **fields)
+
+
 def folded(
-    rule: Aggregator,
+    rule: Aggregator | Rule,
     updates: Sequence[ClientUpdate],
     start: State | None = None,
     tools: ServerTools | None = None,
+    **fields: Any,
 ) -> State:
     start = {"w": torch.zeros_like(updates[0].state["w"])} if start is None else start
-    rule.tools = tools or ServerTools(seed=5)
-    configured(rule, "w", clients=len(updates))
-    return rule.aggregate(start, iter(updates))
+    return half(rule, tools, **fields).aggregate(start, updates)
 
 
 def cloud(clients: int, size: int = 6, seed: int = 0) -> Tensor:
@@ -84,11 +96,28 @@ def models(clients: int = 9) -> tuple[State, list[ClientUpdate]]:
     return state(1), [late(k, state(10 + k), k % 4 + 1) for k in range(clients)]
 
 
+def stale(dtype: torch.dtype, grid: float = 64.0) -> tuple[State, list[ClientUpdate]]:
+    """Return the same with every other client late, on a grid, so that no change is rounded."""
+
+    def coarse(state: State) -> State:
+        return {
+            k: (v * grid).round().to(dtype) / grid if v.is_floating_point() else v
+            for k, v in state.items()
+        }
+
+    start, updates = models()
+    bases = [coarse(each.state) for each in models(20)[1][9:]]
+    updates = [replace(each, state=coarse(each.state)) for each in updates]
+    for each in updates[::2]:
+        each.staleness, each.base = each.client // 4 + 1, bases[each.client]
+    return coarse(start), updates
+
+
 def trusting(trained: State) -> ServerTools:
     return ServerTools(seed=5, train=lambda *_: trained)
 
 
-RULES: dict[str, Callable[[], Aggregator]] = {
+RULES: dict[str, Callable[[], Rule]] = {
     "median": CoordinateMedian,
     "trimmed": lambda: TrimmedMean(0.3),
     "krum": lambda: Krum(2),
@@ -105,7 +134,7 @@ every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 # Breakdown points: eleven clients near 1 (or -1), and some that send a million
 
 
-def worst(rule: Aggregator, bad: int, total: int = 11, size: float = 1e6) -> float:
+def worst(rule: Aggregator | Rule, bad: int, total: int = 11, size: float = 1e6) -> float:
     """Return the largest distance of the result from the honest clients' range.
 
     The attackers send the same large vector of either sign.
@@ -131,9 +160,7 @@ def worst(rule: Aggregator, bad: int, total: int = 11, size: float = 1e6) -> flo
     ],
     ids=["median", "trim_3", "trim_share", "krum", "multi_krum"],
 )
-def test_f_attackers_stay_within_the_honest_range(
-    make: Callable[[], Aggregator], withstood: int
-) -> None:
+def test_f_attackers_stay_within_the_honest_range(make: Callable[[], Rule], withstood: int) -> None:
     for bad in range(withstood + 1):
         assert worst(make(), bad) == 0
 
@@ -151,7 +178,7 @@ def test_f_attackers_stay_within_the_honest_range(
     ],
     ids=["median", "trimmed", "multi_krum", "krum", "geometric", "fedavg"],
 )
-def test_one_more_attacker_moves_it_far(make: Callable[[], Aggregator], broken: int) -> None:
+def test_one_more_attacker_moves_it_far(make: Callable[[], Rule], broken: int) -> None:
     assert worst(make(), broken) > 1e4
 
 
@@ -165,7 +192,7 @@ def test_the_geometric_median_is_bounded_below_one_half() -> None:
     "make", [lambda: NormClipping(0.5), lambda: CenteredClipping(0.5)], ids=["norm", "centered"]
 )
 def test_a_clipped_attacker_moves_the_model_by_its_share_of_the_radius(
-    make: Callable[[], Aggregator],
+    make: Callable[[], Rule],
 ) -> None:
     rows = 0.1 * cloud(10)
     clean = folded(make(), sent(rows))["w"]
@@ -218,7 +245,7 @@ def test_huge_numbers_do_not_overflow() -> None:
         "buckets_of_one",
     ],
 )
-def test_it_is_fedavg_bit_for_bit(make: Callable[[], Aggregator], weighting: Any) -> None:
+def test_it_is_fedavg_bit_for_bit(make: Callable[[], Rule], weighting: Any) -> None:
     start, updates = models()
     rule = make()
     new, mean = folded(rule, updates, start), folded(FedAvg(weighting), updates, start)
@@ -228,23 +255,15 @@ def test_it_is_fedavg_bit_for_bit(make: Callable[[], Aggregator], weighting: Any
         assert_same_bits(new, mean)
 
 
-@pytest.mark.parametrize("name", ["median", "krum", "multi_krum", "geometric", "norm", "centered"])
-def test_buckets_of_one_client_change_nothing(name: str) -> None:
-    start, updates = models()
-    assert_same_bits(
-        folded(Bucketing(RULES[name](), 1), updates, start), folded(RULES[name](), updates, start)
-    )
-
-
 @every_rule
-def test_clients_that_agree_are_the_result(make: Callable[[], Aggregator]) -> None:
+def test_clients_that_agree_are_the_result(make: Callable[[], Rule]) -> None:
     row = cloud(1)[0]
     new = folded(make(), sent([row.tolist()] * 9), tools=trusting({"w": row}))
     torch.testing.assert_close(new["w"], row, rtol=1e-6, atol=0)
 
 
 @every_rule
-def test_the_order_of_clients_changes_no_bit(make: Callable[[], Aggregator]) -> None:
+def test_the_order_of_clients_changes_no_bit(make: Callable[[], Rule]) -> None:
     start, updates = models()
     results = []
     for seed in range(4):
@@ -258,28 +277,26 @@ def test_the_order_of_clients_changes_no_bit(make: Callable[[], Aggregator]) -> 
 
 
 @every_rule
-def test_nothing_that_was_given_changes(make: Callable[[], Aggregator]) -> None:
+def test_nothing_that_was_given_changes(make: Callable[[], Rule]) -> None:
     start, updates = models()
     before = clone(start), copy.deepcopy(updates)
-    rule = make()
-    new = folded(rule, updates, start, trusting({"w": start["w"] + 0.5}))
-    rule.aggregate(new, iter(updates))
+    server = half(make(), trusting({"w": start["w"] + 0.5}))
+    server.aggregate(server.aggregate(start, updates), updates)
     assert_same_bits(start, before[0])
     for now, then in zip(updates, before[1], strict=True):
         assert_same_bits(now.state, then.state)
 
 
 @every_rule
-def test_clients_have_no_part_in_a_rule(make: Callable[[], Aggregator]) -> None:
-    """Workers are sent neither the server's memory nor its tools, which hold the data."""
+def test_clients_have_no_part_in_a_rule(make: Callable[[], Rule]) -> None:
+    """It keeps nothing of a round, so that workers are sent its settings alone."""
     start, updates = models()
     rule = make()
     folded(rule, updates, start, trusting({"w": start["w"] + 0.5}))
-    half = client_half(rule)
-    assert half.tools == ServerTools()
-    assert len(pickle.dumps(half)) < 1000 and b"torch" not in pickle.dumps(half)
+    assert rule == make() and len(pickle.dumps(rule)) < 500
     client = ClientContext(0, 1, 1, torch.ones(1), start, {}, {})
-    assert half.client_callbacks(client) == [] and rule.expected_extras(start) == {}
+    assert rule.callbacks(client) == []
+    assert rule.statistics(StateLayout(("w",), 9), start) == {}
 
 
 # Rules against other implementations
@@ -371,9 +388,10 @@ def test_norm_clipping_by_hand() -> None:
     assert [u.metrics["update_norm"] for u in updates] == pytest.approx([5.0, 1.0, 0.0])
     assert [u.metrics["weight"] for u in updates] == pytest.approx([0.4 / 3, 1 / 3, 1 / 3])
     # Without a radius it is the median of the norms, here 1.
-    rule = NormClipping()
-    torch.testing.assert_close(folded(rule, updates)["w"], numbers(0.6, 1.8) / 3)
-    assert rule.metrics["clip_radius"] == 1.0
+    server = half(NormClipping())
+    new = server.aggregate({"w": numbers(0.0, 0.0)}, updates)
+    torch.testing.assert_close(new["w"], numbers(0.6, 1.8) / 3)
+    assert server.metrics["clip_radius"] == 1.0
 
 
 def centered_by_hand(v: Tensor, changes: Tensor, radius: float, iterations: int) -> Tensor:
@@ -386,33 +404,34 @@ def centered_by_hand(v: Tensor, changes: Tensor, radius: float, iterations: int)
 @pytest.mark.parametrize("iterations", [1, 2, 5])
 @pytest.mark.parametrize("centre", ["previous", "zero"])
 def test_centered_clipping_is_its_algorithm_round_after_round(iterations: int, centre: Any) -> None:
-    rule = configured(CenteredClipping(0.7, iterations, centre), "w")
+    server = half(CenteredClipping(0.7, iterations, centre))
     state = {"w": cloud(1, seed=8)[0].double()}
     v = torch.zeros_like(state["w"])
     for round in range(3):
         changes = cloud(6, seed=round).double()
         updates = [late(k, {"w": state["w"] + change}) for k, change in enumerate(changes)]
-        new = rule.aggregate(state, iter(updates))
+        new = server.aggregate(state, updates)
         expected = centered_by_hand(v, changes, 0.7, iterations)
         torch.testing.assert_close(new["w"], state["w"] + expected, rtol=0, atol=1e-12)
         state, v = new, expected if centre == "previous" else v
-    assert rule.memory.keys() == ({"centre"} if centre == "previous" else set())
+    assert server.memory["rule"].keys() == ({"centre"} if centre == "previous" else set())
 
 
 def test_fltrust_by_hand() -> None:
     start = {"w": numbers(1.0, 1.0)}
     changes = [[4.0, 0.0], [0.0, 2.0], [3.0, 3.0], [-1.0, 0.0], [0.0, 0.0]]
     updates = [late(k, {"w": start["w"] + numbers(*c)}) for k, c in enumerate(changes)]
-    rule = FLTrust()
-    new = folded(rule, updates, start, trusting({"w": start["w"] + numbers(2.0, 0.0)}))["w"]
+    server = half(FLTrust(), trusting({"w": start["w"] + numbers(2.0, 0.0)}))
+    new = server.aggregate(start, updates)["w"]
 
     # Trust: the cosines with (2, 0), none for the others. Each change is scaled to norm 2.
-    half = math.sqrt(0.5)
-    expected = (numbers(2.0, 0.0) + half * 2 * numbers(half, half)) / (1 + half)
+    diagonal = math.sqrt(0.5)
+    expected = numbers(2.0, 0.0) + diagonal * 2 * numbers(diagonal, diagonal)
+    expected /= 1 + diagonal
     torch.testing.assert_close(new, start["w"] + expected)
-    assert [u.metrics["trust"] for u in updates] == pytest.approx([1.0, 0.0, half, 0.0, 0.0])
-    assert updates[0].metrics["weight"] == pytest.approx(0.5 / (1 + half))
-    assert rule.metrics["server_norm"] == pytest.approx(2.0)
+    assert [u.metrics["trust"] for u in updates] == pytest.approx([1.0, 0.0, diagonal, 0.0, 0.0])
+    assert updates[0].metrics["weight"] == pytest.approx(0.5 / (1 + diagonal))
+    assert server.metrics["server_norm"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -446,8 +465,7 @@ def test_the_server_trains_from_the_whole_global_model() -> None:
         asked.append((clone(state), round))
         return {name: value + 1 for name, value in state.items()}
 
-    late_round = [replace(each, round=3, staleness=2) for each in updates]
-    folded(FLTrust(), late_round, start, ServerTools(train=train))
+    folded(FLTrust(), updates, start, ServerTools(train=train), round=5)
     ((state, round),) = asked
     assert_same_bits(state, start)
     assert round == 5
@@ -478,7 +496,7 @@ def test_buffers_take_the_median_and_counters_the_maximum() -> None:
 
 
 @every_rule
-def test_dtypes_and_shapes_are_kept(make: Callable[[], Aggregator]) -> None:
+def test_dtypes_and_shapes_are_kept(make: Callable[[], Rule]) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         start, updates = models()
         start["w"] = start["w"].to(dtype)
@@ -510,8 +528,159 @@ def test_a_stale_change_is_measured_from_its_own_base(make: Any) -> None:
     new = folded(make(INF), updates, now)
     expected = folded(FedBuff(staleness="constant"), updates, now)
     torch.testing.assert_close(new["w"], expected["w"])
-    assert make.accepts_stale and Bucketing(make()).accepts_stale
-    assert not Bucketing(CoordinateMedian()).accepts_stale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_without_trimming_it_is_the_mean_bit_for_bit(dtype: torch.dtype, is_late: bool) -> None:
+    """Buffers too, and all updates whole: the mean does not damp them."""
+    start, updates = stale(dtype)
+    if not is_late:
+        updates = [replace(each, staleness=0, base={}) for each in updates]
+    mean = folded(Mean("uniform", "constant"), updates, start)
+    assert_same_bits(folded(TrimmedMean(0), updates, start), mean)
+    assert_same_bits(folded(Bucketing(Mean("uniform", "constant"), 9), updates, start), mean)
+
+
+def test_the_median_of_late_clients_is_that_of_their_changes() -> None:
+    start, updates = stale(torch.float64)
+    new = folded(CoordinateMedian(), updates, start)
+    bases = [each.base or start for each in updates]
+    changes = torch.stack(
+        [each.state["w"] - b["w"] for each, b in zip(updates, bases, strict=True)]
+    )
+    torch.testing.assert_close(new["w"], start["w"] + changes.median(0).values, rtol=0, atol=0)
+    assert bool((new["variance"] > 0).all()), "a variance that many lower stays positive"
+
+
+@every_rule
+def test_every_rule_takes_late_clients_as_if_they_had_just_started(
+    make: Callable[[], Rule],
+) -> None:
+    start, updates = stale(torch.float32)
+    fresh = []
+    for each in updates:
+        base, old = each.base or start, each.state
+        moved = {name: value + (start[name] - base[name]) for name, value in old.items()}
+        least = torch.minimum(old["variance"], start["variance"])
+        moved["variance"] = torch.where(moved["variance"] > 0, moved["variance"], least)
+        fresh.append(replace(each, state={**moved, "count": old["count"]}, staleness=0, base={}))
+    tools = trusting({"w": start["w"] + 0.5})
+    assert_same_bits(folded(make(), updates, start, tools), folded(make(), fresh, start, tools))
+
+
+# Buckets
+
+
+class Averaging(LinearRule):
+    """The mean of a statistic, as the model."""
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        return {"own": Statistic({"w": state["w"], "number": 0.0})}
+
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
+        return {"n": update.samples, "own": update.extras["own"]["w"].double() * update.samples}
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        return {**server.state, "w": divided(sums, sums["n"])["own"]}
+
+
+class Choosing(CohortRule):
+    """The model of the client with the largest number of its own, which no mean has."""
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        return {"own": Statistic({"w": state["w"], "number": 0.0}, is_sum=False)}
+
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        return max(updates, key=lambda update: float(update.extras["own"]["number"])).state
+
+
+INNER: dict[str, Callable[[], Rule]] = {
+    **RULES,
+    "mean": Mean,
+    "buffer": lambda: Mean("uniform", normalize="weights", rate=0.5),
+    "mixing": lambda: Mixing(0.4),
+    "mixed_mean": MixedMean,
+    "statistics": Averaging,
+    "no_sums": Choosing,
+}
+
+
+def with_statistics(updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
+    """Return new updates that send numbers of their own."""
+    rows = cloud(len(updates), 12, seed=4).view(-1, 4, 3)
+    extras = [{"own": {"w": row, "number": float(row[0, 0])}} for row in rows]
+    return [
+        replace(each, extras=own, metrics={}) for each, own in zip(updates, extras, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_buckets_of_one_client_change_nothing(name: str) -> None:
+    start, updates = stale(torch.float32, 1e6)
+    results = []
+    for rule in (INNER[name](), Bucketing(INNER[name](), 1)):
+        sent, tools = with_statistics(updates), trusting({"w": start["w"] + 0.5})
+        server = half(rule, tools)
+        new = server.aggregate(start, sent)
+        metrics = [dict(each.metrics) for each in sent]
+        results.append((new, metrics, server.metrics, server.memory["rule"]))
+    (new, metrics, of_round, kept), (other, others, of_other, other_kept) = results
+    assert_same_bits(new, other)
+    assert of_round == of_other and kept.keys() == other_kept.keys()
+    for client, (one, two) in enumerate(zip(metrics, others, strict=True)):
+        assert two == (one if name == "bucketing" else {**one, "bucket": float(client)})
+
+
+def test_a_mean_of_even_buckets_is_the_mean() -> None:
+    updates = sent(cloud(8), samples=[1, 2, 3, 4, 5, 6, 7, 8])
+    mean = folded(Mean("uniform"), updates)
+    torch.testing.assert_close(folded(Bucketing(Mean("uniform")), updates), mean)
+    buckets = folded(Bucketing(Mean(), 2), updates)
+    assert not torch.equal(buckets["w"], mean["w"]), "a bucket has the samples of its members"
+
+
+def test_the_statistics_of_a_bucket_are_the_mean_by_samples() -> None:
+    start, updates = models(7)
+    updates = with_statistics(updates)
+    expected = folded(Averaging(), updates, start)
+    for size in (2, 3, 7):
+        new = folded(Bucketing(Averaging(), size), updates, start)
+        torch.testing.assert_close(new["w"], expected["w"])
+
+
+def test_a_rule_that_needs_statistics_of_every_client_is_refused_in_buckets() -> None:
+    start, _ = models()
+    server = server_of(start, StateLayout(("w",), 9))
+    Bucketing(Choosing(), 1).prepare(server)
+    with pytest.raises(FlsuiteError, match=r"^Bucketing: Choosing needs every client's own own"):
+        Bucketing(Choosing(), 2).prepare(server)
+
+
+def test_a_late_bucket_is_as_late_as_its_latest_member() -> None:
+    """One bucket of all: its change counts by that staleness."""
+    start, updates = stale(torch.float64)
+    mean = folded(Mean("uniform", "constant"), updates, start)["w"]
+    new = folded(Bucketing(Mean("uniform", "hyperbolic"), 9), updates, start)["w"]
+    damped = folded(
+        Mean("uniform", "hyperbolic"), [late(0, {**start, "w": mean}, staleness=3)], start
+    )["w"]
+    torch.testing.assert_close(new, damped, rtol=0, atol=1e-14)
+
+
+def test_an_attacker_may_claim_any_number_of_classes() -> None:
+    updates = sent(cloud(4))
+    updates[2].class_counts = torch.arange(7)
+    folded(Bucketing(CoordinateMedian()), updates)
+
+
+def test_the_older_name_of_the_rule_is_read() -> None:
+    updates = sent(cloud(9))
+    new, old = (folded(b, updates) for b in (Bucketing(Krum(1)), Bucketing(aggregator=Krum(1))))
+    assert_same_bits(new, old)
+    for both in (Bucketing, lambda: Bucketing(Krum(), aggregator=Krum())):
+        with pytest.raises(FlsuiteError, match="exactly one of rule and aggregator"):
+            both()
 
 
 # Refusals
@@ -524,7 +693,7 @@ def test_a_stale_change_is_measured_from_its_own_base(make: Any) -> None:
             lambda: Krum(2),
             7,
             "Krum needs more than 2 f + 2 = 6 updates for f = 2 attackers, and there are 6; lower "
-            "trainer.aggregator.byzantine to at most 1, or let more clients train per round",
+            "byzantine to at most 1, or let more clients train per round",
         ),
         (lambda: MultiKrum(0, 4), 4, "MultiKrum needs the 4 updates that it selects, and there"),
         (
@@ -538,19 +707,49 @@ def test_a_stale_change_is_measured_from_its_own_base(make: Any) -> None:
             lambda: Bucketing(Krum(1), 2),
             9,
             "Bucketing makes 4 buckets of 8 updates, and Krum needs more than 2 f + 2 = 4 updates "
-            "for f = 1 attackers, and there are 4; lower trainer.aggregator.aggregator.byzantine",
+            "for f = 1 attackers, and there are 4; lower byzantine to at most 0",
         ),
     ],
 )
 def test_too_few_updates_are_refused(
-    make: Callable[[], Aggregator], enough: int, message: str
+    make: Callable[[], CohortRule], enough: int, message: str
 ) -> None:
     rule = make()
     assert rule.too_few(enough) is None
     assert message in str(rule.too_few(enough - 1)) and "\n" not in str(rule.too_few(enough - 1))
     folded(make(), sent(cloud(enough)))
-    with pytest.raises(FederationError, match=r"^round 1: .* the state of round 0 is kept$"):
+    with pytest.raises(
+        FederationError, match=r"^round 1: .* the state of round 0 is kept$"
+    ) as error:
         folded(make(), sent(cloud(enough - 1)))
+    assert message in str(error.value)
+
+
+def test_a_rule_that_counts_clients_needs_a_cohort_of_known_size() -> None:
+    size = "a cohort of known size"
+    for rule in (
+        Krum(0),
+        MultiKrum(0.1),
+        TrimmedMean(1),
+        Bucketing(Krum()),
+        Bucketing(Bucketing(Krum())),
+    ):
+        assert rule.needs == {"each update", size}
+    for rule in (
+        TrimmedMean(0.4),
+        TrimmedMean(0),
+        CoordinateMedian(),
+        Bucketing(Mean()),
+        FLTrust(),
+    ):
+        assert rule.needs == {"each update"}
+
+
+@every_rule
+def test_noise_on_a_sum_does_not_cover_a_rule(make: Callable[[], Rule]) -> None:
+    parts = [Named("one", GaussianMechanism(noise_multiplier=1.0)), Named("other", make())]
+    with pytest.raises(FlsuiteError, match=r"^GaussianMechanism needs a plain sum, and [A-Z]"):
+        refuse_conflicts(parts)
 
 
 def test_a_share_of_attackers_is_rounded_down() -> None:
@@ -579,9 +778,10 @@ def test_a_share_of_attackers_is_rounded_down() -> None:
         lambda: CenteredClipping(centre="mean"),
         lambda: Bucketing(FedAvg()),
         lambda: Bucketing(CoordinateMedian(), 0),
+        lambda: Bucketing(),
     ],
 )
-def test_a_bad_argument_is_one_line(make: Callable[[], Aggregator]) -> None:
+def test_a_bad_argument_is_one_line(make: Callable[[], Rule]) -> None:
     with pytest.raises(FlsuiteError, match=r"^[A-Za-z]+: [^\n]* must be [^\n]*$"):
         make()
 
@@ -615,6 +815,6 @@ def test_the_members_of_a_bucket_share_its_numbers() -> None:
     assert all(one == other for group in buckets.values() for one in group for other in group)
     assert sum(u.metrics["weight"] for u in updates) == pytest.approx(1.0)
     first = [u.metrics["bucket"] for u in updates]
-    again = [replace(u, round=2, metrics={}) for u in updates]
-    folded(Bucketing(MultiKrum(1), 2), again)
+    again = [replace(u, metrics={}) for u in updates]
+    folded(Bucketing(MultiKrum(1), 2), again, round=2)
     assert [u.metrics["bucket"] for u in again] != first, "drawn anew in each round"

@@ -2,13 +2,25 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from federations import (
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import (
+    SCAFFOLD,
+)
+from flsuite.callbacks import FederationCallback
+from flsuite.data import DataSpec
+from flsuite.schedules import Synchronous
+from tests.aggregators.federations import (
     CURVATURES,
     MINIMA,
     Quadratic,
@@ -21,17 +33,6 @@ from federations import (
     signature,
     update,
 )
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import StepLR
-
-from flsuite import FlsuiteError
-from flsuite.aggregators import (
-    SCAFFOLD,
-)
-from flsuite.callbacks import FederationCallback
-from flsuite.data import DataSpec
-from flsuite.schedules import Synchronous
 
 
 def scaffold(
@@ -109,13 +110,10 @@ def test_both_controls_of_scaffold_agree_for_plain_sgd() -> None:
     written, mean = run(SCAFFOLD(), **settings), run(SCAFFOLD(control="mean_gradient"), **settings)
     for name, value in written.federation.state.items():
         torch.testing.assert_close(mean.federation.state[name], value, rtol=1e-3, atol=1e-5)
-    for name, value in written.aggregator.memory["control"].items():
-        torch.testing.assert_close(
-            mean.aggregator.memory["control"][name], value, rtol=1e-3, atol=1e-5
-        )
-    assert written.aggregator.memory["control"].keys() == {
-        n for n, _ in written._model.named_parameters()
-    }
+    kept, other = (made.federation.memory["objective"]["control"] for made in (written, mean))
+    for name, value in kept.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5)
+    assert kept.keys() == {n for n, _ in written._model.named_parameters()}
 
 
 def test_scaffold_never_shares_memory_with_what_it_was_given() -> None:
@@ -123,14 +121,21 @@ def test_scaffold_never_shares_memory_with_what_it_was_given() -> None:
     change = {"w": torch.tensor([2.0])}
     old = {"w": torch.zeros(1)}
     aggregator.aggregate(old, iter([update(0, {"w": torch.ones(1)}, control_change=change)]))
-    sent = aggregator.broadcast()["control"]
+    sent = aggregator.broadcast(old)["objective"]["control"]
     assert sent["w"].item() == 0.5
     aggregator.aggregate(old, iter([update(0, {"w": torch.ones(1)}, control_change=change)]))
-    assert (sent["w"].item(), aggregator.memory["control"]["w"].item(), change["w"].item()) == (
-        0.5,
-        1.0,
-        2.0,
-    )
+    kept = aggregator.memory["objective"]["control"]
+    assert (sent["w"].item(), kept["w"].item(), change["w"].item()) == (0.5, 1.0, 2.0)
+
+
+def test_the_servers_control_is_the_mean_of_the_clients_however_late_they_are() -> None:
+    """The change of the model is damped by half at staleness 3, and that of ``c_i`` is not."""
+    server = configured(SCAFFOLD(), "w", clients=4)
+    sent = update(0, {"w": torch.tensor([5.0])}, control_change={"w": torch.tensor([2.0])})
+    sent = replace(sent, staleness=3, base={"w": torch.tensor([1.0])})
+    new = server.aggregate({"w": torch.tensor([10.0])}, [sent])
+    assert new["w"].item() == 12.0
+    assert server.memory["objective"]["control"]["w"].item() == 0.5
 
 
 def test_scaffold_counts_the_steps_that_a_parameter_took() -> None:
@@ -168,7 +173,7 @@ def test_scaffold_corrects_tied_weights_once_and_sends_them_by_every_name(contro
     trainer.fit(Tied(), Quadratics(CURVATURES, MINIMA))
 
     assert trainer.federation.state["w"].item() == pytest.approx(0.909091, abs=1e-5)
-    expected = trainer.aggregator.expected_extras(trainer.federation.state)
+    expected = trainer.federation.uplink.statistics
     assert set(expected["control_change"]) == {"w", "also_w"}
     assert all(signature(update.extras) == signature(expected) for update in seen.all)
 

@@ -87,10 +87,10 @@ def test_weights_that_grow_are_refused() -> None:
         (lambda: Polynomial(p=math.inf), "p must be at least 0"),
         (lambda: Hinge(a=0.0), "a must be positive"),
         (lambda: Hinge(b=-1.0), "b must be at least 0"),
-        (lambda: FedAsync(staleness="linear"), "FedAsync: staleness must be one of constant, "),
+        (lambda: FedAsync(staleness="linear"), "Mixing: staleness must be one of constant, "),
         (lambda: FedBuff(staleness="linear"), "FedBuff: staleness must be one of constant, "),
-        (lambda: FedAdam(staleness="linear"), "FedAdam: staleness must be one of constant, "),
-        (lambda: FedAsync(staleness=math.sqrt), r"must be a flsuite.aggregators.staleness.Stale"),
+        (lambda: FedAdam(staleness="linear"), "Mean: staleness must be one of constant, "),
+        (lambda: FedAsync(staleness=math.sqrt), r"or a flsuite.aggregators.staleness.Stale"),
     ],
 )
 def test_a_bad_argument_is_refused(make: Callable[[], object], message: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from flsuite.analysis import compare, load
 from flsuite.analysis.comparison import comparison_note, floor_of_rank_tests, holm, paired
+from flsuite.commands.report import report
 from flsuite.errors import FlsuiteError
 from tests.analysis.made_runs import Row, made_run, settings
 
@@ -46,7 +47,7 @@ def test_seeds_are_paired_by_number_and_not_by_order(tmp_path: Path) -> None:
     seeds = range(1, 11)
     write(tmp_path, "FedAvg", dict(zip(reversed(seeds), reversed(DRUG_1), strict=True)))
     write(tmp_path, "FedProx", {**dict(zip(seeds, DRUG_2, strict=True)), 99: 1000.0})
-    (row,) = compare(load(tmp_path)).to_dict("records")
+    (row,) = compare(load(tmp_path), score="last").to_dict("records")
     assert (row["method"], row["other"], row["seeds"]) == ("FedAvg", "FedProx", 10)
     assert row["p"] == row["p_holm"] == pytest.approx(0.002833, abs=5e-7)
     assert row["difference"] == pytest.approx(-1.58)
@@ -80,7 +81,7 @@ def test_methods_meet_within_a_partition_and_holm_counts_all_pairs(tmp_path: Pat
 def test_one_common_seed_has_a_difference_and_no_test(tmp_path: Path) -> None:
     write(tmp_path, "FedAvg", {1: 0.5, 2: 0.6})
     write(tmp_path, "FedProx", {2: 0.8, 3: 0.9})
-    table = compare(load(tmp_path))
+    table = compare(load(tmp_path), score="last")
     assert table["difference"].tolist() == pytest.approx([-0.2])
     assert table[["low", "high", "p", "p_holm"]].isna().all().all()
     assert "needs two common seeds" in comparison_note(table, "accuracy", "last")
@@ -91,6 +92,30 @@ def test_scores_that_are_equal_have_no_p_value(tmp_path: Path) -> None:
     write(tmp_path, "FedProx", {1: 0.5, 2: 0.6})
     (row,) = compare(load(tmp_path)).to_dict("records")
     assert row["difference"] == 0 and np.isnan(row["p"])
+
+
+def test_the_default_score_is_that_of_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the round that the runs' own monitor picks, where all runs have one."""
+    for method, first, last in (("FedAvg", 0.5, 0.6), ("FedProx", 0.8, 0.7)):
+        rows: list[Row] = [
+            ("global", "test", "accuracy", [first, last]),
+            ("global", "val", "accuracy", [0.1, 0.9]),
+            ("global", "val", "loss", [1.0, 2.0]),
+        ]
+        for seed in (1, 2):
+            made = settings(method, seed, monitor="loss")
+            made_run(tmp_path / "a" / method / str(seed), made, rows)
+    report([str(tmp_path)])
+    assert "-0.3000" in capsys.readouterr().out
+    assert compare(load(tmp_path))["difference"].tolist() == pytest.approx([-0.3])
+
+    no_choice: list[Row] = [("global", "test", "accuracy", [0.8, 0.7])]
+    made_run(tmp_path / "FedProx-3", settings("FedProx", 3, monitor="loss"), no_choice)
+    report([str(tmp_path)])
+    assert "-0.1000" in capsys.readouterr().out
+    assert compare(load(tmp_path))["difference"].tolist() == pytest.approx([-0.1])
 
 
 def test_no_validation_scores_is_said(tmp_path: Path) -> None:

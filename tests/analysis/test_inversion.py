@@ -311,9 +311,9 @@ def test_factors_are_those_that_fedfisher_sends(run_dir: Path) -> None:
     seen: dict[str, Any] = {}
 
     class Listening(FedFisher):
-        def summands(self, update: Any) -> Any:
+        def terms(self, update: Any, layout: Any) -> Any:
             seen[update.client] = update.extras["fisher"]
-            return super().summands(update)
+            return super().terms(update, layout)
 
     trainer = FederatedTrainer(
         rounds=1,

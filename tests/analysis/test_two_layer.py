@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flsuite.aggregators.solvers.blocks import Dense
-from flsuite.aggregators.solvers.iterations import gradient_descent
+from flsuite.aggregators.rules.solvers.blocks import Dense
+from flsuite.aggregators.rules.solvers.iterations import gradient_descent
 from flsuite.analysis import two_layer
 from flsuite.analysis.two_layer import (
     Clients,

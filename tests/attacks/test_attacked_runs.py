@@ -9,7 +9,15 @@ import pytest
 import torch
 import yaml
 
-from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg, FedBuff
+from flsuite.aggregators import (
+    SCAFFOLD,
+    Centralized,
+    CoordinateMedian,
+    FedAdam,
+    FedAvg,
+    FedBuff,
+    LocalOnly,
+)
 from flsuite.analysis import read_metrics
 from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.attacks import (
@@ -50,8 +58,9 @@ ATTACKS: dict[str, Attack] = {
 
 def fitted(attack: Attack | None, rounds: int = 3, **kwargs: Any) -> FederatedTrainer:
     ckpt_path = kwargs.pop("ckpt_path", None)
+    model = kwargs.pop("model", None) or classifier()
     made = trainer(rounds=rounds, attack=attack, **kwargs)
-    made.fit(classifier(), digits(), ckpt_path=ckpt_path)
+    made.fit(model, digits(), ckpt_path=ckpt_path)
     return made
 
 
@@ -166,6 +175,14 @@ def test_an_attack_without_strength_is_no_attack(
     assert equal_states(state(fitted(attack, rounds=2)), honest_state)
 
 
+@pytest.mark.parametrize("make", [FedAvg, FedAdam, SCAFFOLD, CoordinateMedian])
+def test_a_single_attacker_that_sees_no_deviation_sends_its_honest_change(make: Any) -> None:
+    """A rule under attack is the rule itself, with the same server optimizer and objective."""
+    honest = state(fitted(None, aggregator=make()))
+    attacked = state(fitted(ALittleIsEnough([2], z=1.0), aggregator=make()))
+    assert all(torch.allclose(honest[name], attacked[name], atol=1e-5) for name in honest)
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_evaluation_data_is_never_touched(name: str) -> None:
     def content(data: Any) -> list[torch.Tensor]:
@@ -226,7 +243,6 @@ def test_models_with_private_parts_score_their_backdoor_client_by_client() -> No
 
 def test_nodes_of_flower_may_be_attackers() -> None:
     pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
-    from flsuite.flower.strategy import FlowerStrategy
     from tests.flower.grid import both, table
 
     attack = FreeRider(WHO, last_change=True, noise=0.01)
@@ -234,10 +250,8 @@ def test_nodes_of_flower_may_be_attackers() -> None:
     assert equal_states(state(ours), state(theirs))
     ours, theirs, _ = both(classifier, FedAvg, attack=PixelBackdoor(WHO))
     assert equal_states(state(ours), state(theirs)) and table(ours) == table(theirs)
-
-    run = trainer(attack=InnerProduct(WHO)).prepare(classifier(), digits())
-    with pytest.raises(FlsuiteError, match="attackers on nodes of Flower do not see"):
-        FlowerStrategy(run)
+    ours, theirs, _ = both(classifier, FedAvg, attack=InnerProduct(WHO))
+    assert equal_states(state(ours), state(theirs))
 
 
 # Who attacks
@@ -308,14 +322,36 @@ def test_attackers_that_cannot_be_are_refused_before_training(
 @pytest.mark.parametrize(
     ("attack", "kwargs", "message"),
     [
-        (SignFlip(WHO), {"aggregator": Centralized()}, "Centralized trains on pooled data"),
+        (
+            SignFlip(WHO),
+            {"aggregator": Centralized()},
+            "Centralized trains on pooled data",
+        ),
         (
             InnerProduct(WHO),
             {"aggregator": FedBuff(), "schedule": Asynchronous(concurrency=2)},
-            "Asynchronous does not show them; .* leave out trainer.schedule",
+            "InnerProduct needs current models, and Asynchronous .*; change .*trainer.attack",
         ),
-        (InnerProduct(WHO), {"compression": TopK()}, "TopK does not show them"),
-        (ALittleIsEnough(WHO), {"secure_sum": PairwiseMasks()}, "PairwiseMasks does not show"),
+        (
+            InnerProduct(WHO),
+            {"compression": TopK()},
+            "plain updates, and TopK makes a code",
+        ),
+        (
+            ALittleIsEnough(WHO),
+            {"secure_sum": PairwiseMasks()},
+            "PairwiseMasks shows .* a sum",
+        ),
+        (
+            SignFlip(WHO),
+            {"aggregator": LocalOnly()},
+            "SignFlip needs shared parameters, and the model keeps",
+        ),
+        (
+            InnerProduct(WHO),
+            {"model": classifier(private=["*"])},
+            "InnerProduct needs shared parameters",
+        ),
         (SignFlip(WHO), {"keep_updates": True}, "keep_updates and from_updates are for models as"),
     ],
 )
@@ -325,6 +361,12 @@ def test_what_an_attack_does_not_go_with_is_refused(
     with pytest.raises(FlsuiteError, match=message):
         fitted(attack, rounds=1, run_dir=str(tmp_path / "run"), **kwargs)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_attack_on_batches_needs_nothing_that_travels() -> None:
+    plain, flipped = (fitted(a, 1, aggregator=LocalOnly()) for a in (None, LabelFlip(WHO)))
+    of_both = [made.federation.client_state(1) for made in (plain, flipped)]
+    assert not equal_states(*of_both)
 
 
 def test_the_command_takes_an_attack_by_its_short_name(

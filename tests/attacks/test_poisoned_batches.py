@@ -1,6 +1,7 @@
 """Attacks on training batches: label flipping, and the backdoor with its score."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -13,12 +14,11 @@ from torch.utils.data import TensorDataset
 
 from flsuite.analysis import read_metrics
 from flsuite.attacks import Attack, LabelFlip, PixelBackdoor
-from flsuite.attacks.fit import attacked_fit
 from flsuite.callbacks import FederationCallback
 from flsuite.commands.main import main
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, FromDataset, PublishedSplits
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Broadcast, FitAssignment, FitRequest
+from flsuite.messages import ClientContext
 from flsuite.random import torch_generator
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import table_data
@@ -63,10 +63,11 @@ def poisoned(attack: Attack, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def batches_of(attack: Attack, data: FederatedDataModule, client: int) -> tuple[Any, Any]:
     """Return the loader of a client's fit, without and with the attack."""
-    request = FitRequest(0, FitAssignment(client), Broadcast(1, {}, {}), {})
-    honest, fit = data.federated.loader(client, 3, 1), attacked_fit(attack, request, 3)
-    again = data.federated.loader(client, 3, 1)
-    return honest, again if fit is None else fit.loader(again)
+    honest, attacked = (data.federated.loader(client, 3, 1) for _ in range(2))
+    context = ClientContext(client, 1, 1, torch.zeros(0), {}, {}, {})
+    for callback in attack.callbacks(context):
+        callback.on_train_start(SimpleNamespace(train_dataloader=attacked), None)  # type: ignore[arg-type]
+    return honest, attacked
 
 
 # Label flipping

@@ -14,12 +14,14 @@ from flsuite.aggregators import (
     Bucketing,
     CenteredClipping,
     CoordinateMedian,
-    FedAvg,
     FLTrust,
     GeometricMedian,
     Krum,
+    Mean,
     MultiKrum,
     NormClipping,
+    Rule,
+    Server,
     TrimmedMean,
 )
 from flsuite.aggregators.tools import ServerTools
@@ -30,8 +32,8 @@ __all__ = ["measure_rules"]
 
 CLIENTS, PARAMETERS = 100, 1_000_000
 
-RULES: dict[str, Callable[[], Aggregator]] = {
-    "FedAvg": FedAvg,
+RULES: dict[str, Callable[[], Rule]] = {
+    "Mean": Mean,
     "CoordinateMedian": CoordinateMedian,
     "TrimmedMean": lambda: TrimmedMean(0.2),
     "Krum": lambda: Krum(0.2),
@@ -58,14 +60,12 @@ def measure_rules(repeats: int) -> None:
 
     print(f"{CLIENTS} clients x {PARAMETERS:,} parameters, {torch.get_num_threads()} thread(s)")
     for name, make in RULES.items():
-        rule = make()
-        rule.tools = tools
-        rule.configure(StateLayout(("w",), CLIENTS))
+        aggregator, layout = Aggregator(make()), StateLayout(("w",), CLIENTS)
         seconds, began_cpu = [], time.process_time()
         with _Peak() as peak:
             for _ in range(repeats):
                 began = time.perf_counter()
-                rule.aggregate(start, _updates(states))
+                aggregator.aggregate(Server(start, layout, tools), _updates(states))
                 seconds.append(time.perf_counter() - began)
         cpu = (time.process_time() - began_cpu) / repeats
         low, middle = min(seconds), sorted(seconds)[len(seconds) // 2]

@@ -225,6 +225,12 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:
     assert numbers(resumed) == pytest.approx(numbers(whole), rel=1e-8)
 
 
+def test_a_second_fit_of_one_object_starts_afresh() -> None:
+    callback = DPSGD()
+    spent = [numbers(fit(callback)) for _ in range(2)]
+    assert spent[0] == spent[1]
+
+
 def test_engines_and_loops_agree() -> None:
     plain = fit(DPSGD(), rounds=2)
     engines = ({"engine": Processes(workers=workers)} for workers in (1, 2))
@@ -248,7 +254,7 @@ def test_the_terms_of_an_algorithm_come_after_the_noise(aggregator: Any) -> None
 
 def test_what_follows_from_the_steps_may_be_sent_beside_the_model() -> None:
     made = fit(DPSGD(), aggregator=DPFedAvg(noise_multiplier=1.0, quantile=0.5))
-    assert made.federation.aggregator.expected_extras(made.federation.state)
+    assert made.federation.uplink.statistics
     assert made.round == 1 and not made.federation.log.failures
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from flsuite.aggregators import FedBuff
@@ -206,9 +206,39 @@ def test_an_asynchronous_run_shows_its_clock(
     assert lines[-1].endswith("0:00:00 left") and named[5, "train/staleness_max"] > 0
 
 
+class Fails(Callback):
+    """Raises for all clients but the first."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        if loader.client:
+            raise RuntimeError("unplugged")
+
+
+def test_clients_that_failed_are_not_counted_as_clients(capfd: pytest.CaptureFixture[str]) -> None:
+    made = trainer(rounds=2, callbacks=[Fails(), RoundProgress(interval=0.0)])
+    made.fit(classifier(), digits(clients=5))
+    err = capfd.readouterr().err
+    assert [line.split("  ")[:2] for line in err.splitlines() if re.match(r"round \d/2", line)] == [
+        ["round 1/2", "1 client, 4 failed"],
+        ["round 2/2", "1 client, 4 failed"],
+    ]
+
+
 def test_without_a_bar_nobody_speaks(capfd: pytest.CaptureFixture[str]) -> None:
     trainer(rounds=1).fit(classifier(), digits())
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_default_logger_writes_into_the_runs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = trainer(rounds=1, logger=True, enable_checkpointing=True)
+    for _ in range(2):
+        made.fit(classifier(), digits())
+        assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+        assert (made.run.folder.path / "lightning_logs" / "version_0").is_dir()
 
 
 # Callbacks

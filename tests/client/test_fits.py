@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
-from flsuite.aggregators import Aggregator, FedAvg
+from flsuite.aggregators import Aggregator, FedAvg, Objective
 from flsuite.data import IID
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
@@ -16,24 +16,27 @@ from tests.conftest import classifier, digits, equal_states, trainer
 
 
 class _Freezes(Callback):
+    def __init__(self, client: Any = None) -> None: ...
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         next(pl_module.parameters()).requires_grad_(False)
 
 
 class _Clips(Callback):
+    def __init__(self, client: Any) -> None: ...
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.gradient_clip_val = 0.01
 
 
-class _OfClientZero(FedAvg):
-    """An algorithm whose client half changes the first client's Trainer or model."""
+class _Half(Objective):
+    """An objective whose client half is a callback, of all clients or of some."""
 
-    def __init__(self, callback: Any) -> None:
-        super().__init__()
-        self.callback = callback
+    def __init__(self, callback: Any, clients: Any = range(9)) -> None:
+        self.callback, self.clients = callback, clients
 
-    def client_callbacks(self, client: Any) -> list[Callback]:
-        return [self.callback()] if client.id == 0 else []
+    def callbacks(self, client: Any) -> list[Callback]:
+        return [self.callback(client)] if client.id in self.clients else []
 
 
 class FewSteps(Classifier):
@@ -76,8 +79,8 @@ def fit(engine: Any, model: Any = Classifier, aggregator: Aggregator | None = No
 @pytest.mark.parametrize(
     ("model", "aggregator"),
     [
-        (Classifier, lambda: _OfClientZero(_Freezes)),
-        (Classifier, lambda: _OfClientZero(_Clips)),
+        (Classifier, lambda: Aggregator(objective=_Half(_Freezes, [0]))),
+        (Classifier, lambda: Aggregator(objective=_Half(_Clips, [0]))),
         (FewSteps, FedAvg),
         (Accumulates, FedAvg),
     ],
@@ -119,15 +122,12 @@ class _NormOfStart(Callback):
             parameter.grad.mul_(1 + 0.1 * norm)
 
 
-class NormOfStart(FedAvg):
-    def client_callbacks(self, client: Any) -> list[Callback]:
-        return [_NormOfStart(client)]
-
-
 def test_the_memory_format_of_weights_survives_the_way_to_a_worker() -> None:
     states = []
     for engine in (InProcess(), Processes(workers=2)):
-        made = trainer(rounds=2, engine=engine, aggregator=NormOfStart())
+        made = trainer(
+            rounds=2, engine=engine, aggregator=Aggregator(objective=_Half(_NormOfStart))
+        )
         made.fit(Classifier(CNN(), lambda p: torch.optim.SGD(p, lr=0.01)), digits(clients=3))
         states.append(made.run.state)
     assert equal_states(*states)
@@ -156,14 +156,10 @@ class _Notes(Callback):
             self.client.memory.clear()
 
 
-class Forgets(FedAvg):
-    def client_callbacks(self, client: Any) -> list[Callback]:
-        return [_Notes(client)]
-
-
 def test_a_memory_that_a_client_clears_does_not_come_back() -> None:
     _Notes.seen = []
-    trainer(rounds=3, aggregator=Forgets()).fit(classifier(), digits(clients=1, partition=IID()))
+    made = trainer(rounds=3, aggregator=Aggregator(objective=_Half(_Notes)))
+    made.fit(classifier(), digits(clients=1, partition=IID()))
     assert _Notes.seen == [(0, 1, False), (0, 2, True), (0, 3, False)]
 
 
@@ -176,10 +172,6 @@ def test_a_metric_that_is_no_number_costs_the_round_this_client(engine: Any) -> 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             self.client.metrics["n"] = "a" if self.client.id == 1 else 1
 
-    class Talks(FedAvg):
-        def client_callbacks(self, client: Any) -> list[Callback]:
-            return [Says(client)]
-
-    made = fit(engine, aggregator=Talks())
+    made = fit(engine, aggregator=Aggregator(objective=_Half(Says)))
     (failure,) = made.federation.log.failures
     assert failure.client == 1 and "client.metrics['n'] must be a number" in failure.reason

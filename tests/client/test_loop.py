@@ -8,12 +8,10 @@ from lightning.pytorch import Callback
 
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
 from flsuite.client.loop import LocalLoop
-from flsuite.client.runner import ClientRunner
-from flsuite.client.setup import WorkerSetup, client_half
-from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest
+from flsuite.messages import ClientResult
 from flsuite.models import MLP, Classifier, FusedSpaceFed
 from flsuite.models.base import ClientModel
-from flsuite.state import StateLayout, clone
+from tests.client.workers import outcome, runner
 from tests.conftest import classifier, digits, equal_states, trainer
 
 HOOKS = [
@@ -77,24 +75,14 @@ def fits(
     model: ClientModel, lean: bool, aggregator: Aggregator, **kwargs: Any
 ) -> tuple[list[ClientResult], list[Any], bool]:
     """Fit three clients; return results, the diary, and whether the local loop is still in use."""
-    module = digits(clients=3)
-    module.setup()
-    torch.manual_seed(0)
-    model.ensure_built(module.federated.spec)
-    state = clone(model.state_dict())
-    aggregator.configure(StateLayout(tuple(name for name, _ in model.named_parameters()), 3))
-    settings = {"max_epochs": 2, "accelerator": "cpu", **kwargs}
-    setup = WorkerSetup(model, module.federated, client_half(aggregator), 0, state, settings)
-    runner = ClientRunner(setup)
-    runner._use_local_loop = lean
+    made = runner(model, aggregator, lean, **{"max_epochs": 2, **kwargs})
     Diary.lines = []
     results = []
     for client in range(3):
-        broadcast = Broadcast(1, state, aggregator.broadcast(), (Diary(),))
-        result = runner.run(FitRequest(client, FitAssignment(client), broadcast, {}))
+        result = outcome(made, client, Diary())
         assert isinstance(result, ClientResult), result.reason
         results.append(result)
-    return results, Diary.lines, runner._use_local_loop
+    return results, Diary.lines, made._use_local_loop
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from flsuite import FederatedTrainer
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
 from flsuite.client.loop import LocalLoop
 from flsuite.client.runner import ClientRunner
-from flsuite.client.setup import WorkerSetup, client_half
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest
+from flsuite.messages import ClientResult
 from flsuite.models import MLP, Classifier
-from flsuite.state import StateLayout, clone
+from tests.client.workers import outcome, runner
 from tests.conftest import digits, equal_states
 
 LARGE = 2.0**24  # the first steps of a fit overflow, and the scale falls from step to step
@@ -33,25 +32,13 @@ def classifier(**kwargs: Any) -> Classifier:
     return Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, **kwargs))
 
 
-def runner(aggregator: Aggregator, lean: bool = True, **kwargs: Any) -> ClientRunner:
-    module = digits(clients=3)
-    module.setup()
-    torch.manual_seed(0)
-    model = classifier()
-    model.ensure_built(module.federated.spec)
-    state = clone(model.state_dict())
-    aggregator.configure(StateLayout(tuple(name for name, _ in model.named_parameters()), 3))
-    settings = {"accelerator": "cpu", "max_epochs": 2, "plugins": half(), **kwargs}
-    setup = WorkerSetup(model, module.federated, client_half(aggregator), 0, state, settings)
-    made = ClientRunner(setup)
-    made._use_local_loop = lean
-    return made
+def half_precision(aggregator: Aggregator, lean: bool = True, **kwargs: Any) -> ClientRunner:
+    settings = {"max_epochs": 2, "plugins": half(), **kwargs}
+    return runner(classifier(), aggregator, lean, **settings)
 
 
-def fit(made: ClientRunner, client: int, aggregator: Aggregator, *callbacks: Callback) -> Any:
-    state = made.setup.initial
-    broadcast = Broadcast(1, state, aggregator.broadcast(), callbacks)
-    result = made.run(FitRequest(client, FitAssignment(client), broadcast, {}))
+def fit(made: ClientRunner, client: int, *callbacks: Callback) -> Any:
+    result = outcome(made, client, *callbacks)
     assert isinstance(result, ClientResult), result.details
     return result.update
 
@@ -69,9 +56,8 @@ def fit(made: ClientRunner, client: int, aggregator: Aggregator, *callbacks: Cal
 def test_both_loops_take_the_same_steps(make: Any, kwargs: dict[str, Any]) -> None:
     updates = []
     for lean in (True, False):
-        aggregator = make()
-        made = runner(aggregator, lean, **kwargs)
-        updates.append([fit(made, client, aggregator) for client in range(3)])
+        made = half_precision(make(), lean, **kwargs)
+        updates.append([fit(made, client) for client in range(3)])
     for a, b in zip(*updates, strict=True):
         assert equal_states(a.state, b.state) and a.metrics == b.metrics and a.steps == b.steps
         assert a.metrics["skipped_steps"] > 0 and a.steps > 0
@@ -83,8 +69,8 @@ def test_the_local_loop_takes_these_fits(monkeypatch: pytest.MonkeyPatch) -> Non
     runs: list[int] = []
     run = LocalLoop.run
     monkeypatch.setattr(LocalLoop, "run", lambda self: (runs.append(1), run(self))[1])
-    made = runner(FedAvg())
-    fit(made, 0, FedAvg()), fit(made, 1, FedAvg())
+    made = half_precision(FedAvg())
+    fit(made, 0), fit(made, 1)
     assert len(runs) == 2
 
 
@@ -100,11 +86,10 @@ class Unknown(Callback):
 def test_a_fit_does_not_depend_on_the_scale_that_another_has_found(
     lean: bool, callbacks: tuple[Callback, ...]
 ) -> None:
-    aggregator = FedAvg()
-    busy, fresh = runner(aggregator, lean), runner(aggregator, lean)
+    busy, fresh = half_precision(FedAvg(), lean), half_precision(FedAvg(), lean)
     for client in (0, 1):
-        fit(busy, client, aggregator, *callbacks)
-    after, alone = (fit(made, 2, aggregator, *callbacks) for made in (busy, fresh))
+        fit(busy, client, *callbacks)
+    after, alone = (fit(made, 2, *callbacks) for made in (busy, fresh))
     assert equal_states(after.state, alone.state) and after.metrics == alone.metrics
     # The user's own scaler is as it was.
     assert busy.setup.trainer_kwargs["plugins"].scaler.get_scale() == LARGE
@@ -129,15 +114,15 @@ def test_hooks_see_what_lightning_shows_them() -> None:
     seen = []
     for lean in (True, False):
         Watch.losses = []
-        fit(runner(FedAvg(), lean), 0, FedAvg(), Watch())
+        fit(half_precision(FedAvg(), lean), 0, Watch())
         seen.append(Watch.losses)
     assert seen[0] == seen[1]
     assert seen[0][0] == pytest.approx(LARGE * seen[0][1])
 
 
 def test_a_small_scale_gives_the_steps_of_float32() -> None:
-    mixed = fit(runner(FedAvg(), plugins=half(2.0**10)), 0, FedAvg())
-    full = fit(runner(FedAvg(), plugins=None), 0, FedAvg())
+    mixed = fit(half_precision(FedAvg(), plugins=half(2.0**10)), 0)
+    full = fit(half_precision(FedAvg(), plugins=None), 0)
     assert "skipped_steps" not in mixed.metrics and mixed.steps == full.steps
     for name, value in full.state.items():
         assert torch.allclose(mixed.state[name], value, atol=5e-3)

@@ -220,20 +220,21 @@ PACKAGE = '''
 
 import numpy as np
 
-from flsuite.aggregators import FedAvg
+from dataclasses import dataclass
+
+from flsuite.aggregators import Mean
 from flsuite.data import Partition
 
 
-class Halfway(FedAvg):
-    """FedAvg that goes only a part of the way to the mean."""
+@dataclass(frozen=True)
+class Halfway(Mean):
+    """A rule that goes only a part of the way to the mean."""
 
-    def __init__(self, part: float = 0.5) -> None:
-        super().__init__()
-        self.part = part
+    part: float = 0.5
 
-    def aggregate(self, global_state, updates):
-        mean = super().aggregate(global_state, updates)
-        return {k: v + self.part * (mean[k] - v) for k, v in global_state.items()}
+    def result(self, server, sums, updates):
+        mean = super().result(server, sums, updates)
+        return {k: v + self.part * (mean[k] - v) for k, v in server.state.items()}
 
 
 class Stripes(Partition):
@@ -260,7 +261,13 @@ def test_a_users_own_classes_go_by_their_short_names(tmp_path: Path) -> None:
         config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
         assert config["trainer"]["aggregator"] == {
             "class_path": "my_own_classes.Halfway",
-            "init_args": {"part": 0.25},
+            "init_args": {
+                "weighting": "samples",
+                "staleness": "polynomial",
+                "normalize": "buffer",
+                "rate": 1.0,
+                "part": 0.25,
+            },
         }
         assert config["data"]["init_args"]["partition"]["class_path"] == "my_own_classes.Stripes"
         counts = pd.read_csv(tmp_path / "run" / "partition.csv").groupby("client")["samples"].sum()
@@ -324,7 +331,7 @@ BAD_ARGUMENTS = {
     ),
     "participation_zero": (
         ("--trainer.schedule.participation", "0"),
-        "participation must be positive",
+        "participation must be a share above 0 and at most 1.0, or a whole number of clients",
     ),
     "no_rounds": (("--trainer.rounds", "0"), "trainer: rounds must be at least 1"),
     "unknown_monitor": (("--trainer.monitor", "acc"), "trainer: monitor must be one of accuracy"),

@@ -123,7 +123,8 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
         ),
         (
             ("--config", QUICKSTART, *POOLED),
-            "Centralized trains on pooled data, so that there are no clients to wait for",
+            "Centralized trains on pooled data, so that there are no clients; change "
+            "trainer.schedule or trainer.aggregator",
         ),
         (("--config", ASYNCHRONOUS, "--trainer.rouns", "3"), "did you mean --trainer.rounds?"),
         (

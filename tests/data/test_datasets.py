@@ -8,7 +8,7 @@ import shutil
 import struct
 import urllib.error
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -454,9 +454,9 @@ def test_emnist(
 def test_emnist_unknown_split() -> None:
     from torchvision import datasets
 
-    from flsuite.data.datasets.vision import EMNIST_SPLITS
+    from flsuite.data.datasets.vision import EMNISTSplit
 
-    assert datasets.EMNIST.splits == EMNIST_SPLITS
+    assert datasets.EMNIST.splits == get_args(EMNISTSplit)
     with pytest.raises(
         FlsuiteError, match=r"EMNIST: split must be one of byclass, .*, got 'lettres'"
     ):

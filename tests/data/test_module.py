@@ -164,7 +164,7 @@ def test_the_server_leaves_a_sample_per_client() -> None:
             made(server_samples=samples)
     with pytest.raises(FlsuiteError, match="Images: server_samples must be at least 0, got -1"):
         made(server_samples=-1)
-    with pytest.raises(FlsuiteError, match="Images: server_samples must be given, got null"):
+    with pytest.raises(FlsuiteError, match="server_samples must be a whole number, got null"):
         made(server_samples=None)
 
 

@@ -396,7 +396,7 @@ def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
     [
         ({"test_fraction": 0.0}, "Table: test_fraction must be above 0 and below 1, got 0.0"),
         ({"scale": "robust"}, "Table: scale must be one of minmax, standard, none, got 'robust'"),
-        ({"features": []}, "Table: features must name at least one column"),
+        ({"features": []}, "Table: features must be at least one column"),
         ({"features": ["a", "a"]}, "none twice"),
         ({"features": ["kind"]}, "must not include the label 'kind'"),
     ],

@@ -331,7 +331,10 @@ def test_one_task_of_all_classes_trains_as_the_wrapped_data_does() -> None:
     [
         ({"tasks": 0}, "TaskSequence: tasks must be at least 1, got 0"),
         ({"classes_per_task": 0}, "TaskSequence: classes_per_task must be at least 1, got 0"),
-        ({"rounds_per_task": 0}, "TaskSequence: rounds_per_task must be at least 1, got 0"),
+        (
+            {"rounds_per_task": 0},
+            "TaskSequence: rounds_per_task must be at least 1 or a list, got 0",
+        ),
         ({"rounds_per_task": [2, 0, 2]}, "TaskSequence: rounds_per_task must be at least 1, got 0"),
         ({"rounds_per_task": [2, 2]}, "rounds_per_task has 2 numbers for 3 tasks"),
         (

@@ -18,16 +18,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from flsuite.aggregators import FedAvg
-from flsuite.client.setup import WorkerSetup, client_half
+from flsuite.aggregators import Aggregator, FedAvg, Objective
+from flsuite.aggregators.uplink import Uplink
+from flsuite.client.setup import WorkerSetup
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
 from flsuite.engines import Engine, InProcess, Processes
 from flsuite.engines.forkserver import prepare_workers
 from flsuite.engines.wire import dump_shared, dumps, load_shared, receive, send
 from flsuite.errors import FlsuiteError
-from flsuite.messages import Broadcast, ClientResult, FitAssignment, FitRequest, Outcome
+from flsuite.messages import Broadcast, ClientResult, FitRequest, Outcome
 from flsuite.models import Backbone, Classifier
-from flsuite.state import clone
+from flsuite.state import StateLayout, clone
 from tests.conftest import equal_states, trainer
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -77,7 +78,10 @@ def worker_setup() -> tuple[WorkerSetup, dict[str, Tensor]]:
     torch.manual_seed(0)
     net.ensure_built(module.federated.spec)
     state, settings = clone(net.state_dict()), {"max_epochs": 2, "accelerator": "cpu"}
-    return WorkerSetup(net, module.federated, client_half(FedAvg()), 3, state, settings), state
+    layout = StateLayout(tuple(name for name, _ in net.named_parameters()), 6)
+    uplink = Uplink(FedAvg(), layout, state)
+    setup = WorkerSetup(net, module.federated, FedAvg(), uplink, layout, 3, state, settings)
+    return setup, state
 
 
 def requests(
@@ -87,7 +91,7 @@ def requests(
     callbacks: tuple[Callback, ...] = (),
 ) -> list[FitRequest]:
     broadcast = Broadcast(round, state, {}, callbacks)
-    return [FitRequest(n, FitAssignment(c), broadcast, {}) for n, c in enumerate(order)]
+    return [FitRequest(n, c, broadcast, {}) for n, c in enumerate(order)]
 
 
 def outcomes(engine: Engine, submitted: list[FitRequest]) -> list[Outcome]:
@@ -306,11 +310,12 @@ def test_classes_that_only_this_process_knows_travel() -> None:
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             self.client.metrics["seen"] = seen
 
-    class Local(FedAvg):
-        def client_callbacks(self, client: Any) -> list[Callback]:
+    class Local(Objective):
+        def callbacks(self, client: Any) -> list[Callback]:
             return [Note(client)]
 
-    made = trainer(rounds=1, aggregator=Local(), engine=Processes(workers=2))
+    algorithm = Aggregator(objective=Local())
+    made = trainer(rounds=1, aggregator=algorithm, engine=Processes(workers=2))
     made.fit(model(), images())
     assert all(update.metrics["seen"] == 0.25 for update in made.federation.log.updates)
 

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import struct
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import flsuite.engines.worker as worker_module
-from flsuite.aggregators import FedAvg
+from flsuite.callbacks import FederationCallback
 from flsuite.engines import Processes
 from flsuite.engines.wire import dumps
 from flsuite.errors import FlsuiteError
-from tests.conftest import classifier, digits, equal_states, trainer
+from flsuite.messages import ClientResult
+from tests.conftest import WithoutOne, classifier, digits, equal_states, trainer
 
 
 def _send_half(connection: Any, obj: Any) -> None:
@@ -74,14 +76,6 @@ class Sabotage(Callback):
             time.sleep(600)
 
 
-class Without(FedAvg):
-    """FedAvg that was never told of a client in a round."""
-
-    def aggregate(self, global_state: Any, updates: Any) -> Any:
-        kept = (u for u in updates if not (u.client == 1 and u.round == 2))
-        return super().aggregate(global_state, kept)
-
-
 def fit(tmp_path: Path, how: str, times: int = 1, **engine: Any) -> Any:
     callback = Sabotage(how, tmp_path, times)
     made = trainer(rounds=3, engine=Processes(workers=2, **engine), callbacks=[callback])
@@ -101,7 +95,7 @@ def test_a_worker_killed_while_it_sends_is_replaced_and_its_client_retried(
 
 
 def test_a_client_whose_worker_dies_twice_while_it_sends_has_failed(tmp_path: Path) -> None:
-    without = trainer(rounds=3, aggregator=Without())
+    without = trainer(rounds=3, schedule=WithoutOne())
     without.fit(classifier(), digits())
     made = fit(tmp_path, "dies", times=2)
     assert equal_states(made.federation.state, without.federation.state)
@@ -111,7 +105,7 @@ def test_a_client_whose_worker_dies_twice_while_it_sends_has_failed(tmp_path: Pa
 def test_a_client_that_hangs_has_failed_and_the_run_goes_on(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without = trainer(rounds=3, aggregator=Without())
+    without = trainer(rounds=3, schedule=WithoutOne())
     without.fit(classifier(), digits())
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="flsuite"):
@@ -121,6 +115,48 @@ def test_a_client_that_hangs_has_failed_and_the_run_goes_on(
     assert equal_states(made.federation.state, without.federation.state)
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "round 2: client 1 failed: it did not finish within 8 seconds (engine.timeout)" in said
+
+
+class KillsAndDies(FederationCallback):
+    """Kills the one worker before it reads the job of client 1, whose fit then dies once.
+
+    Args:
+        is_idle: Whether the worker dies before the job is sent to it.
+        engine: The engine.
+        folder: Where the fit notes that it has died.
+    """
+
+    def __init__(self, is_idle: bool, engine: Processes, folder: Path) -> None:
+        self.is_idle, self.engine, self.folder = is_idle, engine, folder
+
+    def __deepcopy__(self, memo: Any) -> "KillsAndDies":
+        return KillsAndDies(self.is_idle, None, self.folder)  # type: ignore[arg-type]
+
+    def on_client_end(self, run: Any, outcome: Any) -> None:
+        if not isinstance(outcome, ClientResult) or outcome.update.client != 0:
+            return
+        pid = self.engine._pool[0].process.pid
+        # A process that is stopped cannot read.
+        os.kill(pid, signal.SIGKILL if self.is_idle else signal.SIGSTOP)
+        if not self.is_idle:
+            threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        if loader.client == 1 and not (self.folder / "done").exists():
+            (self.folder / "done").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_worker_killed_between_two_clients_leaves_the_next_one_its_retry(
+    is_idle: bool, tmp_path: Path
+) -> None:
+    engine = Processes(workers=1)
+    made = trainer(rounds=1, engine=engine, callbacks=[KillsAndDies(is_idle, engine, tmp_path)])
+    made.fit(classifier(), digits(clients=3))
+    assert (tmp_path / "done").exists()
+    assert not made.federation.log.failures
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])

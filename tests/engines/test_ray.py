@@ -22,7 +22,6 @@ from flsuite.messages import (
     Broadcast,
     ClientFailure,
     ClientResult,
-    FitAssignment,
     FitRequest,
     Outcome,
 )
@@ -140,6 +139,13 @@ class Hangs(Trouble):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if ray.get_runtime_context().get_node_id() != self.spared:
             super().on_train_end(trainer, pl_module)
+
+    def happen(self) -> None:
+        time.sleep(600)
+
+
+class Sleeps(Trouble):
+    """Never ends the fit."""
 
     def happen(self) -> None:
         time.sleep(600)
@@ -276,6 +282,27 @@ def test_a_client_whose_worker_dies_twice_has_failed_and_no_other(
     assert same_states(states(results), others)
 
 
+def test_a_client_that_takes_too_long_has_failed_and_no_other(
+    both_ready: Ray,
+    reference: dict[int, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, state = worker_setup()
+    monkeypatch.setattr(both_ready, "timeout", 6.0)
+    assert "hangs" in both_ready.survives
+    submitted = requests(state, callbacks=(Sleeps(tmp_path, (3,)),))
+    with caplog.at_level(logging.WARNING, logger="flsuite"):
+        results = within(60, lambda: outcomes(both_ready, submitted))
+    (failure,) = (outcome for outcome in results if isinstance(outcome, ClientFailure))
+    assert failure.client == 3
+    assert failure.reason == "it did not finish within 6 seconds (engine.timeout)"
+    others = {client: state for client, state in reference.items() if client != 3}
+    assert same_states(states(results), others)
+    assert "the worker of client 3 ran out of time and is replaced" in caplog.text
+
+
 def test_a_node_that_is_killed_in_mid_round_and_comes_back(
     machines: Machines, both_ready: Ray, reference: dict[int, Any], tmp_path: Path
 ) -> None:
@@ -398,7 +425,7 @@ def test_a_fit_that_writes_to_the_dataset_ends_the_run() -> None:
     assert unpack(worker.prepare(ray_engine._pack_setup(made))) is None
     for callbacks, is_refused in (((), False), ((Writes(),), True)):
         broadcast = Broadcast(1, state, {}, callbacks)
-        orders = [FitRequest(0, FitAssignment(2), broadcast, {})]
+        orders = [FitRequest(0, 2, broadcast, {})]
         answer = unpack(worker.work(int(is_refused), pack(broadcast), pack([orders])))
         assert isinstance(answer, Fatal) == is_refused
     assert answer.is_user_error and "client(s) 2 wrote to the dataset in place" in answer.message
@@ -439,6 +466,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         ({"workers": 0}, "workers must be at least 1"),
         ({"threads": 0}, "threads must be at least 1"),
         ({"cpus_per_worker": 0}, "cpus_per_worker must be positive"),
+        ({"timeout": 0.0}, "timeout must be positive"),
         ({"gpus_per_worker": -1}, "gpus_per_worker must be at least 0"),
         ({"gpus_per_worker": 1.5}, "a share of one GPU or a whole number, got 1.5"),
     ],

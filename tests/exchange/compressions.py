@@ -1,29 +1,19 @@
-"""What the tests of compressions share: an algorithm, a model's shapes and their messages."""
+"""What the tests of codecs share: a model's shapes, and the way of a payload to the server."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flsuite.aggregators import Aggregator
-from flsuite.messages import ClientUpdate
+from flsuite.aggregators.chain import template_of
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.models.backbones import CNN, LeNet5
 from flsuite.models.backbones.base import Backbone
-from flsuite.state import State, StateLayout
+from flsuite.state import State, mismatch, nbytes
 
 LENET = LeNet5(bias=False), (1, 28, 28)
 NARROW_CNN = CNN(bias=False, hidden=(512, 128), padding=False), (3, 32, 32)
-
-
-class Sends(Aggregator):
-    """An algorithm that sends extras. Those in ``psd_extras`` are matrices."""
-
-    def __init__(self, psd_extras: tuple[str, ...] = ()) -> None:
-        self.psd_extras = psd_extras
-
-    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        return global_state
 
 
 def state_of(backbone: Backbone, shape: tuple[int, ...]) -> State:
@@ -51,18 +41,39 @@ def psd(side: int, generator: torch.Generator) -> Tensor:
     return rows.T @ rows / len(rows)
 
 
-def configured(
-    compression: Any,
-    state: State,
-    extras: dict[str, Any] | None = None,
-    psd_extras: tuple[str, ...] = (),
-    parameters: tuple[str, ...] | None = None,
-) -> Any:
-    """Return the compression, prepared for an algorithm that sends these extras."""
-    aggregator = Sends(psd_extras)
-    aggregator.configure(StateLayout(tuple(state) if parameters is None else parameters, 5))
-    compression.configure(aggregator, state, extras or {})
-    return compression
+def payload_of(
+    change: State, statistics: Mapping[str, Any] | None = None, psd: tuple[str, ...] = ()
+) -> Payload:
+    """Return what a client sends, its change in float64 as the pipeline has it."""
+    wide = {name: value.double() for name, value in change.items()}
+    return Payload(wide, dict(statistics or {}), frozenset(psd))
+
+
+def template_for(payload: Payload) -> Payload:
+    """Return shapes and dtypes of a payload, its change in float32."""
+    change = {name: value.float() for name, value in payload.change.items()}
+    return Payload(template_of(change), template_of(payload.statistics), payload.psd)
+
+
+def packed(
+    codec: Transform, payload: Payload, memory: dict[str, Any] | None = None
+) -> tuple[Payload, dict[str, float]]:
+    """Return a client's message, and the numbers in the log."""
+    fit = FitView(client=0, round=1, seed=0, memory={} if memory is None else memory)
+    return codec.encode(payload, fit), fit.metrics
+
+
+def sent(
+    codec: Transform, payload: Payload, memory: dict[str, Any] | None = None
+) -> tuple[Payload, Payload, dict[str, float]]:
+    """Return a message, what the server reads, and the log."""
+    message, metrics = packed(codec, payload, memory)
+    expected = template_for(payload)
+    assert nbytes(message) <= nbytes(codec.template(expected))
+    decoded = codec.decode(message, expected, {})
+    assert mismatch(decoded.change, expected.change) is None
+    assert mismatch(decoded.statistics, expected.statistics) is None
+    return message, decoded, metrics
 
 
 def assert_same(got: Any, expected: Any) -> None:

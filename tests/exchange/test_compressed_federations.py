@@ -1,15 +1,36 @@
 """Whole runs with compressed updates, for algorithms that use them in different ways."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from torch import nn
+from torch.optim import SGD
 
-from flsuite.aggregators import SCAFFOLD, FedAvg, FedBuff
-from flsuite.exchange import Compression, Quantize, TopK
+from flsuite.aggregators import (
+    SCAFFOLD,
+    Aggregator,
+    Centralized,
+    ClipUpdates,
+    FedAvg,
+    FedBuff,
+    LocalOnly,
+    Transform,
+)
+from flsuite.aggregators.transforms.base import FitView, Payload
+from flsuite.engines import Processes
+from flsuite.errors import FlsuiteError
+from flsuite.exchange import LowRank, PairwiseMasks, Quantize, TopK
+from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous
+from flsuite.state import nbytes
 from flsuite.trainer import FederatedTrainer
-from tests.conftest import classifier, digits
+from tests.commands.command import QUICKSTART, cli
+from tests.conftest import digits, equal_states
+from tests.conftest import trainer as quiet
 
 RUNS = {
     "FedAvg": (FedAvg, None),
@@ -18,52 +39,148 @@ RUNS = {
 }
 
 
-def run(name: str, compression: Compression | None, **arguments: Any) -> FederatedTrainer:
-    aggregator, schedule = RUNS[name]
-    if schedule is not None:
-        arguments["schedule"] = schedule()
-    trainer = FederatedTrainer(
-        3,
-        aggregator(),
-        compression=compression,
-        accelerator="cpu",
-        seed=3,
-        evaluate_every=1000,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        **arguments,
-    )
-    trainer.fit(classifier(), digits())
+class Normalised(MLP):
+    """The same network with BatchNorm in front."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm2d(shape[0]), super().build(shape, outputs))
+
+
+def fitted(
+    aggregator: Aggregator, compression: Transform | None, network: type[MLP] = MLP, **others: Any
+) -> FederatedTrainer:
+    ckpt_path = others.pop("ckpt_path", None)
+    others = {"rounds": 3, "evaluate_every": 1000, **others}
+    trainer = quiet(aggregator=aggregator, compression=compression, **others)
+    model = Classifier(network(hidden=(16,)), optimizer=partial(SGD, lr=0.1))
+    trainer.fit(model, digits(), ckpt_path=ckpt_path)
     return trainer
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_all_entries_of_top_k_are_no_compression_bit_for_bit(name: str) -> None:
-    state, whole = (run(name, c).federation.state for c in (None, TopK(1.0)))
-    assert all(torch.equal(state[entry], whole[entry]) for entry in state)
+def run(name: str, compression: Transform | None) -> FederatedTrainer:
+    aggregator, schedule = RUNS[name]
+    arguments = {} if schedule is None else {"schedule": schedule()}
+    return fitted(aggregator(), compression, **arguments)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_sixteen_bits_stay_close_and_take_half_the_bytes_up(name: str) -> None:
-    plain, short = run(name, None), run(name, Quantize(16))
-    for entry, value in plain.federation.state.items():
-        assert torch.allclose(value, short.federation.state[entry], atol=2e-3)
+@pytest.fixture(scope="module", params=RUNS)
+def plain(request: pytest.FixtureRequest) -> tuple[str, FederatedTrainer]:
+    return request.param, run(request.param, None)
 
-    up = [t.federation.log.updates[0].bytes_up for t in (plain, short)]
+
+def test_all_entries_of_top_k_are_no_compression_bit_for_bit(
+    plain: tuple[str, FederatedTrainer],
+) -> None:
+    name, whole = plain
+    assert equal_states(whole.run.state, run(name, TopK(1.0)).run.state)
+
+
+def test_sixteen_bits_stay_close_and_take_half_the_bytes_up(
+    plain: tuple[str, FederatedTrainer],
+) -> None:
+    name, whole = plain
+    short = run(name, Quantize(16))
+    for entry, value in whole.run.state.items():
+        assert torch.allclose(value, short.run.state[entry], atol=2e-3)
+    up = [t.federation.log.updates[0].bytes_up for t in (whole, short)]
     assert 0.5 < up[1] / up[0] < 0.52
+
+
+@pytest.mark.parametrize("network", [MLP, Normalised])
+def test_the_change_is_coded_and_not_the_model_so_that_two_bits_still_learn(
+    network: type[MLP],
+) -> None:
+    """Two bits of a model lose its scale, and two bits of a variance bring it to zero."""
+    settings = {"rounds": 10, "max_epochs": 3, "network": network}
+    scores = [
+        fitted(FedAvg(), codec, **settings).test()[0]["accuracy"] for codec in (None, Quantize(2))
+    ]
+    assert scores[1] > 0.75 * scores[0] > 0.6
 
 
 def test_what_a_client_left_out_travels_in_a_later_round() -> None:
     """With a residual, a hundredth of the entries per round moves other entries every time."""
     trainer = run("FedAvg", TopK(0.01))
-    assert trainer.federation is not None
-    notes = [dict(trainer.federation.clients[client]) for client in range(trainer.run.clients)]
-    residuals = [torch.cat([v.flatten() for v in _tensors(note)]) for note in notes]
-    assert all(residual.abs().sum() > 0 for residual in residuals)
+    for client in range(trainer.run.clients):
+        notes = trainer.federation.clients[client]["transforms"]
+        assert float(notes["0"]["residual"].abs().sum()) > 0
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else ()
-    return [tensor for value in values for tensor in _tensors(value)]
+def test_error_feedback_carries_on_over_a_resume_and_on_workers(tmp_path: Path) -> None:
+    codecs = Aggregator(transforms=[TopK(0.1), Quantize(8)])
+    whole = fitted(codecs, None, rounds=4)
+    folder = {"run_dir": str(tmp_path / "run")}
+    fitted(codecs, None, rounds=2, **folder)
+    resumed = fitted(codecs, None, rounds=4, ckpt_path="last", **folder)
+    assert equal_states(whole.run.state, resumed.run.state)
+    there = fitted(codecs, None, rounds=4, engine=Processes(workers=2))
+    assert equal_states(whole.run.state, there.run.state)
+
+
+def test_compression_is_a_last_transform() -> None:
+    one = fitted(Aggregator(transforms=[TopK(0.1)]), Quantize(8), rounds=2)
+    two = fitted(Aggregator(transforms=[TopK(0.1), Quantize(8)]), None, rounds=2)
+    assert equal_states(one.run.state, two.run.state)
+
+
+@pytest.mark.parametrize("codec", [Quantize(8), Quantize(5), TopK(0.2)])
+def test_the_bytes_are_those_of_the_message(codec: Transform) -> None:
+    trainer = fitted(FedAvg(), codec, network=Normalised, rounds=1)
+    chain = trainer.federation.uplink.chain
+    (sent,) = {update.bytes_up for update in trainer.federation.log.updates}
+    assert sent == chain.bytes_up < nbytes(trainer.run.state)
+
+
+class Garbled(Quantize):
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        payload = super().encode(payload, fit)
+        if fit.client == 1:
+            payload.change.pop(next(iter(payload.change)))
+        return payload
+
+
+def test_a_message_that_cannot_be_read_costs_the_round_its_client() -> None:
+    failures = fitted(FedAvg(), Garbled(), rounds=1).federation.log.failures
+    assert [failure.client for failure in failures] == [1]
+    assert "change lacks network" in failures[0].reason
+
+
+def test_the_server_adds_up_what_codes_have_become_under_masks() -> None:
+    clear = fitted(FedAvg(), Quantize(4), rounds=2).run.state
+    masked = fitted(FedAvg(), Quantize(4), rounds=2, secure_sum=PairwiseMasks()).run.state
+    assert all(torch.allclose(clear[name], masked[name], atol=1e-5) for name in clear)
+
+
+@pytest.mark.parametrize(("aggregator", "compression", "arguments", "message"), [
+    (Centralized(), Quantize(), {}, "Quantize needs clients, and Centralized trains on pooled"),
+    (LocalOnly(), Quantize(), {}, "Quantize: clients send nothing"),
+    (LocalOnly(), TopK(), {}, "TopK: clients send no parameters"),
+    (FedAvg(), LowRank(), {}, "LowRank needs matrices, and (FedAvg|Mean) "),
+    (FedAvg(), TopK(), {"secure_sum": PairwiseMasks()}, "TopK needs each update, and PairwiseM"),
+    (Aggregator(transforms=[Quantize(), ClipUpdates()]), None, {}, "ClipUpdates needs dense chan"),
+    (Aggregator(transforms=[Quantize()]), TopK(), {}, "TopK needs dense changes, and Quantize"),
+])  # fmt: skip
+def test_what_cannot_be_composed_is_refused(
+    aggregator: Aggregator, compression: Any, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        fitted(aggregator, compression, **arguments)
+
+
+def test_models_are_not_kept_where_the_server_sees_others(tmp_path: Path) -> None:
+    with pytest.raises(FlsuiteError, match=r"set trainer.keep_updates to false"):
+        fitted(FedAvg(), Quantize(), keep_updates=True, run_dir=str(tmp_path / "run"))
+
+
+def test_a_config_names_codecs_by_their_short_names_in_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    top_k = "[{class_path: TopK, init_args: {fraction: 0.1}}]"
+    fit = ["fit", "--config", QUICKSTART, "--trainer.rounds", "1", "--run_dir", "run"]
+    chosen = ["--trainer.aggregator", "Aggregator", "--trainer.aggregator.transforms", top_k]
+    assert cli(*fit, *chosen, "--trainer.compression", "Quantize") == 0
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]
+    assert saved["compression"]["class_path"] == "flsuite.exchange.Quantize"
+    (first,) = saved["aggregator"]["init_args"]["transforms"]
+    assert first["class_path"] == "flsuite.exchange.TopK"

@@ -6,31 +6,35 @@ from typing import Any
 
 import pytest
 import torch
-from compressions import (
+
+from flsuite.aggregators.transforms.base import Payload
+from flsuite.errors import FlsuiteError
+from flsuite.exchange import LowRank, Quantize
+from flsuite.state import nbytes
+from tests.exchange.compressions import (
     LENET,
     NARROW_CNN,
     assert_same,
-    configured,
     factors_of,
+    packed,
+    payload_of,
     psd,
+    sent,
     state_of,
+    template_for,
 )
-
-from flsuite.aggregators import FedAvg
-from flsuite.errors import FlsuiteError
-from flsuite.exchange import LowRank, Quantize
-from flsuite.exchange.tree_eigen import TreeEigen
-from flsuite.exchange.tree_quantizer import TreeQuantizer
-from flsuite.state import StateLayout, nbytes
 
 WEIGHT = {"w": torch.linspace(-1, 1, 4000)}
 
 
-def round_trip(compression: LowRank, matrix: torch.Tensor) -> torch.Tensor:
-    extras = {"gram": {"0": matrix}}
-    configured(compression, WEIGHT, extras, psd_extras=("gram",))
-    message, _ = compression.encode(WEIGHT, extras, WEIGHT, {})
-    return compression.decode(message, WEIGHT)[1]["gram"]["0"]
+def gram(matrix: torch.Tensor) -> Payload:
+    return payload_of(WEIGHT, {"gram": {"0": matrix}}, psd=("gram",))
+
+
+def round_trip(low_rank: LowRank, matrix: torch.Tensor) -> torch.Tensor:
+    _, decoded, _ = sent(low_rank, gram(matrix))
+    got: torch.Tensor = decoded.statistics["gram"]["0"]
+    return got
 
 
 @pytest.mark.parametrize("rank", [1, 7, 19])
@@ -53,13 +57,10 @@ def test_matrices_arrive_symmetric_and_positive_semi_definite(bits: int) -> None
 
 def test_the_trace_that_is_sent_arrives_and_is_logged() -> None:
     matrix = torch.diag(torch.tensor([1.0, 2.0, 3.0, 10.0]))
-    compression, extras = LowRank(rank=2), {"gram": {"0": matrix}}
-    configured(compression, WEIGHT, extras, psd_extras=("gram",))
-    message, metrics = compression.encode(WEIGHT, extras, WEIGHT, {})
-    _, decoded = compression.decode(message, WEIGHT)
+    _, decoded, metrics = sent(LowRank(rank=2), gram(matrix))
     assert metrics["trace_kept"] == pytest.approx(13 / 16)
-    assert float(decoded["gram"]["0"].trace()) == pytest.approx(13.0)
-    assert set(metrics) == {"trace_kept", "quantized_to_zero/state"}
+    assert float(decoded.statistics["gram"]["0"].trace()) == pytest.approx(13.0)
+    assert set(metrics) == {"trace_kept", "quantized_to_zero/change"}
 
 
 def test_a_matrix_of_zeros_and_one_that_rounding_has_made_indefinite() -> None:
@@ -75,47 +76,43 @@ def test_the_default_rank_is_the_largest_within_the_bytes_of_fedavg(
     state = state_of(*network)
     sides = [side for weight in state.values() for side in weight.flatten(1).shape]
     factors = {f"{i}": torch.zeros(side, side) for i, side in enumerate(sides)}
-    compression = configured(LowRank(), state, {"fisher": factors}, psd_extras=("fisher",))
-    assert compression.largest_rank == rank
+    template = template_for(payload_of(state, {"fisher": factors}, psd=("fisher",)))
+    assert LowRank().rank_of(template) == rank
 
-    rest = TreeQuantizer(16).size(state)
-    assert 0.99 * nbytes(state) < rest + TreeEigen(rank, 8).size(sides) <= nbytes(state)
-    assert rest + TreeEigen(rank + 1, 8).size(sides) > nbytes(state)
+    size = nbytes(LowRank().template(template))
+    assert size == nbytes(LowRank(rank=rank).template(template))
+    assert 0.99 * nbytes(state) < size <= nbytes(state)
+    assert nbytes(LowRank(rank=rank + 1).template(template)) > nbytes(state)
 
 
 @pytest.mark.parametrize("bits", [5, 8, 16])
 def test_the_bytes_of_a_message_are_those_that_the_rank_was_chosen_for(bits: int) -> None:
     state = state_of(*LENET)
-    extras = {"fisher": factors_of(state)}
-    compression = configured(LowRank(bits), state, extras, psd_extras=("fisher",))
-    message, _ = compression.encode(state, extras, state, {})
-    assert nbytes(message) == compression.size() <= nbytes(state)
+    payload = payload_of(state, {"fisher": factors_of(state)}, psd=("fisher",))
+    message, *_ = sent(LowRank(bits), payload)
+    size = nbytes(LowRank(bits).template(template_for(payload)))
+    assert nbytes(message) == size <= nbytes(state)
 
 
-def test_state_and_other_extras_are_those_of_quantize() -> None:
+def test_change_and_other_statistics_are_those_of_quantize() -> None:
     state = state_of(*LENET)
     others = {"scale": torch.linspace(0, 1, 50), "steps": 4}
-    extras = {"fisher": factors_of(state), **others}
-    low_rank = LowRank(rank=5)
-    configured(low_rank, state, extras, psd_extras=("fisher",))
-    quantize = configured(Quantize(16), state, others)
-
-    low_rank = pickle.loads(pickle.dumps(low_rank))
-    message, metrics = low_rank.encode(state, extras, state, {})
-    plain, plain_metrics = quantize.encode(state, others, state, {})
-    decoded, decoded_extras = low_rank.decode(message, state)
-    expected, expected_others = quantize.decode(plain, state)
-    assert_same(decoded, expected)
-    assert list(decoded_extras) == list(extras)
-    assert_same({name: decoded_extras[name] for name in others}, expected_others)
+    statistics = {"fisher": factors_of(state), **others}
+    low_rank = pickle.loads(pickle.dumps(LowRank(rank=5)))
+    _, decoded, metrics = sent(low_rank, payload_of(state, statistics, psd=("fisher",)))
+    _, plain, plain_metrics = sent(Quantize(16), payload_of(state, others))
+    assert_same(decoded.change, plain.change)
+    assert list(decoded.statistics) == list(statistics)
+    assert_same({name: decoded.statistics[name] for name in others}, plain.statistics)
     assert plain_metrics.items() < metrics.items()
 
 
 def test_a_message_of_another_form_is_refused() -> None:
-    extras = {"gram": {"0": psd(6, torch.Generator().manual_seed(0))}, "n": 1}
-    compression = configured(LowRank(rank=3), WEIGHT, extras, psd_extras=("gram",))
-    good, _ = compression.encode(WEIGHT, extras, WEIGHT, {})
-    factor = good["matrices"]["gram"]["0"]
+    matrix = psd(6, torch.Generator().manual_seed(0))
+    payload = payload_of(WEIGHT, {"gram": {"0": matrix}, "n": 1}, psd=("gram",))
+    low_rank, template = LowRank(rank=3), template_for(payload)
+    good, _ = packed(low_rank, payload)
+    factor = good.statistics["gram"]["0"]
     vectors, values = factor["vectors"], factor["values"]
     bad_factors = (
         vectors,
@@ -132,32 +129,28 @@ def test_a_message_of_another_form_is_refused() -> None:
         {**factor, "values": values.to_sparse()},
         {**factor, "vectors": vectors.to_sparse()},
     )
-    messages = [{**good, "matrices": {"gram": {"0": bad}}} for bad in bad_factors]
-    messages += [{**good, "matrices": {}}, {**good, "others": {}}, {"state": good["state"]}]
-    for bad in messages:
+    statistics = [{"gram": {"0": bad}, "n": 1} for bad in bad_factors]
+    statistics += [{"gram": {}, "n": 1}, {"n": 1}, {"gram": good.statistics["gram"]}, {}]
+    messages = [good._replace(statistics=bad) for bad in (*statistics, None)]
+    for bad in (*messages, good._replace(change=None), good._replace(change={})):
         with pytest.raises(ValueError, match=r"\w"):
-            compression.decode(copy.deepcopy(bad), WEIGHT)
-    compression.decode(good, WEIGHT)
+            low_rank.decode(copy.deepcopy(bad), template, {})
+    low_rank.decode(good, template, {})
 
 
 def test_a_matrix_that_is_not_finite_cannot_be_sent() -> None:
-    extras = {"gram": {"0": torch.eye(6)}}
-    compression = configured(LowRank(rank=3), WEIGHT, extras, psd_extras=("gram",))
-    with pytest.raises(ValueError, match=r"extras\.gram\.0 is not finite"):
-        compression.encode(WEIGHT, {"gram": {"0": torch.eye(6) / 0.0}}, WEIGHT, {})
+    with pytest.raises(ValueError, match=r"statistics\.gram\.0 is not finite"):
+        packed(LowRank(rank=3), gram(torch.eye(6) / 0.0))
 
 
 def test_what_cannot_be_compressed_is_refused() -> None:
-    fedavg = FedAvg()
-    fedavg.configure(StateLayout(("w",), 2))
-    with pytest.raises(FlsuiteError, match="FedAvg sends none: use Quantize"):
-        LowRank().configure(fedavg, WEIGHT, {})
     for weight, matrix, match in (
-        (WEIGHT, torch.ones(3, 4), r"extras of Sends\.gram\.0 is not a square matrix"),
-        ({"w": torch.ones(40)}, torch.eye(100), r"set trainer\.compression\.rank"),
+        (WEIGHT, torch.ones(3, 4), r"statistics\.gram\.0 is not a square matrix"),
+        ({"w": torch.ones(40)}, torch.eye(100), "not even one eigenvalue .* set its rank"),
     ):
+        payload = payload_of(weight, {"gram": {"0": matrix}}, psd=("gram",))
         with pytest.raises(FlsuiteError, match=match):
-            configured(LowRank(), weight, {"gram": {"0": matrix}}, psd_extras=("gram",))
+            LowRank().template(template_for(payload))
     for arguments in ({"bits": 1}, {"state_bits": 17}, {"rank": 0}, {"rank": 2.5}):
         with pytest.raises(FlsuiteError, match="LowRank: "):
             LowRank(**arguments)

@@ -1,4 +1,4 @@
-"""Secure sums: what the server receives, the sum itself, dropouts, and refusals."""
+"""Secure aggregation: what the server receives, the sum itself, dropouts, and refusals."""
 
 import dataclasses
 import pickle
@@ -14,7 +14,7 @@ from torch import Tensor
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import PairwiseMasks, SumReport
 from flsuite.exchange.ciphers import add_keystream, agree
-from flsuite.exchange.fixed_point import decode_sum, encode_summand, step
+from flsuite.exchange.fixed_point import decode_sum, encode_values, step
 from flsuite.exchange.pairwise_client import PairwiseClient, mask_purpose, mask_sign, point_of
 from flsuite.exchange.pairwise_messages import (
     MaskedVector,
@@ -31,7 +31,7 @@ State = dict[str, Tensor]
 CLIENTS = (0, 2, 3, 7, 11)
 
 
-def summands(client: int, size: int = 40) -> State:
+def contribution(client: int, size: int = 40) -> State:
     generator = torch.Generator().manual_seed(client)
     return {
         "state/w": torch.randn(size, 3, generator=generator, dtype=torch.float64) * 10,
@@ -42,7 +42,7 @@ def summands(client: int, size: int = 40) -> State:
 
 def configured(clients: int = len(CLIENTS), **arguments: Any) -> PairwiseMasks:
     masks = PairwiseMasks(**arguments)
-    masks.configure(summands(0), clients)
+    masks.configure(contribution(0), clients)
     return masks
 
 
@@ -52,19 +52,19 @@ def run(
     """Return the parties of a round, the sums, and what they have cost."""
     parties = masks.begin(list(clients))
     for client in arrived:
-        parties.hold(client, summands(client))
+        parties.hold(client, contribution(client))
     return parties, *masks.finish(parties, set(arrived))
 
 
 def plain_sum(arrived: Iterable[int], clients: int = len(CLIENTS)) -> State:
     """Return the sum of the integers modulo 2^32, decoded, without any mask."""
-    states = [summands(client) for client in arrived]
+    states = [contribution(client) for client in arrived]
     sums = {}
     for name in states[0]:
         largest = max(float(state[name].abs().max()) for state in states)
         total = np.zeros(states[0][name].numel(), np.uint32)
         for state in states:
-            total += encode_summand(state[name], largest, clients)
+            total += encode_values(state[name], largest, clients)
         sums[name] = decode_sum(total, largest, clients).reshape(states[0][name].shape)
     return sums
 
@@ -99,9 +99,9 @@ def vectors(messages: list[Any]) -> dict[int, np.ndarray]:
 
 
 def codes(client: int, ranges: tuple[float, ...]) -> np.ndarray:
-    """Return the integers of a client's summands, without masks."""
-    named = zip(summands(client).values(), ranges, strict=True)
-    return np.concatenate([encode_summand(value, r, len(CLIENTS)) for value, r in named])
+    """Return the integers of a client's contribution, without masks."""
+    named = zip(contribution(client).values(), ranges, strict=True)
+    return np.concatenate([encode_values(value, r, len(CLIENTS)) for value, r in named])
 
 
 def test_the_sum_is_the_plain_modular_sum_bit_for_bit_with_any_keys() -> None:
@@ -110,9 +110,9 @@ def test_the_sum_is_the_plain_modular_sum_bit_for_bit_with_any_keys() -> None:
         _, sums, _ = run(configured())
         assert_equal(sums, expected)
 
-    exact = {n: sum(summands(c)[n].double() for c in CLIENTS) for n in expected}
+    exact = {n: sum(contribution(c)[n].double() for c in CLIENTS) for n in expected}
     for name, value in expected.items():
-        largest = max(float(summands(c)[name].abs().max()) for c in CLIENTS)
+        largest = max(float(contribution(c)[name].abs().max()) for c in CLIENTS)
         error = float((value - exact[name]).abs().max())
         assert error <= len(CLIENTS) * step(largest, len(CLIENTS)) / 2 * (1 + 1e-6)
 
@@ -134,19 +134,20 @@ def test_below_the_threshold_the_round_fails_in_words(count: int) -> None:
     masks = configured()
     parties = masks.begin(CLIENTS)
     for client in CLIENTS[:count]:
-        parties.hold(client, summands(client))
+        parties.hold(client, contribution(client))
     with pytest.raises(
-        FederationError, match=f"secure sum: {count} of 5 clients came back, and 3 are needed; "
+        FederationError,
+        match=f"secure aggregation: {count} of 5 clients came back, and 3 are needed; ",
     ):
         masks.finish(parties, CLIENTS[:count])
 
 
 def test_a_client_may_also_be_lost_after_its_masked_vector() -> None:
-    """Its summands are in the sum; the others' shares take its masks off."""
+    """Its contribution is in the sum; the others' shares take its masks off."""
     parties = configured().begin(CLIENTS)
     server, devices = parties.server, parties._devices
     for client in CLIENTS:
-        parties.hold(client, summands(client))
+        parties.hold(client, contribution(client))
         parties.ask("maxima", client, PairwiseClient.maxima)
     for client in CLIENTS[:4]:
         parties.ask("masked", client, PairwiseClient.masked, server.ranges())
@@ -158,15 +159,31 @@ def test_a_client_may_also_be_lost_after_its_masked_vector() -> None:
     assert np.array_equal(server.total(), expected)
 
 
-def test_the_server_receives_nothing_that_is_or_reveals_a_summand(received: list[Any]) -> None:
+def test_clients_that_are_gone_after_masking_are_in_the_sum() -> None:
+    parties = configured().begin(CLIENTS)
+    for client in CLIENTS:
+        parties.hold(client, contribution(client))
+    sums, report = configured().finish(parties, CLIENTS[:4], gone=CLIENTS[3:])
+    assert_equal(sums, plain_sum(CLIENTS[:4]))
+    assert report.survivors == CLIENTS[:4]
+    assert [c for c in CLIENTS if report.costs[c].sent["unmasking"]] == list(CLIENTS[:3])
+
+    parties = configured().begin(CLIENTS)
+    for client in CLIENTS:
+        parties.hold(client, contribution(client))
+    with pytest.raises(FederationError, match="2 of 5 clients revealed their shares, and 3 are"):
+        configured().finish(parties, CLIENTS, gone=CLIENTS[2:])
+
+
+def test_the_server_receives_nothing_that_is_or_reveals_a_contribution(received: list[Any]) -> None:
     size, survivors, runs = 4000, CLIENTS[:4], []
     masks = PairwiseMasks(ranges={"state/": 100.0, "fisher/": 1.0})
-    masks.configure(summands(0, size), len(CLIENTS))
+    masks.configure(contribution(0, size), len(CLIENTS))
     for _ in range(2):
         received.clear()
         parties = masks.begin(CLIENTS)
         for client in survivors:
-            parties.hold(client, summands(client, size))
+            parties.hold(client, contribution(client, size))
         sums, _ = masks.finish(parties, survivors)
         runs.append((vectors(received), sums))
 
@@ -175,7 +192,7 @@ def test_the_server_receives_nothing_that_is_or_reveals_a_summand(received: list
     assert_equal(runs[0][1], runs[1][1])
     for client in survivors:
         first, second = (run[0][client] for run in runs)
-        own = torch.cat([value.double().flatten() for value in summands(client, size).values()])
+        own = torch.cat([value.double().flatten() for value in contribution(client, size).values()])
         assert np.mean(first == second) < 0.001
         for vector in (first, second, first - second):
             # Uniform: each byte of the numbers has all values equally often, up to chance. The
@@ -218,7 +235,7 @@ def test_what_is_revealed_leaves_every_single_vector_masked(received: list[Any])
 
     # The vector of a client that comes back too late: its pairwise masks are known by now.
     device = parties._devices[late]
-    device.hold(summands(late))
+    device.hold(contribution(late))
     limits = tuple(1e6 for _ in ranges)
     vector = device.masked(limits).vector
     for other in set(CLIENTS) - {late}:
@@ -237,7 +254,7 @@ def test_the_server_holds_no_secret_of_a_client(received: list[Any]) -> None:
         for client, device in parties._devices.items():
             for secret in (device._seed, device._masking_key, device._sealing_key):
                 assert secret not in content
-            whole = np.concatenate([v.numpy().reshape(-1) for v in summands(client).values()])
+            whole = np.concatenate([v.numpy().reshape(-1) for v in contribution(client).values()])
             assert whole[:2].astype(np.float64).tobytes() not in content
             assert codes(client, parties.server.ranges())[:2].tobytes() not in content
 
@@ -247,14 +264,14 @@ def test_maxima_are_all_that_is_told_in_the_clear_and_named_ranges_tell_nothing(
 ) -> None:
     run(configured())
     told = {m.client: m.values for m in received if isinstance(m, Maxima)}
-    expected = {c: tuple(float(v.abs().max()) for v in summands(c).values()) for c in CLIENTS}
+    expected = {c: tuple(float(v.abs().max()) for v in contribution(c).values()) for c in CLIENTS}
     assert told == expected
 
     received.clear()
     _, sums, _ = run(configured(ranges={"state/w": 50.0, "*": 10.0}))
     assert not [m for m in received if isinstance(m, Maxima)]
     for name, largest in {"state/w": 50.0, "fisher/w": 10.0, "state/b": 10.0}.items():
-        total = sum(encode_summand(summands(c)[name], largest, 5) for c in CLIENTS)
+        total = sum(encode_values(contribution(c)[name], largest, 5) for c in CLIENTS)
         assert torch.equal(sums[name].flatten(), decode_sum(total, largest, 5))
 
 
@@ -278,11 +295,11 @@ def test_the_report_has_the_bytes_of_every_phase() -> None:
     assert report.server_seconds > 0
 
 
-def test_summands_that_cannot_be_summed_are_refused_on_the_client() -> None:
+def test_contributions_that_cannot_be_summed_are_refused_on_the_client() -> None:
     parties = configured(ranges={"state/": 1e6, "fisher": 1.0}).begin(CLIENTS)
-    good = summands(0)
+    good = contribution(0)
     for bad, match in (
-        ({**good, "state/w": good["state/w"] * 1e9}, r"summand state/w has .* outside .* raise it"),
+        ({**good, "state/w": good["state/w"] * 1e9}, r"entry state/w has .* outside .* raise it"),
         ({**good, "state/b": good["state/b"] * float("nan")}, "state/b is not finite"),
         ({**good, "state/b": torch.tensor(3)}, "state/b is torch.int64 of shape"),
         ({**good, "state/w": torch.zeros(2, 2)}, "state/w is torch.float32 of shape"),
@@ -291,7 +308,9 @@ def test_summands_that_cannot_be_summed_are_refused_on_the_client() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             parties.hold(0, bad)
-    with pytest.raises(FederationError, match="client 0 refuses to go on: it holds no summands"):
+    with pytest.raises(
+        FederationError, match="client 0 refuses to go on: it holds no contribution"
+    ):
         parties._devices[0].masked((1.0, 1.0, 1.0))
 
 
@@ -299,7 +318,7 @@ def test_a_client_refuses_what_would_uncover_it() -> None:
     masks = configured()
     parties = masks.begin(CLIENTS)
     device, public = parties._devices[0], parties.server.public
-    fresh = PairwiseClient(0, summands(0))
+    fresh = PairwiseClient(0, contribution(0))
     own = {**public, 0: fresh.public_keys()}
     for keys, threshold, match in (
         (public, 3, "its own keys are missing"),
@@ -328,8 +347,8 @@ def test_a_client_refuses_what_would_uncover_it() -> None:
 
     # A range that is too small would wrap around.
     other = parties._devices[2]
-    other.hold(summands(2))
-    with pytest.raises(ValueError, match=r"summand state/w: .* outside its range of 1e-05"):
+    other.hold(contribution(2))
+    with pytest.raises(ValueError, match=r"entry state/w: .* outside its range of 1e-05"):
         other.masked((1e-5, 1e-5, 1e-5))
 
 
@@ -338,7 +357,7 @@ def test_the_server_refuses_messages_of_another_form() -> None:
     parties = masks.begin(CLIENTS)
     server, devices = parties.server, parties._devices
     for client in CLIENTS:
-        parties.hold(client, summands(client))
+        parties.hold(client, contribution(client))
         parties.ask("maxima", client, PairwiseClient.maxima)
     size, key = 128, b"k" * 32
     for bad, match in (
@@ -375,7 +394,9 @@ def test_the_server_refuses_messages_of_another_form() -> None:
     for client in survivors[1:]:
         reply = devices[client].reveal(survivors)
         server.receive(dataclasses.replace(reply, keys={11: (5).to_bytes(33, "big")}))
-    with pytest.raises(FederationError, match="secure sum: the shares of client 11 are wrong"):
+    with pytest.raises(
+        FederationError, match="secure aggregation: the shares of client 11 are wrong"
+    ):
         server.total()
 
 
@@ -395,7 +416,7 @@ def test_early_messages_are_refused() -> None:
 
 def test_clients_without_shares_are_not_part_of_the_masks() -> None:
     """Two of five send their keys and are gone before they share them."""
-    devices = {c: PairwiseClient(c, summands(0)) for c in CLIENTS}
+    devices = {c: PairwiseClient(c, contribution(0)) for c in CLIENTS}
     server, alive = PairwiseServer(CLIENTS, 3, (120, 7, 1)), CLIENTS[:3]
     for device in devices.values():
         server.receive(device.public_keys())
@@ -403,7 +424,7 @@ def test_clients_without_shares_are_not_part_of_the_masks() -> None:
         server.receive(devices[client].share(server.public, 3))
     for client in alive:
         devices[client].collect(server.inbox(client))
-        devices[client].hold(summands(client))
+        devices[client].hold(contribution(client))
         server.receive(devices[client].maxima())
     for client in alive:
         server.receive(devices[client].masked(server.ranges()))
@@ -443,10 +464,10 @@ def test_cohorts_that_the_threshold_does_not_fit_are_refused() -> None:
         masks.begin((1,))
 
 
-def test_ranges_that_do_not_fit_the_summands_are_refused() -> None:
+def test_ranges_that_do_not_fit_the_contributions_are_refused() -> None:
     with pytest.raises(FlsuiteError, match="no pattern of ranges matches fisher/w"):
         configured(ranges={"state": 1.0})
-    with pytest.raises(FlsuiteError, match=r"'typo' of ranges matches no summand; there are state"):
+    with pytest.raises(FlsuiteError, match=r"'typo' of ranges matches no entry; there are state"):
         configured(ranges={"*": 1.0, "typo": 1.0})
     for bad in (0.0, -1.0, float("inf")):
         with pytest.raises(FlsuiteError, match=r"ranges\['w'\] must be positive"):

@@ -7,14 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressions import LENET, NARROW_CNN, assert_same, configured, state_of
 from torch import Tensor
 
-from flsuite.aggregators import SCAFFOLD, Centralized, LocalOnly
+from flsuite.aggregators.part import Named, refuse_conflicts
+from flsuite.aggregators.transforms.base import Payload
 from flsuite.errors import FlsuiteError
-from flsuite.exchange import Quantize
+from flsuite.exchange import LowRank, Quantize, TopK
 from flsuite.exchange.packing import pack, packed_size, unpack
-from flsuite.state import StateLayout, nbytes
+from flsuite.state import nbytes
+from tests.exchange.compressions import (
+    LENET,
+    NARROW_CNN,
+    assert_same,
+    packed,
+    payload_of,
+    sent,
+    state_of,
+    template_for,
+)
 
 
 def values(*numbers: float) -> Tensor:
@@ -35,106 +45,100 @@ def test_packing_is_undone_and_leaves_no_gap(bits: int, count: int) -> None:
 def test_the_error_is_at_most_half_a_step(bits: int, sign: int) -> None:
     torch.manual_seed(bits)
     x = torch.randn(30, 11) if sign < 0 else torch.randn(30, 11).square()
-    quantize = configured(Quantize(bits), {"w": x})
-    message, _ = quantize.encode({"w": x}, {}, {}, {})
-    decoded, _ = quantize.decode(message, {})
+    _, decoded, _ = sent(Quantize(bits), payload_of({"w": x}))
+    got = decoded.change["w"]
 
     step = float(x.abs().max()) / (2 ** (bits - 1) - 1)
-    assert (decoded["w"] - x).abs().max() <= step / 2 * (1 + 1e-5)
+    assert (got - x).abs().max() <= step / 2 * (1 + 1e-5)
     # A number is an exact multiple of the step, and the largest one is exact.
-    codes = decoded["w"].double() / step
+    codes = got.double() / step
     assert torch.allclose(codes, codes.round(), atol=1e-3)
-    assert decoded["w"].abs().max() == x.abs().max()
+    assert got.abs().max() == x.abs().max()
 
 
 @pytest.mark.parametrize("bits", [2, 5, 8, 9, 16])
 def test_a_tensor_without_negative_values_has_the_same_values_and_one_bit_less(bits: int) -> None:
     x = torch.rand(1001)
-    quantize = configured(Quantize(bits), {"w": x})
-    unsigned, _ = quantize.encode({"w": x}, {}, {}, {})
-    with_sign = torch.cat([x[:-1], -x[-1:]])
-    signed, _ = quantize.encode({"w": with_sign}, {}, {}, {})
+    unsigned, a, _ = sent(Quantize(bits), payload_of({"w": x}))
+    payload = payload_of({"w": torch.cat([x[:-1], -x[-1:]])})
+    signed, b, _ = sent(Quantize(bits), payload)
 
+    size = nbytes(Quantize(bits).template(template_for(payload)))
     assert nbytes(unsigned) == 4 + -(-1001 * (bits - 1) // 8)
-    assert nbytes(signed) == quantize.size() == 4 + -(-1001 * bits // 8)
-    a, b = quantize.decode(unsigned, {})[0]["w"], quantize.decode(signed, {})[0]["w"]
-    assert torch.equal(a[:-1], b[:-1])
+    assert nbytes(signed) == size == 4 + -(-1001 * bits // 8)
+    assert torch.equal(a.change["w"][:-1], b.change["w"][:-1])
 
 
 @pytest.mark.parametrize(("backbone", "shape"), [LENET, NARROW_CNN])
-def test_a_state_and_its_fisher_diagonal_take_less_than_the_state_in_float32(
+def test_a_change_and_a_fisher_diagonal_take_less_than_the_model_in_float32(
     backbone: Any, shape: tuple[int, ...]
 ) -> None:
     state = state_of(backbone, shape)
     fisher = {name: value.square() for name, value in state.items()}
-    quantize = configured(Quantize(16), state, {"fisher": fisher})
-    message, metrics = quantize.encode(state, {"fisher": fisher}, state, {})
+    message, _, metrics = sent(Quantize(16), payload_of(state, {"fisher": fisher}))
 
     assert nbytes(message) < 0.97 * nbytes(state)
-    share = sum(int((f < f.max() / 65534).sum()) for f in fisher.values())
-    share /= sum(f.numel() for f in fisher.values())
+    small = sum(int((f < f.max() / 65534).sum()) for f in fisher.values())
+    share = small / sum(f.numel() for f in fisher.values())
     assert metrics["quantized_to_zero/fisher"] == pytest.approx(share, abs=1e-4)
 
 
 def test_zeros_tiny_numbers_integers_and_other_dtypes() -> None:
-    state = {
+    change = {
         "zeros": torch.zeros(5, 5),
         "tiny": torch.full((25,), 1e-44),
-        "counter": torch.tensor(7),
         "empty": torch.zeros(0),
         "number": torch.tensor(0.1),
-        "half": values(0.5, -1.0, 3.0).bfloat16(),
-        "double": values(0.5, -1.0, 3.0).double(),
     }
-    extras = {"many": {"steps": 3, "rate": 0.1, "c": values(2.0, -2.0)}}
-    quantize = configured(Quantize(8), state, extras)
-    message, metrics = quantize.encode(state, extras, state, {})
-    decoded, decoded_extras = quantize.decode(message, state)
+    half, double = values(0.5, -1.0, 3.0).bfloat16(), values(0.5, -1.0, 3.0).double()
+    many = {"steps": 3, "rate": 0.1, "c": values(2.0, -2.0), "half": half, "double": double}
+    statistics = {"many": many, "counter": torch.tensor(7)}
+    _, decoded, metrics = sent(Quantize(8), payload_of(change, statistics))
 
-    for name in ("zeros", "tiny", "counter", "empty", "number"):
-        assert torch.equal(decoded[name], state[name])
-    assert {k: v.dtype for k, v in decoded.items()} == {k: v.dtype for k, v in state.items()}
-    assert_same(decoded_extras, extras)
-    assert metrics == {"quantized_to_zero/state": 0.0, "quantized_to_zero/many": 0.0}
+    assert_same(decoded.change, change)
+    assert_same(decoded.statistics["many"]["c"], many["c"])
+    assert_same(decoded.statistics["counter"], torch.tensor(7))
+    assert (decoded.statistics["many"]["steps"], decoded.statistics["many"]["rate"]) == (3, 0.1)
+    assert metrics == {"quantized_to_zero/change": 0.0, "quantized_to_zero/many": 0.0}
 
 
 def test_the_log_has_the_share_of_numbers_that_became_zero() -> None:
-    state = {"w": values(1.0, 0.001, 0.0, -0.001)}
-    quantize = configured(Quantize(8), state)
-    _, metrics = quantize.encode(state, {}, state, {})
-    assert metrics == {"quantized_to_zero/state": pytest.approx(2 / 3)}
+    *_, metrics = sent(Quantize(8), payload_of({"w": values(1.0, 0.001, 0.0, -0.001)}))
+    assert metrics == {"quantized_to_zero/change": pytest.approx(2 / 3)}
 
 
 def test_it_travels_to_workers_and_changes_nothing_that_it_is_given() -> None:
-    state = state_of(*LENET)
-    before = copy.deepcopy(state)
-    quantize = pickle.loads(pickle.dumps(configured(Quantize(8), state)))
-    memory: dict[str, Any] = {}
-    message, _ = quantize.encode(state, {}, state, memory)
-    quantize.decode(message, state)
-    assert_same(state, before)
+    payload = payload_of(state_of(*LENET), {"c": values(1.0)})
+    before, memory = copy.deepcopy(payload), dict[str, Any]()
+    sent(pickle.loads(pickle.dumps(Quantize(8))), payload, memory)
+    assert_same(payload.change, before.change)
+    assert_same(payload.statistics, before.statistics)
     assert memory == {}
-    assert len(pickle.dumps(quantize)) < 5000  # shapes, no numbers
 
 
-def test_it_rounds_the_extras_of_scaffold() -> None:
-    state = {"w": values(1.0, -2.0)}
-    scaffold = SCAFFOLD()
-    scaffold.configure(StateLayout(("w",), 2))
-    quantize = Quantize()
-    quantize.configure(scaffold, state, scaffold.expected_extras(state))
-    extras = {"control_change": {"w": values(0.5, -0.25)}}
-    message, _ = quantize.encode(state, extras, state, {})
-    _, decoded = quantize.decode(message, state)
-    assert torch.allclose(
-        decoded["control_change"]["w"], extras["control_change"]["w"], atol=0.5 / 65534
-    )
+@pytest.mark.parametrize("bits", [2, 8])
+def test_it_codes_what_top_k_has_chosen(bits: int) -> None:
+    torch.manual_seed(0)
+    payload = payload_of({"w": torch.randn(400), "b": torch.randn(7, 3)})
+    top_k, quantize, memory = TopK(0.25), Quantize(bits), dict[str, Any]()
+    sparse, _ = packed(top_k, payload, memory)
+    message, _ = packed(quantize, sparse)
+    template = template_for(payload)
+    between = top_k.template(template)
+    size = nbytes(quantize.template(between))
+    assert nbytes(message) == size == 105 * 4 + 4 + -(-105 * bits // 8)
+
+    decoded = top_k.decode(quantize.decode(message, between, {}), template, {})
+    exact = top_k.decode(sparse, template, {})
+    step = float(sparse.change["values"].abs().max()) / (2 ** (bits - 1) - 1)
+    for name, value in exact.change.items():
+        assert float((decoded.change[name] - value).abs().max()) <= step / 2 * (1 + 1e-5)
 
 
-def changed(message: dict[str, Any], *path: str, to: Any) -> dict[str, Any]:
+def changed(message: Payload, *path: str, to: Any) -> Payload:
     message = copy.deepcopy(message)
-    entry = message
-    for key in path[:-1]:
+    entry = message.change if path[0] == "change" else message.statistics
+    for key in path[1:-1]:
         entry = entry[key]
     entry[path[-1]] = to
     return message
@@ -142,68 +146,76 @@ def changed(message: dict[str, Any], *path: str, to: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bits", [5, 8, 16])
 def test_a_message_of_another_form_is_refused(bits: int) -> None:
-    state = {"w": values(1.0, -2.0), "f": values(1.0, 2.0), "n": torch.tensor(1)}
-    quantize = configured(Quantize(bits), state, {"number": 1.0})
-    good, _ = quantize.encode(state, {"number": 1.0}, state, {})
-    codes, magnitudes = good["state"]["w"]["codes"], good["state"]["f"]["magnitudes"]
+    change = {"w": values(1.0, -2.0), "f": values(1.0, 2.0)}
+    payload = payload_of(change, {"number": 1.0, "n": torch.tensor(1)})
+    quantize, template = Quantize(bits), template_for(payload)
+    good, _ = packed(quantize, payload)
+    codes, magnitudes = good.change["w"]["codes"], good.change["f"]["magnitudes"]
     outside = torch.full_like(codes, torch.iinfo(codes.dtype).max if bits == 5 else -(2**7))
     for bad in (
-        None,
-        [],
-        {},
-        {**good, "more": 1},
-        {**good, "state": {"w": good["state"]["w"]}},
-        changed(good, "state", "w", to=codes),
-        changed(good, "state", "w", "codes", to=codes[:-1]),
-        changed(good, "state", "w", "codes", to=codes.float()),
-        changed(good, "state", "w", "codes", to=[1, 2]),
-        changed(good, "state", "f", "magnitudes", to=magnitudes[:-1]),
-        changed(good, "state", "f", "magnitudes", to=magnitudes.to(torch.int8)),
-        changed(good, "state", "f", "codes", to=codes),
-        changed(good, "state", "w", "largest", to=torch.tensor(float("nan"))),
-        changed(good, "state", "w", "largest", to=torch.tensor(float("inf"))),
-        changed(good, "state", "w", "largest", to=torch.tensor(-1.0)),
-        changed(good, "state", "w", "largest", to=torch.tensor(1.0).double()),
-        changed(good, "state", "w", "largest", to=1.0),
-        changed(good, "state", "w", "largest", to=torch.tensor(1.0).to_sparse()),
-        changed(good, "state", "w", "codes", to=codes.to_sparse()),
-        changed(good, "state", "f", "magnitudes", to=magnitudes.to_sparse()),
-        changed(good, "state", "n", to=torch.tensor(1.0)),
-        changed(good, "extras", "number", to=float("nan")),
-        changed(good, "extras", "number", to="1"),
-        *([changed(good, "state", "w", "codes", to=outside)] if bits < 16 else []),
+        Payload(None, None),
+        Payload([], {}),
+        Payload({}, good.statistics),
+        good._replace(change={"w": good.change["w"]}),
+        good._replace(statistics=None),
+        changed(good, "change", "more", to=1),
+        changed(good, "change", "w", to=codes),
+        changed(good, "change", "w", "codes", to=codes[:-1]),
+        changed(good, "change", "w", "codes", to=codes.float()),
+        changed(good, "change", "w", "codes", to=[1, 2]),
+        changed(good, "change", "f", "magnitudes", to=magnitudes[:-1]),
+        changed(good, "change", "f", "magnitudes", to=magnitudes.to(torch.int8)),
+        changed(good, "change", "f", "codes", to=codes),
+        changed(good, "change", "w", "largest", to=torch.tensor(float("nan"))),
+        changed(good, "change", "w", "largest", to=torch.tensor(float("inf"))),
+        changed(good, "change", "w", "largest", to=torch.tensor(-1.0)),
+        changed(good, "change", "w", "largest", to=torch.tensor(1.0).double()),
+        changed(good, "change", "w", "largest", to=1.0),
+        changed(good, "change", "w", "largest", to=torch.tensor(1.0).to_sparse()),
+        changed(good, "change", "w", "codes", to=codes.to_sparse()),
+        changed(good, "change", "f", "magnitudes", to=magnitudes.to_sparse()),
+        changed(good, "statistics", "n", to=torch.tensor(1.0)),
+        changed(good, "statistics", "number", to=float("nan")),
+        changed(good, "statistics", "number", to="1"),
+        *([changed(good, "change", "w", "codes", to=outside)] if bits < 16 else []),
     ):
         with pytest.raises(ValueError, match=r"\w"):
-            quantize.decode(bad, state)
-    quantize.decode(good, state)
+            quantize.decode(bad, template, {})
+    quantize.decode(good, template, {})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_state_that_is_not_finite_cannot_be_sent(bad: float) -> None:
-    quantize = configured(Quantize(), {"w": values(1.0, -2.0)}, {"c": values(1.0)})
-    with pytest.raises(ValueError, match=r"state\.w is not finite; lower"):
-        quantize.encode({"w": values(1.0, bad)}, {"c": values(1.0)}, {}, {})
-    with pytest.raises(ValueError, match=r"extras\.c is not finite"):
-        quantize.encode({"w": values(1.0, 2.0)}, {"c": values(bad)}, {}, {})
+def test_a_change_that_is_not_finite_cannot_be_sent(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"change\.w is not finite; lower"):
+        packed(Quantize(), payload_of({"w": values(1.0, bad)}, {"c": values(1.0)}))
+    with pytest.raises(ValueError, match=r"statistics\.c is not finite"):
+        packed(Quantize(), payload_of({"w": values(1.0, 2.0)}, {"c": values(bad)}))
+    with pytest.raises(ValueError, match=r"change\.w is not finite"):  # in float32
+        packed(Quantize(), payload_of({"w": values(1.0).double() * 1e39}))
 
 
 @pytest.mark.parametrize("bits", [1, 17, 0, -3, 8.5, 8.0, float("nan"), True])
 def test_bits_outside_2_to_16_are_refused(bits: int) -> None:
-    with pytest.raises(FlsuiteError, match="bits must be a whole number from 2 to 16"):
+    with pytest.raises(FlsuiteError, match=r"Quantize: bits must be (from 2 to 16|a whole number)"):
         Quantize(bits)
 
 
-def test_algorithms_that_send_nothing_to_compress_are_refused() -> None:
-    for aggregator, state, match in (
-        (Centralized(), {"w": torch.ones(3)}, "Centralized trains on pooled data"),
-        (LocalOnly(), {}, "LocalOnly send nothing"),
-    ):
-        aggregator.configure(StateLayout(tuple(state), 2))
+def test_nothing_to_send_is_refused() -> None:
+    with pytest.raises(FlsuiteError, match="Quantize: clients send nothing"):
+        Quantize().template(Payload({}, {}))
+
+
+@pytest.mark.parametrize(("parts", "match"), [
+    ((Quantize(), TopK()), "TopK needs dense changes, and Quantize makes a code of them"),
+    ((Quantize(), Quantize()), "Quantize needs rounded matrices, and Quantize has rounded all"),
+    ((LowRank(), LowRank(rank=2)), "LowRank needs matrices, and LowRank packs them itself"),
+    ((TopK(), TopK()), "TopK needs dense changes"),
+    ((TopK(), Quantize()), None),
+])  # fmt: skip
+def test_codecs_follow_each_other_where_they_can(parts: tuple[Any, ...], match: str | None) -> None:
+    named = [Named("trainer.aggregator.transforms", part) for part in parts]
+    if match is None:
+        refuse_conflicts(named)
+    else:
         with pytest.raises(FlsuiteError, match=match):
-            Quantize().configure(aggregator, state, {})
-
-
-def test_matrices_that_must_stay_psd_are_refused() -> None:
-    extras = {"gram": {"0": torch.eye(3)}}
-    with pytest.raises(FlsuiteError, match=r"\(gram\) would not .* LowRank"):
-        configured(Quantize(), {"w": torch.ones(3)}, extras, psd_extras=("gram",))
+            refuse_conflicts(named)

@@ -6,59 +6,63 @@ from typing import Any
 
 import pytest
 import torch
-from compressions import LENET, assert_same, configured, state_of
+from torch import Tensor
 
+from flsuite.aggregators.transforms.base import Payload
 from flsuite.errors import FlsuiteError
 from flsuite.exchange import TopK
-from flsuite.state import nbytes
+from flsuite.state import State, nbytes
+from tests.exchange.compressions import assert_same, packed, payload_of, sent, template_for
 
-BASE = {"w": torch.tensor([[1.0, 1.0], [1.0, 1.0]]), "n": torch.tensor(3), "b": torch.zeros(2)}
-PARAMETERS = ("w", "b")
-
-
-def top_k(fraction: float) -> TopK:
-    compression = TopK(fraction)
-    configured(compression, BASE, {"c": torch.ones(2)}, parameters=PARAMETERS)
-    return compression
+STATISTICS = {"c": torch.tensor([5.0, 6.0])}
 
 
-def trained(w: list[list[float]], b: list[float]) -> dict[str, torch.Tensor]:
-    return {"w": torch.tensor(w), "n": torch.tensor(4), "b": torch.tensor(b)}
+def change_of(w: list[list[float]], b: list[float]) -> State:
+    return {"w": torch.tensor(w), "b": torch.tensor(b)}
+
+
+NO_CHANGE = change_of([[0.0, 0.0], [0.0, 0.0]], [0.0, 0.0])
+SOME = payload_of(change_of([[2.0, 2.0], [0.0, 0.0]], [1.0, 1.0]), STATISTICS)
 
 
 def test_the_largest_changes_of_all_parameters_travel_and_the_rest_waits() -> None:
-    compression, memory = top_k(2 / 6), {}
-    extras = {"c": torch.tensor([5.0, 6.0])}
-    state = trained([[1.5, 1.0], [4.0, 0.75]], [0.0, -2.0])
-    message, metrics = compression.encode(state, extras, BASE, memory)
-    decoded, decoded_extras = compression.decode(message, BASE)
+    top_k, memory = TopK(2 / 6), dict[str, Any]()
+    payload = payload_of(change_of([[0.5, 0.0], [3.0, -0.25]], [0.0, -2.0]), STATISTICS)
+    message, decoded, metrics = sent(top_k, payload, memory)
 
-    assert_same(decoded, trained([[1.0, 1.0], [4.0, 1.0]], [0.0, -2.0]))
-    assert_same(decoded_extras, extras)
-    # Two entries of 8 bytes, the counter and the extras.
-    assert nbytes(message) == compression.size() == 2 * 8 + 8 + 8
+    assert_same(decoded.change, change_of([[0.0, 0.0], [3.0, 0.0]], [0.0, -2.0]))
+    assert_same(decoded.statistics, STATISTICS)
+    # Two entries of 8 bytes, and the statistics.
+    size = nbytes(top_k.template(template_for(payload)))
+    assert nbytes(message) == size == 2 * 8 + 8
     assert memory["residual"].tolist() == [0.5, 0.0, 0.0, -0.25, 0.0, 0.0]
     assert metrics["change_sent"] == pytest.approx(13 / 13.3125)
 
-    # The next fit starts from another model. A change of zero lets the residual travel.
-    message, _ = compression.encode(BASE, extras, BASE, memory)
-    decoded, _ = compression.decode(message, BASE)
-    assert_same(decoded["w"], torch.tensor([[1.5, 1.0], [1.0, 0.75]]))
+    # A change of zero lets the residual travel.
+    _, decoded, _ = sent(top_k, payload_of(NO_CHANGE, STATISTICS), memory)
+    assert_same(decoded.change, change_of([[0.5, 0.0], [0.0, -0.25]], [0.0, 0.0]))
     assert not memory["residual"].any()
 
 
 def test_what_is_sent_and_what_waits_add_up_to_all_changes() -> None:
     torch.manual_seed(0)
-    compression, memory = top_k(1 / 6), {}
-    changes, sent = torch.zeros(6), torch.zeros(6)
+    memory: dict[str, Any] = {}
+    total, arrived = torch.zeros(6).double(), torch.zeros(6).double()
     for _ in range(20):
-        base = {"w": torch.randn(2, 2), "n": torch.tensor(3), "b": torch.randn(2)}
-        state = {**base, "w": base["w"] + torch.randn(2, 2), "b": base["b"] + torch.randn(2)}
-        message, _ = compression.encode(state, {"c": torch.ones(2)}, base, memory)
-        decoded, _ = compression.decode(message, base)
-        for total, model in ((changes, state), (sent, decoded)):
-            total += torch.cat([(model[name] - base[name]).flatten() for name in PARAMETERS])
-    assert torch.allclose(sent + memory["residual"], changes, atol=1e-5)
+        change = {"w": torch.randn(2, 2).double(), "b": torch.randn(2).double()}
+        _, decoded, _ = sent(TopK(1 / 6), payload_of(change), memory)
+        total += torch.cat([value.flatten() for value in change.values()])
+        arrived += torch.cat([value.flatten() for value in decoded.change.values()])
+    # The changes have more digits than float32 has.
+    assert torch.allclose(arrived + memory["residual"], total, atol=1e-6)
+
+
+def test_what_rounding_leaves_out_waits() -> None:
+    memory: dict[str, Any] = {}
+    change = {"w": torch.tensor([1 + 2.0**-30, 0.0]).double() * (1 + 2.0**-30)}
+    sent(TopK(0.5), payload_of(change), memory)
+    assert memory["residual"].tolist() == [float(change["w"][0]) - 1.0, 0.0]
+    assert memory["residual"].dtype == torch.float32
 
 
 def test_error_feedback_reaches_an_optimum_that_plain_top_1_cannot() -> None:
@@ -68,59 +72,47 @@ def test_error_feedback_reaches_an_optimum_that_plain_top_1_cannot() -> None:
     """
 
     def distance(keeps_residual: bool) -> float:
-        compression = TopK(0.5)
-        configured(compression, {"w": torch.zeros(2)})
-        state, memory = {"w": torch.tensor([10.0, 1.0])}, {}
+        w, memory = torch.tensor([10.0, 1.0]), dict[str, Any]()
         for step in range(100):
-            push = torch.tensor([(-1.0) ** step, -0.05 * float(state["w"][1])])
-            trained = {"w": state["w"] + push}
-            message, _ = compression.encode(trained, {}, state, memory if keeps_residual else {})
-            state, _ = compression.decode(message, state)
-        return abs(float(state["w"][1]))
+            push: Tensor = torch.tensor([(-1.0) ** step, -0.05 * float(w[1])])
+            notes = memory if keeps_residual else {}
+            w = w + sent(TopK(0.5), payload_of({"w": push}), notes)[1].change["w"]
+        return abs(float(w[1]))
 
     assert distance(keeps_residual=False) == 1.0
     assert distance(keeps_residual=True) < 0.1
 
 
-def test_with_fraction_1_the_server_has_the_clients_model_bit_for_bit() -> None:
-    base, state = state_of(*LENET), state_of(*LENET)
-    for value in state.values():
-        value += torch.randn_like(value)
-    compression = configured(TopK(1.0), base)
-    compression = pickle.loads(pickle.dumps(compression))
-    memory: dict[str, Any] = {}
-    for _ in range(2):
-        message, metrics = compression.encode(state, {}, base, memory)
-        assert_same(compression.decode(message, base)[0], state)
-        assert not memory["residual"].any()
-        assert metrics == {"change_sent": 1.0}
+def test_with_fraction_1_the_very_payload_travels() -> None:
+    top_k, memory = pickle.loads(pickle.dumps(TopK(1.0))), dict[str, Any]()
+    message, metrics = packed(top_k, SOME, memory)
+    assert message is SOME and memory == {}
+    assert metrics == {"change_sent": 1.0}
+    assert top_k.decode(SOME, template_for(SOME), {}) is SOME
+    template = template_for(SOME)
+    assert top_k.template(template) is template
 
 
 def test_at_least_one_entry_is_sent_and_no_change_is_no_error() -> None:
-    message, metrics = top_k(1e-9).encode(BASE, {"c": torch.ones(2)}, BASE, {})
-    assert len(message["values"]) == 1
+    message, _, metrics = sent(TopK(1e-9), payload_of(NO_CHANGE))
+    assert len(message.change["values"]) == 1
     assert metrics == {"change_sent": 1.0}
 
 
 def test_its_arguments_are_left_as_they_are() -> None:
-    state, extras, memory = trained([[2.0, 2.0], [0.0, 0.0]], [1.0, 1.0]), {"c": torch.ones(2)}, {}
-    compression = top_k(0.5)
-    before = copy.deepcopy((state, extras, BASE))
-    message, _ = compression.encode(state, extras, BASE, memory)
-    residual = memory["residual"].clone()
-    kept = dict(memory)
-    compression.encode(state, extras, BASE, memory)
-    compression.decode(message, BASE)
-    assert_same(state, before[0])
-    assert_same(extras, before[1])
-    assert_same(BASE, before[2])
+    top_k, memory, before = TopK(0.5), dict[str, Any](), copy.deepcopy(SOME)
+    packed(top_k, SOME, memory)
+    residual, kept = memory["residual"].clone(), dict(memory)
+    sent(top_k, SOME, memory)
+    assert_same(SOME.change, before.change)
+    assert_same(SOME.statistics, before.statistics)
     # The notes of an earlier fit, which the server may still hold, do not change.
     assert torch.equal(kept["residual"], residual)
 
 
 def test_a_message_of_another_form_is_refused() -> None:
-    compression, extras = top_k(0.5), {"c": torch.ones(2)}
-    good, _ = compression.encode(trained([[2.0, 2.0], [0.0, 0.0]], [1.0, 1.0]), extras, BASE, {})
+    top_k, template = TopK(0.5), template_for(SOME)
+    good, _ = packed(top_k, SOME)
     int32 = torch.int32
     for entry, bad in (
         ("indexes", torch.tensor([0, 1, 6], dtype=int32)),
@@ -136,24 +128,26 @@ def test_a_message_of_another_form_is_refused() -> None:
         ("values", torch.zeros(2)),
         ("values", torch.zeros(3).to_sparse()),
         ("indexes", torch.tensor([0, 1, 2], dtype=int32).to_sparse()),
-        ("others", {}),
-        ("others", {"n": torch.tensor(4.0)}),
-        ("others", {"n": torch.tensor(4), "w": BASE["w"]}),
-        ("extras", {}),
-        ("extras", {"c": torch.ones(2) / 0.0}),
         ("more", 1),
     ):
         with pytest.raises(ValueError, match=r"\w"):
-            compression.decode({**good, entry: bad}, BASE)
-    for bad in (None, {}, {name: good[name] for name in ("indexes", "values")}):
+            top_k.decode(good._replace(change={**good.change, entry: bad}), template, {})
+    statistics: tuple[Any, ...] = ({}, None, {"c": torch.ones(2) / 0.0}, {"c": torch.ones(3)})
+    changes: tuple[Any, ...] = (None, [], {}, {"values": good.change["values"]})
+    for other in (
+        *(good._replace(statistics=bad) for bad in statistics),
+        *(good._replace(change=bad) for bad in changes),
+        Payload(None, None),
+    ):
         with pytest.raises(ValueError, match=r"\w"):
-            compression.decode(bad, BASE)
+            top_k.decode(other, template, {})
+    top_k.decode(good, template, {})
 
 
-def test_a_state_that_is_not_finite_cannot_be_sent() -> None:
-    bad = trained([[float("nan"), 0.0], [0.0, 0.0]], [0.0, 0.0])
-    with pytest.raises(ValueError, match=r"state\.w is not finite"):
-        top_k(0.5).encode(bad, {"c": torch.ones(2)}, BASE, {})
+def test_a_change_that_is_not_finite_cannot_be_sent() -> None:
+    bad = change_of([[float("nan"), 0.0], [0.0, 0.0]], [0.0, 0.0])
+    with pytest.raises(ValueError, match=r"change\.w is not finite"):
+        packed(TopK(0.5), payload_of(bad))
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.1, float("nan")])
@@ -164,7 +158,4 @@ def test_a_fraction_outside_0_to_1_is_refused(fraction: float) -> None:
 
 def test_a_model_without_parameters_to_choose_from_is_refused() -> None:
     with pytest.raises(FlsuiteError, match="send no parameters"):
-        configured(TopK(), {"n": torch.tensor(1)}, parameters=())
-    mixed = {"a": torch.ones(2), "b": torch.ones(2).double()}
-    with pytest.raises(FlsuiteError, match="several dtypes"):
-        configured(TopK(), mixed)
+        TopK().template(Payload({}, STATISTICS))

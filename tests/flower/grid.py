@@ -17,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from flsuite.aggregators import Aggregator, FedAvg
+from flsuite.aggregators import Aggregator
 from flsuite.callbacks import FederationCallback
 from flsuite.data import FederatedDataModule, TaskSequence
 from flsuite.flower.app import client_app, make_client_app
@@ -27,7 +27,7 @@ from flsuite.messages import ClientFailure
 from flsuite.models import ACVAE, Classifier, FusedSpaceFed, ResNet20
 from flsuite.models.backbones import Backbone
 from flsuite.trainer import FederatedTrainer
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.conftest import WithoutOne, classifier, digits, equal_states, trainer
 from tests.plain import Reader
 
 
@@ -208,15 +208,6 @@ def bits(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-class Without(FedAvg):
-    """FedAvg without the update of client 1 in round 2."""
-
-    def aggregate(self, global_state: Any, updates: Any) -> Any:
-        return super().aggregate(
-            global_state, (u for u in updates if not (u.client == 1 and u.round == 2))
-        )
-
-
 class Recorder(FederationCallback):
     """Records which clients fail."""
 
@@ -244,6 +235,6 @@ def check_round_without_client_1(
     (failure,) = recorder.failures
     assert (failure.client, failure.round) == (1, 2) and reason in failure.reason
 
-    without_client = trainer(rounds=3, aggregator=Without())
+    without_client = trainer(rounds=3, schedule=WithoutOne())
     without_client.fit(classifier(), unscaled())
     assert equal_states(state(made), state(without_client))

@@ -81,7 +81,8 @@ def test_a_round_that_nobody_finished_ends_the_run() -> None:
 
 def test_a_setting_that_nobody_can_train_with_is_the_users_error() -> None:
     grid = Nodes(5, node_app(convolution, aggregator=SCAFFOLD()))
-    with pytest.raises(FlsuiteError, match="SCAFFOLD: control 'displacement' needs plain SGD"):
+    refusal = "ControlVariates: control 'displacement' needs plain SGD"
+    with pytest.raises(FlsuiteError, match=refusal):
         serve(grid, trainer(aggregator=SCAFFOLD()), convolution(), unscaled())
 
 

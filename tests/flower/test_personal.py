@@ -35,7 +35,7 @@ def tensors_in(records: RecordDict) -> Iterator[tuple[str, Tensor]]:
         yield from to_state(record).items()
 
 
-@pytest.mark.parametrize("kind", ["model", "algorithm"])
+@pytest.mark.parametrize("kind", ["model", "objective"])
 def test_what_is_private_never_leaves_its_node(kind: str) -> None:
     model, algorithm = (fused, FedAvg) if kind == "model" else (classifier, SCAFFOLD)
     _, _, grid = both(model, algorithm)
@@ -46,7 +46,7 @@ def test_what_is_private_never_leaves_its_node(kind: str) -> None:
     }
     assert memories.keys() == set(range(5))
     assert all(set(memory) == {kind} for memory in memories.values())
-    private = memories[0]["model"] if kind == "model" else memories[0]["algorithm"]["control"]
+    private = memories[0]["model"] if kind == "model" else memories[0]["objective"]["control"]
     names = set(private) if kind == "model" else set()
     assert private and all(name.startswith("encoder.") for name in names)
 

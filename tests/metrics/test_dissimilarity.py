@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flsuite.aggregators import LocalOnly
 from flsuite.callbacks import GradientDissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches, head_gradients, head_parameters
 from flsuite.data import (
@@ -28,7 +29,7 @@ from flsuite.metrics import (
 )
 from flsuite.models import MLP, Backbone, Classifier, ClientModel, FusedSpaceFed, ResNet20
 from flsuite.trainer import FederatedTrainer
-from tests.conftest import equal_states, trainer
+from tests.conftest import classifier, equal_states, trainer
 
 FUSED = ("gamma", "gamma_relative", "gamma_orig", "R", "Phi", "calibrated", "gamma_seconds")
 
@@ -332,3 +333,10 @@ def test_errors() -> None:
         GradientDissimilarity().measure(made.run, 1)
     with pytest.raises(FlsuiteError, match="shares no"):
         head_parameters(made.run.evaluator.model, {})
+
+
+def test_a_federation_without_shared_parameters_is_refused_before_it_trains(tmp_path: Path) -> None:
+    made = {"aggregator": LocalOnly(), "run_dir": str(tmp_path / "run")}
+    with pytest.raises(FlsuiteError, match=r"shares no .* remove the callback"):
+        fit(classifier(), callback=GradientDissimilarity(), **made)
+    assert not (tmp_path / "run").exists()

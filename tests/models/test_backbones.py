@@ -353,9 +353,9 @@ def test_bad_arguments_are_refused() -> None:
         MLP(hidden=(0,))
     with pytest.raises(FlsuiteError, match="hidden"):
         CNN(hidden=(8, -1))
-    with pytest.raises(FlsuiteError, match=r"CNN\(channels=\(8,\)\) must have 2 widths"):
+    with pytest.raises(FlsuiteError, match=r"CNN: channels must be two widths .* got \(8,\)"):
         CNN(channels=(8,))
-    with pytest.raises(FlsuiteError, match=r"LeNet5\(channels=\(0, 3\)\) has a layer without"):
+    with pytest.raises(FlsuiteError, match=r"LeNet5: channels must be two widths of at least 1"):
         LeNet5(channels=(0, 3))
     with pytest.raises(FlsuiteError, match="hidden"):
         LeNet5(hidden=(0,))

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from flsuite.aggregators import FedAvg, FedProx
+from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
@@ -23,6 +24,7 @@ from flsuite.models.autoencoders import (
     UNetEncoder,
 )
 from flsuite.models.fusedspacefed import reconstruction_error
+from flsuite.runs.checkpoint import export_model
 from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from flsuite.trainer import FederatedTrainer
@@ -51,16 +53,14 @@ class Images(FederatedDataModule):
         return PublishedSplits(DataSpec((1, 8, 8), 3, task), part, part)
 
 
-class Recorder(FedAvg):
-    """FedAvg that keeps every update."""
+class Recorder(FederationCallback):
+    """Keeps every update, as the server reads it."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: list[ClientUpdate] = []
 
-    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        self.seen = [*self.seen, *(kept := list(updates))]
-        return super().aggregate(global_state, iter(kept))
+    def on_client_end(self, run: Any, outcome: Any) -> None:
+        self.seen.append(outcome.update)
 
 
 def small(**kwargs: Any) -> FusedSpaceFed:
@@ -205,7 +205,7 @@ def test_warm_up_moves_the_encoder_only(autoencoder: Any, aggregator: FedAvg) ->
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=aggregator.client_callbacks(_client(before)),
+        callbacks=aggregator.callbacks(_client(before)),
     )
     plain.fit(model, datamodule=Images())
     changed = {
@@ -244,7 +244,7 @@ def test_nothing_moves_a_frozen_part_even_if_a_callback_gives_it_a_gradient() ->
 def test_local_epochs_come_on_top_of_the_warm_up() -> None:
     """16 samples in batches of 8 make two steps per epoch."""
     recorder = Recorder()
-    federate(small(warmup_epochs=2), aggregator=recorder, max_epochs=3)
+    federate(small(warmup_epochs=2), callbacks=[recorder], max_epochs=3)
     assert [update.steps for update in recorder.seen] == [2 * (2 + 3)] * 3
 
 
@@ -272,7 +272,7 @@ def test_the_joint_loss_begins_after_the_extra_epochs_in_every_fit() -> None:
 
 def test_no_warm_up() -> None:
     recorder = Recorder()
-    federate(small(warmup_epochs=0), aggregator=recorder)
+    federate(small(warmup_epochs=0), callbacks=[recorder])
     assert [update.steps for update in recorder.seen] == [2] * 3
 
 
@@ -305,7 +305,7 @@ def test_no_encoder_tensor_leaves_a_client() -> None:
     """Compared by name, key and value: the same weights under another name count too."""
     recorder = Recorder()
     made = federate(
-        small(latent_dim=5, lambda_sp=0.1), aggregator=recorder, rounds=2, keep_optimizers=True
+        small(latent_dim=5, lambda_sp=0.1), callbacks=[recorder], rounds=2, keep_optimizers=True
     )
     assert len(recorder.seen) == 6
     encoders = [
@@ -398,7 +398,8 @@ def test_multi_label() -> None:
 
 def test_exported_model_is_read_back(tmp_path: Path) -> None:
     made = federate(small(autoencoder="unet", fusion="concat", lambda_sp=0.1))
-    made.run.export(tmp_path / "model.ckpt")
+    made.run.evaluator.load(made.federation.client_state(None))
+    export_model(made.run.model, tmp_path / "model.ckpt")
     model = FusedSpaceFed.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     assert model.fusion == "concat" and model(batch()[0]).shape == (6, 3)
 

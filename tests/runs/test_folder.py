@@ -11,7 +11,7 @@ import yaml
 from flsuite.callbacks import FederationCallback, ForestProbe, RoundEarlyStopping
 from flsuite.commands.main import main
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.runs.folder import new_run_dir
+from flsuite.runs.folder import RunFolder, new_run_dir
 from tests.conftest import classifier, digits, trainer
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -69,6 +69,38 @@ def test_of_runs_that_start_in_one_folder_one_goes_on(tmp_path: Path) -> None:
     assert "already holds a run" in lines[0] or "another process is writing to" in lines[0]
     rounds = yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())["rounds"]
     assert rounds in ends, "the record is of the run that went on"
+
+
+def test_a_run_that_is_just_beginning_is_not_taken_for_files_of_the_user(tmp_path: Path) -> None:
+    beginning = RunFolder(tmp_path)
+    with beginning.locked():
+        (tmp_path / "timeline.csv").touch()
+        for ckpt_path in (None, "last"):
+            with pytest.raises(FlsuiteError, match="another process is writing to"):
+                fit(tmp_path, ckpt_path=ckpt_path)
+    with pytest.raises(FlsuiteError, match=r"has a file timeline\.csv that is not a run's"):
+        fit(tmp_path)
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_the_second_run_looks_while_the_first_one_writes(
+    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_locks:
+        monkeypatch.setattr("flsuite.runs.folder.fcntl", None)
+    refusals: list[str] = []
+
+    def versions() -> str:
+        """Start the second run between two files of the first one."""
+        with pytest.raises(FlsuiteError) as refused:
+            fit(tmp_path / "run")
+        refusals.append(str(refused.value))
+        return ""
+
+    monkeypatch.setattr("flsuite.runs.folder._versions", versions)
+    assert fit(tmp_path / "run").round == 1
+    said = "another process is writing to" if has_locks else "already holds a run"
+    assert len(refusals) == 1 and said in refusals[0]
 
 
 class _Waits(FederationCallback):

@@ -12,7 +12,6 @@ from flsuite.messages import (
     ClientFailure,
     ClientResult,
     ClientUpdate,
-    FitAssignment,
     FitRequest,
     Outcome,
 )
@@ -49,7 +48,7 @@ class Succeeded(Engine):
     def collect(self, number: int) -> Outcome:
         self.collected.append(number)
         request = self.requests.pop(number)
-        client, round = request.assignment.client, request.broadcast.round
+        client, round = request.client, request.broadcast.round
         if self.fails(request):
             return ClientFailure(client, round, "it was told to")
         return ClientResult(ClientUpdate(client, round, 1, 1, torch.ones(1), {}), {})
@@ -104,9 +103,7 @@ class Simulation:
     def requests(self, fits: Sequence[Fit]) -> list[FitRequest]:
         self.starts += fits
         return [
-            FitRequest(
-                fit.number, FitAssignment(fit.client), Broadcast(fit.version + 1, {}, {}), {}
-            )
+            FitRequest(fit.number, fit.client, Broadcast(fit.version + 1, {}, {}), {})
             for fit in fits
         ]
 

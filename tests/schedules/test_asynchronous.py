@@ -169,7 +169,7 @@ def test_a_dropout_is_replaced_at_once_and_never_trained() -> None:
 
 
 def test_failures_are_replaced_and_do_not_fill_the_buffer() -> None:
-    engine = Succeeded(fails=lambda request: request.assignment.client == 0)
+    engine = Succeeded(fails=lambda request: request.client == 0)
     schedule = Asynchronous(3, buffer_size=2, speeds=PerClient(1, 2, 2))
     simulation = simulate(schedule, 5, clients=3, engine=engine)
     assert simulation.rounds == [[1, 2]] * 5
@@ -254,5 +254,5 @@ def test_a_client_is_asked_again_only_after_its_last_update() -> None:
     simulation = Simulation(schedule, engine)
     for _ in range(10):
         simulation.run(1)
-        clients = [request.assignment.client for request in engine.requests.values()]
+        clients = [request.client for request in engine.requests.values()]
         assert len(clients) == len(set(clients))

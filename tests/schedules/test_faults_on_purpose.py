@@ -12,7 +12,7 @@ from flsuite.aggregators import SCAFFOLD, FedAvg, FedBuff, LocalOnly, MultiKrum
 from flsuite.attacks import FreeRider
 from flsuite.callbacks import FederationCallback
 from flsuite.engines import InProcess, Processes
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import PairwiseMasks, Quantize, TopK
 from flsuite.runs.rehearsal import rehearse
 from flsuite.schedules import Asynchronous, Clock, Faults, Fit, Schedule, Stragglers, Synchronous
@@ -123,6 +123,26 @@ def test_in_process_the_run_equals_one_without_these_clients(kwargs: dict[str, A
     assert equal_states(states(faulty), states(absent))
     assert not equal_states(states(faulty), states(whole))
     assert faulty.run.clock.seconds == absent.run.clock.seconds or not inner.is_virtual
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Processes(workers=2)])
+def test_clients_that_are_gone_before_the_unmasking_cost_nothing(engine: Any) -> None:
+    masks, faults = PairwiseMasks(), Faults(Synchronous(), gone=0.2)
+    made = fit(faults, rounds=3, secure_sum=masks, engine=engine)
+    whole = fit(Synchronous(), rounds=3, secure_sum=PairwiseMasks())
+    assert equal_states(made.federation.state, whole.federation.state)
+    gone = {f.client for f in made.federation.schedule.ended if f.fault == "gone"}
+    assert gone and made.federation.clock.bytes < whole.federation.clock.bytes
+
+
+def test_too_many_clients_that_are_gone_end_the_run() -> None:
+    with pytest.raises(FederationError, match="clients revealed their shares, and 7 are needed"):
+        fit(Faults(Synchronous(), gone=0.9), rounds=3, secure_sum=PairwiseMasks())
+
+
+def test_who_unmasks_nothing_can_be_gone_from_a_secure_sum_alone() -> None:
+    with pytest.raises(FlsuiteError, match="Faults needs secure aggregation, and the server"):
+        fit(Faults(Synchronous(), gone=0.1))
 
 
 def test_engines_are_equal_and_probability_zero_is_the_schedule_alone() -> None:

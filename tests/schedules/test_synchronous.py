@@ -163,9 +163,9 @@ def test_a_failure_arrives_too_and_takes_no_time() -> None:
 @pytest.mark.parametrize(
     ("participation", "message"),
     [
-        (0, "must be positive"),
-        (-0.5, "must be positive"),
-        (-3, "must be positive"),
+        (0, "must be a share above 0 and at most 1.0, or a"),
+        (-0.5, "must be a share above 0 and at most 1.0, or a"),
+        (-3, "must be a share above 0 and at most 1.0, or a"),
         (1.5, "at most 1.0"),
         (0.01, "0.01 of 20 clients comes to 0 clients; raise it"),
         (21, "21 of 20 clients comes to 21 clients; lower it"),

@@ -1,6 +1,7 @@
-"""Secure sums in whole federations: what the aggregator sees, and what comes out."""
+"""Secure aggregation in whole federations: what the aggregator sees, and what comes out."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,25 @@ from flsuite.aggregators import (
     FedBuff,
     FedFisher,
     FedProx,
+    Mean,
     OTFusion,
     RegMean,
+    Rule,
+    Server,
 )
 from flsuite.callbacks import FederationCallback
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import Processes
-from flsuite.exchange import PairwiseMasks, Quantize
+from flsuite.exchange import PairwiseMasks, Quantize, TopK
 from flsuite.messages import ClientFailure, ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, Bernoulli, LogNormal, PerSample, Synchronous
-from flsuite.state import State, nbytes
+from flsuite.state import State, StateLayout, Tree, nbytes, scaled
 
 
-def fitted(aggregator: Aggregator, rounds: int | None = 2, **kwargs: Any) -> FederatedTrainer:
+def fitted(
+    aggregator: Aggregator | Rule, rounds: int | None = 2, **kwargs: Any
+) -> FederatedTrainer:
     optimizer = partial(torch.optim.SGD, lr=0.1)
     private = kwargs.pop("private", ())
     model = Classifier(MLP(hidden=(16,)), optimizer=optimizer, private=private)
@@ -52,6 +58,9 @@ EVERY = [
     FedAvg,
     partial(FedAvg, "uniform"),
     partial(FedProx, mu=0.1),
+    partial(FedAvgM, lr=0.5),
+    SCAFFOLD,
+    FedBuff,
     partial(FedFisher, "diag", select=False),
     partial(FedFisher, "kfac", select=False, steps=5),
 ]
@@ -69,39 +78,32 @@ def test_results_depend_on_neither_the_keys_nor_the_engine() -> None:
     assert distance(once, again) == distance(once, there) == 0.0
 
 
-class Watched(FedAvg):
-    """FedAvg that keeps all that its server half is given."""
+@dataclass(frozen=True)
+class Watched(Mean):
+    """The mean, which keeps all that its server half is given."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[ClientUpdate] = []
+    seen: list[ClientUpdate] = field(default_factory=list)
 
-    def aggregate(self, *args: Any) -> State:
-        raise AssertionError("the server half must not see single updates")
-
-    def summands(self, update: ClientUpdate) -> State:
-        return super().summands(update)
-
-    def from_sums(self, global_state: State, sums: State, updates: Sequence[ClientUpdate]) -> State:
-        self.seen += updates
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        self.seen.extend(updates)
         # The resident model, on which clients train in this process, is no client's any more.
-        module = self.tools.module({})
-        assert all(torch.equal(module.state_dict()[k], v) for k, v in global_state.items())
-        return super().from_sums(global_state, sums, updates)
+        module = server.tools.module({})
+        assert all(torch.equal(module.state_dict()[k], v) for k, v in server.state.items())
+        return super().result(server, sums, updates)
 
 
 def test_the_aggregator_sees_sums_and_no_client(tmp_path: Path) -> None:
-    aggregator = Watched()
-    trainer = fitted(aggregator, secure_sum=PairwiseMasks(), run_dir=str(tmp_path / "run"),
+    rule = Watched()
+    trainer = fitted(rule, secure_sum=PairwiseMasks(), run_dir=str(tmp_path / "run"),
                      enable_checkpointing=True)  # fmt: skip
-    assert len(aggregator.seen) == 10
-    assert all(not update.state and not update.extras for update in aggregator.seen)
-    assert all(len(update.class_counts) == 0 for update in aggregator.seen)
+    assert len(rule.seen) == 10
+    assert all(not update.state and not update.extras for update in rule.seen)
+    assert all(len(update.class_counts) == 0 for update in rule.seen)
     # What the guide says that the server knows of each client.
-    assert all(u.samples and u.steps and "loss" in u.metrics for u in aggregator.seen)
+    assert all(u.samples and u.steps and "loss" in u.metrics for u in rule.seen)
     # Nothing of a client is kept where it could be read later.
     memories = [trainer.federation.clients[client] for client in range(5)]
-    assert all("summands" not in memory for memory in memories)
+    assert all("held" not in memory for memory in memories)
     assert not list((tmp_path / "run").rglob("updates"))
 
 
@@ -124,14 +126,14 @@ def test_clients_that_drop_out_are_taken_off_the_sum() -> None:
 
 def test_too_few_clients_fail_in_words() -> None:
     schedule = Synchronous(speeds=LogNormal(), availability=Bernoulli(0.7))
-    with pytest.raises(FederationError, match=r"secure sum: .* are needed"):
+    with pytest.raises(FederationError, match=r"secure aggregation: .* are needed"):
         fitted(FedAvg(), 6, schedule=schedule, secure_sum=PairwiseMasks(threshold=4))
 
 
 def test_numbers_out_of_range_in_the_first_round_are_a_wrong_setting(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     message = (
-        r"round 1: the summands of 5 of 5 clients cannot be masked, client \d: summand .* "
+        r"round 1: the contributions of 5 of 5 clients cannot be masked, client \d: entry .* "
         r"outside its range of 0\.001; raise it in trainer\.secure_sum\.ranges$"
     )
     with pytest.raises(FlsuiteError, match=message):
@@ -140,41 +142,40 @@ def test_numbers_out_of_range_in_the_first_round_are_a_wrong_setting(tmp_path: P
     assert not folder.exists()
 
 
-class Louder(FedAvg):
-    """FedAvg whose summands leave their range, from a round on and for some of the clients."""
+@dataclass(frozen=True)
+class Louder(Mean):
+    """The mean, with terms that leave their range, from a round on and for some clients."""
 
-    def __init__(self, round: int, clients: tuple[int, ...]) -> None:
-        super().__init__()
-        self.round, self.clients = round, clients
+    round: int = 1
+    clients: tuple[int, ...] = (1, 3)
 
-    def summands(self, update: ClientUpdate) -> State:
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         is_loud = update.round >= self.round and update.client in self.clients
-        scale = 1e9 if is_loud else 1.0
-        return {name: value * scale for name, value in super().summands(update).items()}
-
-    def from_sums(self, *args: Any) -> State:
-        return super().from_sums(*args)
+        return scaled(super().terms(update, layout), 1e9 if is_loud else 1.0)
 
 
 @pytest.mark.parametrize(
     ("loud", "message"),
     [
         (
-            Louder(1, (1, 2, 4)),
+            Louder(round=1, clients=(1, 2, 4)),
             "round 1: .* 3 of 5 clients .* client 1: .* round 0 is kept",
         ),
-        (Louder(2, (0, 1, 2, 3, 4)), "round 2: the summands of 5 of 5 .* of round 1 is kept"),
+        (
+            Louder(round=2, clients=(0, 1, 2, 3, 4)),
+            "round 2: the contributions of 5 of 5 .* of round 1 is kept",
+        ),
     ],
 )
-def test_a_sum_without_enough_usable_summands_names_the_first_fault(
-    loud: FedAvg, message: str
+def test_a_sum_without_enough_usable_contributions_names_the_first_fault(
+    loud: Rule, message: str
 ) -> None:
     with pytest.raises(FederationError, match=message):
         fitted(loud, secure_sum=PairwiseMasks(ranges={"": 1e4}))
 
 
 def test_a_number_out_of_range_costs_the_round_its_client() -> None:
-    trainer = fitted(Louder(1, (1,)), secure_sum=PairwiseMasks(ranges={"": 1e4}))
+    trainer = fitted(Louder(clients=(1,)), secure_sum=PairwiseMasks(ranges={"": 1e4}))
     assert [failure.client for failure in trainer.federation.log.failures] == [1]
 
 
@@ -192,18 +193,21 @@ class Told(FederationCallback):
             self.arrived.append(result.update.client)
 
 
-class LouderFisher(Louder, FedFisher):
-    """FedFisher whose curvature travels in the clear, beside summands that leave their range."""
+@dataclass(frozen=True)
+class LouderFisher(FedFisher):
+    """FedFisher whose curvature travels in the clear, with terms that leave their range."""
 
-    def __init__(self) -> None:
-        Louder.__init__(self, 1, (1, 3))
-        FedFisher.__init__(self, "kfac", select=False, steps=5)
+    clients: tuple[int, ...] = (1, 3)
+
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
+        is_loud = update.client in self.clients
+        return scaled(super().terms(update, layout), 1e9 if is_loud else 1.0)
 
 
 def test_a_client_out_of_range_is_a_failed_one_in_every_record(tmp_path: Path) -> None:
     told = Told()
     trainer = fitted(
-        Louder(1, (1, 3)), 2, secure_sum=PairwiseMasks(ranges={"": 1e4}), callbacks=[told],
+        Louder(), 2, secure_sum=PairwiseMasks(ranges={"": 1e4}), callbacks=[told],
         run_dir=str(tmp_path), enable_checkpointing=True,
     )  # fmt: skip
     assert told.failed == [1, 3] * 2 and told.arrived == [0, 2, 4] * 2
@@ -219,16 +223,18 @@ def test_a_client_out_of_range_is_a_failed_one_in_every_record(tmp_path: Path) -
 
 
 def test_what_a_client_out_of_range_has_sent_in_the_clear_counts() -> None:
-    trainer = fitted(LouderFisher(), 1, secure_sum=PairwiseMasks(ranges={"": 1e4}))
+    trainer = fitted(
+        LouderFisher("kfac", select=False, steps=5), 1, secure_sum=PairwiseMasks(ranges={"": 1e4})
+    )
     federation = trainer.run.federation
-    factors = nbytes(federation.aggregator.expected_extras(federation.state)["fisher"])
+    factors = nbytes(federation.uplink.statistics["fisher"])
     # Of the two clients, and the rest are keys and shares.
     assert 2 * factors < federation.log.lost_up < 2 * factors + 2000
 
 
 def test_the_budget_of_updates_counts_those_that_are_used() -> None:
     trainer = fitted(
-        Louder(1, (1, 3)), None, max_client_updates=7,
+        Louder(), None, max_client_updates=7,
         secure_sum=PairwiseMasks(ranges={"": 1e4}),
     )  # fmt: skip
     assert trainer.round == 3
@@ -256,26 +262,32 @@ def test_the_virtual_upload_is_that_of_the_protocol(
         assert update.bytes_up == trainer.run.clock.seconds
 
 
-@pytest.mark.parametrize("make", [SCAFFOLD, FedAvgM, OTFusion, partial(FedFisher, "full")])
-def test_algorithms_that_need_single_updates_are_refused(make: Callable[[], Aggregator]) -> None:
-    if isinstance(made := make(), FedFisher):
-        assert distance(fitted(made), fitted(make(), secure_sum=PairwiseMasks())) < 1e-2
-        return
-    with pytest.raises(FlsuiteError, match="needs every client's own update"):
-        fitted(made, secure_sum=PairwiseMasks())
+def test_algorithms_that_need_single_updates_are_refused() -> None:
+    with pytest.raises(FlsuiteError, match="OTFusion needs each update, and PairwiseMasks shows"):
+        fitted(OTFusion(), secure_sum=PairwiseMasks())
 
 
 @pytest.mark.parametrize("make", [FedAvg, FedFisher, partial(RegMean, alpha=0.5)])
 def test_clients_with_nothing_to_sum_are_refused(make: Callable[[], Aggregator]) -> None:
-    with pytest.raises(FlsuiteError, match=r"send nothing to sum; leave out trainer.secure_sum"):
+    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs shared parameters, and the model"):
         fitted(make(), secure_sum=PairwiseMasks(), private=("network",))
 
 
-def test_compression_and_asynchronous_schedules_are_refused() -> None:
-    with pytest.raises(FlsuiteError, match=r"leave out trainer.compression or"):
-        fitted(FedAvg(), secure_sum=PairwiseMasks(), compression=Quantize(16))
-    with pytest.raises(FlsuiteError, match=r"need a cohort that trains together|own update"):
+def test_what_cannot_be_summed_is_refused() -> None:
+    with pytest.raises(FlsuiteError, match=r"TopK needs each update, and PairwiseMasks shows"):
+        fitted(FedAvg(), secure_sum=PairwiseMasks(), compression=TopK(0.1))
+    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs current models, and Asynchronous"):
         fitted(FedBuff(), secure_sum=PairwiseMasks(), schedule=Asynchronous(2, 1))
+
+
+def test_clients_mask_what_the_server_would_have_read() -> None:
+    """Such as a change that has been rounded."""
+    masked, plain = (
+        fitted(FedAvg(), secure_sum=masks, compression=Quantize(4))
+        for masks in (PairwiseMasks(), None)
+    )
+    assert distance(plain, fitted(FedAvg())) > 0.0
+    assert distance(masked, plain) < 2e-4
 
 
 def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:

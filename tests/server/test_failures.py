@@ -11,14 +11,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from flsuite.aggregators import FedAvg
+from flsuite.aggregators import Mean
 from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientFailure, ClientUpdate
 from flsuite.models import Classifier, ResNet20
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.conftest import WithoutOne, classifier, digits, equal_states, trainer
 
 
 class Breaks(Callback):
@@ -52,14 +52,6 @@ class Recorder(FederationCallback):
             self.failures.append(outcome)
 
 
-class Without(FedAvg):
-    """FedAvg without the update of client 1 in round 2."""
-
-    def aggregate(self, global_state: Any, updates: Any) -> Any:
-        kept = (u for u in updates if not (u.client == 1 and u.round == 2))
-        return super().aggregate(global_state, kept)
-
-
 @pytest.mark.parametrize(
     ("how", "engine", "reason"),
     [
@@ -83,7 +75,7 @@ def test_the_round_goes_on_without_a_failed_client(
     assert any(
         "round 2: client 1 failed" in r.message and reason in r.message for r in caplog.records
     )
-    never_there = trainer(rounds=3, aggregator=Without())
+    never_there = trainer(rounds=3, schedule=WithoutOne())
     never_there.fit(classifier(), digits())
     assert equal_states(failing.federation.state, never_there.federation.state)
     failed = [row for row in failing.run.folder.table.rows if row[7] == "failed" and row[8] > 0]
@@ -106,11 +98,9 @@ def test_all_clients_failing_keeps_the_last_good_state(tmp_path: Path) -> None:
 
 
 def test_an_aggregator_that_diverges_is_named() -> None:
-    class Explodes(FedAvg):
-        def aggregate(self, global_state: Any, updates: Any) -> Any:
-            return {
-                k: v * float("inf") for k, v in super().aggregate(global_state, updates).items()
-            }
+    class Explodes(Mean):
+        def result(self, *args: Any) -> Any:
+            return {k: v * float("inf") for k, v in super().result(*args).items()}
 
     with pytest.raises(FederationError, match="round 1: Explodes returned a faulty state"):
         trainer(rounds=1, aggregator=Explodes()).fit(classifier(), digits())
@@ -131,10 +121,10 @@ def test_updates_are_checked_on_arrival(change: Any, words: str) -> None:
     update = ClientUpdate(
         client=0, round=1, samples=4, steps=1, class_counts=torch.zeros(2), state=dict(state)
     )
-    assert update.fault(state) is None
+    assert update.mismatch(state, {}) is None and update.fault() is None
     change(update.state)
     with pytest.raises(AssertionError, match=words):
-        raise AssertionError(update.fault(state))
+        raise AssertionError(update.mismatch(state, {}) or update.fault())
 
 
 class TinyImages(FederatedDataModule):

@@ -8,28 +8,27 @@ import torch
 from sklearn.metrics import accuracy_score
 
 from flsuite import FederatedTrainer
-from flsuite.aggregators import FedAvg
+from flsuite.aggregators import Aggregator, CohortRule, FedAvg, Mean, Rule, Server
 from flsuite.data import Digits, Dirichlet, FashionMNIST
 from flsuite.engines import Processes
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import LeNet5
-from flsuite.state import State
+from flsuite.state import State, Sums
 
 
-class Curious(FedAvg):
-    """FedAvg that scores every client's model."""
+class Curious(CohortRule):
+    """The mean, by a server that scores every client's model."""
 
-    def aggregate(self, global_state: State, updates: Iterator[ClientUpdate]) -> State:
-        kept = list(updates)
-        score = self.tools.score
-        assert score is not None
-        for update in kept:
-            self.metrics[f"score/{update.client}"] = score(update.state)
-        return super().aggregate(global_state, iter(kept))
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        sums, rule = Sums(), Mean()
+        for update in updates:
+            server.metrics[f"score/{update.client}"] = server.tools.score(update.state)
+            sums.add(rule.terms(update, server.layout))
+        return rule.result(server, sums.values, [])
 
 
-def fitted(aggregator: FedAvg, **kwargs: object) -> FederatedTrainer:
+def fitted(aggregator: Aggregator | Rule, **kwargs: object) -> FederatedTrainer:
     trainer = FederatedTrainer(
         1, aggregator, accelerator="cpu", seed=1, enable_checkpointing=False,
         enable_progress_bar=False, engine=kwargs.pop("engine", None),  # type: ignore[arg-type]
@@ -43,7 +42,7 @@ def fitted(aggregator: FedAvg, **kwargs: object) -> FederatedTrainer:
 
 def test_the_score_is_the_accuracy_on_the_samples_that_only_the_server_has() -> None:
     trainer = fitted(Curious(), server_samples=50)
-    run, tools, data = trainer.run, trainer.aggregator.tools, trainer.run.federation.data
+    run, tools, data = trainer.run, trainer.federation.server.tools, trainer.federation.data
     assert len(data.server) == 50
 
     model = tools.module(run.state)
@@ -64,7 +63,7 @@ def test_scoring_between_the_rounds_changes_no_weight() -> None:
 
 
 def test_modules_share_nothing() -> None:
-    tools = fitted(FedAvg()).aggregator.tools
+    tools = fitted(FedAvg()).federation.server.tools
     state = {k: torch.zeros_like(v) for k, v in tools.module({}).state_dict().items()}
     zeros, other = tools.module(state), tools.module({})
     assert all(not value.any() for value in zeros.state_dict().values())
@@ -73,10 +72,10 @@ def test_modules_share_nothing() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    tools = fitted(FedAvg()).aggregator.tools
+    tools = fitted(FedAvg()).federation.server.tools
     assert tools.score is None
     assert "set data.server_samples" in str(tools.refusal("X", "score", "picks"))
-    tools = fitted(FedAvg(), server_samples=20, private=["network.3"]).aggregator.tools
+    tools = fitted(FedAvg(), server_samples=20, private=["network.3"]).federation.server.tools
     assert tools.score is None and tools.module is None
     assert "clients keep network.3" in str(tools.refusal("X", "module", "distils"))
 
@@ -84,7 +83,7 @@ def test_what_is_missing_is_said() -> None:
 def test_images_become_inputs_as_the_clients_see_them() -> None:
     trainer = FederatedTrainer(1, accelerator="cpu", enable_checkpointing=False)
     trainer.prepare(Classifier(LeNet5()), _Pictures(clients=2))
-    tools, data = trainer.aggregator.tools, trainer.run.federation.data
+    tools, data = trainer.federation.server.tools, trainer.federation.data
     stored = data.train.x[:4]
     images = stored.permute(0, 3, 1, 2).float() / 255
     assert torch.allclose(tools.to_inputs(images), data.scaling(stored), atol=1e-6)

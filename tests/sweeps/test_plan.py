@@ -58,6 +58,13 @@ def test_folders_can_be_read() -> None:
     assert len(slashes) == 2 and ".." not in slashes
 
 
+def test_the_name_of_a_folder_is_not_cut_inside_a_number() -> None:
+    grid = {f"trainer.aggregator.rate_{n}": [0.0125] for n in range(9)}
+    name = folder(replace(SWEEP, grid=grid)).parent.name
+    shown = "-".join(f"rate_{n}=0.0125" for n in range(5))
+    assert name.startswith(f"FedProx-{shown}-") and len(name) == len(f"FedProx-{shown}-") + 8
+
+
 def test_a_cell_is_another_one_if_anything_changes_that_decides_its_result() -> None:
     same = folder(SWEEP)
     assert folder(changed(rounds=3)) != same

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from flsuite.aggregators import Aggregator
+from flsuite.aggregators import Aggregator, LinearRule, Rule
 from flsuite.analysis.runs import read_partition
 from flsuite.data import FederatedData
 from flsuite.errors import FlsuiteError
@@ -16,7 +16,7 @@ from flsuite.models.layers import read_layers
 from flsuite.models.protocols import LogitModel
 from flsuite.runs.reuse import UPDATES
 from flsuite.server.update_store import UpdateStore
-from flsuite.state import RunningMean, State
+from flsuite.state import State, StateLayout, cast, mean_of
 
 __all__ = [
     "Factors",
@@ -36,24 +36,26 @@ Factors = Mapping[str, State]
 """K-FAC's factors ``a`` and ``g`` by layer."""
 
 
-def known_to_server(aggregator: Aggregator, secure_sum: bool) -> tuple[Knowledge, ...]:
+def known_to_server(aggregator: Aggregator | Rule, secure_sum: bool) -> tuple[Knowledge, ...]:
     """Return what the server has to attack a client with.
 
     Args:
-        aggregator: The algorithm. It is read for what its updates carry.
+        aggregator: The algorithm, or its rule. It is read for what its updates carry.
         secure_sum: Whether the server learns sums over clients alone, beside the extras that the
             algorithm sends in the clear.
 
     Raises:
         FlsuiteError: If the algorithm does not work from sums.
     """
-    if secure_sum and not aggregator.works_from_sums:
+    rule = aggregator.rule if isinstance(aggregator, Aggregator) else aggregator
+    if secure_sum and not isinstance(rule, LinearRule):
         raise FlsuiteError(
-            f"{type(aggregator).__name__} needs every client's own update, and does not go "
+            f"{type(rule).__name__} needs every client's own update, and does not go "
             "together with secure sums"
         )
     # K-FAC factors are the one thing that is never summed up.
-    sends_factors = "fisher" in aggregator.clear_extras
+    statistics = rule.statistics(StateLayout((), 0), {})
+    sends_factors = any(not statistic.is_sum for statistic in statistics.values())
     return (
         *(() if secure_sum else ("client",)),
         "mean",
@@ -89,10 +91,8 @@ def mean_model(run_dir: str | Path, round: int = 1) -> State:
     table = read_partition(run_dir)
     samples = table[table["split"] == "train"].groupby("client")["samples"].sum()
 
-    mean = RunningMean()
-    for client, state in models.items():
-        mean.add(state, float(samples[client]))
-    return mean.mean()
+    mean = mean_of((state, float(samples[client])) for client, state in models.items())
+    return cast(mean, next(iter(models.values())))
 
 
 def sent_factors(

@@ -8,7 +8,7 @@ import pandas as pd
 
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.clients import client_gains, final_scores
-from flsuite.analysis.comparison import Score, compare
+from flsuite.analysis.comparison import compare
 from flsuite.analysis.curves import seed_curves
 from flsuite.analysis.gamma import gamma_parts
 from flsuite.analysis.partition import class_counts
@@ -64,8 +64,6 @@ def gather(
     split: str,
     axis: str,
     target: float | None,
-    score: Score,
-    monitor: str,
     against: str | None = None,
 ) -> PageData:
     """Return the tables of the page.
@@ -76,8 +74,6 @@ def gather(
         split: The data of the curves and of the target.
         axis: The axis that is shown first.
         target: The score to reach, if there is one.
-        score: The score that methods are compared by.
-        monitor: The score on validation data that picks a round.
         against: Compare with this method only.
     """
     metric = metrics[0]
@@ -90,7 +86,7 @@ def gather(
         curves=_curves(results, {f"{split} {name}": (name, split) for name in metrics}),
         gamma=_curves(results, {name: (name, "train") for name in gamma_parts(results)}),
         targets=no_rows if target is None else _targets(results, target, metric, split),
-        pairs=compare(results, metric, score, against, monitor),
+        pairs=compare(results, metric, against=against),
         client_rounds=_client_rounds(results, metric) if has_clients else no_rows,
         clients=_clients(results, metric) if has_clients else no_rows,
         gains=_gains(results, metric) if has_clients else no_rows,

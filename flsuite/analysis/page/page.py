@@ -11,11 +11,11 @@ import pandas as pd
 
 import flsuite
 import flsuite.analysis.page.tables as tables
-from flsuite.analysis.comparison import comparison_note
+from flsuite.analysis.comparison import comparison_note, default_score
 from flsuite.analysis.groups import Group
 from flsuite.analysis.page.data import gather
 from flsuite.analysis.page.reproduction import reproductions
-from flsuite.analysis.report import first_score, require_score
+from flsuite.analysis.report import require_score
 from flsuite.analysis.results import results_of
 from flsuite.analysis.target import own_target
 from flsuite.errors import FlsuiteError
@@ -96,7 +96,7 @@ def _content(
     from flsuite.analysis.page.charts import charts
 
     results, metric, split = results_of(groups), request.metrics[0], request.split
-    score, monitor = first_score(groups, metric)
+    score, _ = default_score(results, metric)
     target = request.target
     if target is None:
         target = own_target(results, metric, split)
@@ -104,7 +104,7 @@ def _content(
     for name in request.metrics:
         require_score(groups, name, split)
     shown = _curves_of(results, request.metrics, split)
-    data = gather(results, shown, split, request.x, target, score, monitor, request.against)
+    data = gather(results, shown, split, request.x, target, request.against)
     specs = charts(data)
     return {
         "title": Path(os.path.commonpath([run for g in groups for run in g.runs])).name,

@@ -4,13 +4,14 @@ Source: Darlow et al., "CINIC-10 is not ImageNet or CIFAR-10", arXiv:1810.03505.
 """
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from flsuite.arguments import check_init
 from flsuite.data.datasets.torchvision_files import split_of, stacked
 from flsuite.data.datasets.vision import DEFAULT_ROOT
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError, one_line, require_one_of
+from flsuite.errors import FlsuiteError, one_line
 
 __all__ = ["CINIC10"]
 
@@ -52,7 +53,7 @@ class CINIC10(FederatedDataModule):
     def __init__(self, valid: Valid = "validation", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.valid: Valid = valid
-        require_one_of("CINIC10", get_args(Valid), valid=valid)
+        check_init(self, CINIC10)
 
     def load(self) -> PublishedSplits:
         folder = self.data_root(DEFAULT_ROOT) / FOLDER

@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from flsuite.arguments import NonNegativeInt, at_least, check_init
 from flsuite.data.digest import described
 from flsuite.data.images import Scaling, Unscaled
 from flsuite.data.map_style import Field, Reading, read_field, read_split, require_map_style
@@ -18,7 +19,7 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import Partition
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
 from flsuite.data.stored import StoredSplit
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError
 
 __all__ = ["FromDataset", "MapStyleModule"]
 
@@ -45,8 +46,8 @@ class MapStyleModule(FederatedDataModule):
         self,
         labels: Field | None = None,
         ids: Field | None = None,
-        bins: int | None = None,
-        workers: int = 0,
+        bins: Annotated[int, at_least(2)] | None = None,
+        workers: NonNegativeInt = 0,
         in_memory: bool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -56,8 +57,7 @@ class MapStyleModule(FederatedDataModule):
         self.bins = bins
         self.workers = workers
         self.in_memory = in_memory
-        require_at_least(type(self).__name__, 2, bins=bins)
-        require_at_least(type(self).__name__, 0, workers=workers)
+        check_init(self, MapStyleModule)
 
     def _published(
         self, datasets: dict[str, Any], collate: Callable[[list[Any]], Any] | None

@@ -7,11 +7,12 @@ https://archive.ics.uci.edu/dataset/442.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 
+from flsuite.arguments import Range, at_least, check_init
 from flsuite.data.datasets.column_scale import fit_scale
 from flsuite.data.datasets.csv_files import csv_frames
 from flsuite.data.datasets.nbaiot_files import (
@@ -26,7 +27,7 @@ from flsuite.data.datasets.numbers import numeric_chunks
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import evenly_held_out
-from flsuite.errors import FlsuiteError, require_at_least, require_one_of
+from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
 __all__ = ["NBaIoT", "read_nbaiot"]
@@ -38,6 +39,9 @@ FEWEST_ROWS = 5
 CHUNK_ROWS = 16_384
 
 Classes = Literal["binary", "family", "attack"]
+_Device = Annotated[
+    int, Range(f"from 1 to {len(DEVICES)}", lambda number: 1 <= number <= len(DEVICES))
+]
 Part = tuple[np.ndarray, int, int]
 """Rows float32 ``(n, 115)`` of one file, their class, their device."""
 
@@ -177,19 +181,15 @@ class NBaIoT(FederatedDataModule):
     def __init__(
         self,
         classes: Classes = "binary",
-        device: int | None = None,
-        rows_per_file: int | None = None,
+        device: _Device | None = None,
+        rows_per_file: Annotated[int, at_least(FEWEST_ROWS)] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.classes = classes
         self.device = device
         self.rows_per_file = rows_per_file
-
-        require_one_of("NBaIoT", get_args(Classes), classes=classes)
-        require_at_least("NBaIoT", FEWEST_ROWS, rows_per_file=rows_per_file)
-        if device is not None and not 1 <= device <= len(DEVICES):
-            raise FlsuiteError(f"NBaIoT: device must be from 1 to {len(DEVICES)}, got {device}")
+        check_init(self, NBaIoT)
 
     def load(self) -> PublishedSplits:
         root = self.data_root(DEFAULT_ROOT)

@@ -1,14 +1,15 @@
 """A classification problem whose best possible accuracy is known, to measure a method's loss."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from flsuite.arguments import NonNegativeFloat, NonNegativeInt, at_least, check_init
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError
 from flsuite.random import torch_generator
 
 __all__ = ["Synthetic", "bayes_accuracy", "make_mixture", "simplex_means"]
@@ -32,11 +33,7 @@ def make_mixture(
     Returns:
         Tables float32 ``(n, features)`` with labels int64 ``(n,)``, the last fifth for testing, and
         ``ids`` where there are owners.
-
-    Raises:
-        FlsuiteError: If an argument is out of range.
     """
-    _check(features, classes, samples, separation, owners, owner_shift)
     generator = torch_generator(seed, "synthetic")
 
     means = simplex_means(classes, features, separation, generator)
@@ -95,34 +92,6 @@ def _test_samples(samples: int) -> int:
     return max(1, int(samples * TEST_FRACTION))
 
 
-def _check(
-    features: int, classes: int, samples: int, separation: float, owners: int, owner_shift: float
-) -> None:
-    """Refuse arguments out of range."""
-    own = "Synthetic"
-    require_at_least(own, 2, classes=classes)
-    require_at_least(own, 0, separation=separation, owners=owners, owner_shift=owner_shift)
-    if samples < 2 * classes:
-        raise FlsuiteError(
-            f"{own}: samples must be at least twice the classes, {2 * classes}, got {samples}"
-        )
-    if samples < 2 * classes:
-        raise FlsuiteError(
-            f"{own}: samples must be at least twice the classes, {2 * classes}, got {samples}"
-        )
-
-    if features < classes - 1:
-        raise FlsuiteError(
-            f"{own}: {classes} equidistant means need {classes - 1} dimensions; "
-            f"raise features, which is {features}"
-        )
-
-    if owners > (train_samples := samples - _test_samples(samples)):
-        raise FlsuiteError(
-            f"{own}: owners must be at most the {train_samples} training samples, got {owners}"
-        )
-
-
 class Synthetic(FederatedDataModule):
     """A mixture of balanced classes: one spherical Gaussian of variance 1 each, equidistant means.
 
@@ -145,11 +114,11 @@ class Synthetic(FederatedDataModule):
     def __init__(
         self,
         features: int = 20,
-        classes: int = 4,
+        classes: Annotated[int, at_least(2)] = 4,
         samples: int = 2000,
-        separation: float = 3.0,
-        owners: int = 0,
-        owner_shift: float = 1.0,
+        separation: NonNegativeFloat = 3.0,
+        owners: NonNegativeInt = 0,
+        owner_shift: NonNegativeFloat = 1.0,
         data_seed: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -161,7 +130,8 @@ class Synthetic(FederatedDataModule):
         self.owners = owners
         self.owner_shift = owner_shift
         self.data_seed = data_seed
-        _check(features, classes, samples, separation, owners, owner_shift)
+        check_init(self, Synthetic)
+        self._check_sizes()
 
     @property
     def bayes_accuracy(self) -> float:
@@ -170,6 +140,24 @@ class Synthetic(FederatedDataModule):
         With owners, it bounds even a classifier that is given each owner's shift.
         """
         return bayes_accuracy(self.classes, self.separation)
+
+    def _check_sizes(self) -> None:
+        """Refuse sizes that do not go together."""
+        if self.samples < 2 * self.classes:
+            raise FlsuiteError(
+                f"Synthetic: samples must be at least twice the classes, {2 * self.classes}, got "
+                f"{self.samples}"
+            )
+        if self.features < self.classes - 1:
+            raise FlsuiteError(
+                f"Synthetic: {self.classes} equidistant means need {self.classes - 1} dimensions; "
+                f"raise features, which is {self.features}"
+            )
+        if self.owners > (train_samples := self.samples - _test_samples(self.samples)):
+            raise FlsuiteError(
+                f"Synthetic: owners must be at most the {train_samples} training samples, got "
+                f"{self.owners}"
+            )
 
     def load(self) -> PublishedSplits:
         return make_mixture(

@@ -2,22 +2,31 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
+from flsuite.arguments import Range, SmallProbability, check_init
 from flsuite.data.datasets.column_scale import ScaleName, fit_scale
 from flsuite.data.datasets.table_files import feature_columns, read_frames, take_rows
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import evenly_held_out
-from flsuite.errors import FlsuiteError, require_one_of
+from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
 __all__ = ["Table", "read_table"]
 
 SPLIT_SEED = 0
+
+_Columns = Annotated[
+    list[str],
+    Range(
+        "at least one column, and none twice",
+        lambda names: len({*names}) == len(names) > 0,
+    ),
+]
 
 
 def read_table(
@@ -137,12 +146,12 @@ class Table(FederatedDataModule):
 
     def __init__(
         self,
-        path: str,
+        path: str | Path,
         label: str,
-        features: list[str] | None = None,
+        features: _Columns | None = None,
         client: str | None = None,
-        test_path: str | None = None,
-        test_fraction: float = 0.2,
+        test_path: str | Path | None = None,
+        test_fraction: SmallProbability = 0.2,
         scale: ScaleName = "minmax",
         **kwargs: Any,
     ) -> None:
@@ -154,14 +163,7 @@ class Table(FederatedDataModule):
         self.test_path = test_path
         self.test_fraction = test_fraction
         self.scale: ScaleName = scale
-
-        require_one_of("Table", get_args(ScaleName), scale=scale)
-        if not 0 < test_fraction < 1:
-            raise FlsuiteError(
-                f"Table: test_fraction must be above 0 and below 1, got {test_fraction}"
-            )
-        if features is not None and (not features or len({*features}) < len(features)):
-            raise FlsuiteError("Table: features must name at least one column, and none twice")
+        check_init(self, Table)
         if label in (features or ()):
             raise FlsuiteError(f"Table: features must not include the label {label!r}")
 
@@ -176,7 +178,7 @@ class Table(FederatedDataModule):
             self.scale,
         )
 
-    def _place(self, given: str) -> Path:
+    def _place(self, given: str | Path) -> Path:
         """Return the place of a file: without ``root``, the working folder comes first."""
         path = Path(given).expanduser()
         return path if self.root is None and path.exists() else self.data_root(".") / path

@@ -8,17 +8,18 @@ German Traffic Sign Recognition Benchmark: a multi-class classification competit
 """
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from flsuite.arguments import PositiveInt, check_init
 from flsuite.data.datasets.torchvision_files import read_torchvision
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import PublishedSplits
-from flsuite.errors import require_at_least, require_one_of
 
 __all__ = ["CIFAR10", "CIFAR100", "EMNIST", "GTSRB", "MNIST", "SVHN", "FashionMNIST"]
 
 DEFAULT_ROOT = "~/.cache/flsuite"
-EMNIST_SPLITS = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
+
+EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"]
 
 
 class _Torchvision(FederatedDataModule):
@@ -74,10 +75,10 @@ class EMNIST(_Torchvision):
 
     reader = "EMNIST"
 
-    def __init__(self, split: str = "balanced", **kwargs: Any) -> None:
+    def __init__(self, split: EMNISTSplit = "balanced", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.split = split
-        require_one_of("EMNIST", EMNIST_SPLITS, split=split)
+        check_init(self, EMNIST)
 
     def load(self) -> PublishedSplits:
         root = self.data_root(DEFAULT_ROOT)
@@ -97,10 +98,10 @@ class GTSRB(_Torchvision):
 
     reader = "GTSRB"
 
-    def __init__(self, size: int = 32, **kwargs: Any) -> None:
+    def __init__(self, size: PositiveInt = 32, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.size = size
-        require_at_least("GTSRB", 1, size=size)
+        check_init(self, GTSRB)
 
     def load(self) -> PublishedSplits:
         root = self.data_root(DEFAULT_ROOT)

@@ -8,7 +8,7 @@ import numpy as np
 
 from flsuite.data.arguments import PlainArguments
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError
 
 __all__ = ["Partition", "partition_labels"]
 
@@ -64,7 +64,8 @@ class Partition(PlainArguments, ABC):
     @staticmethod
     def check_enough(samples: int, clients: int) -> None:
         """Refuse more clients than samples."""
-        require_at_least("data", 1, clients=clients)
+        if clients < 1:
+            raise FlsuiteError(f"data: clients must be at least 1, got {clients}")
         if clients > samples:
             raise FlsuiteError(
                 f"{clients} clients cannot share {samples} training samples; lower data.clients"

@@ -1,19 +1,63 @@
 """Tables of counts: how many samples of each class each client gets."""
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
+from flsuite.arguments import Settings
+from flsuite.data.partitions.base import Partition
 from flsuite.data.rows import Rows
 from flsuite.errors import FlsuiteError
 
-__all__ = [
-    "apportion",
-    "apportion_by_client",
-    "assign_by_counts",
-    "check_min_samples",
-    "draw_counts",
-]
+__all__ = ["CountPartition", "apportion", "apportion_by_client", "assign_by_counts"]
+
+
+class CountPartition(Partition, Settings):
+    """A partition that is a table of counts: a number of samples per class and client.
+
+    Attributes:
+        min_samples: The fewest samples per client.
+        max_redraws: Redraws of a table that gives a client fewer. The last one is then levelled.
+    """
+
+    min_samples: int = 1
+    max_redraws: int = 0
+
+    @abstractmethod
+    def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Draw a table, int64 ``(classes, clients)``.
+
+        Args:
+            sizes: Samples of each class, int64 ``(classes,)``. There is one class if the split does
+                not depend on classes.
+            clients: Number of clients.
+            rng: The only source of randomness.
+        """
+
+    def __call__(
+        self,
+        labels: np.ndarray,
+        clients: int,
+        rng: np.random.Generator,
+        ids: np.ndarray | None = None,
+    ) -> Sequence[np.ndarray]:
+        self.check_enough(len(labels), clients)
+        if self.min_samples * clients > len(labels):
+            raise FlsuiteError(
+                f"{clients} clients cannot have {self.min_samples} each of {len(labels)} training "
+                f"samples; lower {type(self).__name__}.min_samples or data.clients"
+            )
+
+        seen = labels if self.needs_labels else np.zeros_like(labels)
+        classes = np.unique(seen, return_inverse=True)[1]
+        sizes = np.bincount(classes)
+        # Bounded, because a request that is nearly impossible would be redrawn without end.
+        for _ in range(1 + self.max_redraws):
+            counts = self.counts(sizes, clients, rng)
+            if counts.sum(axis=0).min() >= self.min_samples:
+                break
+        return assign_by_counts(classes, _levelled(counts, self.min_samples), rng)
 
 
 def assign_by_counts(
@@ -81,32 +125,6 @@ def apportion_by_client(
     counts = np.empty(shares.shape, np.int64)
     np.put_along_axis(counts, order, _cut(np.take_along_axis(shares, order, 1), sizes), 1)
     return counts
-
-
-def draw_counts(draw: Callable[[], np.ndarray], min_samples: int, max_redraws: int) -> np.ndarray:
-    """Draw a table until every client has ``min_samples``, and level the last one if none has.
-
-    The draws are bounded, because a request that is nearly impossible would be redrawn without end.
-
-    Args:
-        draw: Returns a new table, int64 ``(classes, clients)``.
-        min_samples: The fewest samples per client.
-        max_redraws: Draws after the first one.
-    """
-    for _ in range(1 + max_redraws):
-        counts = draw()
-        if counts.sum(axis=0).min() >= min_samples:
-            break
-    return _levelled(counts, min_samples)
-
-
-def check_min_samples(partition: str, min_samples: int, clients: int, samples: int) -> None:
-    """Refuse a minimum that the data cannot give to every client."""
-    if min_samples * clients > samples:
-        raise FlsuiteError(
-            f"{clients} clients cannot have {min_samples} each of {samples} training samples; "
-            f"lower {partition}.min_samples or data.clients"
-        )
 
 
 def _cut(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -1,22 +1,17 @@
 """Label skew: each class is spread over clients in proportions from a Dirichlet distribution."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from flsuite.data.partitions.base import Partition
-from flsuite.data.partitions.counts import (
-    apportion,
-    assign_by_counts,
-    check_min_samples,
-    draw_counts,
-)
-from flsuite.errors import require_at_least, require_positive
+from flsuite.arguments import NonNegativeInt, PositiveFloat, PositiveInt
+from flsuite.data.partitions.counts import CountPartition, apportion
 
 __all__ = ["Dirichlet"]
 
 
-class Dirichlet(Partition):
+@dataclass
+class Dirichlet(CountPartition):
     """Each class is spread over the clients in proportions drawn from Dir(alpha).
 
     This is the scheme of Yurochkin et al. 2019 (arXiv:1905.12022), which most papers mean by
@@ -40,30 +35,10 @@ class Dirichlet(Partition):
             every client.
     """
 
-    def __init__(self, alpha: float, min_samples: int = 1, max_redraws: int = 100) -> None:
-        self.alpha = alpha
-        self.min_samples = min_samples
-        self.max_redraws = max_redraws
-        require_positive("Dirichlet", alpha=alpha)
-        require_at_least("Dirichlet", 1, min_samples=min_samples)
-        require_at_least("Dirichlet", 0, max_redraws=max_redraws)
+    alpha: PositiveFloat
+    min_samples: PositiveInt = 1
+    max_redraws: NonNegativeInt = 100
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.Generator,
-        ids: np.ndarray | None = None,
-    ) -> Sequence[np.ndarray]:
-        self.check_enough(len(labels), clients)
-        check_min_samples("Dirichlet", self.min_samples, clients, len(labels))
-
-        classes = np.unique(labels, return_inverse=True)[1]
-        sizes = np.bincount(classes)
-
-        def draw() -> np.ndarray:
-            shares = rng.dirichlet(np.full(clients, self.alpha), size=len(sizes))
-            return apportion(shares, sizes, rng)
-
-        counts = draw_counts(draw, self.min_samples, self.max_redraws)
-        return assign_by_counts(classes, counts, rng)
+    def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+        shares = rng.dirichlet(np.full(clients, self.alpha), size=len(sizes))
+        return apportion(shares, sizes, rng)

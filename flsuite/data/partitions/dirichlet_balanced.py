@@ -1,17 +1,17 @@
 """Label skew at equal sizes: each client's class mix is drawn from a Dirichlet distribution."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from flsuite.data.partitions.base import Partition
-from flsuite.data.partitions.counts import assign_by_counts
-from flsuite.errors import require_positive
+from flsuite.arguments import PositiveFloat
+from flsuite.data.partitions.counts import CountPartition
 
 __all__ = ["DirichletBalanced"]
 
 
-class DirichletBalanced(Partition):
+@dataclass
+class DirichletBalanced(CountPartition):
     """Equal client sizes, each client's mix of classes drawn from Dir(alpha).
 
     This is the scheme of Hsu et al. 2019 (arXiv:1909.06335) and of Acar et al. 2021
@@ -32,23 +32,12 @@ class DirichletBalanced(Partition):
         FlsuiteError: If ``alpha`` is out of range, or there are more clients than samples.
     """
 
-    def __init__(self, alpha: float) -> None:
-        self.alpha = alpha
-        require_positive("DirichletBalanced", alpha=alpha)
+    alpha: PositiveFloat
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.Generator,
-        ids: np.ndarray | None = None,
-    ) -> Sequence[np.ndarray]:
-        self.check_enough(len(labels), clients)
-
-        classes = np.unique(labels, return_inverse=True)[1]
-        left = np.bincount(classes)
+    def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+        left = sizes.copy()
         mix = rng.dirichlet(np.full(len(left), self.alpha), size=clients)
-        missing = np.full(clients, len(labels) // clients)
+        missing = np.full(clients, sizes.sum() // clients)
         counts = np.zeros((len(left), clients), dtype=np.int64)
 
         while missing.any():  # each pass either fills every client or exhausts a class
@@ -62,4 +51,4 @@ class DirichletBalanced(Partition):
             counts += granted
             left -= granted.sum(axis=1)
             missing -= granted.sum(axis=0)
-        return assign_by_counts(classes, counts, rng)
+        return counts

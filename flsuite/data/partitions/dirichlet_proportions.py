@@ -1,22 +1,17 @@
 """Label skew: each class is spread in proportion to mixes of classes that the clients draw."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from flsuite.data.partitions.base import Partition
-from flsuite.data.partitions.counts import (
-    apportion_by_client,
-    assign_by_counts,
-    check_min_samples,
-    draw_counts,
-)
-from flsuite.errors import require_at_least, require_positive
+from flsuite.data.partitions.counts import apportion_by_client
+from flsuite.data.partitions.dirichlet import Dirichlet
 
 __all__ = ["DirichletProportions"]
 
 
-class DirichletProportions(Partition):
+@dataclass
+class DirichletProportions(Dirichlet):
     """Each client draws a mix of classes from Dir(alpha), and classes are spread by the mixes.
 
     Client i draws ``q_i ~ Dir(alpha)`` over the classes. Class k is then spread over the clients in
@@ -45,33 +40,9 @@ class DirichletProportions(Partition):
             every client.
     """
 
-    def __init__(self, alpha: float, min_samples: int = 1, max_redraws: int = 100) -> None:
-        self.alpha = alpha
-        self.min_samples = min_samples
-        self.max_redraws = max_redraws
-        require_positive("DirichletProportions", alpha=alpha)
-        require_at_least("DirichletProportions", 1, min_samples=min_samples)
-        require_at_least("DirichletProportions", 0, max_redraws=max_redraws)
-
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.Generator,
-        ids: np.ndarray | None = None,
-    ) -> Sequence[np.ndarray]:
-        self.check_enough(len(labels), clients)
-        check_min_samples("DirichletProportions", self.min_samples, clients, len(labels))
-
-        classes = np.unique(labels, return_inverse=True)[1]
-        sizes = np.bincount(classes)
-
-        def draw() -> np.ndarray:
-            mixes = rng.dirichlet(np.full(len(sizes), self.alpha), size=clients)
-            return apportion_by_client(_shares(mixes, rng), sizes, rng)
-
-        counts = draw_counts(draw, self.min_samples, self.max_redraws)
-        return assign_by_counts(classes, counts, rng)
+    def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+        mixes = rng.dirichlet(np.full(len(sizes), self.alpha), size=clients)
+        return apportion_by_client(_shares(mixes, rng), sizes, rng)
 
 
 def _shares(mixes: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -1,17 +1,18 @@
 """Clients that have only a few classes."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from flsuite.data.partitions.base import Partition
-from flsuite.data.partitions.counts import assign_by_counts
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.arguments import PositiveInt
+from flsuite.data.partitions.counts import CountPartition
+from flsuite.errors import FlsuiteError
 
 __all__ = ["Pathological"]
 
 
-class Pathological(Partition):
+@dataclass
+class Pathological(CountPartition):
     """``classes_per_client`` classes per client, every class split evenly over its clients.
 
     After McMahan et al. 2017 (arXiv:1602.05629), with classes instead of shards, so that a client
@@ -28,20 +29,9 @@ class Pathological(Partition):
             that a client would have no sample.
     """
 
-    def __init__(self, classes_per_client: int) -> None:
-        self.classes_per_client = classes_per_client
-        require_at_least("Pathological", 1, classes_per_client=classes_per_client)
+    classes_per_client: PositiveInt
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.Generator,
-        ids: np.ndarray | None = None,
-    ) -> Sequence[np.ndarray]:
-        self.check_enough(len(labels), clients)
-        classes = np.unique(labels, return_inverse=True)[1]
-        sizes = np.bincount(classes)
+    def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
         if self.classes_per_client > len(sizes):
             raise FlsuiteError(
                 f"Pathological.classes_per_client is {self.classes_per_client}, "
@@ -56,7 +46,7 @@ class Pathological(Partition):
                 f"client {empty[0]} would have no sample: its classes have fewer samples than "
                 "clients; raise Pathological.classes_per_client or lower data.clients"
             )
-        return assign_by_counts(classes, counts, rng)
+        return counts
 
 
 def _assign_classes(

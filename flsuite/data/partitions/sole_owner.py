@@ -1,16 +1,19 @@
 """A class that one client alone has."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from flsuite.arguments import BelowOne, NonNegativeInt, Settings
 from flsuite.data.partitions.base import Partition
-from flsuite.errors import FlsuiteError, require_at_least, require_below_one
+from flsuite.errors import FlsuiteError
 
 __all__ = ["SoleOwner"]
 
 
-class SoleOwner(Partition):
+@dataclass
+class SoleOwner(Partition, Settings):
     """Client 0 has all samples of one class and some others. The rest is split evenly at random.
 
     Args:
@@ -21,11 +24,8 @@ class SoleOwner(Partition):
         FlsuiteError: If there is no other client, no sample of the class, or too few others.
     """
 
-    def __init__(self, label: int, share: float = 0.1) -> None:
-        self.label = label
-        self.share = share
-        require_at_least("SoleOwner", 0, label=label)
-        require_below_one("SoleOwner", share=share)
+    label: NonNegativeInt
+    share: BelowOne = 0.1
 
     def __call__(
         self,

@@ -1,12 +1,19 @@
 """The base class of the backbones."""
 
 from abc import ABC, abstractmethod
+from typing import Annotated
 
 from torch import nn
 
-from flsuite.errors import FlsuiteError
+from flsuite.arguments import Range
 
-__all__ = ["Backbone", "check_widths"]
+__all__ = ["Backbone", "TwoWidths", "Widths"]
+
+Widths = Annotated[tuple[int, ...], Range("widths of at least 1", lambda w: min(w, default=1) >= 1)]
+TwoWidths = Annotated[
+    tuple[int, ...],
+    Range("two widths of at least 1, one per convolution", lambda w: len(w) == 2 and min(w) >= 1),
+]
 
 
 class Backbone(ABC):
@@ -23,23 +30,3 @@ class Backbone(ABC):
         Raises:
             FlsuiteError: If the network does not fit this shape. The message names one that does.
         """
-
-
-def check_widths(owner: str, layers: int | None = None, **widths: tuple[int, ...]) -> None:
-    """Refuse a layer without units, and another number of layers than ``layers``.
-
-    Args:
-        owner: Name of the backbone.
-        layers: Number of widths that are needed. Default: any.
-        **widths: Tuples of widths, by the name of the argument.
-    """
-    for name, values in widths.items():
-        if any(width < 1 for width in values):
-            raise FlsuiteError(
-                f"{owner}({name}={tuple(values)}) has a layer without units; every width must be "
-                "at least 1"
-            )
-        if layers is not None and len(values) != layers:
-            raise FlsuiteError(
-                f"{owner}({name}={tuple(values)}) must have {layers} widths, one per convolution"
-            )

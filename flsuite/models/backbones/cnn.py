@@ -1,9 +1,12 @@
 """The convolutional network of the first federated-learning papers."""
 
+from dataclasses import dataclass
+
 from torch import nn
 
+from flsuite.arguments import Settings
 from flsuite.errors import FlsuiteError
-from flsuite.models.backbones.base import Backbone, check_widths
+from flsuite.models.backbones.base import Backbone, TwoWidths, Widths
 
 __all__ = ["CNN", "image_shape"]
 
@@ -24,7 +27,8 @@ def image_shape(backbone: Backbone, shape: tuple[int, ...], smallest: int) -> tu
     return channels, height, width
 
 
-class CNN(Backbone):
+@dataclass(frozen=True)
+class CNN(Backbone, Settings):
     """Two 5x5 convolutions with 2x2 max-pools, then fully connected layers.
 
     The defaults are the CNN of McMahan et al. 2017, Communication-Efficient Learning of Deep
@@ -40,19 +44,10 @@ class CNN(Backbone):
         channels: Channels of the two convolutions.
     """
 
-    def __init__(
-        self,
-        bias: bool = True,
-        hidden: tuple[int, ...] = (512,),
-        padding: bool = True,
-        channels: tuple[int, ...] = (32, 64),
-    ) -> None:
-        check_widths("CNN", hidden=hidden)
-        check_widths("CNN", layers=2, channels=channels)
-        self.bias = bias
-        self.hidden = tuple(hidden)
-        self.padding = padding
-        self.channels = tuple(channels)
+    bias: bool = True
+    hidden: Widths = (512,)
+    padding: bool = True
+    channels: TwoWidths = (32, 64)
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from ``(n, channels, height, width)`` to ``(n, outputs)``."""

@@ -1,14 +1,18 @@
 """LeNet-5."""
 
+from dataclasses import dataclass
+
 from torch import nn
 
-from flsuite.models.backbones.base import Backbone, check_widths
+from flsuite.arguments import Settings
+from flsuite.models.backbones.base import Backbone, TwoWidths, Widths
 from flsuite.models.backbones.cnn import image_shape
 
 __all__ = ["LeNet5"]
 
 
-class LeNet5(Backbone):
+@dataclass(frozen=True)
+class LeNet5(Backbone, Settings):
     """LeNet-5 with ReLU and max-pools.
 
     LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition. Two 5x5 convolutions
@@ -22,17 +26,9 @@ class LeNet5(Backbone):
         hidden: Widths of the hidden fully connected layers.
     """
 
-    def __init__(
-        self,
-        bias: bool = True,
-        channels: tuple[int, ...] = (6, 16),
-        hidden: tuple[int, ...] = (120, 84),
-    ) -> None:
-        check_widths("LeNet5", layers=2, channels=channels)
-        check_widths("LeNet5", hidden=hidden)
-        self.bias = bias
-        self.channels = tuple(channels)
-        self.hidden = tuple(hidden)
+    bias: bool = True
+    channels: TwoWidths = (6, 16)
+    hidden: Widths = (120, 84)
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from images of at least 16 pixels per side to ``(n, outputs)``."""

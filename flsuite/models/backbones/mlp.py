@@ -1,16 +1,19 @@
 """The multilayer perceptron."""
 
+from dataclasses import dataclass
 from math import prod
 
 from torch import nn
 
-from flsuite.errors import FlsuiteError, require_below_one
-from flsuite.models.backbones.base import Backbone, check_widths
+from flsuite.arguments import BelowOne, Settings
+from flsuite.errors import FlsuiteError
+from flsuite.models.backbones.base import Backbone, Widths
 
 __all__ = ["MLP"]
 
 
-class MLP(Backbone):
+@dataclass(frozen=True)
+class MLP(Backbone, Settings):
     """Fully connected layers with ReLU, for tables and flattened images.
 
     ``MLP(hidden=())`` is multinomial logistic regression. ``MLP(hidden=(200, 200))`` is the 2NN of
@@ -22,14 +25,9 @@ class MLP(Backbone):
         dropout: Probability of dropping a hidden unit in training, in [0, 1).
     """
 
-    def __init__(
-        self, hidden: tuple[int, ...] = (64,), bias: bool = True, dropout: float = 0.0
-    ) -> None:
-        check_widths("MLP", hidden=hidden)
-        require_below_one("MLP", dropout=dropout)
-        self.hidden = tuple(hidden)
-        self.bias = bias
-        self.dropout = dropout
+    hidden: Widths = (64,)
+    bias: bool = True
+    dropout: BelowOne = 0.0
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from ``(n, *shape)``, a shape of any rank, to ``(n, outputs)``."""

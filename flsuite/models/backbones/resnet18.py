@@ -1,12 +1,13 @@
 """ResNet-18 of torchvision."""
 
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 from torch import Tensor, nn
 
-from flsuite.errors import require_at_least
-from flsuite.models.backbones.base import Backbone, check_widths
+from flsuite.arguments import PositiveInt, Settings
+from flsuite.models.backbones.base import Backbone, Widths
 from flsuite.models.backbones.cnn import image_shape
 from flsuite.models.backbones.norms import Norm, make_norm
 
@@ -16,7 +17,8 @@ _FEATURES = 512  # channels of the last stage
 _SMALL = 64  # pixels per side from which the stem reduces the image fourfold
 
 
-class ResNet18(Backbone):
+@dataclass(frozen=True)
+class ResNet18(Backbone, Settings):
     """ResNet-18 with torchvision's parameter names.
 
     He et al. 2016, Deep Residual Learning for Image Recognition, arXiv:1512.03385. FedFisher's
@@ -40,21 +42,11 @@ class ResNet18(Backbone):
             as in FedFisher's network, a side of 32 becomes 28.
     """
 
-    def __init__(
-        self,
-        norm: Norm = "batch",
-        small_images: bool | None = None,
-        head: tuple[int, ...] = (),
-        bias: bool = True,
-        kernel: int = 3,
-    ) -> None:
-        check_widths("ResNet18", head=head)
-        require_at_least("ResNet18", 1, kernel=kernel)
-        self.norm: Norm = norm
-        self.small_images = small_images
-        self.head = tuple(head)
-        self.bias = bias
-        self.kernel = kernel
+    norm: Norm = "batch"
+    small_images: bool | None = None
+    head: Widths = ()
+    bias: bool = True
+    kernel: PositiveInt = 3
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from images of at least 8 pixels per side to ``(n, outputs)``."""

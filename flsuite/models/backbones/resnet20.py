@@ -1,8 +1,10 @@
 """The pre-activation ResNet-20."""
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
-from flsuite.errors import require_at_least
+from flsuite.arguments import PositiveInt, Settings
 from flsuite.models.backbones.base import Backbone
 from flsuite.models.backbones.cnn import image_shape
 from flsuite.models.backbones.norms import Norm, make_norm
@@ -12,7 +14,8 @@ __all__ = ["PreActResNet", "ResNet20"]
 _GROUPS = 8  # groups of GroupNorm: two channels each in the first stage, eight in the last
 
 
-class ResNet20(Backbone):
+@dataclass(frozen=True)
+class ResNet20(Backbone, Settings):
     """Pre-activation ResNet-20, "v2".
 
     He et al. 2016, Identity Mappings in Deep Residual Networks, arXiv:1603.05027.
@@ -25,10 +28,8 @@ class ResNet20(Backbone):
         width: Channels of the first stage. The other two have twice and four times as many.
     """
 
-    def __init__(self, norm: Norm = "batch", width: int = 16) -> None:
-        require_at_least("ResNet20", 1, width=width)
-        self.norm: Norm = norm
-        self.width = width
+    norm: Norm = "batch"
+    width: PositiveInt = 16
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from images of at least 4 pixels per side to ``(n, outputs)``."""

@@ -1,15 +1,18 @@
 """A convolutional network with strides instead of pools."""
 
+from dataclasses import dataclass
+
 from torch import nn
 
-from flsuite.errors import require_at_least
+from flsuite.arguments import PositiveInt, Settings
 from flsuite.models.backbones.base import Backbone
 from flsuite.models.backbones.cnn import image_shape
 
 __all__ = ["StridedCNN"]
 
 
-class StridedCNN(Backbone):
+@dataclass(frozen=True)
+class StridedCNN(Backbone, Settings):
     """Three 4x4 convolutions with stride 2, each followed by a leaky ReLU, then one linear layer.
 
     The default width is that of AF-FCL's feature extractor for images of 28x28 pixels: Wuerkaixi et
@@ -19,9 +22,7 @@ class StridedCNN(Backbone):
         width: Channels of the first convolution. The others have twice and four times as many.
     """
 
-    def __init__(self, width: int = 64) -> None:
-        require_at_least("StridedCNN", 1, width=width)
-        self.width = width
+    width: PositiveInt = 64
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from images of at least 8 pixels per side to ``(n, outputs)``."""

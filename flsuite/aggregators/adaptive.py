@@ -1,0 +1,105 @@
+"""Server optimizers: the clients' mean change is a pseudo-gradient.
+
+FedAvgM: Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distribution for Federated
+Visual Classification, arXiv:1909.06335, section 4.3. FedAdagrad, FedYogi, FedAdam: Reddi et al.
+2021, Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
+
+Under an asynchronous schedule late changes act like momentum: with long delays, lower the momentum
+or ``beta1``. The adaptive methods divide by the size of recent changes, so that damping which all
+changes share cancels from the step: with long delays, lower ``lr``.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch.optim import SGD
+
+from flsuite.aggregators.fedavg import FedAvg
+from flsuite.aggregators.server_optimizers import AdaptiveAdagrad, AdaptiveAdam, AdaptiveYogi
+from flsuite.arguments import BelowOne, PositiveFloat
+
+__all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi"]
+
+
+class FedAvgM(FedAvg):
+    """Server momentum, ``v <- momentum * v + D``, ``w <- w + lr * v``.
+
+    Args:
+        lr: The server's learning rate. With 1 and momentum 0 this is FedAvg.
+        momentum: In [0, 1).
+        parts: As for FedAvg.
+    """
+
+    def __init__(self, lr: PositiveFloat = 1.0, momentum: BelowOne = 0.9, **parts: Any) -> None:
+        self.lr, self.momentum = lr, momentum
+        super().__init__(server_optimizer=partial(SGD, lr=lr, momentum=momentum), **parts)
+
+
+class FedAdagrad(FedAvg):
+    """:class:`~flsuite.aggregators.AdaptiveAdagrad` on the server, ``v <- v + D^2``.
+
+    Args:
+        lr: The server's learning rate, eta.
+        beta1: Decay of the first moment, in [0, 1).
+        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
+        parts: As for FedAvg.
+    """
+
+    def __init__(
+        self,
+        lr: PositiveFloat = 0.1,
+        beta1: BelowOne = 0.0,
+        tau: PositiveFloat = 1e-3,
+        **parts: Any,
+    ) -> None:
+        self.lr, self.beta1, self.tau = lr, beta1, tau
+        step = partial(AdaptiveAdagrad, lr=lr, beta1=beta1, tau=tau)
+        super().__init__(server_optimizer=step, **parts)
+
+
+class FedAdam(FedAvg):
+    """:class:`~flsuite.aggregators.AdaptiveAdam` on the server, with a decaying mean of ``D^2``.
+
+    Args:
+        lr: The server's learning rate, eta.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
+        parts: As for FedAvg.
+    """
+
+    def __init__(
+        self,
+        lr: PositiveFloat = 0.1,
+        beta1: BelowOne = 0.9,
+        beta2: BelowOne = 0.99,
+        tau: PositiveFloat = 1e-3,
+        **parts: Any,
+    ) -> None:
+        self.lr, self.beta1, self.beta2, self.tau = lr, beta1, beta2, tau
+        step = partial(AdaptiveAdam, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
+        super().__init__(server_optimizer=step, **parts)
+
+
+class FedYogi(FedAvg):
+    """:class:`~flsuite.aggregators.AdaptiveYogi` on the server.
+
+    Args:
+        lr: The server's learning rate, eta.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
+        parts: As for FedAvg.
+    """
+
+    def __init__(
+        self,
+        lr: PositiveFloat = 0.1,
+        beta1: BelowOne = 0.9,
+        beta2: BelowOne = 0.99,
+        tau: PositiveFloat = 1e-3,
+        **parts: Any,
+    ) -> None:
+        self.lr, self.beta1, self.beta2, self.tau = lr, beta1, beta2, tau
+        step = partial(AdaptiveYogi, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
+        super().__init__(server_optimizer=step, **parts)

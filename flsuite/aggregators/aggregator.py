@@ -1,0 +1,274 @@
+"""A federated algorithm: four parts, and the order in which they act.
+
+With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and staleness ``t_k``::
+
+    client   train  F_k(w) + objective                      -> D_k, s_k
+    client   D_k <- T_n(... T_1(D_k))                       transforms, in their order
+    server   D_k <- T_1^-1(... T_n^-1(D_k))                 undone, in reverse
+    server   D   <- rule({D_k, p_k, s_k})                   a weighted sum, or one over the cohort
+    server   D   <- transforms of the aggregate             noise, for example
+    server   w   <- server_optimizer(w, D)
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any, ClassVar, final
+
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flsuite.aggregators.chain import Chain
+from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.part import Named, Part, Server, Statistic
+from flsuite.aggregators.rebase import rebased
+from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
+from flsuite.aggregators.rules.mean import Mean
+from flsuite.aggregators.server_optimizers.step import require_step, stepped
+from flsuite.aggregators.transforms.base import Transform
+from flsuite.arguments import check_init
+from flsuite.errors import FlsuiteError, require_instance
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.state import State, StateLayout, Sums, Tree, cast, divided, scaled
+
+__all__ = ["Aggregator"]
+
+OptimizerCallable = Callable[[Iterable[Tensor]], Optimizer]
+
+
+class Aggregator:
+    """A federated algorithm, made of four parts. Each of them may be left out.
+
+    It is settings alone. What it keeps from round to round lies in :class:`Server`.
+
+    Args:
+        rule: How the updates of a round become one model. Default: their mean by samples.
+        objective: What clients minimise beside their own loss. Default: nothing.
+        transforms: What happens to a client's change on its way, in this order.
+        server_optimizer: Any optimizer of torch, whose gradient is the negative change. Its state
+            is in the checkpoint. Default: the server takes the rule's model.
+        private: Prefixes of the entries that stay with the clients, beside those that the model
+            declares.
+
+    Raises:
+        FlsuiteError: If a part is of another kind.
+    """
+
+    pools: ClassVar[bool] = False
+    """Whether one fit on the samples of all clients replaces those of a cohort."""
+    added: tuple[Named, ...] = ()
+    """What else of the run acts through the parts, such as an attack."""
+
+    def __init__(
+        self,
+        rule: Rule | None = None,
+        objective: Objective | None = None,
+        transforms: list[Transform] | None = None,
+        server_optimizer: OptimizerCallable | None = None,
+        private: list[str] | None = None,
+    ) -> None:
+        self.rule = Mean() if rule is None else rule
+        self.objective = Objective() if objective is None else objective
+        self.transforms = list(transforms or ())
+        self.server_optimizer = server_optimizer
+        self.private = tuple(private or ())
+        check_init(self)
+        owner = type(self).__name__
+        if not isinstance(self.rule, (LinearRule, CohortRule)):
+            kind = type(self.rule).__name__
+            raise FlsuiteError(f"{owner}: rule must be a LinearRule or a CohortRule, got {kind}")
+        require_instance(owner, Objective, objective=self.objective)
+        for transform in self.transforms:
+            require_instance(owner, Transform, transforms=transform)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # An override would silently miss workers' sums and secure aggregation.
+        if own := sorted({"aggregate", "aggregate_sums", "contribution"} & vars(cls).keys()):
+            raise FlsuiteError(
+                f"{cls.__name__} overrides Aggregator.{own[0]}; write a LinearRule or a "
+                "CohortRule, and pass it as rule"
+            )
+
+    @property
+    def name(self) -> str:
+        """Return the name of the algorithm: that of its preset, or else of its rule."""
+        return Named("", self.rule).name if type(self) is Aggregator else type(self).__name__
+
+    def with_parts(self, **parts: Any) -> "Aggregator":
+        """Return a copy with other parts, by their names."""
+        new = copy.copy(self)
+        vars(new).update(parts)
+        return new
+
+    def parts(self) -> list[Named]:
+        """Return the parts with the keys of a config that name them."""
+        key = "trainer.aggregator"
+        named = [Named(key, self), Named(f"{key}.rule", self.rule)]
+        named.append(Named(f"{key}.objective", self.objective))
+        named += [Named(f"{key}.transforms", part) for part in self.transforms]
+        return [*named, *self.added]
+
+    def prepare(self, server: Server) -> None:
+        """Refuse a model or a server on which a part cannot work.
+
+        Raises:
+            FlsuiteError: If there is one.
+        """
+        for name, part in self._by_name().items():
+            part.prepare(server.of(name))
+        if self.server_optimizer is not None:
+            require_step(self.server_optimizer)
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        """Return what clients send beside their change, by name."""
+        return self.rule.statistics(layout, state) | self.objective.statistics(layout, state)
+
+    # The client half
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        """Return the callbacks of one client's fit."""
+        return [*self.objective.callbacks(client), *self.rule.callbacks(client)]
+
+    def chain(self, layout: StateLayout, state: State) -> Chain:
+        """Return the transforms, for this model."""
+        return Chain(self.transforms, layout.parameters, state, self.statistics(layout, state))
+
+    def contribution(
+        self, update: ClientUpdate, summed: Iterable[str], layout: StateLayout
+    ) -> Tree:
+        """Return what a client adds to the sums of a round.
+
+        Args:
+            update: The update, as the server reads it.
+            summed: Names of its statistics that are summed.
+            layout: Names and groups of the entries that travel.
+        """
+        weight = self.rule.weight(update)
+        tree: Tree = {"count": 1.0, "weight": weight}
+        if statistics := {name: update.extras[name] for name in summed}:
+            tree["statistics"] = scaled(statistics, weight)
+        if isinstance(self.rule, LinearRule):
+            tree["rule"] = self.rule.terms(update, layout)
+        return tree
+
+    # The server half
+
+    def broadcast(self, server: Server) -> dict[str, Any]:
+        """Return what every client of the round receives beside the model, by part."""
+        sent = {"objective": self.objective.broadcast(server.of("objective"))}
+        for name, part in self._transforms().items():
+            sent[name] = part.broadcast(server.of(name))
+        return {name: content for name, content in sent.items() if content}
+
+    @final
+    def aggregate(
+        self, server: Server, updates: Iterator[ClientUpdate], summed: Sequence[str] = ()
+    ) -> State:
+        """Return the next global state.
+
+        Args:
+            server: What the server knows.
+            updates: The checked updates, in a fixed order. The iterator can be consumed once.
+            summed: Names of the statistics that are summed.
+
+        Raises:
+            FederationError: If there are too few updates for the rule.
+        """
+        sums, seen = Sums(), list[ClientUpdate]()
+        if isinstance(self.rule, LinearRule):
+            rebasing = (rebased(update, server) for update in updates)
+            own = self.rule.statistics(server.layout, server.state)
+            single = [name for name, statistic in own.items() if not statistic.is_sum]
+            contribution = partial(self.contribution, summed=summed, layout=server.layout)
+            sum_by_parts(sums, rebasing, contribution, single, seen)
+            return self.aggregate_sums(server, sums.values, seen)
+
+        def passing() -> Iterator[ClientUpdate]:
+            for update in updates:
+                sums.add(self.contribution(update, summed, server.layout))
+                seen.append(update.without_tensors())
+                yield update
+
+        rule = self.rule
+        assert isinstance(rule, CohortRule)
+        arriving = passing()
+        first = list(islice(arriving, 1))
+        model = server.state
+        if first:
+            model = rule.combine(server.of("rule"), _chained(first, arriving))
+        return self._concluded(server, model, sums.values)
+
+    @final
+    def aggregate_sums(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        """Return the next global state from sums over clients.
+
+        Args:
+            server: What the server knows.
+            sums: The sums of :meth:`contribution`. They are empty in a round without clients.
+            updates: The updates without their models.
+        """
+        assert isinstance(self.rule, LinearRule)
+        model = server.state
+        if sums:
+            model = self.rule.result(server.of("rule"), sums["rule"], updates)
+        return self._concluded(server, model, sums)
+
+    def _concluded(self, server: Server, model: State, sums: Tree) -> State:
+        count, statistics = round(sums.get("count", 0)), sums.get("statistics", {})
+        means = divided(statistics, sums["weight"]) if count and sums["weight"] > 0 else {}
+        self.objective.conclude(server.of("objective"), means, count)
+        for name, part in self._transforms().items():
+            model = part.on_aggregate(server.of(name), model, statistics, count)
+        if self.server_optimizer is None:
+            return cast(model, server.state)
+        return stepped(self.server_optimizer, server.of("server_optimizer"), model)
+
+    def _transforms(self) -> dict[str, Transform]:
+        return {f"transforms/{place}": part for place, part in enumerate(self.transforms)}
+
+    def _by_name(self) -> dict[str, Part]:
+        return {"rule": self.rule, "objective": self.objective, **self._transforms()}
+
+
+def sum_by_parts(
+    sums: Sums,
+    updates: Iterable[ClientUpdate],
+    contribution: Callable[[ClientUpdate], Tree],
+    single: Sequence[str],
+    seen: list[ClientUpdate],
+) -> None:
+    """Add up what clients contribute, part by part of the cohort.
+
+    A worker that trains a whole part sends its sum. What a sum rounds to depends on the order of
+    its terms, so that the server sums part by part where it has every update too.
+
+    Args:
+        sums: They are added to.
+        updates: The updates.
+        contribution: Returns what an update adds.
+        single: Names of the statistics that are no sums. They are kept.
+        seen: Takes the updates without all else.
+    """
+    part, own = None, sums
+    for update in updates:
+        if update.part != part:
+            if own is not sums:
+                sums.merge(own)
+            part, own = update.part, sums if update.part is None else Sums()
+        if update.partial is not None:
+            own.merge(update.partial)
+        else:
+            own.add(contribution(update))
+        extras = {name: update.extras[name] for name in single}
+        seen.append(replace(update, state={}, extras=extras, base={}, partial=None))
+    if own is not sums:
+        sums.merge(own)
+
+
+def _chained(first: list[ClientUpdate], others: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
+    yield first.pop()  # nobody here holds it while the others arrive
+    yield from others

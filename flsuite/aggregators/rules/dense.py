@@ -1,0 +1,246 @@
+"""DENSE: Zhang et al. 2022, algorithm 1.
+
+DENSE: Data-Free One-Shot Federated Learning, arXiv:2112.12371.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flsuite.aggregators.part import Server
+from flsuite.aggregators.rules.base import CohortRule, timed
+from flsuite.aggregators.rules.dense_generator import (
+    CHANNELS,
+    ImageGenerator,
+    batch_norm_distances,
+)
+from flsuite.aggregators.rules.distillation import (
+    Ensemble,
+    adversarial_loss,
+    distillation_loss,
+)
+from flsuite.arguments import (
+    BelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Settings,
+)
+from flsuite.data.augment import CropFlip
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientUpdate
+from flsuite.random import seed_process, torch_generator
+from flsuite.state import State, cast, clone, mean_of
+
+__all__ = ["DENSE"]
+
+log = logging.getLogger("flsuite")
+
+Precision = Literal["32-true", "bf16-mixed"]
+# BatchNorm cannot train on one image.
+_BatchSize = Annotated[int, Range("at least 2", lambda x: x >= 2)]
+# A smaller generator would be that of the least width.
+_LEAST = 1 / min(CHANNELS)
+_Width = Annotated[float, Range(f"at least {_LEAST}", lambda x: _LEAST <= x < torch.inf)]
+
+
+@dataclass(frozen=True)
+class DENSE(CohortRule, Settings):
+    """A student distilled from the clients' ensemble on images that a generator invents.
+
+    The teacher is the mean by samples of the clients' logits, and the student starts from FedAvg's
+    model. An epoch has two stages. A new generator learns images that the teacher assigns to random
+    classes, whose statistics fit the clients' BatchNorm layers, and on which student and teacher
+    disagree. The images join a pool, and the student takes one pass over all of the pool. The
+    student of the best epoch is kept, by its score on the server's own samples. Without such
+    samples it is that of the last epoch.
+
+    The paper takes the plain mean of the logits, a student with random weights, and 200 epochs.
+    Everything sees the images scaled as the clients' data.
+
+    All models of a round are in memory at a time.
+
+    Logged as ``train/<name>``:
+
+    - ``server_seconds``: the time of the aggregation;
+    - ``ensemble_accuracy``: the teacher's accuracy on the server's own samples, if there are any;
+    - ``kept_epoch``: the epoch of the kept student;
+    - ``generator_loss``, ``generator_ce``, ``generator_bn``, ``generator_adv``: the lowest loss of
+      the last epoch and its three parts, without their weights;
+    - ``student_loss``: the mean distillation loss of the last epoch.
+
+    Args:
+        epochs: Number of epochs.
+        generator_steps: Steps of Adam per epoch, on the generator and the latent vectors.
+        batch_size: Images per epoch, and per step of the student.
+        latent: Numbers per latent vector.
+        width: Factor of the generator's channels, at least 1/64. Half of them cost about a quarter
+            of the time.
+        generator_lr: The generator's learning rate.
+        betas: Decays of the generator's Adam.
+        bn_weight: Weight of the distance to the BatchNorm statistics.
+        adv_weight: Weight of the disagreement.
+        student_lr: The student's learning rate. The paper takes .001 after pre-training.
+        momentum: The student's momentum, in [0, 1).
+        temperature: Temperature of both distributions in the distillation.
+        generator_crop: Pixels by which images are shifted at random while the generator learns.
+        student_crop: The same while the student learns. The paper takes 4 on CIFAR.
+        flip: Whether to mirror images at random, in both stages.
+        precision: ``bf16-mixed`` runs the generator in bfloat16, which takes a third of the time on
+            a CPU with AMX. The models see float32.
+    """
+
+    epochs: PositiveInt = 20
+    generator_steps: PositiveInt = 30
+    batch_size: _BatchSize = 256
+    latent: PositiveInt = 256
+    width: _Width = 1.0
+    generator_lr: PositiveFloat = 0.001
+    betas: tuple[BelowOne, BelowOne] = (0.5, 0.999)
+    bn_weight: NonNegativeFloat = 1.0
+    adv_weight: NonNegativeFloat = 0.5
+    student_lr: PositiveFloat = 0.01
+    momentum: BelowOne = 0.9
+    temperature: PositiveFloat = 20.0
+    generator_crop: NonNegativeInt = 4
+    student_crop: NonNegativeInt = 0
+    flip: bool = True
+    precision: Precision = "32-true"
+
+    needs = frozenset({"each update", "current models"})
+
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        arrived = list(updates)
+        mean = mean_of((update.state, update.samples) for update in arrived)
+        # Dropout of the student draws from the global generators. They are restored at the end.
+        with timed(server), isolate_rng(), torch.enable_grad():
+            seed_process(server.tools.seed, "dense", arrived[0].round)
+            return self._train(server, cast(mean, server.state), arrived)
+
+    def _train(self, server: Server, mean: State, updates: Sequence[ClientUpdate]) -> State:
+        """Return the student's state at the best epoch, or at the last one without a score."""
+        tools = server.tools
+        assert tools.module is not None  # prepare has refused
+        student = tools.module(mean)
+        teacher = Ensemble(
+            [tools.module(update.state) for update in updates],
+            [float(update.samples) for update in updates],
+        )
+        if tools.score_module is not None:
+            server.metrics["ensemble_accuracy"] = tools.score_module(teacher)
+
+        own = dict(student.named_parameters())
+        parameters = [own[name] for name in server.layout.parameters]
+        optimizer = torch.optim.SGD(parameters, self.student_lr, self.momentum)
+        draws = torch_generator(tools.seed, "dense", updates[0].round)
+        images = ImageGenerator(self.latent, tools.shape, self.width).to(parameters[0].device)
+
+        new, best, pool = mean, -1.0, torch.empty(0, *tools.shape, dtype=torch.uint8)
+        for epoch in range(1, self.epochs + 1):
+            pool = torch.cat([pool, self._invent(server, images, teacher, student, draws)])
+            self._distil(server, student, teacher, optimizer, pool, draws)
+
+            # A later epoch must be better, or come without a score.
+            state = clone({name: student.state_dict()[name] for name in mean})
+            accuracy = None if tools.score is None else tools.score(state)
+            if accuracy is None or accuracy > best:
+                new, best = state, -1.0 if accuracy is None else accuracy
+                server.metrics["kept_epoch"] = float(epoch)
+        return new
+
+    def _invent(
+        self,
+        server: Server,
+        images: ImageGenerator,
+        teacher: Ensemble,
+        student: nn.Module,
+        draws: torch.Generator,
+    ) -> Tensor:
+        """Return the images of the lowest loss of a new generator, uint8."""
+        device = images.start.weight.device
+        images.reset(draws)
+        z = torch.randn(self.batch_size, self.latent, generator=draws).to(device).requires_grad_()
+        labels = torch.randint(server.tools.outputs, (self.batch_size,), generator=draws).to(device)
+        learned = [*images.parameters(), z]
+        optimizer = torch.optim.Adam(learned, self.generator_lr, self.betas)
+
+        student.eval()
+        kept, lowest = torch.empty(0), torch.inf
+        with batch_norm_distances(teacher) as distances:
+            for _ in range(self.generator_steps):
+                # The generator alone: it is most of the cost, and its images become bytes.
+                with torch.autocast(device.type, torch.bfloat16, self.precision == "bf16-mixed"):
+                    drawn = images(z).float()
+                x = self._seen(server, drawn, self.generator_crop, draws)
+                distances.clear()
+                logits = teacher(x)
+                parts = {
+                    "ce": F.cross_entropy(logits, labels),
+                    "bn": torch.stack(distances).sum() if distances else logits.new_zeros(()),
+                    "adv": adversarial_loss(logits, student(x)),
+                }
+                loss = parts["ce"] + self.bn_weight * parts["bn"] + self.adv_weight * parts["adv"]
+                if loss.item() < lowest or not len(kept):
+                    kept, lowest = drawn.detach(), loss.item()
+                    server.metrics["generator_loss"] = lowest
+                    server.metrics.update(
+                        {f"generator_{k}": part.item() for k, part in parts.items()}
+                    )
+
+                optimizer.zero_grad()
+                loss.backward(inputs=learned)  # no gradients of the student's weights
+                optimizer.step()
+        return (kept * 255).round().to("cpu", torch.uint8)
+
+    def _distil(
+        self,
+        server: Server,
+        student: nn.Module,
+        teacher: Ensemble,
+        optimizer: torch.optim.Optimizer,
+        pool: Tensor,
+        draws: torch.Generator,
+    ) -> None:
+        """Train the student by one pass over the pool."""
+        student.train()
+        device, losses = teacher.weights.device, []
+        for rows in torch.randperm(len(pool), generator=draws).split(self.batch_size):
+            x = self._seen(server, pool[rows].to(device) / 255, self.student_crop, draws)
+            with torch.no_grad():
+                logits = teacher(x)
+            loss = distillation_loss(logits, student(x), self.temperature)
+
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        student.eval()
+        server.metrics["student_loss"] = sum(losses) / len(losses)
+
+    def _seen(self, server: Server, images: Tensor, crop: int, draws: torch.Generator) -> Tensor:
+        """Return images as the models see them: shifted, mirrored and scaled as clients' data."""
+        assert server.tools.to_inputs is not None  # prepare has refused
+        return server.tools.to_inputs(CropFlip(crop, self.flip)(images, draws))
+
+    def prepare(self, server: Server) -> None:
+        """Refuse a model without its logits, and data that no generator of images stands in for."""
+        tools = server.tools
+        if tools.module is None:
+            raise tools.refusal("DENSE", "module", "needs the clients' models as an ensemble")
+        if tools.to_inputs is None:
+            raise tools.refusal("DENSE", "to_inputs", "invents images")
+        if tools.task == "multilabel":
+            raise FlsuiteError(
+                "DENSE invents images of one class each, and this data has several labels per "
+                "image; choose another aggregator"
+            )
+        if tools.score is None:
+            log.info("%s", tools.refusal("DENSE", "score", "keeps the student of its last epoch"))

@@ -1,0 +1,192 @@
+"""FedFisher: Jhunjhunwala, Wang and Joshi 2024, algorithm 1.
+
+FedFisher: Leveraging Fisher Information for One-Shot Federated Learning, AISTATS,
+arXiv:2403.12329.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning.pytorch import Callback
+
+from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.rules.base import LinearRule, timed
+from flsuite.aggregators.rules.fisher_form import FisherForm
+from flsuite.aggregators.rules.fisher_forms import FORMS, FormName
+from flsuite.aggregators.rules.fisher_passes import FisherPass
+from flsuite.aggregators.rules.solvers.blocks import Block
+from flsuite.aggregators.rules.solvers.selection import (
+    Corrections,
+    Iterate,
+    SolverName,
+    best_iterate,
+    default_steps,
+    iterates,
+    solvers,
+)
+from flsuite.arguments import PositiveInt, Settings
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.metrics.fisher import Expectation
+from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
+
+__all__ = ["FedFisher"]
+
+log = logging.getLogger("flsuite")
+
+
+@dataclass(frozen=True)
+class FedFisher(LinearRule, Settings):
+    """The minimum of the clients' losses, each as a quadratic around the client's model.
+
+    A client with n_i samples sends its model w_i and the Fisher information F_i of its model's own
+    prediction. The server minimises ``Q(w) = 1/2 sum p_i (w - w_i)^T F_i (w - w_i)`` with
+    ``p_i = n_i / N``, and wants of the many minima the one closest to the mean
+    ``wbar = sum p_i w_i``. It starts from the mean. Buffers take FedAvg's value, and so do
+    parameters that no client's Fisher determines.
+
+    The minimum overfits: on the way, models are scored on the server's samples, and the best is
+    taken, of equals the first.
+
+    The server half works from the sums of ``n_i w_i``, ``n_i F_i`` and ``n_i F_i w_i``. K-FAC needs
+    every client's factors in place of the sum of ``n_i F_i``. It never holds more than one model of
+    a client.
+
+    Logged as ``train/<name>``:
+
+    - ``server_seconds``: the time of the aggregation, without waiting for clients;
+    - ``selected_step``: the solver's step whose model is taken, 0 for the mean;
+    - ``selected_solver``: 0, or 1 if ``gd`` of ``cg+gd`` is taken;
+    - ``selected_score``: its accuracy on the server's samples;
+    - ``residual``: the norm of Q's gradient there, relative to that at the mean;
+    - ``fisher_zero``: the share of parameters that no client's Fisher determines.
+
+    Args:
+        fisher: ``kfac`` has two factors per Linear or Conv2d layer. It refuses other layers with
+            parameters. ``diag`` takes any parameter. ``full`` is the whole matrix, for models of at
+            most 20,000 parameters.
+        solver: ``cg`` takes conjugate gradients per layer. ``gd`` is lemma 1 of the paper, gradient
+            descent with the step ``1 / lambda_max`` per layer. ``cg+gd`` takes the better of both
+            by score. They have one limit, and reach it through other models. Without a score it is
+            ``cg``. ``adam`` is the one of the paper's tables. ``exact`` goes to the limit: a
+            division for ``diag``, conjugate gradients until they converge for ``kfac``, and a
+            pseudoinverse for ``full``, which leaves out what float32 rounds away. Secure
+            aggregation rounds sums to fixed steps. ``exact`` amplifies that error where the Fishers
+            are as small as the steps, and parameters there may end far from those of the plain sum.
+            The early steps of the other solvers hardly amplify it.
+        steps: The solver's steps, for ``exact`` the most that ``kfac`` takes. Default: 100 for
+            ``cg+gd`` and 200 for ``cg`` if models are scored, and 50 for both if not, because the
+            limit overfits. It is 2,000 for the others.
+        samples: The largest number of a client's samples that its Fisher is computed over, without
+            augmentation. 2,000 cost a fraction of all, and ``null`` is all.
+        expectation: ``exact`` is the expectation over the model's prediction, with a backward pass
+            per output. ``sampled`` draws one label per sample, with one backward pass.
+        select: Whether to take the model with the best score on the server's samples
+            (``data.server_samples``). Without them, or without this, it is the last one. ``cg`` and
+            ``gd`` score the steps 0, 1, 2, 5, 10, 20, 50, 100 and so on, ``adam`` each hundredth,
+            and all of them the last.
+        epsilon_inside: Whether ``adam`` divides by ``sqrt(v + .01)``, as the public code does for
+            K-FAC, instead of ``sqrt(v) + .01``.
+    """
+
+    fisher: FormName = "kfac"
+    solver: SolverName = "cg+gd"
+    steps: PositiveInt | None = None
+    samples: PositiveInt | None = 2000
+    expectation: Expectation = "exact"
+    select: bool = True
+    epsilon_inside: bool = False
+
+    needs = frozenset({"current models"})
+    _sends = "Fisher information"
+
+    # The client half
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        form = self._form(client.layout)
+        return [FisherPass(client, form, self.samples, self.expectation)]
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        template = self._form(layout).template(state)
+        # K-FAC has no sum: the server needs every client's factors.
+        is_sum, is_psd = self.fisher != "kfac", self._sends_matrices
+        return {"fisher": Statistic(template, is_sum, is_psd)}
+
+    def weight(self, update: ClientUpdate) -> float:
+        return float(update.samples)
+
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
+        """Return ``n_i``, ``n_i w_i``, ``n_i F_i w_i`` and, except for K-FAC, ``n_i F_i``."""
+        own = self._form(layout).terms(update.state, update.extras["fisher"])
+        return scaled({"samples": 1.0, "model": update.state, **own}, update.samples)
+
+    def _form(self, layout: StateLayout) -> FisherForm:
+        return FORMS[self.fisher](layout)
+
+    # The server half
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        with timed(server):
+            means = divided(sums, sums["samples"])
+            form = self._form(server.layout)
+            blocks = form.blocks(means, updates)
+
+            def model(corrections: Corrections) -> State:
+                values = [block.mean + d for block, d in zip(blocks, corrections, strict=True)]
+                return means["model"] | form.entries(values, server.state)
+
+            chosen = self._minimise(server, blocks, model)
+            server.metrics.update(_report(blocks, chosen))
+        return model(chosen.corrections)
+
+    def _minimise(
+        self, server: Server, blocks: Sequence[Block], model: Callable[[Corrections], State]
+    ) -> Iterate:
+        """Return the solver's best model by score, or its last."""
+        score = server.tools.score if self.select else None
+        steps = default_steps(self.solver, score is not None) if self.steps is None else self.steps
+        ways = solvers(self.solver, score is not None)
+        paths = {way: iterates(blocks, way, steps, self.epsilon_inside) for way in ways}
+
+        if score is None:
+            if self.select:
+                why = server.tools.missing.get("score", "nothing scores models here")
+                log.info("FedFisher takes the last model of %s: %s", ways[0], why)
+            return best_iterate(blocks, paths[ways[0]], ways[0], None)
+
+        def scored(corrections: Corrections) -> float:
+            return score(cast(model(corrections), server.state))
+
+        best = [best_iterate(blocks, paths[way], way, scored) for way in ways]
+        # max returns the first of equals.
+        chosen = max(range(len(best)), key=lambda way: best[way].score or 0.0)
+        server.metrics["selected_solver"] = float(chosen)
+        return best[chosen]
+
+    # Before the first round
+
+    @property
+    def _sends_matrices(self) -> bool:  # type: ignore[override]
+        return self.fisher != "diag"
+
+    def prepare(self, server: Server) -> None:
+        if fault := self._form(server.layout).fault():
+            raise FlsuiteError(f"FedFisher: {fault}")
+
+
+def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
+    """Return the numbers about the chosen model, for the log."""
+    before = sum(float(block.residual.square().sum()) for block in blocks)
+    after = 0.0
+    for block, correction in zip(blocks, chosen.corrections, strict=True):
+        after += float((block.residual - block.product(correction)).square().sum())
+    unknown = sum(int((block.diagonal() == 0).sum()) for block in blocks)
+
+    metrics = {"selected_step": float(chosen.step)}
+    if chosen.score is not None:
+        metrics["selected_score"] = chosen.score
+    metrics["residual"] = math.sqrt(after / before) if before else 0.0
+    metrics["fisher_zero"] = unknown / max(1, sum(b.mean.numel() for b in blocks))
+    return metrics

@@ -1,0 +1,141 @@
+"""The forms of a client's Fisher information: a diagonal, K-FAC factors, or the whole matrix."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+import flsuite.aggregators.rules.layer_matrices as layer_matrices
+from flsuite.aggregators.rules.fisher_form import FisherForm, Sampled
+from flsuite.aggregators.rules.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientUpdate
+from flsuite.metrics.fisher import full_fisher, kfac_factors, predictive_diagonal, require_kfac
+from flsuite.state import State, Tree, clone
+
+__all__ = ["FORMS", "FormName"]
+
+FormName = Literal["diag", "kfac", "full"]
+
+_MOST_PARAMETERS = 20_000
+
+
+class DiagonalForm(FisherForm):
+    """The diagonal, ``(F_i)_jj`` for each parameter."""
+
+    def template(self, state: State) -> State:
+        return {name: state[name].float() for name in self.layout.parameters}
+
+    def measure(self, module: nn.Module, sampled: Sampled) -> State:
+        return clone(predictive_diagonal(module, self.layout.parameters, *sampled))
+
+    def terms(self, state: State, fisher: State) -> Tree:
+        own = {name: fisher[name].double() for name in self.layout.parameters}
+        return {"fisher": own, "product": {n: f * state[n].double() for n, f in own.items()}}
+
+    def blocks(self, means: Tree, updates: Sequence[ClientUpdate]) -> list[Block]:
+        model, product, fisher = means["model"], means["product"], means["fisher"]
+        return [Diagonal(model[n], product[n], fisher[n]) for n in self.layout.parameters]
+
+    def entries(self, values: Sequence[Tensor], like: State) -> State:
+        return dict(zip(self.layout.parameters, values, strict=True))
+
+
+class KFACForm(FisherForm):
+    """The factors of each Linear and Conv2d layer, ``F_i vec(W) = G_i W A_i``.
+
+    The server needs every client's factors beside the sum of ``n_i G_i W_i A_i``.
+    """
+
+    def fault(self) -> str | None:
+        outside = [f"{name} ({kind}) is" for name, kind in self.layout.outside_layers.items()]
+        covered = {name for layer in self.layout.layers for name in layer_matrices.names(layer)}
+        outside += [f"{name} is of" for name in self.layout.parameters if name not in covered]
+        if not outside:
+            return None
+        return f"K-FAC covers Linear and Conv2d; {outside[0]} neither: remove it, or use diag"
+
+    def require(self, module: nn.Module, x: Tensor) -> None:
+        require_kfac(module, self.layout.layers, x)
+
+    def template(self, state: State) -> dict[str, State]:
+        return {
+            layer.name: {
+                "a": _square(layer_matrices.columns(state, layer)),
+                "g": _square(len(state[layer.weight_name])),
+            }
+            for layer in self.layout.layers
+        }
+
+    def measure(self, module: nn.Module, sampled: Sampled) -> dict[str, State]:
+        factors = kfac_factors(module, self.layout.layers, *sampled)
+        return {name: clone(pair) for name, pair in factors.items()}
+
+    def terms(self, state: State, fisher: Mapping[str, State]) -> Tree:
+        products: State = {}
+        for layer in self.layout.layers:
+            a, g = fisher[layer.name]["a"].double(), fisher[layer.name]["g"].double()
+            products[layer.name] = g @ layer_matrices.matrix(state, layer) @ a
+        return {"product": products}
+
+    def blocks(self, means: Tree, updates: Sequence[ClientUpdate]) -> list[Block]:
+        samples = sum(update.samples for update in updates)
+        blocks: list[Block] = []
+        for layer in self.layout.layers:
+            pairs = [(u.samples / samples, u.extras["fisher"][layer.name]) for u in updates]
+            factors = [Factors(share, pair["a"], pair["g"]) for share, pair in pairs]
+            wbar = layer_matrices.matrix(means["model"], layer)
+            blocks.append(Kronecker(wbar, means["product"][layer.name], factors))
+        return blocks
+
+    def entries(self, values: Sequence[Tensor], like: State) -> State:
+        new: State = {}
+        for layer, value in zip(self.layout.layers, values, strict=True):
+            new |= layer_matrices.entries(value, layer, like)
+        return new
+
+
+class FullForm(FisherForm):
+    """The whole matrix ``(d, d)`` over all parameters in the model's order, for small models."""
+
+    def template(self, state: State) -> Tensor:
+        size = sum(state[name].numel() for name in self.layout.parameters)
+        if size > _MOST_PARAMETERS:
+            raise FlsuiteError(
+                f"FedFisher: the full Fisher of {size:,} parameters is a square matrix, and at "
+                f"most {_MOST_PARAMETERS:,} parameters are allowed: use kfac or diag"
+            )
+        return _square(size)
+
+    def measure(self, module: nn.Module, sampled: Sampled) -> Tensor:
+        fisher = full_fisher(module, self.layout.parameters, *sampled)
+        return fisher.to("cpu", torch.float32)
+
+    def terms(self, state: State, fisher: Tensor) -> Tree:
+        own = fisher.double()
+        return {"fisher": own, "product": own @ self._vector(state)}
+
+    def blocks(self, means: Tree, updates: Sequence[ClientUpdate]) -> list[Block]:
+        wbar = self._vector(means["model"])
+        return [Dense(wbar, means["product"], means["fisher"], sent_as=torch.float32)]
+
+    def entries(self, values: Sequence[Tensor], like: State) -> State:
+        names = self.layout.parameters
+        parts = values[0].split([like[name].numel() for name in names])
+        return {n: part.reshape(like[n].shape) for n, part in zip(names, parts, strict=True)}
+
+    def _vector(self, state: State) -> Tensor:
+        return torch.cat([state[name].double().flatten() for name in self.layout.parameters])
+
+
+FORMS: Mapping[str, type[FisherForm]] = {
+    "diag": DiagonalForm,
+    "kfac": KFACForm,
+    "full": FullForm,
+}
+
+
+def _square(size: int) -> Tensor:
+    """Return a float32 template ``(size, size)`` that takes no memory."""
+    return torch.zeros(()).expand(size, size)

@@ -1,0 +1,110 @@
+"""The mean of the clients' changes: McMahan et al. 2017, and Nguyen et al. 2022 for late clients.
+
+Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv:1602.05629,
+algorithm 1. Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639, algorithm
+1.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flsuite.aggregators.part import Capability, Server
+from flsuite.aggregators.rules.base import LinearRule
+from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_weight
+from flsuite.arguments import NonNegativeFloat, Settings
+from flsuite.messages import ClientUpdate
+from flsuite.state import State, StateLayout, Tree, divided, scaled
+
+__all__ = ["Mean", "Normalize", "Weighting", "weight_terms"]
+
+Weighting = Literal["samples", "uniform"]
+Normalize = Literal["buffer", "weights"]
+
+
+@dataclass(frozen=True)
+class Mean(LinearRule, Settings):
+    """The model moves by ``rate * sum q_k s(t_k) D_k / sum q_k``, with a client's change ``D_k``.
+
+    A change is measured from the version that its client started from. Where nobody is late and the
+    rate is 1, this is the mean of the clients' models.
+
+    Under an asynchronous schedule the log has the factor of each client's change as ``weight``.
+
+    Buffers move likewise. A rate above 1 extrapolates, and is 1 for buffers. A buffer that is
+    positive, such as a variance, stays so. Integer counters take the maximum.
+
+    Args:
+        weighting: ``samples`` weights a client by its number of training samples, ``uniform`` all
+            alike: ``q_k``.
+        staleness: The weight ``s(t)`` of a client that is ``t`` versions late.
+        normalize: With ``buffer`` the ``q_k`` sum to one, so that a buffer of late updates moves
+            the model less. With ``weights`` the ``q_k s(t_k)`` sum to one.
+        rate: Factor of the mean change.
+    """
+
+    weighting: Weighting = "samples"
+    staleness: StalenessName | Staleness = "polynomial"
+    normalize: Normalize = "buffer"
+    rate: NonNegativeFloat = 1.0
+
+    def weight(self, update: ClientUpdate) -> float:
+        return float(update.samples) if self.weighting == "samples" else 1.0
+
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
+        weight, damping = self.weight(update), self.damping(update)
+        if update.part is None:  # it arrives alone, and not with a cohort
+            update.metrics["weight"] = weight * damping
+        return weight_terms(weight, damping, update.state)
+
+    def damping(self, update: ClientUpdate) -> float:
+        """Return ``s(t)``, which is 1 for most updates and all rounds in lockstep."""
+        return staleness_weight(self.staleness, update.staleness)
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        total, undamped = sums["weight"], sums["undamped"]
+        rate = self.rate
+        if total > 0 and self.normalize == "buffer":
+            rate *= total / undamped
+        for update in updates:
+            if update.part is None:
+                update.metrics["weight"] *= rate / total if total > 0 else 0.0
+        if total <= 0:  # all updates are too late to count
+            return server.state
+        mean = divided(sums["model"], total)
+        return _stepped(server.state, mean, rate, frozenset(server.layout.parameters))
+
+    @property
+    def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
+        reasons = dict(super().withholds)
+        if self.weighting == "uniform" and self.rate == 1.0:
+            del reasons["a plain sum"]
+        else:
+            reasons["a plain sum"] = "weights clients by what they claim; set weighting to uniform"
+        return reasons
+
+
+def weight_terms(weight: float, damping: float, model: State) -> Tree:
+    """Return the terms of a weighted mean of models."""
+    factor = weight * damping
+    return {"weight": factor, "undamped": weight, "model": scaled(model, factor)}
+
+
+def _stepped(state: State, mean: State, rate: float, parameters: frozenset[str]) -> State:
+    """Return ``w + rate (mean - w)``."""
+    return {
+        name: _mixed(value, mean[name], rate if name in parameters else min(rate, 1.0))
+        for name, value in state.items()
+    }
+
+
+def _mixed(old: Tensor, new: Tensor, rate: float) -> Tensor:
+    if not old.is_floating_point():
+        return torch.maximum(old, new)
+    # Exactly one of the two at either end, even the sign of a zero.
+    if rate in (0.0, 1.0):
+        return new if rate else old
+    return torch.lerp(old.to(torch.float64), new, rate)

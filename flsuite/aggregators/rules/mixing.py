@@ -1,0 +1,138 @@
+"""Rules that pull the global model to the clients' models, however old these are.
+
+Xie, Koyejo, Gupta 2019, Asynchronous Federated Optimization, arXiv:1903.03934, algorithm 1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flsuite.aggregators.part import Server
+from flsuite.aggregators.rules.base import CohortRule
+from flsuite.aggregators.rules.mean import Normalize, Weighting
+from flsuite.aggregators.staleness import (
+    Staleness,
+    StalenessName,
+    require_mixture,
+    staleness_weight,
+)
+from flsuite.arguments import Fraction, Settings, Share
+from flsuite.errors import FederationError
+from flsuite.messages import ClientUpdate
+from flsuite.state import State, mean_of
+
+__all__ = ["MixedMean", "Mixing"]
+
+
+@dataclass(frozen=True)
+class Mixing(CohortRule, Settings):
+    """The clients' models are mixed in one after the other, ``w <- (1 - a) w + a w_k``.
+
+    ``a = mixing * s(t_k) * q_k``. Floating-point buffers mix alike, and integer counters take the
+    maximum. The log has ``a`` as ``weight``.
+
+    Args:
+        mixing: The mixing rate. Times the weight of a fresh update it must be at most 1.
+        staleness: The weight ``s(t)`` of a client that is ``t`` versions late.
+        weighting: With ``uniform``, ``q_k`` is 1. With ``samples``, it is the client's share of all
+            training samples of the federation.
+    """
+
+    mixing: Fraction = 0.5
+    staleness: StalenessName | Staleness = "polynomial"
+    weighting: Weighting = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_mixture(type(self).__name__, self.staleness, mixing=self.mixing)
+
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        state = server.state
+        for update in updates:
+            rate = self.mixing * staleness_weight(self.staleness, update.staleness)
+            rate *= self._share(update, server.layout.samples)
+            state = mixed(state, update.state, rate)
+            update.metrics["weight"] = rate
+        return state
+
+    def _share(self, update: ClientUpdate, samples: int) -> float:
+        """Return ``q_k``.
+
+        Raises:
+            FederationError: If the client claims more samples than the federation has. The rate
+                could then exceed 1.
+        """
+        if self.weighting == "uniform":
+            return 1.0
+        if update.samples > samples:
+            raise FederationError(
+                f"{type(self).__name__}: client {update.client} claims {update.samples} training "
+                f"samples in round {update.round}, and the federation has {samples}; correct the "
+                "client, or set weighting to 'uniform'"
+            )
+        return update.samples / samples
+
+
+@dataclass(frozen=True)
+class MixedMean(CohortRule, Settings):
+    """A buffer of models is mixed in at a time, ``w <- w + rate sum q_k s(t_k) (w_k - w)``.
+
+    The log has the factor of each client's model as ``weight``.
+
+    Args:
+        rate: The mixing rate, from 0 to 1. Times the weight of a fresh update it must be at most 1.
+        staleness: The weight ``s(t)`` of a client that is ``t`` versions late.
+        weighting: As for :class:`~flsuite.aggregators.Mean`.
+        normalize: As for :class:`~flsuite.aggregators.Mean`.
+    """
+
+    rate: Share = 0.5
+    staleness: StalenessName | Staleness = "constant"
+    weighting: Weighting = "uniform"
+    normalize: Normalize = "buffer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.normalize == "buffer":
+            require_mixture(type(self).__name__, self.staleness, rate=self.rate)
+
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        given: list[tuple[dict[str, float], float]] = []
+        total = undamped = 0.0
+
+        def models() -> Iterator[tuple[State, float]]:
+            nonlocal total, undamped
+            for update in updates:
+                own = float(update.samples) if self.weighting == "samples" else 1.0
+                weight = own * staleness_weight(self.staleness, update.staleness)
+                total, undamped = total + weight, undamped + own
+                given.append((update.metrics, weight))
+                yield update.state, weight
+
+        try:
+            mean = mean_of(models())
+        except ZeroDivisionError:  # all updates are too late to count
+            mean = server.state
+        rate = self.rate * (total / undamped if self.normalize == "buffer" else 1.0)
+        for metrics, weight in given:
+            metrics["weight"] = rate * (weight / total) if total else 0.0
+        return mixed(server.state, mean, rate if total else 0.0)
+
+
+def mixed(old: State, new: State, rate: float) -> State:
+    """Return ``(1 - rate) old + rate new``, in the dtypes of ``old``.
+
+    With a rate of 0 or 1, floating-point entries are exactly those of one of the two. Integer
+    entries take the maximum at every rate.
+    """
+    return {name: _mixed(value, new[name], rate) for name, value in old.items()}
+
+
+def _mixed(old: Tensor, new: Tensor, rate: float) -> Tensor:
+    if not old.is_floating_point():
+        return torch.maximum(old, new)
+    if rate in (0.0, 1.0):
+        return (new if rate else old).to(old.dtype, copy=True)
+    return torch.lerp(old.to(torch.float64), new.to(torch.float64), rate).to(old.dtype)

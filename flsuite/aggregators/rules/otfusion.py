@@ -1,0 +1,128 @@
+"""OTFusion: Singh and Jaggi 2020, algorithm 1 with the weight-based cost.
+
+Model Fusion via Optimal Transport, arXiv:1910.05653.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from flsuite.aggregators.part import Server
+from flsuite.aggregators.rules.base import CohortRule, timed
+from flsuite.aggregators.rules.matching import (
+    Places,
+    assign,
+    move,
+    neurons,
+    read_layer,
+    require_chain,
+)
+from flsuite.arguments import NonNegativeInt, Settings
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientUpdate
+from flsuite.state import Layer, State, mean_of
+
+__all__ = ["OTFusion", "align", "transport_plan"]
+
+
+@dataclass(frozen=True)
+class OTFusion(CohortRule, Settings):
+    """The mean by samples of the clients' models after their neurons are aligned to a pivot.
+
+    It needs a chain of Conv2d and Linear layers. At equal widths the optimal transport plan between
+    uniform masses is a permutation. Two neurons cost the squared distance of their incoming weights
+    and biases. Outputs stay in place, because the order of the classes is known.
+
+    From one common start the best plan is mostly the identity, and the result is close to FedAvg.
+    All models of a round are in memory at a time.
+
+    Logged as ``train/<name>``:
+
+    - ``server_seconds``: the time of the aggregation;
+    - ``pivot``: the client whose order the others take;
+    - ``moved/<layer>``: the share of the other clients' neurons that change their place.
+
+    Args:
+        pivot: The client whose order of neurons the others take. ``largest`` is the client with the
+            most samples of the round, the first of equals. A number is a client. The largest takes
+            its place in a round that it misses.
+    """
+
+    pivot: Literal["largest"] | NonNegativeInt = "largest"
+
+    needs = frozenset({"each update", "current models"})
+
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        arrived, chain = list(updates), server.layout.chain
+        with timed(server):
+            pivot, plans = self._pivot(arrived), list[Mapping[str, Places]]()
+
+            def aligned() -> Iterator[tuple[State, float]]:
+                for update in arrived:
+                    places = transport_plan(update.state, pivot.state, chain)
+                    if update is not pivot:
+                        plans.append(places)
+                    yield align(update.state, places, chain), update.samples
+
+            new = mean_of(aligned())
+            for layer in chain[:-1]:
+                moved = [_moved(places[layer.name]) for places in plans]
+                server.metrics[f"moved/{layer.name}"] = sum(moved) / len(moved) if moved else 0.0
+            server.metrics["pivot"] = float(pivot.client)
+        return new
+
+    def _pivot(self, updates: Sequence[ClientUpdate]) -> ClientUpdate:
+        named = (update for update in updates if update.client == self.pivot)
+        # max returns the first of equals.
+        return next(named, None) or max(updates, key=lambda update: update.samples)
+
+    def prepare(self, server: Server) -> None:
+        """Refuse a model that is no chain, and a pivot that does not exist."""
+        require_chain("OTFusion", server.layout)
+        if self.pivot != "largest" and self.pivot >= server.layout.clients:
+            raise FlsuiteError(
+                f"OTFusion: pivot must be below the number of clients, {server.layout.clients}, "
+                f"got {self.pivot}"
+            )
+
+
+def transport_plan(state: State, pivot: State, chain: Sequence[Layer]) -> dict[str, Places]:
+    """Return where the neurons of each hidden layer go, by the layer's name.
+
+    Layer by layer from the input on: the incoming weights follow the neurons of the layer before,
+    and then each neuron goes to the place of a neuron of the pivot near to it, one to one.
+    """
+    places: dict[str, Places] = {}
+    inputs: Places | None = None
+    for layer in chain[:-1]:
+        rows = neurons(*read_layer(state, layer, inputs))
+        targets = neurons(*read_layer(pivot, layer, None))
+
+        # A squared distance is two squared norms less twice this product. Every permutation has the
+        # same norms in all.
+        inputs = places[layer.name] = assign(rows @ targets.T)
+    return places
+
+
+def align(state: State, plan: Mapping[str, Places], chain: Sequence[Layer]) -> State:
+    """Return the model with the neurons of each hidden layer at their places.
+
+    It is the same function.
+    """
+    aligned = dict(state)
+    inputs: Places | None = None
+    for layer in chain:
+        weight, bias = read_layer(state, layer, inputs)
+        # The last layer has no plan: its neurons are the classes.
+        inputs = plan.get(layer.name)
+        aligned[layer.weight_name] = weight if inputs is None else move(weight, inputs)
+        if bias is not None:
+            aligned[layer.bias_name] = bias if inputs is None else move(bias, inputs)
+    return aligned
+
+
+def _moved(places: Places) -> float:
+    """Return the share of neurons that change their place."""
+    return float((places.at != torch.arange(places.size)).double().mean())

@@ -1,0 +1,184 @@
+"""PFNM: Yurochkin et al. 2019, in the form that goes up a network layer by layer.
+
+Bayesian Nonparametric Federated Learning of Neural Networks, arXiv:1905.12022: the matching of one
+layer, section 3.1. Wang et al. 2020, Federated Learning with Matched Averaging, arXiv:2002.06440:
+the way through the layers of a convolutional network, from the input to the output.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flsuite.aggregators.part import Server
+from flsuite.aggregators.rules.base import CohortRule, timed
+from flsuite.aggregators.rules.beta_process import Prior, match_neurons, posterior_mean
+from flsuite.aggregators.rules.matching import Places, neurons, read_layer, require_chain
+from flsuite.arguments import NonNegativeInt, PositiveFloat, Settings
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientUpdate
+from flsuite.random import numpy_generator
+from flsuite.state import Layer, State
+
+__all__ = ["PFNM", "class_weighted_mean", "expanded_module", "fuse"]
+
+
+@dataclass(frozen=True)
+class PFNM(CohortRule, Settings):
+    """Neurons of the clients matched to global neurons, and the posterior mean of each of these.
+
+    It needs a chain of Conv2d and Linear layers. The incoming weights and the bias of a client's
+    neuron are a draw around those of a global neuron, whose number is open. An output takes the
+    mean of the clients weighted by their samples of its class.
+
+    The prior pulls every hidden layer to zero: M equal clients give M / (M + 1) of their weights,
+    with the default variances. Biases of the output layer are not pulled, so a network with biases
+    can change its predictions.
+
+    Without ``grow``, the widths stay as they are, and each client's neurons go to all global
+    neurons. With ``grow``, the model of the federation is the same. Besides, a network is rebuilt
+    with as many neurons per layer as the clients have different ones. It is the artifact
+    ``expanded_model``. Small neurons become new ones even where all clients agree.
+
+    All models of a round are in memory at a time.
+
+    Logged as ``train/<name>``:
+
+    - ``server_seconds``: the time of the aggregation;
+    - ``width/<layer>``: neurons of each hidden layer of the expanded network;
+    - ``expanded_model_accuracy``: its accuracy on the server's own samples, if there are any.
+
+    Args:
+        sigma: Standard deviation of a client's weights around those of the global neuron.
+        sigma0: Standard deviation of the global weights around zero.
+        gamma: Mass of the beta process. A larger one gives more global neurons.
+        sweeps: Times that each client is matched again, in random order.
+        grow: Whether to rebuild the network with more neurons. It needs a run of one round.
+    """
+
+    sigma: PositiveFloat = 1.0
+    sigma0: PositiveFloat = 1.0
+    gamma: PositiveFloat = 7.0
+    sweeps: NonNegativeInt = 5
+    grow: bool = False
+
+    needs = frozenset({"each update", "current models"})
+
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        arrived = list(updates)
+        with timed(server):
+            new = self._fuse(server, arrived, grow=False)
+            if self.grow:
+                wide = self._fuse(server, arrived, grow=True)
+                server.artifacts["expanded_model"] = _expand(server, new, wide)
+        return new
+
+    def _fuse(self, server: Server, updates: Sequence[ClientUpdate], grow: bool) -> State:
+        prior = Prior(self.sigma**-2, self.sigma0**-2, self.gamma)
+        generator = numpy_generator(server.tools.seed, "pfnm", updates[0].round)
+        return fuse(updates, server.layout.chain, prior, self.sweeps, grow, generator)
+
+    def prepare(self, server: Server) -> None:
+        """Refuse a model that is no chain, and ``grow`` where it cannot be the last act."""
+        require_chain("PFNM", server.layout)
+        if not self.grow:
+            return
+        if (rounds := server.tools.rounds) != 1:
+            raise FlsuiteError(
+                "PFNM: grow rebuilds the network with other widths, which no further round can "
+                f"train; set trainer.rounds to 1, got {'null' if rounds is None else rounds}"
+            )
+        if server.tools.module is None:
+            raise server.tools.refusal("PFNM", "module", "rebuilds the network with grow")
+
+
+def _expand(server: Server, state: State, wide: State) -> nn.Module:
+    """Return the expanded network, and log its size and its score."""
+    assert server.tools.module is not None  # prepare has refused
+    expanded = expanded_module(server.tools.module(state), server.layout.chain, wide)
+
+    for layer in server.layout.chain[:-1]:
+        server.metrics[f"width/{layer.name}"] = float(len(wide[layer.weight_name]))
+    if server.tools.score_module is not None:
+        server.metrics["expanded_model_accuracy"] = server.tools.score_module(expanded)
+    return expanded
+
+
+def fuse(
+    updates: Sequence[ClientUpdate],
+    chain: Sequence[Layer],
+    prior: Prior,
+    sweeps: int,
+    grow: bool,
+    generator: np.random.Generator,
+) -> State:
+    """Return the global network, with the widths that the matching gives.
+
+    Layer by layer from the input on: the incoming weights of each client follow its neurons of the
+    layer before to their global places, and are 0 for global neurons that it does not have.
+    """
+    fused: State = {}
+    inputs: list[Places | None] = [None] * len(updates)
+    for layer in chain:
+        read = [read_layer(u.state, layer, p) for u, p in zip(updates, inputs, strict=True)]
+        rows = [neurons(weight, bias) for weight, bias in read]
+        if layer is chain[-1]:
+            mean = class_weighted_mean(rows, [update.class_counts for update in updates])
+        else:
+            places = match_neurons(rows, prior, sweeps, grow, generator)
+            mean = posterior_mean(rows, places, prior)
+            inputs = list(places)
+
+        weight, bias = read[0]
+        columns = weight[0].numel()
+        fused[layer.weight_name] = mean[:, :columns].unflatten(1, weight.shape[1:]).to(weight.dtype)
+        if bias is not None:
+            fused[layer.bias_name] = mean[:, columns].to(bias.dtype)
+    return fused
+
+
+def class_weighted_mean(rows: Sequence[Tensor], class_counts: Sequence[Tensor]) -> Tensor:
+    """Return the mean of each output over clients, weighted by their samples of its class.
+
+    A class that nobody has takes the plain mean.
+
+    Args:
+        rows: Incoming weights per client, float64 ``(classes, inputs)``.
+        class_counts: Samples per client, ``(classes,)``.
+    """
+    counts = torch.stack([count.double() for count in class_counts])
+    if counts.shape[1] != len(rows[0]):
+        raise FlsuiteError(
+            "PFNM weights each output by the clients' samples of its class, and the model has "
+            f"{len(rows[0])} outputs for {counts.shape[1]} classes; choose a model with one output "
+            "per class"
+        )
+    counts[:, counts.sum(0) == 0] = 1.0
+    total = sum(count[:, None] * row for count, row in zip(counts, rows, strict=True))
+    return total / counts.sum(0)[:, None]
+
+
+def expanded_module(module: nn.Module, chain: Sequence[Layer], weights: State) -> nn.Module:
+    """Return a copy of a network whose layers have these weights, of any widths.
+
+    Args:
+        module: The network. Its modules have the names of the layers.
+        chain: Its layers.
+        weights: Their new weights and biases.
+    """
+    expanded = copy.deepcopy(module)
+    for layer in chain:
+        part = expanded.get_submodule(layer.name)
+        weight = weights[layer.weight_name]
+        if isinstance(part, nn.Conv2d):
+            part.out_channels, part.in_channels = weight.shape[:2]
+        elif isinstance(part, nn.Linear):
+            part.out_features, part.in_features = weight.shape
+
+        part.weight = nn.Parameter(weight.clone())
+        if layer.bias:
+            part.bias = nn.Parameter(weights[layer.bias_name].clone())
+    return expanded

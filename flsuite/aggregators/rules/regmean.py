@@ -1,0 +1,189 @@
+"""RegMean: Jin et al. 2023, eq. 2 and algorithm 1.
+
+Dataless Knowledge Fusion by Merging Weights of Language Models, arXiv:2212.09849.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+import flsuite.aggregators.rules.layer_matrices as layer_matrices
+from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.rules.base import LinearRule, timed
+from flsuite.aggregators.rules.logit_pass import LogitPass
+from flsuite.arguments import PositiveInt, Proportion, Settings
+from flsuite.data.loader import Batch
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.metrics.fisher import gram_matrices
+from flsuite.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
+
+__all__ = ["RegMean"]
+
+log = logging.getLogger("flsuite")
+
+_ALPHAS = (0.1, 0.9)
+# Grams travel in float32. Below this part of the largest eigenvalue there is rounding alone.
+_ROUNDING = 1e-7
+_TAKES = "RegMean takes the mean of"
+
+
+@dataclass(frozen=True)
+class RegMean(LinearRule, Settings):
+    """Linear layers whose outputs are as close as possible to those of each client's layer.
+
+    A client sends its model and, per linear layer, the Gram matrix of the layer's inputs X over its
+    samples, ``G_i = X^T X / rows``. With ``G'_i = alpha G_i + (1 - alpha) diag G_i`` and
+    ``p_i = n_i / N``, the layer is ``W = (sum p_i W_i G'_i) (sum p_i G'_i)^-1``. Where the sum is
+    singular, it is the solution closest to the clients' mean: a column whose input is zero for all
+    clients keeps the mean. All else takes FedAvg's value, and so do layers that are called twice.
+    The original has the plain mean in place of the weights ``p_i``.
+
+    The server half works from sums, and sees no model of a single client.
+
+    Logged as ``train/<name>``:
+
+    - ``server_seconds``: the time of the aggregation, without waiting for clients;
+    - ``alpha``: the one in use;
+    - ``selected_score``: its accuracy on the server's samples.
+
+    Args:
+        alpha: Weight of the Gram matrix, in [0, 1], against its diagonal. 1 is the least-squares
+            solution. Default: .1 or .9, whichever has the better score on the server's samples
+            (``data.server_samples``), the first of equals.
+        conv: Whether convolutions take part, with their inputs unfolded. The original takes their
+            mean.
+        bias: Whether a bias is a column with the input 1. The original takes its mean.
+        samples: The largest number of a client's samples that its Gram matrices are computed over,
+            without augmentation. The original takes at most 16,000. Default: all.
+    """
+
+    alpha: Proportion | None = None
+    conv: bool = False
+    bias: bool = False
+    samples: PositiveInt | None = None
+
+    needs = frozenset({"current models"})
+    _sends = "Gram matrices"
+    _sends_matrices = True
+
+    # The client half
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [_GramPass(client, self._layers(client.layout), self.bias, self.samples)]
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        sizes = {
+            layer.name: layer_matrices.columns(state, layer, self.bias)
+            for layer in self._layers(layout)
+        }
+        # Expanded: a template takes no memory.
+        grams = {name: torch.zeros(()).expand(size, size) for name, size in sizes.items()}
+        return {"gram": Statistic(grams, is_psd=True)}
+
+    def weight(self, update: ClientUpdate) -> float:
+        return float(update.samples)
+
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
+        """Return ``n_i``, ``n_i w_i``, ``n_i G_i``, ``n_i W_i G_i`` and ``n_i W_i diag G_i``."""
+        grams, products, diagonals = scaled(update.extras["gram"], update.samples), {}, {}
+        for layer in self._layers(layout):
+            gram, weight = grams[layer.name], layer_matrices.matrix(update.state, layer, self.bias)
+            products[layer.name] = weight @ gram
+            diagonals[layer.name] = weight * gram.diagonal()
+        own = scaled({"samples": 1.0, "model": update.state}, update.samples)
+        return {**own, "gram": grams, "product": products, "diagonal": diagonals}
+
+    # The server half
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        with timed(server):
+            means = divided(sums, sums["samples"])
+            alphas = _ALPHAS if self.alpha is None else (self.alpha,)
+            models = {alpha: self._merged(server, means, alpha) for alpha in alphas}
+            alpha = server.metrics["alpha"] = _best(server, models)
+
+        unknown = [name for name, gram in means["gram"].items() if not gram.any()]
+        if unknown:
+            log.info("%s %s: called twice, or all inputs are 0", _TAKES, ", ".join(unknown))
+        return models[alpha]
+
+    def _merged(self, server: Server, means: Tree, alpha: float) -> State:
+        """Return the mean with the layers merged by their inputs."""
+        model: State = means["model"]
+        new = dict(model)
+        for layer in self._layers(server.layout):
+            gram, product, diagonal = (
+                means[part][layer.name] for part in ("gram", "product", "diagonal")
+            )
+            reduced = alpha * gram + (1 - alpha) * gram.diagonal().diag()
+            target = alpha * product + (1 - alpha) * diagonal
+            wbar = layer_matrices.matrix(model, layer, self.bias)
+            merged = solve_from(wbar, target, reduced)
+            new |= layer_matrices.entries(merged, layer, server.state, self.bias)
+        return new
+
+    def _layers(self, layout: StateLayout) -> list[Layer]:
+        """Return the layers that are merged by their inputs."""
+        return [layer for layer in layout.layers if self.conv or layer.kind == "linear"]
+
+    # Before the first round
+
+    def prepare(self, server: Server) -> None:
+        """Refuse to pick alpha without a score, and name the modules that take the mean."""
+        if self.alpha is None and server.tools.score is None:
+            picks = "picks alpha by its score on the server's samples (or set alpha)"
+            raise server.tools.refusal("RegMean", "score", picks)
+
+        merged = {layer.name for layer in self._layers(server.layout)}
+        others = [layer.name for layer in server.layout.layers if layer.name not in merged]
+        if others := [*others, *server.layout.outside_layers]:
+            log.info("%s %s", _TAKES, ", ".join(others))
+
+
+def _best(server: Server, models: Mapping[float, State]) -> float:
+    """Return the alpha whose model has the best score, the first of equals."""
+    score = server.tools.score
+    if len(models) == 1 or score is None:
+        return next(iter(models))
+    scores = {alpha: score(cast(model, server.state)) for alpha, model in models.items()}
+    server.metrics["selected_score"] = max(scores.values())
+    # max returns the first of equals.
+    return max(scores, key=scores.__getitem__)
+
+
+class _GramPass(LogitPass):
+    """The client half, which measures the inputs of the trained model's layers."""
+
+    def __init__(
+        self, client: ClientContext, layers: Sequence[Layer], bias: bool, samples: int | None
+    ) -> None:
+        super().__init__(client, "RegMean", samples)
+        self.layers = layers
+        self.bias = bias
+
+    def extras(
+        self, module: LightningModule, batches: Iterator[Batch], generator: torch.Generator
+    ) -> dict[str, Any]:
+        grams = clone(gram_matrices(module, self.layers, batches, self.bias))
+        # Layers that are called twice have none. Zeros are inputs that determine nothing.
+        for layer in self.layers:
+            size = layer_matrices.columns(module.state_dict(), layer, self.bias)
+            grams.setdefault(layer.name, torch.zeros(size, size))
+        return {"gram": grams}
+
+
+def solve_from(start: Tensor, target: Tensor, gram: Tensor) -> Tensor:
+    """Return the solution of ``W gram = target`` that is closest to ``start``.
+
+    Args:
+        start: ``(out, in)``.
+        target: ``(out, in)``.
+        gram: Symmetric positive semidefinite, ``(in, in)``.
+    """
+    inverse = torch.linalg.pinv(gram, rtol=_ROUNDING, hermitian=True)
+    return start + (target - start @ gram) @ inverse

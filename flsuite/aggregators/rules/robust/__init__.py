@@ -1,0 +1,26 @@
+"""Robust rules: the global model under clients that send anything, one rule per file."""
+
+from flsuite.aggregators.rules.robust.base import ParameterRule
+from flsuite.aggregators.rules.robust.bucketing import Bucketing
+from flsuite.aggregators.rules.robust.centered_clipping import CenteredClipping
+from flsuite.aggregators.rules.robust.cohort import Cohort
+from flsuite.aggregators.rules.robust.fltrust import FLTrust
+from flsuite.aggregators.rules.robust.geometric_median import GeometricMedian
+from flsuite.aggregators.rules.robust.krum import Krum, MultiKrum
+from flsuite.aggregators.rules.robust.median import CoordinateMedian
+from flsuite.aggregators.rules.robust.norm_clipping import NormClipping
+from flsuite.aggregators.rules.robust.trimmed_mean import TrimmedMean
+
+__all__ = [
+    "Bucketing",
+    "CenteredClipping",
+    "Cohort",
+    "CoordinateMedian",
+    "FLTrust",
+    "GeometricMedian",
+    "Krum",
+    "MultiKrum",
+    "NormClipping",
+    "ParameterRule",
+    "TrimmedMean",
+]

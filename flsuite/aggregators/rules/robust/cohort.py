@@ -1,0 +1,89 @@
+"""The updates of a round, as robust rules see them."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from flsuite.aggregators.part import Server
+from flsuite.aggregators.rebase import rebased
+from flsuite.aggregators.rules.robust.bucket import clients_of, place
+from flsuite.aggregators.rules.robust.vectors import Vectors, flatten, row_dtype, unflatten
+from flsuite.messages import ClientUpdate
+from flsuite.state import State, cast
+
+__all__ = ["Cohort"]
+
+
+class Cohort:
+    """The models of a round as flat vectors, in the order of the clients' numbers.
+
+    The vector of a client that is late is its change, applied to the global state.
+
+    Attributes:
+        parameters: The trainable entries.
+        buffers: The floating-point buffers, such as BatchNorm's statistics.
+        members: The update behind each vector, without tensors.
+        round: The round in progress, counted from 1.
+
+    Args:
+        server: What the rule sees on the server.
+        updates: They arrive one at a time. Their models are kept as one vector each.
+    """
+
+    def __init__(self, server: Server, updates: Iterable[ClientUpdate]) -> None:
+        self._start = state = server.state
+        self.round = server.round
+        own = [name for name in server.layout.parameters if state[name].is_floating_point()]
+        others = [k for k, v in state.items() if v.is_floating_point() and k not in own]
+        self._names = own, others
+        self._counters = {k: v.clone() for k, v in state.items() if not v.is_floating_point()}
+        dtype = row_dtype(state)
+
+        read: list[tuple[ClientUpdate, Tensor, Tensor]] = []
+        for update in updates:
+            model = rebased(update, server).state
+            for name, value in self._counters.items():
+                torch.maximum(value, model[name].cpu(), out=value)
+            rows = flatten(model, own, dtype), flatten(model, others, dtype)
+            read.append((update.without_tensors(), *rows))
+
+        # Sorted, so that no rule depends on the order of arrival, not even by rounding.
+        read.sort(key=lambda item: place(item[0]))
+        self.members = [member for member, _, _ in read]
+        self.parameters = Vectors(flatten(state, own, dtype), [row for _, row, _ in read])
+        self.buffers = Vectors(flatten(state, others, dtype), [row for _, _, row in read])
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def samples(self) -> list[int]:
+        """Return the training samples that stand behind each vector."""
+        return [update.samples for update in self.members]
+
+    def clients(self, vectors: Iterable[int]) -> list[int]:
+        """Return the clients behind some vectors, ascending."""
+        return sorted({client for k in vectors for client in clients_of(self.members[k])})
+
+    def note(self, name: str, values: Iterable[float]) -> None:
+        """Log a number per vector. ``weight`` is the factor of its change in the global one."""
+        for update, value in zip(self.members, values, strict=True):
+            update.metrics[name] = float(value)
+
+    def entries(self, parameters: Tensor) -> State:
+        """Return a flat vector of parameters as entries in the shapes and dtypes of the state."""
+        entries = unflatten(parameters, self._start, self._names[0])
+        return cast(entries, {name: self._start[name] for name in entries})
+
+    def vector(self, state: State) -> Tensor:
+        """Return the parameters of a state as a flat vector."""
+        return flatten(state, self._names[0], self.parameters.start.dtype)
+
+    def state(self, parameters: Tensor, buffers: Tensor) -> State:
+        """Return the next global state, not rounded to its dtypes. A counter takes the maximum."""
+        own, others = (
+            unflatten(vector, self._start, names)
+            for vector, names in zip((parameters, buffers), self._names, strict=True)
+        )
+        return own | others | self._counters

@@ -1,0 +1,104 @@
+"""Geometric median: RFA, Pillutla, Kakade, Harchaoui 2022, algorithm 2.
+
+Robust Aggregation for Federated Learning, IEEE Transactions on Signal Processing 70,
+arXiv:1912.13445.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flsuite.aggregators.part import Server
+from flsuite.aggregators.rules.mean import Weighting
+from flsuite.aggregators.rules.robust.base import ParameterRule
+from flsuite.aggregators.rules.robust.cohort import Cohort
+from flsuite.aggregators.rules.robust.vectors import squared_distances
+from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt
+
+__all__ = ["GeometricMedian", "weiszfeld"]
+
+
+@dataclass(frozen=True)
+class GeometricMedian(ParameterRule):
+    """The model whose weighted distances to the clients' models have the smallest sum.
+
+    It stays bounded while the attackers have less than half of the weight. The smoothed Weiszfeld
+    iterations start from the mean of the half of the models around the most central one. They work
+    on the inner products of the changes, so that an iteration costs ``n ** 2`` steps and no pass
+    over the models.
+
+    The log has each client's ``weight`` in the mean that the median is, and ``train/rfa_steps``,
+    the iterations. The models of a round are in memory at a time: for ``n`` clients of ``d``
+    parameters ``4 n d`` bytes.
+
+    Args:
+        iterations: The largest number of Weiszfeld iterations. The paper takes 3, because each of
+            its iterations is a round of secure aggregation.
+        smoothing: The distance below which a model counts as met, ``nu``.
+        tolerance: They end once the median moves by less than this share of the clients' median
+            distance from it.
+        weighting: ``uniform``, or ``samples`` as in the paper. An attacker could then claim half of
+            all samples.
+    """
+
+    iterations: PositiveInt = 100
+    smoothing: PositiveFloat = 1e-6
+    tolerance: NonNegativeFloat = 1e-6
+    weighting: Weighting = "uniform"
+
+    def parameters(self, server: Server, cohort: Cohort) -> Tensor:
+        own = cohort.samples if self.weighting == "samples" else [1] * len(cohort)
+        alpha = torch.tensor(own, dtype=torch.float64) / sum(own)
+        gram = cohort.parameters.gram()
+
+        beta, steps = weiszfeld(gram, alpha, self.smoothing, self.iterations, self.tolerance)
+        server.metrics["rfa_steps"] = float(steps)
+        cohort.note("weight", beta.tolist())
+        return cohort.parameters.mean(beta.tolist(), 1.0)
+
+
+def weiszfeld(
+    gram: Tensor, alpha: Tensor, smoothing: float, iterations: int, tolerance: float
+) -> tuple[Tensor, int]:
+    """Return the weights of the points in their geometric median, and the iterations taken.
+
+    The median is ``z = sum_k beta_k x_k`` and ``|x_k - z|^2`` follows from the inner products.
+
+    Args:
+        gram: Inner products of the points, float64 ``(n, n)``.
+        alpha: Weights of the distances ``(n,)``, which sum to 1.
+        smoothing: The smallest distance, ``nu``.
+        iterations: The largest number of iterations.
+        tolerance: The largest move at the end, in median distances.
+    """
+    beta = around_medoid(squared_distances(gram).sqrt(), alpha)
+    for step in range(iterations):
+        products = gram @ beta
+        squares = gram.diagonal() - 2 * products + beta @ products
+        distances = squares.clamp(min=0.0).sqrt().clamp(min=smoothing)
+
+        closer = alpha / distances
+        closer /= closer.sum()
+        move, beta = closer - beta, closer
+        if (move @ gram @ move).clamp(min=0.0).sqrt() <= tolerance * distances.median():
+            return beta, step + 1
+    return beta, iterations
+
+
+def around_medoid(distances: Tensor, alpha: Tensor) -> Tensor:
+    """Return weights of the half of the points around the one with the smallest distances.
+
+    A mean of all points would be as far away as an attacker likes, and so would be a median that
+    starts there, after any fixed number of iterations.
+
+    Args:
+        distances: Distances of all pairs ``(n, n)``.
+        alpha: Weights of the points ``(n,)``.
+    """
+    medoid = int((distances @ alpha).argmin())
+    nearest = torch.sort(distances[medoid], stable=True).indices
+    chosen = nearest[: len(alpha) // 2 + 1]
+    beta = torch.zeros_like(alpha)
+    beta[chosen] = alpha[chosen] / alpha[chosen].sum()
+    return beta

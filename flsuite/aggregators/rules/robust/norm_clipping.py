@@ -1,0 +1,59 @@
+"""Norm clipping: Sun et al. 2019, section 3.
+
+Can You Really Backdoor Federated Learning?, arXiv:1911.07963.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flsuite.aggregators.part import Server
+from flsuite.aggregators.rules.mean import Weighting
+from flsuite.aggregators.rules.robust.base import ParameterRule
+from flsuite.aggregators.rules.robust.cohort import Cohort
+from flsuite.arguments import Radius
+
+__all__ = ["NormClipping", "clip_factors"]
+
+
+@dataclass(frozen=True)
+class NormClipping(ParameterRule):
+    """The mean of the clients' changes, each scaled down to a largest norm.
+
+    A change ``d`` counts as ``d min(1, radius / |d|)``, so that a client with the share ``q`` moves
+    the global model by at most ``q radius``. With an infinite radius it is FedAvg.
+
+    The log has each client's ``update_norm``, ``clipped`` (1 if it was scaled down) and ``weight``,
+    the factor of its change, and ``train/clip_radius``. Clipped clients are named in a line.
+    The models of a round are in memory at a time, because the median norm is known only with the
+    last: for ``n`` clients of ``d`` parameters ``4 n d`` bytes.
+
+    Args:
+        radius: The largest norm of a change. Default: the (lower) median of the cohort's norms.
+        weighting: ``uniform``, or ``samples`` as FedAvg does. An attacker could then claim many.
+    """
+
+    radius: Radius | None = None
+    weighting: Weighting = "uniform"
+
+    def parameters(self, server: Server, cohort: Cohort) -> Tensor:
+        norms = cohort.parameters.squared_norms().sqrt()
+        radius = norms.median().item() if self.radius is None else self.radius
+        factors = clip_factors(norms, radius).tolist()
+
+        own = cohort.samples if self.weighting == "samples" else [1] * len(cohort)
+        weights = [n * factor for n, factor in zip(own, factors, strict=True)]
+        total = sum(own)
+        cohort.note("update_norm", norms.tolist())
+        cohort.note("clipped", (factor < 1 for factor in factors))
+        cohort.note("weight", (weight / total for weight in weights))
+        server.metrics["clip_radius"] = radius
+        self.name_clients(cohort, "clipped", (k for k, factor in enumerate(factors) if factor < 1))
+        # What is scaled down of a client's model is left of the global one.
+        return cohort.parameters.mean(weights, total, total - sum(weights))
+
+
+def clip_factors(norms: Tensor, radius: float) -> Tensor:
+    """Return ``min(1, radius / norm)`` of each norm, and 1 of a norm of 0."""
+    # Only where it is below 1: 0 / 0 and infinity / infinity are no numbers.
+    return (radius / norms).where(norms > radius, 1.0)

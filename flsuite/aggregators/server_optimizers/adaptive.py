@@ -1,0 +1,98 @@
+"""Adaptive server optimizers: Reddi et al. 2021, algorithm 2.
+
+Adaptive Federated Optimization, arXiv:2003.00295.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flsuite.errors import require_below_one, require_positive
+
+__all__ = ["Adaptive", "AdaptiveAdagrad", "AdaptiveAdam", "AdaptiveYogi"]
+
+
+class Adaptive(Optimizer):
+    """``w <- w - lr m / (sqrt(v) + tau)`` with ``m <- beta1 m + (1 - beta1) g``.
+
+    The subclass updates ``v``. As in the paper there is no bias correction, and ``v`` starts at
+    ``tau ** 2``.
+
+    Args:
+        params: The parameters.
+        lr: Learning rate, eta.
+        beta1: Decay of the first moment, in [0, 1).
+        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, beta1: float, tau: float) -> None:
+        require_positive(type(self).__name__, lr=lr, tau=tau)
+        require_below_one(type(self).__name__, beta1=beta1)
+        super().__init__(params, {"lr": lr, "beta1": beta1, "tau": tau})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Take a step along the gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                g, slots = parameter.grad, self.state[parameter]
+                if not slots:
+                    slots["m"] = torch.zeros_like(parameter)
+                    slots["v"] = torch.full_like(parameter, group["tau"] ** 2)  # the paper's start
+                m, v = slots["m"], slots["v"]
+                m.mul_(group["beta1"]).add_(g, alpha=1 - group["beta1"])
+                self.update_second(v, g.square(), group)
+                parameter.sub_(group["lr"] * m / (v.sqrt() + group["tau"]))
+
+    @abstractmethod
+    def update_second(self, v: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+        """Fold ``g ** 2`` into the second moment, in place."""
+
+
+class AdaptiveAdagrad(Adaptive):
+    """The adaptive optimizer with ``v <- v + g^2``."""
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3
+    ) -> None:
+        super().__init__(params, lr, beta1, tau)
+
+    def update_second(self, v: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+        v.add_(square)
+
+
+class _Decaying(Adaptive):
+    """The adaptive optimizers whose second moment decays, by ``beta2`` in [0, 1)."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+    ) -> None:
+        require_below_one(type(self).__name__, beta2=beta2)
+        super().__init__(params, lr, beta1, tau)
+        for group in self.param_groups:
+            group["beta2"] = beta2
+
+
+class AdaptiveAdam(_Decaying):
+    """The adaptive optimizer with ``v <- beta2 v + (1 - beta2) g^2``."""
+
+    def update_second(self, v: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+        v.mul_(group["beta2"]).add_(square, alpha=1 - group["beta2"])
+
+
+class AdaptiveYogi(_Decaying):
+    """The adaptive optimizer with ``v <- v - (1 - beta2) g^2 sign(v - g^2)``."""
+
+    def update_second(self, v: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+        v.sub_((1 - group["beta2"]) * square * torch.sign(v - square))

@@ -1,0 +1,63 @@
+"""The server's step: any optimizer of torch, whose gradient is the negative change of the round."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flsuite.aggregators.part import Server
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.state import State, cast
+
+__all__ = ["require_step", "stepped"]
+
+
+def stepped(
+    make_optimizer: Callable[[Iterable[Tensor]], Optimizer], server: Server, model: State
+) -> State:
+    """Return the global state after a step of the optimizer, with gradient ``w - model``.
+
+    It steps float64 copies of the parameters, and the result is rounded once. Buffers are no
+    direction to step along: they take the model's. The optimizer's state lies in the memory.
+
+    Args:
+        make_optimizer: Returns the optimizer of some parameters.
+        server: Its memory is the optimizer's.
+        model: The model of the round.
+    """
+    names = [name for name in server.layout.parameters if name in server.state]
+    parameters = {name: server.state[name].to(torch.float64, copy=True) for name in names}
+    for name, parameter in parameters.items():
+        parameter.grad = parameter - model[name].to(torch.float64)
+    if parameters:
+        optimizer = make_optimizer(list(parameters.values()))
+        if server.memory:
+            optimizer.load_state_dict(dict(server.memory))
+        optimizer.step()
+        server.memory.update(_plain(optimizer.state_dict()))
+    return cast({**model, **parameters}, server.state)
+
+
+def require_step(make_optimizer: Callable[[Iterable[Tensor]], Optimizer]) -> None:
+    """Refuse an optimizer that cannot step with a gradient alone.
+
+    Raises:
+        FlsuiteError: If it cannot, such as LBFGS, which asks for the loss.
+    """
+    parameter = torch.zeros(2, 2, dtype=torch.float64)
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        make_optimizer([parameter]).step()
+    except Exception as error:
+        raise FlsuiteError(
+            "trainer.aggregator.server_optimizer cannot step with a gradient alone "
+            f"({type(error).__name__}: {one_line(error, 200)}); take another one, such as "
+            "torch.optim.SGD"
+        ) from error
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state as a checkpoint can hold it."""
+    return {"state": dict(state["state"]), "param_groups": list(state["param_groups"])}

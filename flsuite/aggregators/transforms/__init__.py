@@ -1,0 +1,7 @@
+"""What happens to a client's change on its way to the server, one transform per file."""
+
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform
+from flsuite.aggregators.transforms.clip_updates import ClipUpdates
+from flsuite.aggregators.transforms.gaussian import GaussianMechanism
+
+__all__ = ["ClipUpdates", "FitView", "GaussianMechanism", "Payload", "Transform"]

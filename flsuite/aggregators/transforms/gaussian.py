@@ -1,0 +1,274 @@
+"""The Gaussian mechanism on clients' changes: McMahan et al. 2018, algorithm 1, Andrew et al. 2021.
+
+Learning Differentially Private Recurrent Language Models, arXiv:1710.06963. Differentially Private
+Learning with Adaptive Clipping, arXiv:1905.03871.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flsuite.aggregators.part import Capability, Server
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform
+from flsuite.aggregators.transforms.clip_updates import clipped
+from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius, Settings
+from flsuite.errors import FlsuiteError, require_below_one
+from flsuite.metrics.privacy import (
+    RandomDraw,
+    calibrated_noise,
+    default_delta,
+    epsilon,
+    noise_beside_count,
+)
+from flsuite.random import secure_normal, torch_generator
+from flsuite.state import State, Tree
+
+__all__ = ["GaussianMechanism"]
+
+log = logging.getLogger("flsuite")
+
+WITHIN = "within_clip"
+"""The statistic that says whether a change was within the norm: 1.0 or 0.0."""
+
+Normal = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class GaussianMechanism(Transform, Settings):
+    """Client-level differential privacy: clipped changes, noise on their sum, a fixed divisor.
+
+    A client clips its change to the L2 norm ``clip``, and the server clips again. The sum gets
+    Gaussian noise of deviation ``noise_multiplier * clip`` per number, and is divided by the mean
+    size of a cohort. Without noise and with an infinite ``clip`` nothing changes, bit for bit.
+
+    A client that fails, or whose update is refused, counts as one without a change. Divisor, noise
+    and epsilon stay those of the whole cohort, so that nobody's absence weakens the guarantee. A
+    Poisson cohort that is empty takes a step of noise alone.
+
+    The guarantee is that of a trusted server, for whoever sees the global model of every round. A
+    server optimizer after it is post-processing, and objectives do not enter. It holds while seed,
+    cohorts and the clients' own numbers in the log stay secret. Noise is drawn in double precision
+    and does not resist attacks on floating-point numbers (Mironov 2012).
+
+    Every round logs ``epsilon``, ``delta``, ``clip`` and ``noise`` (the deviation per number of the
+    model). Clients log ``update_norm``, the norm before clipping.
+
+    Args:
+        clip: Largest L2 norm of a client's change. With ``quantile`` it is the first one.
+        noise_multiplier: Deviation of the noise, in multiples of ``clip``.
+        target_epsilon: Epsilon after ``trainer.rounds``. It sets the noise multiplier.
+        delta: Delta of the guarantee. Default: ``clients ** -1.1``.
+        quantile: Share of the clients whose change is to stay whole (``gamma``). ``clip`` then
+            follows it from round to round. Default: ``clip`` is fixed.
+        clip_lr: Learning rate of the adaptive clip (``eta_C``).
+        count_noise: Deviation of the noise on the number of whole changes (``sigma_b``). It is paid
+            for with more noise on the changes, so that epsilon stays that of ``noise_multiplier``.
+            Default: a twentieth of a cohort, as in the paper, and at least the noise multiplier.
+        secure_rng: Whether noise comes from the operating system. Such a run cannot be repeated.
+    """
+
+    clip: Radius = 1.0
+    noise_multiplier: NonNegativeFloat | None = None
+    target_epsilon: PositiveFloat | None = None
+    delta: PositiveFloat | None = None
+    quantile: Fraction | None = None
+    clip_lr: PositiveFloat = 0.2
+    count_noise: NonNegativeFloat | None = None
+    secure_rng: bool = False
+
+    needs = frozenset(
+        {"random cohorts", "a plain sum", "parameters alone", "changes alone", "dense changes"}
+    )
+
+    # The client half
+
+    def broadcast(self, server: Server) -> dict[str, Any]:
+        self._begin(server)
+        return {"clip": server.memory["clip"]}
+
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        clip = fit.received["clip"]
+        change, norm = clipped(payload.change, clip)
+        fit.metrics["update_norm"] = norm
+        if change is not payload.change:
+            payload = payload._replace(change=change)
+        if self.quantile is None:
+            return payload
+        return payload._replace(statistics={**payload.statistics, WITHIN: float(norm <= clip)})
+
+    def template(self, template: Payload) -> Payload:
+        if self.quantile is None:
+            return template
+        return template._replace(statistics={**template.statistics, WITHIN: 0.0})
+
+    # The server half
+
+    def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
+        # Not to be believed: a client may send anything.
+        change, _ = clipped(payload.change, received["clip"])
+        if change is not payload.change:
+            payload = payload._replace(change=change)
+        if self.quantile is None:
+            return payload
+        bit = min(max(float(payload.statistics[WITHIN]), 0.0), 1.0)
+        return payload._replace(statistics={**payload.statistics, WITHIN: bit})
+
+    def on_aggregate(self, server: Server, model: State, sums: Tree, updates: int) -> State:
+        """Return ``w + (sum of clipped changes + noise) / expected``, and count the round."""
+        memory, expected = server.memory, _sampling(server).expected
+        memory["rounds"] += 1
+        normal = self._normal(server, memory["rounds"])
+        on_changes = self._on_changes(server)
+        deviation = on_changes and on_changes * memory["clip"] / expected
+
+        # Who is missing counts as a client without a change.
+        model = _scaled(server.state, model, updates / expected)
+        if deviation:
+            model = {
+                name: torch.add(value, normal(value.numel()).view(value.shape), alpha=deviation)
+                for name, value in model.items()
+            }
+        delta = self._delta(server)
+        spent = epsilon(_sampling(server), memory["noise_multiplier"], memory["rounds"], delta)
+        server.metrics.update(epsilon=spent, delta=delta, clip=memory["clip"], noise=deviation)
+        if self.quantile is not None:
+            self._adapt_clip(server, sums.get(WITHIN, 0.0), updates, normal)
+        return model
+
+    def _adapt_clip(self, server: Server, within: float, updates: int, normal: Normal) -> None:
+        """Move the clip by ``C <- C exp(-eta (b - gamma))`` (Andrew et al., algorithm 1)."""
+        assert self.quantile is not None
+        # Each bit less 1/2, so that one client moves the sum by 1/2 at most.
+        total = within - 0.5 * updates + self._on_count(server) * float(normal(1))
+        share = 0.5 + total / _sampling(server).expected
+        server.memory["clip"] *= math.exp(-self.clip_lr * (share - self.quantile))
+        server.metrics["within_clip"] = share
+
+    def _normal(self, server: Server, round: int) -> Normal:
+        """Return a source of standard normal numbers in float64, new in every round."""
+        if self.secure_rng:
+            return secure_normal
+        generator = torch_generator(server.tools.seed, "dp_fedavg/noise", round)
+        return lambda size: torch.randn(size, generator=generator, dtype=torch.float64)
+
+    def _on_count(self, server: Server) -> float:
+        """Return the deviation of the noise on the number of whole changes."""
+        if self.count_noise is not None:
+            return self.count_noise
+        noise = float(server.memory["noise_multiplier"])
+        return max(_sampling(server).expected / 20, noise) if noise else 0.0
+
+    def _on_changes(self, server: Server) -> float:
+        """Return the deviation of the noise on the changes, in multiples of the clip."""
+        noise = float(server.memory["noise_multiplier"])
+        return noise if self.quantile is None else noise_beside_count(noise, self._on_count(server))
+
+    # Before the first round
+
+    @property
+    def withholds(self) -> dict[Capability, str]:  # type: ignore[override]
+        withheld: dict[Capability, str] = {"plain updates": "clips every update that arrives"}
+        if self.quantile is not None:
+            withheld["changes alone"] = "sends whether its change was within the clip"
+        return withheld
+
+    def prepare(self, server: Server) -> None:
+        if self.target_epsilon is not None and server.tools.rounds is None:
+            raise FlsuiteError(
+                "GaussianMechanism: target_epsilon needs the number of rounds; set trainer.rounds"
+            )
+        require_below_one("GaussianMechanism", delta=self._delta(server))
+
+    def _begin(self, server: Server) -> None:
+        """Set the noise of a run before its first round.
+
+        Raises:
+            FlsuiteError: If no noise reaches the target, or a resumed run would go beyond it.
+        """
+        memory, rounds = server.memory, server.tools.rounds
+        if not memory:
+            noise = self._multiplier(server)
+            memory.update(rounds=0, planned=rounds, noise_multiplier=noise, clip=self.clip)
+            self._announce(server)
+        planned, done = memory["planned"], memory["rounds"]
+        if self.target_epsilon is not None and max(rounds or 0, done + 1) > planned:
+            raise FlsuiteError(
+                f"GaussianMechanism: the noise was set for target_epsilon {self.target_epsilon} "
+                f"over {planned} rounds, and more would exceed it; set trainer.rounds to "
+                f"{planned}, or start a new run"
+            )
+        noise = memory["noise_multiplier"]
+        if self.quantile is not None and noise and self._on_count(server) <= noise / 2:
+            raise FlsuiteError(
+                f"GaussianMechanism: count_noise must be above {noise / 2:.4g}, half of the noise "
+                f"multiplier, got {self.count_noise}"
+            )
+
+    def _multiplier(self, server: Server) -> float:
+        """Return the noise multiplier that is accounted for."""
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        assert self.target_epsilon is not None and server.tools.rounds is not None
+        target = self.target_epsilon, server.tools.rounds
+        return calibrated_noise(_sampling(server), *target, self._delta(server))
+
+    def _announce(self, server: Server) -> None:
+        noise, rounds = server.memory["noise_multiplier"], server.tools.rounds
+        delta = self._delta(server)
+        log.info("GaussianMechanism: noise multiplier %.5g, delta %.3g", noise, delta)
+        if self.delta is None and delta > 0.1:
+            log.warning(
+                "GaussianMechanism: delta %.2g of %d clients is too large for a guarantee; set "
+                "delta, for example to 1e-5",
+                delta,
+                server.layout.clients,
+            )
+        if rounds is not None:
+            spent = epsilon(_sampling(server), noise, rounds, delta)
+            log.info("GaussianMechanism: epsilon %.4g after %d rounds", spent, rounds)
+        if self.secure_rng:
+            log.warning(
+                "GaussianMechanism: secure_rng draws the noise from the operating system: no other "
+                "run, and no resumed one, has the same weights"
+            )
+
+    def _delta(self, server: Server) -> float:
+        if self.delta is not None:
+            return self.delta
+        if server.layout.clients < 2:
+            raise FlsuiteError(
+                "GaussianMechanism: one client has no default delta; set delta, for example to 1e-5"
+            )
+        return default_delta(server.layout.clients)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            raise FlsuiteError(
+                "GaussianMechanism: give either noise_multiplier, or target_epsilon, which sets it"
+            )
+        require_below_one("GaussianMechanism", delta=self.delta)
+        if self.clip == math.inf and (self.noise_multiplier != 0 or self.quantile is not None):
+            raise FlsuiteError(
+                "GaussianMechanism: an infinite clip bounds nobody's change; give a number"
+            )
+
+
+def _sampling(server: Server) -> RandomDraw:
+    assert server.tools.sampling is not None  # random cohorts are declared as a need
+    return server.tools.sampling
+
+
+def _scaled(state: State, model: State, factor: float) -> State:
+    """Return ``w + factor (model - w)``, the model itself for a factor of 1."""
+    if factor == 1.0:
+        return model
+    return {
+        name: torch.lerp(value.double(), model[name].double(), factor)
+        for name, value in state.items()
+    }

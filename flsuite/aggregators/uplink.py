@@ -1,0 +1,147 @@
+"""The way of an update from the client to the server: transforms, sums, and masks."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.chain import Chain, template_of
+from flsuite.aggregators.rules.base import LinearRule
+from flsuite.aggregators.transforms.base import FitView
+from flsuite.messages import ClientUpdate
+from flsuite.state import State, StateLayout, Sums, Tree, flatten_tree, nbytes, nested_like
+
+__all__ = ["Uplink"]
+
+
+class Uplink:
+    """Packs an update where a client trains, and reads it on the server.
+
+    Under secure aggregation a client keeps its contribution to the sums, and sends what is no sum
+    in the clear: integer tensors, which have a maximum, and statistics that the rule needs one by
+    one.
+
+    Args:
+        aggregator: The algorithm.
+        layout: Names and groups of the entries that travel.
+        state: The shared state, as a template.
+        classes: Number of classes that clients count.
+        masks: Whether the server learns sums alone.
+
+    Attributes:
+        summed: Names of the statistics of objective and transforms.
+        statistics: Templates of what an update carries once it is read.
+    """
+
+    def __init__(
+        self,
+        aggregator: Aggregator,
+        layout: StateLayout,
+        state: State,
+        classes: int = 0,
+        masks: bool = False,
+    ) -> None:
+        self.aggregator = aggregator
+        self.layout = layout
+        self.classes = classes
+        self.masks = masks
+        statistics = aggregator.statistics(layout, state)
+        self.chain: Chain = aggregator.chain(layout, state)
+        added = self.chain.added
+        own = aggregator.objective.statistics(layout, state)
+        self.summed = (*own, *added)
+        self.statistics = {n: template_of(s.template) for n, s in statistics.items()} | added
+        self._single = [n for n, s in statistics.items() if not s.is_sum and n not in own]
+        self._templates = statistics
+        self._clear = _integers(self._example(state)) if masks else {}
+
+    @property
+    def sums_parts(self) -> bool:
+        """Return whether a worker may add up what the clients of a part contribute."""
+        is_linear = isinstance(self.aggregator.rule, LinearRule)
+        return is_linear and not (self.masks or self.chain.packs or self._single)
+
+    def held(self, state: State) -> State:
+        """Return what a client keeps to be masked. Names and shapes count."""
+        flat = flatten_tree(self._example(state))
+        return {name: value for name, value in flat.items() if value.is_floating_point()}
+
+    def _example(self, state: State) -> Tree:
+        """Return a contribution, of which names and shapes count."""
+        extras = {name: statistic.template for name, statistic in self._templates.items()}
+        extras |= dict.fromkeys(self.chain.added, 0.0)
+        counts = torch.zeros(self.classes, dtype=torch.int64)
+        update = ClientUpdate(0, 1, 1, 1, counts, state, extras)
+        return self.aggregator.contribution(update, self.summed, self.layout)
+
+    def pack(
+        self, update: ClientUpdate, base: State, fit: FitView, notes: dict[str, Any]
+    ) -> tuple[ClientUpdate, State]:
+        """Return a client's update as it is sent, and what stays on its device to be masked.
+
+        Args:
+            update: The update, whole.
+            base: The global state that the client started from.
+            fit: The fit.
+            notes: The client's notes for the transforms, which may be changed.
+
+        Raises:
+            ValueError: If a number is not finite.
+        """
+        packed = self.chain.pack(update, base, fit, notes)
+        held: State = {}
+        if self.masks:
+            read = self.chain.unpack(packed, base, fit.received)
+            contribution = self.contribution(read)
+            flat = flatten_tree(contribution)
+            held = {name: value for name, value in flat.items() if value.is_floating_point()}
+            clear = {name: read.extras[name] for name in self._single}
+            # Nothing that an algorithm of sums needs: the counts say what a client's data is.
+            unknown = update.class_counts.new_zeros(0)
+            state = _integers(contribution)
+            packed = replace(update, state=state, extras=clear, class_counts=unknown)
+        # The size of what is sent, as if the client were on another machine.
+        packed.bytes_up = nbytes(packed.state) + nbytes(packed.extras)
+        return packed, held
+
+    def unpack(self, update: ClientUpdate, base: State, received: dict[str, Any]) -> ClientUpdate:
+        """Return an update as the server reads it.
+
+        Raises:
+            ValueError: If it cannot be read. The text says why.
+        """
+        if self.masks:
+            clear = {name: self.statistics[name] for name in self._single}
+            if fault := update.mismatch(self._clear, clear):
+                raise ValueError(fault)
+            return update
+        return self.chain.unpack(update, base, received)
+
+    def contribution(self, update: ClientUpdate) -> Tree:
+        """Return what a client adds to the sums of a round with others."""
+        return self.aggregator.contribution(replace(update, part=0), self.summed, self.layout)
+
+    def sums(self, masked: State, updates: list[ClientUpdate], state: State) -> Tree:
+        """Return the sums of a round, from the sums of what was masked.
+
+        Args:
+            masked: The sums of the held tensors, by name.
+            updates: The updates, with their integer tensors.
+            state: The shared state, as a template.
+        """
+        integers = Sums()
+        for update in updates:
+            integers.add(dict(update.state))
+        return nested_like(self._example(state), masked | integers.values)
+
+    @property
+    def bytes_clear(self) -> int:
+        """Return the bytes of what is sent in the clear beside masked sums."""
+        return nbytes(self._clear) + nbytes({n: self.statistics[n] for n in self._single})
+
+
+def _integers(tree: Tree) -> State:
+    """Return the integer tensors of nested data, by their paths."""
+    flat = flatten_tree(tree)
+    return {name: value for name, value in flat.items() if not value.is_floating_point()}

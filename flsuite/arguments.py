@@ -1,0 +1,180 @@
+"""Arguments that check themselves: a dataclass whose annotations say what each field may be.
+
+jsonargparse reads the same annotations, so that a config, the command line and Python refuse alike.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from numbers import Integral, Real
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from flsuite.errors import FlsuiteError
+
+__all__ = [
+    "BelowOne",
+    "Bits",
+    "Fraction",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "Proportion",
+    "Radius",
+    "Range",
+    "Settings",
+    "Share",
+    "SmallProbability",
+    "Threads",
+    "at_least",
+    "at_most",
+    "check_arguments",
+    "check_init",
+]
+
+
+class Range(NamedTuple):
+    """The values that an argument may have.
+
+    Attributes:
+        text: The rest of the sentence that begins with "must be".
+        contains: Returns whether a value is one of them. A NaN is none.
+    """
+
+    text: str
+    contains: Callable[[Any], bool]
+
+    def __repr__(self) -> str:  # as --help shows it
+        return self.text
+
+
+def at_least(lowest: float) -> Range:
+    """Return the finite numbers from this one on."""
+    return Range(f"at least {lowest}", lambda x: lowest <= x < math.inf)
+
+
+def at_most(highest: float) -> Range:
+    """Return the numbers up to this one."""
+    return Range(f"at most {highest}", lambda x: x <= highest)
+
+
+PositiveFloat = Annotated[float, Range("positive", lambda x: 0 < x < math.inf)]
+NonNegativeFloat = Annotated[float, at_least(0)]
+Fraction = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
+Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
+SmallProbability = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]
+BelowOne = Annotated[float, Range("in [0, 1)", lambda x: 0 <= x < 1)]
+Proportion = Annotated[float, Range("in [0, 1]", lambda x: 0 <= x <= 1)]
+Radius = Annotated[float, Range("positive", lambda x: x > 0)]  # may be infinite
+PositiveInt = Annotated[int, at_least(1)]
+NonNegativeInt = Annotated[int, at_least(0)]
+Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
+Threads = Annotated[int, at_least(1), at_most(4096)]  # torch refuses what no machine has
+
+
+_WORDS = {bool: "true or false", str: "text", tuple: "a list", list: "a list", Sequence: "a list"}
+
+
+class Settings:
+    """The base of a dataclass that checks its fields when it is made.
+
+    A subclass with further checks, such as of two fields together, calls
+    ``super().__post_init__()`` first.
+    """
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+
+
+def check_arguments(obj: Any) -> None:
+    """Refuse a dataclass with a field that its annotation does not allow.
+
+    Raises:
+        FlsuiteError: If there is one. The message names the class, the field and the value.
+    """
+    kind: Any = type(obj)
+    hints = _hints(kind)
+    _check(obj, {field.name: hints[field.name] for field in fields(obj) if field.init})
+
+
+def check_init(obj: Any, cls: type | None = None) -> None:
+    """Refuse an object that keeps an argument of its ``__init__`` which the annotation forbids.
+
+    It is :func:`check_arguments` for a class that is no dataclass.
+
+    Args:
+        obj: The object.
+        cls: The class whose own ``__init__`` has the arguments, so that those of a subclass, which
+            may be somebody else's, are not checked. Default: the object's class and its bases.
+    """
+    hints = _hints_of_init(type(obj).__mro__ if cls is None else (cls,))
+    _check(obj, {name: hint for name, hint in hints.items() if hasattr(obj, name)})
+
+
+def _check(obj: Any, hints: Mapping[str, Any]) -> None:
+    for name, hint in hints.items():
+        value = getattr(obj, name)
+        if fault := _fault(value, hint):
+            got = "null" if value is None else repr(value)  # as a config has it
+            raise FlsuiteError(f"{type(obj).__name__}: {name} must be {fault}, got {got}")
+
+
+@cache
+def _hints_of_init(classes: tuple[type, ...]) -> dict[str, Any]:
+    hints: dict[str, Any] = {}
+    for owner in reversed(classes):
+        if init := vars(owner).get("__init__"):
+            with contextlib.suppress(NameError, TypeError):  # a name of a user's own module
+                hints |= get_type_hints(init, include_extras=True)
+    return {name: hint for name, hint in hints.items() if name not in ("return", "parts")}
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _fault(value: Any, hint: Any) -> str | None:
+    """Return what a value must be, or ``None`` if the annotation allows it."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        faults = [_fault(value, option) for option in get_args(hint)]
+        # A null is an argument left out: the other options say what it must be.
+        named = [fault for fault in faults if fault not in (None, "null")]
+        return None if None in faults else " or ".join(dict.fromkeys(named))
+    if origin is Annotated:
+        kind, *ranges = get_args(hint)
+        return _fault(value, kind) or next(
+            (r.text for r in ranges if isinstance(r, Range) and not r.contains(value)), None
+        )
+    if origin is Literal:
+        choices = get_args(hint)
+        return None if value in choices else f"one of {', '.join(map(str, choices))}"
+    if origin is tuple and isinstance(value, (tuple, list)):
+        pairs = zip(value, get_args(hint), strict=False)
+        if fault := next(filter(None, (_fault(v, kind) for v, kind in pairs)), None):
+            return fault
+    return _fault_of_kind(value, origin or hint)
+
+
+def _fault_of_kind(value: Any, kind: Any) -> str | None:
+    if kind is Any:
+        return None
+    if kind is None or kind is type(None):
+        return None if value is None else "null"
+    if kind is float:
+        # bool is an int to Python, and nobody means it as a number. NumPy's numbers are Real.
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        return None if is_number else "a number"
+    if kind is int:
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return None if is_whole else "a whole number"
+    if isinstance(kind, type) and not isinstance(value, kind):
+        # An array or a tensor is a list of values too.
+        is_indexed = hasattr(value, "__getitem__") and not isinstance(value, (str, Mapping))
+        is_list = is_indexed and kind in (list, tuple, Sequence)
+        return None if is_list else _WORDS.get(kind, f"a {kind.__module__}.{kind.__qualname__}")
+    return None

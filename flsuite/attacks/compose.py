@@ -1,0 +1,124 @@
+"""An algorithm under attack: transforms of the attackers' updates, or a rule that replaces them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from lightning.pytorch import Callback
+
+from flsuite.aggregators.aggregator import Aggregator, sum_by_parts
+from flsuite.aggregators.part import Capability, Named, Server, Statistic
+from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform
+from flsuite.attacks.base import Attack, Attacker
+from flsuite.attacks.collusion import Collusion, collude
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.random import torch_generator
+from flsuite.state import State, StateLayout, Sums, add, difference, wide
+
+__all__ = ["with_attack"]
+
+
+def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
+    """Return an algorithm whose attackers attack, once they have been chosen.
+
+    What an attack does to training batches is not in it, see :meth:`Attack.callbacks`.
+
+    Args:
+        aggregator: The algorithm. It is not changed.
+        attack: The attack. Default: there is none.
+    """
+    if attack is None or not attack.attackers:
+        return aggregator
+    added = (*aggregator.added, Named("trainer.attack", attack))
+    if isinstance(attack, Collusion):
+        return aggregator.with_parts(rule=_Colluding(aggregator.rule, attack), added=added)
+    if type(attack).alter is Attack.alter:
+        return aggregator.with_parts(added=added)
+
+    # After the algorithm's own transforms, and before the codecs, which see what attackers send.
+    transforms = list(aggregator.transforms)
+    is_codec = ["dense changes" in transform.withholds for transform in transforms]
+    transforms.insert(is_codec.index(True) if any(is_codec) else len(transforms), _Altering(attack))
+    return aggregator.with_parts(transforms=transforms, added=added)
+
+
+@dataclass(frozen=True)
+class _Altering(Transform):
+    """Attackers alter their change, as an attack on updates says.
+
+    Args:
+        attack: The attack, whose attackers have been chosen.
+    """
+
+    attack: Attack
+
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        if not self.attack.has(fit.client):
+            return payload
+        again = f"/{fit.repeat}" if fit.repeat else ""
+        generator = torch_generator(fit.seed, f"attack/update{again}", fit.round, fit.client)
+        attacker = Attacker(fit.client, fit.round, generator, fit.memory)
+
+        received = {name: fit.base[name] for name in payload.change}
+        exact = wide(received)
+        moved = add(exact, payload.change)
+        trained = {name: value.to(received[name].dtype) for name, value in moved.items()}
+        altered = self.attack.alter(trained, received, attacker)
+        return payload._replace(change=difference(wide(altered), exact))
+
+
+@dataclass(frozen=True)
+class _Colluding(CohortRule):
+    """A rule that sees the updates of a round with those of attackers replaced.
+
+    Args:
+        rule: The rule.
+        attack: The attack, whose attackers have been chosen.
+    """
+
+    rule: Rule
+    attack: Collusion
+
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        names = [name for name in server.layout.parameters if name in server.state]
+        handed = collude(self.attack, server.state, names, updates)
+        rule = self.rule
+        if isinstance(rule, CohortRule):
+            return rule.combine(server, handed)
+        assert isinstance(rule, LinearRule)
+        sums, seen = Sums(), list[ClientUpdate]()
+        statistics = rule.statistics(server.layout, server.state)
+        single = [name for name, statistic in statistics.items() if not statistic.is_sum]
+        sum_by_parts(sums, handed, partial(rule.terms, layout=server.layout), single, seen)
+        return rule.result(server, sums.values, seen)
+
+    # All else is the rule's.
+
+    @property
+    def name(self) -> str:
+        """Return the name of the rule."""
+        return type(self.rule).__name__
+
+    @property
+    def needs(self) -> frozenset[Capability]:  # type: ignore[override]
+        return self.rule.needs
+
+    @property
+    def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
+        return self.rule.withholds
+
+    def prepare(self, server: Server) -> None:
+        self.rule.prepare(server)
+
+    def too_few(self, updates: int) -> str | None:
+        return self.rule.too_few(updates) if isinstance(self.rule, CohortRule) else None
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return self.rule.callbacks(client)
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        return self.rule.statistics(layout, state)
+
+    def weight(self, update: ClientUpdate) -> float:
+        return self.rule.weight(update)

@@ -1,0 +1,55 @@
+"""A safe path on a CPU for convolutions that make oneDNN write past its memory.
+
+For a 1x1 convolution with a stride and fewer than 8 input channels, in channels_last, oneDNN's
+backward pass for the weight writes past its workspace on a CPU with AVX2 and without AVX-512
+(https://github.com/uxlfoundation/oneDNN/issues/6035). The process crashes or hangs, or the gradient
+is wrong. Such a convolution reads every s-th pixel only. The safe path selects these pixels first
+and convolves them with stride 1.
+
+The layout of the input is not part of the condition: a 1x1 weight keeps the strides of
+channels_last even through ``contiguous()``, and then the convolution converts its input.
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["slice_strides"]
+
+_BLOCK = 8  # channels that oneDNN processes at once with AVX2; a smaller number is affected
+
+
+def slice_strides(model: nn.Module) -> None:
+    """Make the affected convolutions of a model take the safe path on a CPU.
+
+    Their classes, hooks and entries of the state dict stay as they are. On another device they
+    compute as before. A subclass with a computation of its own is left alone.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d) and _is_affected(layer):
+            layer._conv_forward = _SlicedConvolution(layer)  # type: ignore[method-assign]
+
+
+def _is_affected(layer: nn.Conv2d) -> bool:
+    is_plain = type(layer)._conv_forward is nn.Conv2d._conv_forward
+    has_stride = layer.kernel_size == (1, 1) and max(layer.stride) > 1
+    return is_plain and has_stride and layer.in_channels < _BLOCK
+
+
+class _SlicedConvolution:
+    """Replaces the method ``_conv_forward`` of one layer.
+
+    It has no reference to the layer, so that a copy of the layer uses its own weight.
+    """
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        self.stride, self.groups = layer.stride, layer.groups
+        self.padding = layer._reversed_padding_repeated_twice
+        self.padding_mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if any(self.padding):
+            input = F.pad(input, self.padding, self.padding_mode)
+        if input.device.type != "cpu":
+            return F.conv2d(input, weight, bias, self.stride, groups=self.groups)
+        vertical, horizontal = self.stride
+        return F.conv2d(input[..., ::vertical, ::horizontal], weight, bias, groups=self.groups)

@@ -1,0 +1,149 @@
+"""The beginning and the end of a run: its folder, a resume, and what is left when it ends."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from flsuite.errors import FederationError, FlsuiteError, one_line
+from flsuite.files import is_of_the_disk
+from flsuite.runs.checkpoint import export_model
+from flsuite.runs.folder import RunFolder
+from flsuite.runs.reuse import trained_clients
+from flsuite.runs.run import Run
+
+__all__ = ["opened"]
+
+log = logging.getLogger("flsuite")
+
+
+@contextmanager
+def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
+    """Open a run's folder or resume from a checkpoint, and close the run at the end.
+
+    Args:
+        run: The run, before its first round.
+        ckpt_path: A checkpoint of this run. ``last`` is the one in its folder, if there is one.
+
+    Raises:
+        FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
+    """
+    folder, is_restart = run.folder, ckpt_path is not None
+    with ExitStack() as stack:
+        stack.enter_context(_naming_the_disk(folder))
+        if folder.find_checkpoint(ckpt_path) is None:
+            _read_source(run)
+            folder.make()
+        stack.enter_context(folder.locked())
+        # Only with the lock: until then another process may write the first checkpoint.
+        checkpoint = folder.find_checkpoint(ckpt_path)
+        if checkpoint is None:
+            _create(run, is_restart)
+        else:
+            content = run.store.resume(checkpoint)
+            run.continue_clock(content["wall_seconds"])
+            # The other run may be gone. Clients of the first version that are still in flight then
+            # train, which leads to the same models.
+            if run.source and run.source.exists() and 0 in run.federation.versions_in_flight:
+                _read_source(run)
+        yield from _running(run, is_resumed=checkpoint is not None)
+
+
+@contextmanager
+def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
+    """Name the folder in the error of a disk that is full or read-only.
+
+    Raises:
+        FederationError: If the disk is the reason of an error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if folder.path is None or not is_of_the_disk(error):
+            raise
+        raise FederationError(
+            f"cannot write to {folder.path} ({error.strerror}); the last checkpoint, if there is "
+            "one, is kept: free some space or make the folder writable, and go on with "
+            "--ckpt_path last"
+        ) from error
+
+
+def _read_source(run: Run) -> None:
+    """Find the trained models of the other run.
+
+    Raises:
+        FlsuiteError: If it has kept none, or its clients train otherwise.
+    """
+    if run.source is not None:
+        run.federation.trained = trained_clients(run.source, run.settings)
+
+
+def _create(run: Run, is_restart: bool) -> None:
+    """Begin in a new folder, or again in that of a run that was killed in its first round."""
+    if is_restart:
+        log.info("no checkpoint in %s yet: starting with round 1", run.folder.checkpoints)
+    run.folder.create(run.config, run.settings, run.federation.data, is_restart, run.attack)
+    run.store.create()
+    if run.settings.get("initial_weights"):
+        log.warning(
+            "the model was built before, perhaps by another fit: the federation starts from "
+            "its weights; pass a new model to start from weights that the seed decides"
+        )
+
+
+def _running(run: Run, is_resumed: bool) -> Iterator[Run]:
+    is_useless = False  # a setting was wrong, and nothing has been trained
+    try:
+        run.notify("on_federation_start")
+        if run.attack is not None:
+            log.info("attack: %s", run.attack.line(run.clients))
+        if run.finished:
+            _say_finished(run)
+        # A resumed run may have more rounds. A finished one keeps the record of what it did.
+        elif is_resumed:
+            run.folder.write_request(run.config, run.settings)
+        yield run
+        run.store.close(must_succeed=True)
+        run.status = "success"
+    except BaseException as error:
+        run.status = "failed"
+        run.store.roll_back()
+        # Only a wrong setting, and only before the first round: a later error leaves a run to
+        # resume.
+        is_useless = isinstance(error, FlsuiteError) and not run.round
+        raise
+    finally:
+        _close(run, is_useless)
+    if run.options.show:
+        run.summary.print(run.wall_seconds, run.folder.path)
+
+
+def _say_finished(run: Run) -> None:
+    is_stopped = not run.budget.is_spent(run.clock)
+    log.warning(
+        "nothing to train: the run is finished after round %d; raise %s%s to extend it",
+        run.round,
+        run.budget,
+        ", or the patience of the callback that stops it," if is_stopped else "",
+    )
+
+
+def _close(run: Run, is_useless: bool) -> None:
+    """Leave the global model in the resident model and on disk, and notify callbacks."""
+    run.store.close(must_succeed=False)
+    if run.round:
+        _export_model(run)
+    run.notify("on_federation_end")
+    if is_useless:
+        run.folder.discard()
+
+
+def _export_model(run: Run) -> None:
+    run.evaluator.load(run.federation.client_state(None))
+    if run.folder.checkpoints is None:
+        return
+    try:
+        export_model(run.model, run.folder.checkpoints / "model.ckpt")
+    except Exception as error:
+        if run.status == "success":
+            raise
+        log.warning("model.ckpt was not written: %s", one_line(error))
