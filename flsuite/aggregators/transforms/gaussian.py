@@ -193,10 +193,12 @@ class GaussianMechanism(Transform, Settings):
         memory, rounds = server.memory, server.tools.rounds
         if not memory:
             noise = self._multiplier(server)
-            memory.update(rounds=0, planned=rounds, noise_multiplier=noise, clip=self.clip)
+            memory.update(rounds=0, noise_multiplier=noise, clip=self.clip)
+            if self.target_epsilon is not None:
+                memory["planned"] = rounds
             self._announce(server)
-        planned, done = memory["planned"], memory["rounds"]
-        if self.target_epsilon is not None and max(rounds or 0, done + 1) > planned:
+        planned = memory.get("planned", math.inf)
+        if max(rounds or 0, memory["rounds"] + 1) > planned:
             raise FlsuiteError(
                 f"GaussianMechanism: the noise was set for target_epsilon {self.target_epsilon} "
                 f"over {planned} rounds, and more would exceed it; set trainer.rounds to "
