@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from flsuite.data import (
     NBaIoT,
     PublishedSplits,
 )
+from flsuite.trainer import FederatedTrainer
 
 ROOT = Path(__file__).parent.parent
 # A sweep is no config of a run. tests/sweeps has the tests of the shipped ones.
@@ -38,6 +40,20 @@ SHORT = [
     "false",
 ]
 
+
+# One of each family, run by the fast tests too.
+FIRST = [
+    Path(name)
+    for name in (
+        "quickstart.yaml",
+        "asynchronous/quickstart.yaml",
+        "cmga/breastmnist.yaml",
+        "fusedspacefed/breastmnist.yaml",
+        "nf_fisher/fashionmnist.yaml",
+        "one_shot/fashionmnist.yaml",
+        "trust/quickstart.yaml",
+    )
+]
 
 # The stand-ins have fewer images than the server holds for itself.
 FEW = ["--data.server_samples", "20", "--data.train_samples", "100"]
@@ -142,13 +158,43 @@ def _fast(path: Path) -> list[str]:
     return FAST.get(path.stem, []) if path.parent.name in ("one_shot", "trust") else []
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_config_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def fit(path: Path, *more: str) -> None:
     few = [*(FEW if path.parent.name == "one_shot" else []), *_fast(path)]
     with pytest.raises(SystemExit) as exit:
-        main(["fit", "--config", str(path), *SHORT, *few, "--run_dir", "run"])
+        main(["fit", "--config", str(path), *SHORT, *few, *more, "--run_dir", "run"])
     assert exit.value.code == 0
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_config_is_complete(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build all that its first round needs."""
+    prepared = []
+
+    def prepare(self: FederatedTrainer, *args: Any, **kwargs: Any) -> None:
+        prepared.append(self.prepare(*args, **kwargs))
+
+    monkeypatch.setattr(FederatedTrainer, "fit", prepare)
+    monkeypatch.chdir(tmp_path)
+    fit(path)
+    assert len(prepared) == 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path,
+            id=str(path.relative_to(ROOT)),
+            marks=[] if path.relative_to(ROOT / "configs") in FIRST else pytest.mark.long,
+        )
+        for path in CONFIGS
+    ],
+)
+def test_a_config_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # One of each family runs in its own precision: bfloat16 is slow on many CPUs.
+    is_first = path.relative_to(ROOT / "configs") in FIRST
+    fit(path, *([] if is_first else ["--trainer.precision", "32-true"]))
     assert (tmp_path / "run" / "metrics.csv").read_text().count(",test,accuracy,") >= 1
 
 

@@ -27,6 +27,8 @@ PICTURES = {
 }
 # Committed with outputs. What they print is the same on every run.
 EXECUTED = {*PICTURES} - {"your_own"}
+# Run by the fast tests too.
+FIRST = {"fedavg_by_hand", "quickstart", "your_own"}
 MOST_BYTES = 350_000
 
 
@@ -48,7 +50,13 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     ).execute()
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in FIRST else pytest.mark.long)
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs_and_draws(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +94,18 @@ def test_fedavg_by_hand_compares_all_tensors_after_every_round() -> None:
     ]
 
 
+def by_hand() -> str:
+    """Return the code of the notebook, for one round and without its picture."""
+    notebook = nbformat.read(ROOT / "notebooks" / "fedavg_by_hand.ipynb", as_version=4)
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    source = "\n".join(cell for cell in code if "plt.show" not in cell)
+    return source.replace("%matplotlib inline", "").replace("ROUNDS = 5", "ROUNDS = 1")
+
+
+def test_the_code_of_fedavg_by_hand_passes_for_one_round() -> None:
+    exec(by_hand(), {})
+
+
 @pytest.mark.parametrize(
     ("line", "changed"),
     [
@@ -98,13 +118,8 @@ def test_fedavg_by_hand_compares_all_tensors_after_every_round() -> None:
 )
 def test_fedavg_by_hand_fails_if_the_two_differ(line: str, changed: str) -> None:
     """Change one line of the loop by hand and expect the comparison to fail after one round."""
-    notebook = nbformat.read(ROOT / "notebooks" / "fedavg_by_hand.ipynb", as_version=4)
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    source = "\n".join(cell for cell in code if "plt.show" not in cell)
+    source = by_hand()
     assert source.count(line) == 1
-
-    source = source.replace("%matplotlib inline", "").replace("ROUNDS = 5", "ROUNDS = 1")
-    exec(source, {})
     with pytest.raises(AssertionError):
         exec(source.replace(line, changed), {})
 

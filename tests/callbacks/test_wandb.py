@@ -259,6 +259,7 @@ def command(folder: Path, rounds: int, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_a_killed_online_run_goes_on_with_increasing_steps(
     server: WandbServer, tmp_path: Path
 ) -> None:

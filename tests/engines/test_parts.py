@@ -245,6 +245,7 @@ def test_the_sum_by_parts_is_the_sum() -> None:
     assert not any(update.state for update in seen)
 
 
+@pytest.mark.long
 def test_ray_sums_as_this_process_does() -> None:
     pytest.importorskip("ray", reason="needs flsuite[ray]")
     here, there = fit(callbacks=[Spoils()]), fit(callbacks=[Spoils()], engine=Ray(workers=2))

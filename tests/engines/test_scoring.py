@@ -36,7 +36,7 @@ def rows(made: Any) -> list[tuple[Any, ...]]:
     return [(r.round, r.scope, r.split, r.metric, r.value) for r in table if r.split != "train"]
 
 
-@pytest.mark.parametrize("engine", [Processes, Ray])
+@pytest.mark.parametrize("engine", [Processes, pytest.param(Ray, marks=pytest.mark.long)])
 def test_workers_score_what_this_process_would(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

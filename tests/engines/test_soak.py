@@ -8,6 +8,7 @@ import pytest
 from tests.benchmarks.soak import Watch, soaking_run
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what only Linux tells")
 def test_failing_clients_leave_no_descriptors_threads_or_processes(tmp_path: Path) -> None:
     watch = Watch([5, 30])

@@ -14,6 +14,7 @@ MODEL = "--model ACVAE --model.latent_dim 4 --model.width 4 --data.standardize f
 CLASS_PRIORS = f"{MODEL} --trainer.aggregator CMGA"
 
 
+@pytest.mark.long
 def test_flowers_own_simulation_gives_the_same_model(tmp_path: Path) -> None:
     """Run three clients with private encoders, and priors on the server, on two workers."""
     arguments = f"{CLASS_PRIORS} --data.clients 3 --trainer.rounds 2"
@@ -27,6 +28,7 @@ def test_flowers_own_simulation_gives_the_same_model(tmp_path: Path) -> None:
     assert equal_states(ours, theirs) and our_table == their_table
 
 
+@pytest.mark.long
 def test_a_superlink_and_two_supernodes_give_the_same_model(tmp_path: Path) -> None:
     """Use TLS and node authentication, and private encoders that stay on the nodes."""
     make_keys(tmp_path)

@@ -53,8 +53,11 @@ def long_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> Federa
 
 @pytest.mark.parametrize(
     ("engine", "kills"),
-    [(InProcess(), 10), (Processes(workers=2), 3)],
-    ids=["in_process", "processes"],
+    [
+        pytest.param(InProcess(), 2, id="in_process"),
+        pytest.param(InProcess(), 10, id="in_process, often", marks=pytest.mark.long),
+        pytest.param(Processes(workers=2), 3, id="processes", marks=pytest.mark.long),
+    ],
 )
 def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, engine: Any, kills: int) -> None:
     whole = long_run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)

@@ -68,6 +68,7 @@ def test_two_sweeps_on_one_folder_run_each_cell_once(finished: Path) -> None:
     assert len(list(finished.rglob("done.json"))) == 8
 
 
+@pytest.mark.long
 def test_a_sweep_killed_three_times_equals_the_unbroken_one(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "quickstart"
     for more in (1, 4, 7):
