@@ -79,6 +79,7 @@ class Asynchronous(Schedule, Settings):
         self._resumed: list[Fit] = []
         self._ended: list[Fit] = []
         self._round, self._draws = -1, 0
+        self._buffer: set[int] = set()  # fits whose updates are in it
 
     @property
     def awaited(self) -> int:
@@ -121,35 +122,40 @@ class Asynchronous(Schedule, Settings):
         Raises:
             FederationError: If no update has come, and none can be expected.
         """
-        before, closes, failed, lost = clock.client_updates, math.inf, 0, 0
+        self._buffer = set()  # :meth:`accepted` adds those that are good
+        timeout = math.inf if self.buffer_timeout is None else self.buffer_timeout
+        closes, failed, lost = math.inf, 0, 0
         # Many failures in a row end the buffer, so that a run in which nobody can train ends.
-        while clock.client_updates - before < self.buffer_size and failed < self.concurrency:
+        while len(self._buffer) < self.buffer_size and failed < self.concurrency:
             self._flights.measure(engine)
-            appears = self._next_start(clock)
-            moment = min(self._flights.next_end, closes, appears)
+            next_end, next_start = self._flights.next_end, self._next_start(clock)
+            moment = min(next_end, closes, next_start)
             if moment == math.inf or lost > _MOST_LOST * self.concurrency:
-                if clock.client_updates > before:
+                if self._buffer:
                     return
                 raise self._nobody_left(clock, lost)
 
             clock.seconds = moment
             # Arrivals come first, then the end of the buffer's time, then starts.
-            if self._flights.next_end == moment:
+            if next_end == moment:
                 fit = self._flights.pop()
                 self._ended.append(fit)
-                lost += 1
-                if fit.outcome == "arrived":
-                    so_far, lost = clock.client_updates, 0
+                if fit.outcome == "dropped":
+                    lost += 1
+                else:
                     yield self._flights.outcome(fit, engine)
-                    failed = failed + 1 if clock.client_updates == so_far else 0
-                    if clock.client_updates == before + 1 and self.buffer_timeout is not None:
-                        closes = round(min(closes, clock.seconds + self.buffer_timeout), 9)
+                    lost, failed = 0, 0 if fit.number in self._buffer else failed + 1
+                    if self._buffer == {fit.number}:  # its first update
+                        closes = round(clock.seconds + timeout, 9)
             elif closes == moment:
                 return
+
             # Who comes back as the buffer ends starts from the version that it becomes.
-            is_over = clock.client_updates - before == self.buffer_size or clock.seconds >= closes
-            if not is_over:
+            if len(self._buffer) < self.buffer_size and clock.seconds < closes:
                 engine.submit(requests(self.start(clock)))
+
+    def accepted(self, number: int) -> None:
+        self._buffer.add(number)
 
     def numbers(self) -> dict[str, float]:
         dropped = sum(fit.outcome == "dropped" for fit in self._ended)

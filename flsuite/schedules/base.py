@@ -133,6 +133,10 @@ class Schedule(ABC):
             requests: Returns the requests of clients that start in between.
         """
 
+    def accepted(self, number: int) -> None:
+        """Take note that the update of a fit is good, before the next outcome is asked for."""
+        return
+
     @property
     def cohort(self) -> int:
         return 0

@@ -144,6 +144,9 @@ class Faults(Schedule, Settings):
         for outcome in self.schedule.arrivals(engine, clock, with_faults):
             yield from self._delivered(outcome)
 
+    def accepted(self, number: int) -> None:
+        self.schedule.accepted(number)
+
     def numbers(self) -> dict[str, float]:
         return self.schedule.numbers()
 

@@ -274,6 +274,7 @@ class Federation:
         update.part = start.part
         self.clients[update.client] = outcome.memory
         self.clock.client_updates += self._stands_for
+        self.schedule.accepted(update.number)
         self.clock.bytes += update.bytes_up + update.bytes_down
         self.log.updates.append(update.without_tensors())
         return outcome
