@@ -38,7 +38,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
     """
     federation, clock = run.federation, run.clock
     schedule, engine = federation.schedule, _NoTraining()
-    if not schedule.is_virtual:
+    if not schedule.traits.is_virtual:
         inner = "schedule." if isinstance(schedule, Faults) else ""
         raise FlsuiteError(
             f"the times of {type(schedule).__name__} are measured while clients train; set "

@@ -343,7 +343,7 @@ class Run:
 
         # At the end: until the last outcome, a usable update may still come.
         record, schedule = self.federation.log, self.federation.schedule
-        if not record.updates and (record.failures or not schedule.may_be_empty):
+        if not record.updates and (record.failures or not schedule.traits.may_be_empty):
             raise self.federation.failure()
 
     def _refuse_standstill(self) -> None:

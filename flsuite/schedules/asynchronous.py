@@ -11,9 +11,7 @@ from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientResult, Outcome
 from flsuite.schedules.availability import Availability
-from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
-from flsuite.schedules.clock import Clock
-from flsuite.schedules.fit import Fit
+from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule, Traits
 from flsuite.schedules.launcher import Launcher
 from flsuite.schedules.speeds import Measured, Speeds, Stragglers
 
@@ -42,8 +40,6 @@ class Asynchronous(Schedule, Settings):
         availability: Which clients can train, and which drop out. Default: all clients, always.
     """
 
-    is_asynchronous = True
-
     concurrency: PositiveInt = 10
     buffer_size: PositiveInt = 1
     buffer_timeout: PositiveFloat | None = None
@@ -52,20 +48,19 @@ class Asynchronous(Schedule, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.traits = Traits(
+            type(self).__name__,
+            is_asynchronous=True,
+            is_virtual=not isinstance(self.speeds, Measured),
+            may_lose=self.availability is not None,
+            expected_updates=self.buffer_size,
+        )
         if self.buffer_size > self.concurrency and self.buffer_timeout is None:
             raise FlsuiteError(
                 f"Asynchronous: buffer_size {self.buffer_size} is above concurrency "
                 f"{self.concurrency}, so that a buffer would wait for clients that start after "
                 "others have come back; lower buffer_size, raise concurrency, or set buffer_timeout"
             )
-
-    @property
-    def is_virtual(self) -> bool:
-        return not isinstance(self.speeds, Measured)
-
-    @property
-    def may_lose(self) -> bool:
-        return self.availability is not None
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         if self.concurrency > len(sizes):
@@ -80,10 +75,6 @@ class Asynchronous(Schedule, Settings):
         self._ended: list[Fit] = []
         self._round, self._draws = -1, 0
         self._buffer: set[int] = set()  # fits whose updates are in it
-
-    @property
-    def awaited(self) -> int:
-        return self.buffer_size
 
     @property
     def ended(self) -> Sequence[Fit]:
