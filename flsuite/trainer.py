@@ -30,7 +30,7 @@ from flsuite.runs.predictions import predict
 from flsuite.runs.preparation import Algorithm, make_evaluator, make_federation, make_ready
 from flsuite.runs.run import Run, RunOptions
 from flsuite.runs.session import opened
-from flsuite.runs.settings import of_the_trainer, run_settings
+from flsuite.runs.settings import own_settings, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.evaluation import GLOBAL, Split
@@ -253,7 +253,7 @@ class FederatedTrainer(Trainer):
         )
         federation = make_federation(evaluator, algorithm, folder, options)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        settings = run_settings(options, model, data, callbacks, weights, **of_the_trainer(self))
+        settings = run_settings(options, model, data, callbacks, weights, **own_settings(self))
         config = self.config or settings
         self.run = Run(
             federation, evaluator, folder, options, settings, config, callbacks, self.loggers

@@ -377,7 +377,7 @@ def _training_numbers(
 ) -> dict[str, float]:
     """Return what a fit has measured and what its model has logged."""
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-    numbers = {**loss.means(), **skips.numbers(), **logged}
+    numbers = {**loss.means(), **skips.metrics(), **logged}
     if steps and not loss.steps:  # under manual optimization, steps need not return a loss
         del numbers["loss"]
         numbers |= {"loss": logged["train_loss"]} if "train_loss" in logged else {}

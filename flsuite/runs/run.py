@@ -290,7 +290,7 @@ class Run:
         federation, table = self.federation, self.folder.table
         for scope, numbers in federation.log.metrics():
             table.note(scope, "train", numbers)
-        table.note(GLOBAL, "train", federation.schedule.numbers())
+        table.note(GLOBAL, "train", federation.schedule.metrics())
         self.folder.timeline.add(timeline_rows(federation))
         if self.options.lr_decay:
             self.log_metric("lr_factor", self.options.lr_decay.factor(self.round))

@@ -148,7 +148,7 @@ class Asynchronous(Schedule, Settings):
     def accepted(self, number: int) -> None:
         self._buffer.add(number)
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         dropped = sum(fit.outcome == "dropped" for fit in self._ended)
         return {"in_flight": float(len(self._flights.all)), "dropped": float(dropped)}
 

@@ -189,8 +189,8 @@ class Schedule(ABC):
         """Take note that the update of a fit is good, before the next outcome is asked for."""
         return
 
-    def numbers(self) -> dict[str, float]:
-        """Return numbers about the round in progress, for the log."""
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the round in progress, for the log."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

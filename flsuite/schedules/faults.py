@@ -117,8 +117,8 @@ class Faults(Schedule, Settings):
     def accepted(self, number: int) -> None:
         self.schedule.accepted(number)
 
-    def numbers(self) -> dict[str, float]:
-        return self.schedule.numbers()
+    def metrics(self) -> dict[str, float]:
+        return self.schedule.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         held = [{f.name: getattr(update, f.name) for f in fields(update)} for update in self._held]

@@ -173,7 +173,7 @@ class Synchronous(Schedule, Settings):
             yield outcome
         self._end_round(clock, measured)
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         if not self.traits.may_lose:
             return {}
         outcomes = [fit.outcome for fit in self._ended]
