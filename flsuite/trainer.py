@@ -19,8 +19,7 @@ from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
 from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, fit_samples
 from flsuite.client.trainer import quiet_lightning
-from flsuite.engines.base import Engine
-from flsuite.engines.in_process import InProcess
+from flsuite.engines.base import Engine, InProcess
 from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.exchange import SecureAggregation
 from flsuite.models.traits import extra_epochs

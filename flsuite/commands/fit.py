@@ -13,7 +13,6 @@ import flsuite.aggregators
 import flsuite.callbacks
 import flsuite.client.lr_decay
 import flsuite.data
-import flsuite.engines.in_process
 import flsuite.engines.processes
 import flsuite.engines.ray
 import flsuite.models

@@ -22,7 +22,7 @@ from flsuite.messages import (
     ScoreRequest,
 )
 
-__all__ = ["Answer", "Backlog", "Job", "Pool", "Request", "cores", "without_broadcast"]
+__all__ = ["Answer", "Backlog", "Job", "Pool", "Request", "cores", "named", "without_broadcast"]
 
 _SCORES_AHEAD = 4  # per worker: bounds the clients' models in memory
 
@@ -236,6 +236,12 @@ class Pool(Engine):
 def without_broadcast(job: Job) -> list[Request]:
     """Return the requests as they are sent: the worker adds the broadcast that it has."""
     return [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
+
+
+def named(requests: Sequence[Request]) -> str:
+    """Return the clients of requests as words of the log."""
+    names = [str(request.client) for request in requests]
+    return f"client {names[0]}" if len(names) == 1 else f"clients {', '.join(names) or 'none'}"
 
 
 def cores() -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from flsuite.arguments import PositiveFloat, PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, without_main
-from flsuite.engines.pool import Backlog, Job, Pool, cores, without_broadcast
+from flsuite.engines.pool import Backlog, Job, Pool, cores, named, without_broadcast
 from flsuite.engines.wire import dump_shared, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
 from flsuite.messages import (
@@ -112,8 +112,9 @@ class Processes(Pool, Settings):
         return len(self._pool)
 
     def _wait(self) -> None:
-        for worker in self._readable():
-            self._take_answer(worker)
+        busy: dict[Any, _Worker] = {w.connection: w for w in self._pool if w.job}
+        for connection in wait(list(busy)):
+            self._take_answer(busy[connection])
 
     def _hand_out(self, urgent: int | None = None) -> None:
         for position, worker in enumerate(self._pool):
@@ -156,12 +157,6 @@ class Processes(Pool, Settings):
         worker.alarm.daemon = True
         worker.alarm.start()
 
-    def _readable(self) -> list[_Worker]:
-        """Wait until at least one busy worker has sent something or has died."""
-        busy = {worker.connection: worker for worker in self._pool if worker.job}
-        ready = wait(list(busy))
-        return [busy[connection] for connection in ready if isinstance(connection, Connection)]
-
     def _take_answer(self, worker: _Worker) -> None:
         """Store an outcome, or replace the worker if it died."""
         job = worker.job
@@ -197,10 +192,9 @@ class Processes(Pool, Settings):
             self._backlog.bury(job, len(job) == 1, "worker process", not worker.is_gone)
 
         log.warning(
-            "round %d: the worker process of client%s %s %s and was replaced",
+            "round %d: the worker process of %s %s and was replaced",
             job[0].broadcast.round,
-            "s" if len(job) > 1 else "",
-            ", ".join(str(request.client) for request in job),
+            named(job),
             "ran out of time"
             if worker.timed_out
             else f"died (exit code {worker.process.exitcode})",

@@ -17,7 +17,7 @@ from typing import Any
 
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.pool import Backlog, Job, Pool, Request, cores, without_broadcast
+from flsuite.engines.pool import Backlog, Job, Pool, Request, cores, named, without_broadcast
 from flsuite.engines.ray_worker import SMALL, RayWorker, pack, unpack
 from flsuite.engines.worker import Fatal
 from flsuite.errors import FederationError, FlsuiteError, one_line
@@ -316,7 +316,7 @@ class Ray(Pool, Settings):
                 log.warning(
                     "round %d: the worker of %s ran out of time and is replaced",
                     job[0].broadcast.round,
-                    _clients(job),
+                    named(job),
                 )
             self._spawn()
 
@@ -344,7 +344,7 @@ class Ray(Pool, Settings):
         log.warning(
             "round %d: the worker of %s died and is replaced (%s)",
             lost[0].broadcast.round if lost else 0,
-            _clients(lost),
+            named(lost),
             reason,
         )
         # From the last to the first, because each is put first. Nobody knows who was training: the
@@ -464,11 +464,6 @@ def _was_read(call: _Call) -> bool:
     except ray.exceptions.RayError:  # also if the answer is lost
         return False
     return True
-
-
-def _clients(requests: Sequence[Request]) -> str:
-    names = [str(request.client) for request in requests]
-    return f"client {names[0]}" if len(names) == 1 else f"clients {', '.join(names) or 'none'}"
 
 
 def _room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:
