@@ -16,7 +16,7 @@ __all__ = [
     "BackgroundTask",
     "atomic_save",
     "flush_to_disk",
-    "is_of_the_disk",
+    "is_disk_error",
     "load_tensors",
     "make_folder",
     "replace_file",
@@ -24,9 +24,9 @@ __all__ = [
     "save_tensors",
 ]
 
-_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks, of a folder
-_A_FULL_DISK = 1 << 16  # bytes that are left: what torch could not write is longer
+_FULL_DISK_BYTES = 1 << 16  # left at most: what torch could not write is longer
 
 
 def make_folder(path: Path) -> Path:
@@ -67,7 +67,7 @@ def save_tensors(content: Any, path: Path) -> None:
     try:
         torch.save(content, path)
     except RuntimeError as error:
-        is_full = shutil.disk_usage(path.parent).free < _A_FULL_DISK
+        is_full = shutil.disk_usage(path.parent).free < _FULL_DISK_BYTES
         number = errno.ENOSPC if is_full else errno.EIO
         reason = os.strerror(number) if is_full else one_line(error, 200)
         raise OSError(number, reason, str(path)) from error
@@ -111,9 +111,9 @@ def require_whole(path: Path) -> None:
             raise ValueError(f"the checksum of {wrong} is wrong")
 
 
-def is_of_the_disk(error: OSError) -> bool:
+def is_disk_error(error: OSError) -> bool:
     """Return whether a disk that is full, read-only or broken is the reason of an error."""
-    return error.errno in _OF_A_DISK
+    return error.errno in _DISK_ERRNOS
 
 
 def replace_file(write: Callable[[Path], object], path: Path, flush: bool = False) -> None:

@@ -19,8 +19,7 @@ from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
 from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, fit_samples
 from flsuite.client.trainer import quiet_lightning
-from flsuite.engines.base import Engine
-from flsuite.engines.in_process import InProcess
+from flsuite.engines.base import Engine, InProcess
 from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.exchange import SecureAggregation
 from flsuite.models.traits import extra_epochs
@@ -30,7 +29,7 @@ from flsuite.runs.predictions import predict
 from flsuite.runs.preparation import Algorithm, make_evaluator, make_federation, make_ready
 from flsuite.runs.run import Run, RunOptions
 from flsuite.runs.session import opened
-from flsuite.runs.settings import of_the_trainer, run_settings
+from flsuite.runs.settings import own_settings, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.evaluation import GLOBAL, Split
@@ -253,7 +252,7 @@ class FederatedTrainer(Trainer):
         )
         federation = make_federation(evaluator, algorithm, folder, options)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        settings = run_settings(options, model, data, callbacks, weights, **of_the_trainer(self))
+        settings = run_settings(options, model, data, callbacks, weights, **own_settings(self))
         config = self.config or settings
         self.run = Run(
             federation, evaluator, folder, options, settings, config, callbacks, self.loggers

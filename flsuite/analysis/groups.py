@@ -22,7 +22,7 @@ _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
 _LONGEST_POINT = 80
 """Characters of the grid values in a folder's name, after which earlier versions have cut it."""
 # The seed may have decided the weights of a given model, and who attacks.
-_OF_THE_SEED = ("seed", "given_weights", "attackers")
+_SEED_SETTINGS = ("seed", "given_weights", "attackers")
 _CALLBACKS = ("callbacks", "stopping")  # settings that are lists of callbacks
 
 
@@ -195,7 +195,7 @@ def _is_seed(value: object) -> bool:
 
 def _without_seed(settings: Mapping[str, Any]) -> Any:
     """Return the settings that runs of one group share."""
-    return _without_open({k: v for k, v in settings.items() if k not in _OF_THE_SEED})
+    return _without_open({k: v for k, v in settings.items() if k not in _SEED_SETTINGS})
 
 
 def _without_open(node: Any) -> Any:

@@ -21,10 +21,10 @@ __all__ = [
     "short_path",
 ]
 
-_OF_RUN = ("run", "method", "partition", "seed")
-_OF_ROUND = ("round", "virtual_s", "wall_s", "client_updates", "bytes")
+_RUN_COLUMNS = ("run", "method", "partition", "seed")
+_ROUND_COLUMNS = ("round", "virtual_s", "wall_s", "client_updates", "bytes")
 _NAMES = ("scope", "split", "metric")
-COLUMNS = (*_OF_RUN, *_OF_ROUND, *_NAMES, "value")
+COLUMNS = (*_RUN_COLUMNS, *_ROUND_COLUMNS, *_NAMES, "value")
 
 
 class Results(pd.DataFrame):
@@ -53,7 +53,7 @@ class Results(pd.DataFrame):
 
         names = self.loc[~pairs.duplicated(), ["split", "metric"]].astype(str)
         columns = (names["split"] + "/" + names["metric"]).tolist()
-        keys = pd.DataFrame(self.loc[~rows.duplicated(), [*_OF_RUN, *_OF_ROUND, "scope"]])
+        keys = pd.DataFrame(self.loc[~rows.duplicated(), [*_RUN_COLUMNS, *_ROUND_COLUMNS, "scope"]])
         numbers = pd.DataFrame(values, columns=columns, index=keys.index)
         return pd.concat([keys, numbers], axis=1).reset_index(drop=True)
 
@@ -88,7 +88,7 @@ def results_of(groups: Sequence[Group]) -> Results:
         "partition": _repeated([group.partition for group, _ in found], sizes),
         "seed": np.repeat(pd.array(seeds, dtype="Int64"), sizes),
     }
-    columns |= {name: np.concatenate([table[name] for table in tables]) for name in _OF_ROUND}
+    columns |= {name: np.concatenate([table[name] for table in tables]) for name in _ROUND_COLUMNS}
     for name in _NAMES:
         columns[name] = pd.api.types.union_categoricals([table[name] for table in tables])
     columns["value"] = np.concatenate([table["value"] for table in tables])

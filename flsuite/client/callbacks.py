@@ -71,7 +71,7 @@ class CountSkips(Callback):
     ) -> None:
         self.skipped += skips_step(trainer, optimizer)
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return ``skipped_steps`` where there are any."""
         return {"skipped_steps": float(self.skipped)} if self.skipped else {}
 

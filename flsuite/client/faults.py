@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.messages import ClientUpdate, Fault
+from flsuite.messages import ClientResult, ClientUpdate, Fault
 
-__all__ = ["carry_out", "spoiled"]
+__all__ = ["carry_out"]
 
 
-def carry_out(fault: Fault | None) -> None:
-    """Let a fit fail as it was told to, if it is to send nothing.
+def carry_out(fault: Fault | None, result: ClientResult) -> ClientResult:
+    """Let a fit fail as it was told to, and return what it sends, if it sends anything.
 
     It is called after the training: all that the training has changed in this process is then in
-    the way of the next client.
+    the way of the next client. A NaN or a wrong shape is put into the message, because packing may
+    take a wrong shape away.
 
     Args:
         fault: The fault. Those of the message's way, ``late``, ``twice`` and ``gone``, happen
             elsewhere.
+        result: What the fit would send.
 
     Raises:
         RuntimeError: If the client is to raise.
@@ -34,20 +36,17 @@ def carry_out(fault: Fault | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     while fault == "hangs":
         time.sleep(60)
+    if fault in ("nan", "shapes"):
+        return replace(result, update=_spoiled(fault, result.update))
+    return result
 
 
-def spoiled(fault: Fault | None, update: ClientUpdate) -> ClientUpdate:
-    """Return an update as it is sent, with a NaN or a wrong shape in it if the fault is one.
+def _spoiled(fault: Fault, update: ClientUpdate) -> ClientUpdate:
+    """Return an update with a NaN or a wrong shape in it.
 
-    It acts on the message, because packing may take a wrong shape away. A message without floating
-    numbers, such as that of a client that shares nothing, gets an entry that nobody asked for.
-
-    Args:
-        fault: The fault.
-        update: The update, compressed if updates are.
+    A message without floating numbers, such as that of a client that shares nothing, gets an entry
+    that nobody asked for.
     """
-    if fault not in ("nan", "shapes"):
-        return update
     place = next(_floats([update.state, update.extras]), None)
     if place is None:
         return replace(update, state={**update.state, "fault": torch.tensor(float("nan"))})

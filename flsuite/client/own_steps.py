@@ -18,7 +18,7 @@ from flsuite.models.traits import has_step
 
 __all__ = ["OwnSteps"]
 
-_OF_A_SCORE = (  # arguments of Lightning's Trainer that decide how a model is scored
+_SCORING_ARGUMENTS = (  # arguments of Lightning's Trainer that decide how a model is scored
     "accelerator",
     "benchmark",
     "deterministic",
@@ -46,12 +46,12 @@ class OwnSteps:
 
     def __init__(self, model: LightningModule, trainer_kwargs: Mapping[str, Any]) -> None:
         self.model = model
-        self._kwargs = {k: v for k, v in trainer_kwargs.items() if k in _OF_A_SCORE}
+        self._kwargs = {k: v for k, v in trainer_kwargs.items() if k in _SCORING_ARGUMENTS}
         self._trainer: Trainer | None = None
         self.names: dict[str, None] = {}
 
-    def numbers(self, split: Split, batches: SplitLoader) -> dict[str, float]:
-        """Return the logged numbers, with names that are the same for both splits.
+    def metrics(self, split: Split, batches: SplitLoader) -> dict[str, float]:
+        """Return what the step logs, with names that are the same for both splits.
 
         Args:
             split: ``test`` takes ``test_step``, and ``val`` takes ``validation_step``. A model

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
-from flsuite.client.faults import carry_out, spoiled
+from flsuite.client.faults import carry_out
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
 from flsuite.client.resident import Resident
@@ -81,7 +81,7 @@ class ClientRunner:
         loss = MeanLoss()
         self._resident.restore()
         try:
-            return self._fit(request, loss)
+            return carry_out(request.fault, self._fit(request, loss))
         except NeedsLightningLoopError:
             # The whole fit starts again in Lightning's loop, from the same state and the same seed.
             self._use_local_loop, self._trainer = False, None
@@ -264,7 +264,6 @@ class ClientRunner:
         setup, broadcast = self.setup, request.broadcast
         state = self.model.state_dict()
         shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
-        carry_out(request.fault)
         update = ClientUpdate(
             client=client.id,
             round=client.round,
@@ -287,7 +286,6 @@ class ClientRunner:
             metrics=update.metrics,
         )
         packed, held = setup.uplink.pack(update, broadcast.state, fit, notes)
-        packed = spoiled(request.fault, packed)
         packed.seconds = time.perf_counter() - started
         memory = {
             "model": clone(private),
@@ -377,7 +375,7 @@ def _training_numbers(
 ) -> dict[str, float]:
     """Return what a fit has measured and what its model has logged."""
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-    numbers = {**loss.means(), **skips.numbers(), **logged}
+    numbers = {**loss.means(), **skips.metrics(), **logged}
     if steps and not loss.steps:  # under manual optimization, steps need not return a loss
         del numbers["loss"]
         numbers |= {"loss": logged["train_loss"]} if "train_loss" in logged else {}

@@ -174,7 +174,7 @@ class Scorer:
         if self._steps is not None:
             batches = SplitLoader(self.data, samples, self.data.batch_size, rows)
             # What the model logs itself is its own word for the same name.
-            values |= self._steps.numbers(split, batches)
+            values |= self._steps.metrics(split, batches)
         return values
 
     def _rows(self, split: Split) -> RaggedIndex | None:

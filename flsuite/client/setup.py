@@ -33,7 +33,7 @@ __all__ = [
 Buffers = Literal["average", "local", "reset"]
 
 _HOOKS = tuple(name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")))
-_NOT_OF_A_FIT = {  # arguments of Lightning's Trainer about what a client's fit does not have
+_UNUSED_ARGUMENTS = {  # arguments of Lightning's Trainer about what a client's fit does not have
     "check_val_every_n_epoch",
     "enable_model_summary",
     "limit_predict_batches",
@@ -43,7 +43,7 @@ _NOT_OF_A_FIT = {  # arguments of Lightning's Trainer about what a client's fit 
     "val_check_interval",
 }
 _PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16", "16-mixed", "16", "transformer-engine")
-_OF_THE_FEDERATION = {
+_FEDERATION_CALLBACKS = {
     Checkpoint: "the federation writes checkpoints/last.ckpt and best.ckpt itself",
     ProgressBar: "RoundProgress shows the whole federation's progress",
     LearningRateMonitor: "clients have no logger; trainer.lr_decay logs lr_factor",
@@ -128,7 +128,7 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         raise FlsuiteError("trainer: num_nodes must be 1; spread clients with Processes(workers=4)")
     if kwargs.get("max_steps") not in (None, -1):
         require_at_least("trainer", 1, max_steps=kwargs["max_steps"])
-    return {name: value for name, value in kwargs.items() if name not in _NOT_OF_A_FIT}
+    return {name: value for name, value in kwargs.items() if name not in _UNUSED_ARGUMENTS}
 
 
 def fit_samples(
@@ -217,7 +217,7 @@ def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
         FlsuiteError: If there is one. The message names it, and what does its work here.
     """
     for callback in callbacks:
-        for kind, instead in _OF_THE_FEDERATION.items():
+        for kind, instead in _FEDERATION_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise FlsuiteError(
                     f"trainer.callbacks: {type(callback).__name__} belongs to a single fit, and "

@@ -13,7 +13,6 @@ import flsuite.aggregators
 import flsuite.callbacks
 import flsuite.client.lr_decay
 import flsuite.data
-import flsuite.engines.in_process
 import flsuite.engines.processes
 import flsuite.engines.ray
 import flsuite.models
@@ -157,7 +156,7 @@ class _FederatedCLI(LightningCLI):
         if folder is None:
             return
         # Measured times say more about this machine than about the federation.
-        is_virtual = self.trainer.schedule.is_virtual
+        is_virtual = self.trainer.schedule.traits.is_virtual
         axis = "virtual_s" if is_virtual else "round"
         pictures: dict[str, Callable[[], Any]] = {
             "curves.png": lambda: curves_figure({"run": folder}, x=axis),

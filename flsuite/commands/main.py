@@ -172,7 +172,7 @@ _HOW_TO_GO_ON = {
 }
 _BINARY = (io.BufferedWriter, io.BufferedRandom)
 _LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
-_OF_A_CONFIG = (*_LIGHTNING_COMMANDS, "partition", "schedule")
+_CONFIG_COMMANDS = (*_LIGHTNING_COMMANDS, "partition", "schedule")
 
 
 def console() -> None:
@@ -229,7 +229,7 @@ def run_command(command: str, args: list[str]) -> int:
 
 
 def _run(command: str, args: list[str]) -> None:
-    if command not in _OF_A_CONFIG:
+    if command not in _CONFIG_COMMANDS:
         _call(command, args)
         return
     _prepare(args)

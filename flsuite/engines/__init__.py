@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flsuite.engines.base import Engine
-    from flsuite.engines.in_process import InProcess
+    from flsuite.engines.base import Engine, InProcess
     from flsuite.engines.processes import Processes
     from flsuite.engines.ray import Ray
 
@@ -17,7 +16,7 @@ __all__ = ["Engine", "InProcess", "Processes", "Ray"]
 
 _HOME = {
     "Engine": "flsuite.engines.base",
-    "InProcess": "flsuite.engines.in_process",
+    "InProcess": "flsuite.engines.base",
     "Processes": "flsuite.engines.processes",
     "Ray": "flsuite.engines.ray",
 }

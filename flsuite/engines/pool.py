@@ -1,27 +1,172 @@
-"""What engines with a pool of workers have in common."""
+"""What engines with a pool of workers have in common: the backlog of their jobs, and its loop."""
 
+import os
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from flsuite.engines.backlog import Backlog
+from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
-from flsuite.messages import ClientFailure, FitRequest, OwnScores, ScoreRequest
+from flsuite.engines.wire import CANNOT_PICKLE, dumps
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.messages import (
+    Broadcast,
+    ClientFailure,
+    Fault,
+    FitRequest,
+    Outcome,
+    OwnScores,
+    ScoreRequest,
+)
 
-__all__ = ["Pool"]
+__all__ = ["Answer", "Backlog", "Job", "Pool", "Request", "cores", "named", "without_broadcast"]
 
 _SCORES_AHEAD = 4  # per worker: bounds the clients' models in memory
 
+Request = FitRequest | ScoreRequest
+
+Answer = Outcome | OwnScores | None
+"""What comes out of a request."""
+
+Job = Sequence[Request]
+"""What a worker does in one go: a part of the cohort whose models it adds up, or one request."""
+
+
+class Backlog:
+    """Keeps jobs in order: those that wait, are with a worker, or have an outcome."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}  # by the number of each request
+        self._queue: deque[int] = deque()  # by the number of each job's first request
+        self._queued = 0
+        self._answers: dict[int, Answer] = {}
+        self._suspects: set[int] = set()  # a worker that had them has died
+        self._deaths: set[int] = set()  # it had nothing else
+        self._unread: set[int] = set()  # it had not read them
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Append jobs to the queue."""
+        for job in jobs:
+            self._jobs.update((request.number, job) for request in job)
+            self._queue.append(job[0].number)
+            self._queued += len(job)
+
+    @property
+    def pending(self) -> Sequence[int]:
+        """Return the numbers of the uncollected requests, in the order of submission."""
+        return list(self._jobs)
+
+    @property
+    def queued(self) -> int:
+        """Return how many requests wait for a worker."""
+        return self._queued
+
+    @property
+    def in_hand(self) -> int:
+        """Return how many requests are with a worker, or have an outcome and are not collected."""
+        return len(self._jobs) - self._queued
+
+    @property
+    def first(self) -> Job | None:
+        """Return the job that is handed out next, or ``None``."""
+        return self._jobs[self._queue[0]] if self._queue else None
+
+    def broadcasts(self) -> list[Broadcast]:
+        """Return the broadcasts that uncollected requests start from."""
+        jobs = self._jobs.values()
+        return list({id(job[0].broadcast): job[0].broadcast for job in jobs}.values())
+
+    def take(self) -> Job:
+        """Remove the first job from the queue, and return it."""
+        job = self._jobs[self._queue.popleft()]
+        self._queued -= len(job)
+        return job
+
+    def move_up(self, number: int) -> None:
+        """Put the job of a request first in the queue, if it still waits."""
+        first = self._jobs[number][0].number
+        if first in self._queue:
+            self._queue.remove(first)
+            self._queue.appendleft(first)
+
+    @staticmethod
+    def is_in(number: int | None, job: Job) -> bool:
+        """Return whether a request belongs to a job."""
+        return any(request.number == number for request in job)
+
+    def answer(self, job: Job, answers: Iterable[Answer]) -> None:
+        """Keep what came out of a job until it is collected."""
+        for request, answer in zip(job, answers, strict=True):
+            self._answers[request.number] = answer
+
+    def bury(
+        self, job: Job, was_alone: bool, worker: str = "worker", was_read: bool = True
+    ) -> None:
+        """Put back the requests of a job whose worker died, or let one fail the second time.
+
+        A worker may die for a reason of the machine, such as memory, so that one more try is worth
+        it. From then on, each request is alone with its worker. A death counts for a request that
+        was alone: among several, nobody knows whose it was.
+
+        Args:
+            job: The job.
+            was_alone: Whether the worker had nothing but one request.
+            worker: What the worker is called.
+            was_read: Whether the worker has read the job. Otherwise its death does not count, the
+                first time: a request that is too large to be read must not be tried for ever.
+        """
+        # From the last to the first, because each is put first.
+        for request in reversed(job):
+            counts = was_alone and (was_read or request.number in self._unread)
+            if counts and request.number in self._deaths:
+                self.answer([request], [request.failure(f"its {worker} died twice")])
+                continue
+            self._suspects.add(request.number)
+            self._deaths.update([request.number] if counts else [])
+            self._unread.update([] if was_read else [request.number])
+            self._jobs[request.number] = [request]
+            self._queue.appendleft(request.number)
+            self._queued += 1
+
+    def has_died(self, job: Job) -> bool:
+        """Return whether a worker that had this job has died."""
+        return job[0].number in self._suspects
+
+    def has_answer(self, number: int) -> bool:
+        """Return whether a request can be collected."""
+        return number in self._answers
+
+    def collect(self, number: int) -> Answer:
+        """Return what came out of a request, and forget the request."""
+        del self._jobs[number]
+        for fates in (self._deaths, self._suspects, self._unread):
+            fates.discard(number)
+        return self._answers.pop(number)
+
 
 class Pool(Engine):
-    """An engine that hands jobs from a backlog to workers."""
+    """An engine that hands jobs from a backlog to workers.
+
+    Attributes:
+        timeout: Seconds that one client's fit may take.
+    """
 
     can_score: ClassVar[bool] = True
+    timeout: float | None
     _backlog: Backlog
+    _sums_parts: bool
+
+    @property
+    def survives(self) -> frozenset[Fault]:
+        lost: set[Fault] = {"dies"} if self.timeout is None else {"dies", "hangs"}
+        return super().survives | lost
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
-        self._backlog.submit(self.jobs(requests, self._sums_parts()))
+        # With a timeout, a client that takes too long must not take others with it.
+        self._backlog.submit(self.jobs(requests, self._sums_parts and self.timeout is None))
         self._hand_out()
 
     @property
@@ -47,10 +192,6 @@ class Pool(Engine):
         return [*scored, *map(self.collect, waiting)]
 
     @abstractmethod
-    def _sums_parts(self) -> bool:
-        """Return whether a worker may train a part of the cohort in one go."""
-
-    @abstractmethod
     def _workers(self) -> int:
         """Return the number of workers."""
 
@@ -64,3 +205,45 @@ class Pool(Engine):
     @abstractmethod
     def _wait(self) -> None:
         """Wait until a worker has answered or died, and take note of it."""
+
+    def _without_data(self, setup: WorkerSetup) -> bytes:
+        """Serialize a setup without its data, which workers share.
+
+        Every worker has a model of its own, which it may change.
+        """
+        self._sums_parts = setup.sums_parts
+        setup.model.cpu()  # workers may see other GPUs or none, and would take memory there
+        return bytes(dumps(replace(setup, data=None)))  # type: ignore[arg-type]
+
+    @contextmanager
+    def _sendable(self, what: str) -> Iterator[None]:
+        """Turn the errors of pickle into one that says what to change."""
+        try:
+            yield
+        except CANNOT_PICKLE as error:
+            raise FlsuiteError(
+                f"{type(self).__name__}: {what} cannot be sent to a worker "
+                f"({one_line(error, 300)}); create locks, files and connections in a hook, or use "
+                "InProcess"
+            ) from error
+
+    def _end_overdue(self, job: Job) -> None:
+        """Let the clients of a job fail that has taken too long."""
+        reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
+        self._backlog.answer(job, [request.failure(reason) for request in job])
+
+
+def without_broadcast(job: Job) -> list[Request]:
+    """Return the requests as they are sent: the worker adds the broadcast that it has."""
+    return [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
+
+
+def named(requests: Sequence[Request]) -> str:
+    """Return the clients of requests as words of the log."""
+    names = [str(request.client) for request in requests]
+    return f"client {names[0]}" if len(names) == 1 else f"clients {', '.join(names) or 'none'}"
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,26 +3,22 @@
 import logging
 import multiprocessing
 import os
-import pickle
 import threading
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from flsuite.arguments import PositiveFloat, PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.backlog import Backlog, Job
 from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, without_main
-from flsuite.engines.pool import Pool
-from flsuite.engines.wire import dump_shared, dumps, receive, send
+from flsuite.engines.pool import Backlog, Job, Pool, cores, named, without_broadcast
+from flsuite.engines.wire import dump_shared, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
-from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import (
     Broadcast,
     ClientFailure,
     ClientResult,
-    Fault,
     OwnScores,
     ScoreRequest,
 )
@@ -91,20 +87,10 @@ class Processes(Pool, Settings):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         prepare_workers()
-        self._setup_sums_parts = setup.sums_parts
-        names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
-        rest = {name: getattr(setup, name) for name in names}
-        # To read a model on the GPU of this process, every worker would take memory there.
-        setup.model.cpu()
-        # Serialized on its own: every worker gets a model that it may change, and all share the
-        # data.
-        try:
-            model_and_rest = bytes(dumps((setup.model, rest)))
-            descriptor, head, places = dump_shared((setup.data, model_and_rest))
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise _unsendable("the model, the aggregator or the data", error) from error
+        with self._sendable("the model, the aggregator or the data"):
+            descriptor, head, places = dump_shared((setup.data, self._without_data(setup)))
         self._payload = (descriptor, bytes(head), places)
-        self._pool = [self._spawn(worker) for worker in range(self.workers or _cores())]
+        self._pool = [self._spawn(worker) for worker in range(self.workers or cores())]
 
     def stop(self) -> None:
         for worker in self._pool:
@@ -122,21 +108,13 @@ class Processes(Pool, Settings):
             os.close(self._payload[0])
             self._payload = None
 
-    @property
-    def survives(self) -> frozenset[Fault]:
-        lost: set[Fault] = {"dies"} if self.timeout is None else {"dies", "hangs"}
-        return super().survives | lost
-
-    def _sums_parts(self) -> bool:
-        # With a timeout, a client that takes too long must not take others with it.
-        return self._setup_sums_parts and self.timeout is None
-
     def _workers(self) -> int:
         return len(self._pool)
 
     def _wait(self) -> None:
-        for worker in self._readable():
-            self._take_answer(worker)
+        busy: dict[Any, _Worker] = {w.connection: w for w in self._pool if w.job}
+        for connection in wait(list(busy)):
+            self._take_answer(busy[connection])
 
     def _hand_out(self, urgent: int | None = None) -> None:
         for position, worker in enumerate(self._pool):
@@ -155,22 +133,14 @@ class Processes(Pool, Settings):
         worker.job = job
         if worker.is_ready:
             self._arm(worker)
-        try:
-            self._send_job(worker, job)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise _unsendable("a callback or what a client keeps", error) from error
-
-    @staticmethod
-    def _send_job(worker: _Worker, job: Job) -> None:
         broadcast = job[0].broadcast
         try:
-            # Once per round and worker: the global model is most of what is sent.
-            if worker.broadcast is not broadcast:
-                send(worker.connection, broadcast)
-                worker.broadcast = broadcast
-            # The worker adds the broadcast that it has.
-            orders = [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
-            send(worker.connection, orders)
+            with self._sendable("a callback or what a client keeps"):
+                # Once per round and worker: the global model is most of what is sent.
+                if worker.broadcast is not broadcast:
+                    send(worker.connection, broadcast)
+                    worker.broadcast = broadcast
+                send(worker.connection, without_broadcast(job))
         except OSError:  # it died just now, and its connection will show it
             worker.is_gone = True
 
@@ -186,12 +156,6 @@ class Processes(Pool, Settings):
         worker.alarm = threading.Timer(self.timeout, kill)
         worker.alarm.daemon = True
         worker.alarm.start()
-
-    def _readable(self) -> list[_Worker]:
-        """Wait until at least one busy worker has sent something or has died."""
-        busy = {worker.connection: worker for worker in self._pool if worker.job}
-        ready = wait(list(busy))
-        return [busy[connection] for connection in ready if isinstance(connection, Connection)]
 
     def _take_answer(self, worker: _Worker) -> None:
         """Store an outcome, or replace the worker if it died."""
@@ -212,9 +176,7 @@ class Processes(Pool, Settings):
 
         _disarm(worker)
         if isinstance(answer, Fatal):
-            if answer.is_user_error:
-                raise FlsuiteError(answer.message)
-            raise RuntimeError(f"a worker process failed:\n{answer.message}")
+            raise answer.error("a worker process")
         worker.job = ()
         self._backlog.answer(job, answer)
         if worker.timed_out:  # the alarm went off just after the answer
@@ -224,17 +186,15 @@ class Processes(Pool, Settings):
         _disarm(worker)
         worker.process.join(timeout=5)
         if worker.timed_out:
-            reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
-            self._backlog.answer(job, [request.failure(reason) for request in job])
+            self._end_overdue(job)
         else:
             # Who was killed before it had read the job has not died of it.
             self._backlog.bury(job, len(job) == 1, "worker process", not worker.is_gone)
 
         log.warning(
-            "round %d: the worker process of client%s %s %s and was replaced",
+            "round %d: the worker process of %s %s and was replaced",
             job[0].broadcast.round,
-            "s" if len(job) > 1 else "",
-            ", ".join(str(request.client) for request in job),
+            named(job),
             "ran out of time"
             if worker.timed_out
             else f"died (exit code {worker.process.exitcode})",
@@ -297,14 +257,3 @@ def _disarm(worker: _Worker) -> None:
     if worker.alarm is not None:
         worker.alarm.cancel()
         worker.alarm = None
-
-
-def _unsendable(what: str, error: Exception) -> FlsuiteError:
-    return FlsuiteError(
-        f"Processes: {what} cannot be sent to a worker process ({one_line(error, 300)}); create "
-        "locks, files and connections in a hook, or use InProcess"
-    )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -11,23 +10,20 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.backlog import Backlog, Job, Request
-from flsuite.engines.pool import Pool
+from flsuite.engines.pool import Backlog, Job, Pool, Request, cores, named, without_broadcast
 from flsuite.engines.ray_worker import SMALL, RayWorker, pack, unpack
-from flsuite.engines.wire import dumps
 from flsuite.engines.worker import Fatal
 from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.messages import (
     Broadcast,
     ClientResult,
-    Fault,
     ScoreRequest,
 )
 from flsuite.state import nbytes
@@ -69,11 +65,13 @@ class _Call:
         jobs: The jobs, all from one broadcast.
         is_second_try: Whether a worker that had the job has died. The job is then alone, so that no
             other client is blamed for it.
+        sign: Ready when an idle worker comes to the call of a single client. Other calls have none.
         ends: When its worker has run out of time, by the monotonic clock.
     """
 
     jobs: Sequence[Job]
     is_second_try: bool
+    sign: Any = None
     ends: float = math.inf
 
 
@@ -133,12 +131,8 @@ class Ray(Pool, Settings):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         _refuse_hidden_gpus(setup, self.gpus_per_worker)
-        self._setup_sums_parts = setup.sums_parts
-        setup.model.cpu()  # where workers may see other GPUs, or none
-        try:
-            payload = _pack_setup(setup)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise _unsendable("the model, the aggregator or the data", error) from error
+        with self._sendable("the model, the aggregator or the data"):
+            payload = pack((setup.data, self._without_data(setup)))
 
         try:
             self._connect()
@@ -170,16 +164,7 @@ class Ray(Pool, Settings):
             with _signal_handlers_kept():
                 ray.shutdown()
 
-    @property
-    def survives(self) -> frozenset[Fault]:
-        lost: set[Fault] = {"dies"} if self.timeout is None else {"dies", "hangs"}
-        return super().survives | lost
-
     # From requests to calls
-
-    def _sums_parts(self) -> bool:
-        # With a timeout, a client that takes too long must not take others with it.
-        return self._setup_sums_parts and self.timeout is None
 
     def _workers(self) -> int:
         return len(self._actors)
@@ -242,22 +227,18 @@ class Ray(Pool, Settings):
         return jobs
 
     def _call(self, actor: _Actor, jobs: Sequence[Job]) -> None:
-        # The worker adds the broadcast that it has.
-        orders = [
-            [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
-            for job in jobs
-        ]
-        try:
+        with self._sendable("a callback or what a client keeps"):
             version, broadcast = self._put(jobs[0][0].broadcast)
-            packed = pack(orders)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise _unsendable("a callback or what a client keeps", error) from error
+            orders = pack([without_broadcast(job) for job in jobs])
 
-        call = _Call(jobs, self._backlog.has_died(jobs[0]))
+        # Whoever was killed before it came to a job has not died of it.
+        is_suspect = not actor.calls and len(jobs) == len(jobs[0]) == 1
+        sign = actor.handle.alive.remote() if is_suspect else None
+        call = _Call(jobs, self._backlog.has_died(jobs[0]), sign)
         if self.timeout is not None and not isinstance(jobs[0][0], ScoreRequest):
             call.ends = time.monotonic() + self.timeout
         actor.calls.append(call)
-        self._waiting[actor.handle.work.remote(version, broadcast, packed)] = (actor, call)
+        self._waiting[actor.handle.work.remote(version, broadcast, orders)] = (actor, call)
 
     def _put(self, broadcast: Broadcast) -> tuple[int, Any]:
         """Return the number of a broadcast, and where it lies in the store."""
@@ -293,7 +274,7 @@ class Ray(Pool, Settings):
         patience = min(_GLANCE, max(0.0, ends - time.monotonic()))
         ready, _ = ray.wait(list(self._waiting), timeout=patience)
         if not ready and ends <= time.monotonic():
-            self._end_overdue()
+            self._replace_overdue()
             return
         if not ready:
             self._look_at_cluster()
@@ -309,9 +290,7 @@ class Ray(Pool, Settings):
             return
 
         if isinstance(answer, Fatal):
-            if answer.is_user_error:
-                raise FlsuiteError(answer.message)
-            raise RuntimeError(f"a worker of Ray failed:\n{answer.message}")
+            raise answer.error("a worker of Ray")
         if call is None:
             actor.is_ready = True
             self._failed_starts = 0
@@ -323,22 +302,21 @@ class Ray(Pool, Settings):
                 if isinstance(outcome, ClientResult):
                     self._seconds = outcome.update.seconds
 
-    def _end_overdue(self) -> None:
+    def _replace_overdue(self) -> None:
         """Replace workers that have run out of time. Their clients have failed."""
         overdue = [
             (actor, call)
             for actor, call in self._waiting.values()
             if call is not None and call.ends <= time.monotonic()
         ]
-        reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
         for actor, call in overdue:
             self._remove(actor)
             for job in call.jobs:
-                self._backlog.answer(job, [request.failure(reason) for request in job])
+                self._end_overdue(job)
                 log.warning(
                     "round %d: the worker of %s ran out of time and is replaced",
                     job[0].broadcast.round,
-                    _clients(job),
+                    named(job),
                 )
             self._spawn()
 
@@ -366,13 +344,14 @@ class Ray(Pool, Settings):
         log.warning(
             "round %d: the worker of %s died and is replaced (%s)",
             lost[0].broadcast.round if lost else 0,
-            _clients(lost),
+            named(lost),
             reason,
         )
         # From the last to the first, because each is put first. Nobody knows who was training: the
         # answer to the oldest call may have been lost with the worker.
+        was_read = all(_was_read(call) for call in actor.calls)
         for job in reversed(jobs):
-            self._backlog.bury(job, was_alone=len(lost) == 1)
+            self._backlog.bury(job, was_alone=len(lost) == 1, was_read=was_read)
         self._spawn()
 
     def _take_failed_start(self, reason: str) -> None:
@@ -413,7 +392,7 @@ class Ray(Pool, Settings):
             # Ray itself would take all cores of the machine, whatever this process may use.
             settings |= {
                 "address": "local",
-                "num_cpus": _cores(),
+                "num_cpus": cores(),
                 "include_dashboard": False,
             }
         else:
@@ -468,22 +447,23 @@ class Ray(Pool, Settings):
         self._waiting[actor.handle.prepare.remote(self._setup)] = (actor, None)
 
 
-def _pack_setup(setup: WorkerSetup) -> Any:
-    """Serialize the model on its own: every worker gets one that it may change."""
-    names = [field.name for field in fields(setup) if field.name not in ("model", "data")]
-    rest = {name: getattr(setup, name) for name in names}
-    return pack((setup.data, bytes(dumps((setup.model, rest)))))
-
-
 def _reason(error: Exception) -> str:
     """Return the first sentence of the last line, which has the cause after Ray's own numbers."""
     lines = str(error).split("\n")
     return lines[-1].split(". ")[0][:200]
 
 
-def _clients(requests: Sequence[Request]) -> str:
-    names = [str(request.client) for request in requests]
-    return f"client {names[0]}" if len(names) == 1 else f"clients {', '.join(names) or 'none'}"
+def _was_read(call: _Call) -> bool:
+    """Return whether a worker that has died had come to this call."""
+    import ray
+
+    if call.sign is None:
+        return True
+    try:
+        ray.get(call.sign, timeout=_GLANCE)
+    except ray.exceptions.RayError:  # also if the answer is lost
+        return False
+    return True
 
 
 def _room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:
@@ -537,14 +517,3 @@ def _signal_handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _unsendable(what: str, error: Exception) -> FlsuiteError:
-    return FlsuiteError(
-        f"Ray: {what} cannot be sent to a worker ({one_line(error, 300)}); create locks, files and "
-        "connections in a hook, or use InProcess"
-    )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

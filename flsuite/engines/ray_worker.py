@@ -7,7 +7,6 @@ So every tensor travels as an array of bytes.
 import os
 import pickle
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass, replace
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor
 
 from flsuite.client.runner import ClientRunner
-from flsuite.client.setup import WorkerSetup
-from flsuite.engines.wire import dumps
+from flsuite.engines.wire import CANNOT_PICKLE, dumps
 from flsuite.engines.worker import Fatal, sendable
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Broadcast, FitRequest, ScoreRequest
@@ -88,18 +86,20 @@ class RayWorker:
         """Set the worker up, and return ``None``.
 
         Args:
-            setup: The data, and the model with the rest as bytes: the data is shared by all workers
-                of the node, and each has a model of its own.
+            setup: The data, which all workers of the node share, and the rest of the setup as
+                bytes.
         """
         try:
-            data, model_and_rest = unpack(setup, share=True)
+            data, rest = unpack(setup, share=True)
             self._shared = list(_tensors(data))
             self._writes = [tensor._version for tensor in self._shared]
-            model, rest = pickle.loads(model_and_rest)
-            self._runner = ClientRunner(WorkerSetup(model=model, data=data, **rest))
+            self._runner = ClientRunner(replace(pickle.loads(rest), data=data))
         except Exception as error:
-            return pack(_fatal(error))
+            return pack(Fatal.of(error))
         return pack(None)
+
+    def alive(self) -> None:
+        """Show that the worker has come to the call that follows."""
 
     def work(self, version: int, broadcast: Parts, orders: Parts) -> Parts:
         """Return the outcomes of several jobs that start from one broadcast.
@@ -119,10 +119,10 @@ class RayWorker:
             whole = nbytes(here.state) < SMALL
             try:
                 return pack(outcomes, whole)
-            except (TypeError, AttributeError, pickle.PicklingError):
+            except CANNOT_PICKLE:
                 return pack([sendable(self._runner, job) for job in jobs], whole)
         except Exception as error:
-            return pack(_fatal(error))
+            return pack(Fatal.of(error))
 
     def _refuse_writes(self, requests: Sequence[FitRequest | ScoreRequest]) -> None:
         """Raise an error if a fit wrote to the data, which all workers of the node share."""
@@ -141,9 +141,3 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif is_dataclass(tree):
         for value in vars(tree).values():
             yield from _tensors(value)
-
-
-def _fatal(error: Exception) -> Fatal:
-    if isinstance(error, FlsuiteError):
-        return Fatal(str(error), is_user_error=True)
-    return Fatal(traceback.format_exc(), is_user_error=False)

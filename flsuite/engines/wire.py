@@ -17,7 +17,10 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-__all__ = ["dump_shared", "dumps", "load_shared", "receive", "send"]
+__all__ = ["CANNOT_PICKLE", "dump_shared", "dumps", "load_shared", "receive", "send"]
+
+CANNOT_PICKLE = (TypeError, AttributeError, pickle.PicklingError)
+"""The errors of an object that cannot be serialized."""
 
 _ALIGNMENT = 64
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from flsuite.client.runner import ClientRunner
-from flsuite.client.setup import WorkerSetup
-from flsuite.engines.wire import dumps, load_shared, receive, send
+from flsuite.engines.wire import CANNOT_PICKLE, dumps, load_shared, receive, send
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast
 
@@ -37,6 +36,22 @@ class Fatal:
 
     message: str
     is_user_error: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> "Fatal":
+        """Return the answer to an error that is being handled."""
+        is_user_error = isinstance(error, FlsuiteError)
+        return cls(str(error) if is_user_error else traceback.format_exc(), is_user_error)
+
+    def error(self, worker: str) -> Exception:
+        """Return the error to be raised where the worker was started.
+
+        Args:
+            worker: What the worker is called.
+        """
+        if self.is_user_error:
+            return FlsuiteError(self.message)
+        return RuntimeError(f"{worker} failed:\n{self.message}")
 
 
 def serve(
@@ -62,25 +77,17 @@ def serve(
     gc.freeze()  # a collection would write to each object that is shared, and so copy it
 
     try:
-        data, model_and_rest = load_shared(descriptor, head, places)
+        data, rest = load_shared(descriptor, head, places)
         os.close(descriptor)
-        # The model is a message of its own, so that this worker does not share its tensors.
-        model, rest = pickle.loads(model_and_rest)
-        runner = ClientRunner(WorkerSetup(model=model, data=data, **rest), worker)
+        runner = ClientRunner(replace(pickle.loads(rest), data=data), worker)
         send(connection, Ready())
         _answer_requests(connection, runner)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The other side has closed the connection, which is the way to stop a worker.
         return
-    except FlsuiteError as error:
-        _send_fatal(connection, Fatal(str(error), is_user_error=True))
-    except Exception:
-        _send_fatal(connection, Fatal(traceback.format_exc(), is_user_error=False))
-
-
-def _send_fatal(connection: Connection, answer: Fatal) -> None:
-    with suppress(OSError):  # another worker has said the same, and the run has ended
-        send(connection, answer)
+    except Exception as error:
+        with suppress(OSError):  # another worker has said the same, and the run has ended
+            send(connection, Fatal.of(error))
 
 
 def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
@@ -97,7 +104,7 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
         outcomes = runner.answer(job)
         try:
             send(connection, outcomes)
-        except (TypeError, AttributeError, pickle.PicklingError):
+        except CANNOT_PICKLE:
             send(connection, sendable(runner, job))
 
 
@@ -111,7 +118,7 @@ def sendable(runner: ClientRunner, job: Sequence[Any]) -> list[Any]:
         (outcome,) = runner.answer([request])
         try:
             dumps(outcome, [])
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
+        except CANNOT_PICKLE as error:
             outcome = request.failure(f"its update cannot be sent: {one_line(error, 300)}")
         outcomes.append(outcome)
     return outcomes

@@ -6,7 +6,7 @@ from typing import Any
 from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 
 from flsuite.data.module import FederatedDataModule
-from flsuite.engines.in_process import InProcess
+from flsuite.engines.base import InProcess
 from flsuite.errors import FlsuiteError
 from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update

@@ -44,12 +44,13 @@ class FlowerStrategy(Strategy):
                 f"{federation.aggregator.name} trains on everybody's data, which no node "
                 "of Flower holds"
             )
-        if federation.schedule.is_asynchronous or federation.schedule.may_lose:
+        traits = federation.schedule.traits
+        if traits.is_asynchronous or traits.may_lose:
             raise FlsuiteError(
                 "under Flower rounds are synchronous, and nodes come and go by themselves: set "
                 "trainer.schedule to Synchronous without availability, over_selection and deadline"
             )
-        if federation.schedule.may_be_empty:
+        if traits.may_be_empty:
             raise FlsuiteError(
                 "under Flower a round without a client would end the run; set "
                 "trainer.schedule.sampling to uniform"

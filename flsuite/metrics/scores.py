@@ -27,7 +27,7 @@ HIGHER_IS_BETTER = {
     "auroc": True,
     "loss": False,
 }
-_OF_A_SPLIT = re.compile(r"^(val|valid|validation|test|eval)[_/]")
+_SPLIT_PREFIX = re.compile(r"^(val|valid|validation|test|eval)[_/]")
 _LOW = {
     *("bpc", "brier", "cer", "distance", "ece", "entropy", "error", "hamming", "kl", "logloss"),
     *("loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "rmse", "smape", "wer"),
@@ -110,7 +110,7 @@ def require_score(owner: str, **names: str) -> None:
 
 def score_name(name: str) -> str:
     """Return the name of a logged number without its split: ``val_loss`` is ``loss``."""
-    return _OF_A_SPLIT.sub("", name).removesuffix("_epoch") or name
+    return _SPLIT_PREFIX.sub("", name).removesuffix("_epoch") or name
 
 
 def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str, float]:

@@ -38,7 +38,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
     """
     federation, clock = run.federation, run.clock
     schedule, engine = federation.schedule, _NoTraining()
-    if not schedule.is_virtual:
+    if not schedule.traits.is_virtual:
         inner = "schedule." if isinstance(schedule, Faults) else ""
         raise FlsuiteError(
             f"the times of {type(schedule).__name__} are measured while clients train; set "
@@ -66,6 +66,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
             outcome.update.staleness = clock.round - (outcome.update.round - 1)
             federation.log.updates.append(outcome.update)
             clock.client_updates += 1
+            schedule.accepted(number)
         clock.round += 1
         yield from timeline_rows(federation)
 

@@ -290,7 +290,7 @@ class Run:
         federation, table = self.federation, self.folder.table
         for scope, numbers in federation.log.metrics():
             table.note(scope, "train", numbers)
-        table.note(GLOBAL, "train", federation.schedule.numbers())
+        table.note(GLOBAL, "train", federation.schedule.metrics())
         self.folder.timeline.add(timeline_rows(federation))
         if self.options.lr_decay:
             self.log_metric("lr_factor", self.options.lr_decay.factor(self.round))
@@ -343,7 +343,7 @@ class Run:
 
         # At the end: until the last outcome, a usable update may still come.
         record, schedule = self.federation.log, self.federation.schedule
-        if not record.updates and (record.failures or not schedule.may_be_empty):
+        if not record.updates and (record.failures or not schedule.traits.may_be_empty):
             raise self.federation.failure()
 
     def _refuse_standstill(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from flsuite.errors import FederationError, FlsuiteError, one_line
-from flsuite.files import is_of_the_disk
+from flsuite.files import is_disk_error
 from flsuite.runs.checkpoint import export_model
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.reuse import trained_clients
@@ -58,7 +58,7 @@ def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if folder.path is None or not is_of_the_disk(error):
+        if folder.path is None or not is_disk_error(error):
             raise
         raise FederationError(
             f"cannot write to {folder.path} ({error.strerror}); the last checkpoint, if there is "

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Trainer
 
 __all__ = [
-    "OF_THE_TRAINER",
+    "TRAINER_SETTINGS",
     "WEIGHTS",
     "class_name",
     "defaults",
@@ -30,13 +30,13 @@ __all__ = [
     "describe_data",
     "differences",
     "init_args",
-    "of_the_trainer",
+    "own_settings",
     "run_settings",
     "weights_digest",
     "with_contents",
 ]
 
-OF_THE_TRAINER = (
+TRAINER_SETTINGS = (
     "aggregator",
     "schedule",
     "compression",
@@ -89,9 +89,9 @@ def run_settings(
     }
 
 
-def of_the_trainer(trainer: Any) -> dict[str, Any]:
+def own_settings(trainer: Any) -> dict[str, Any]:
     """Return the settings that a federated trainer keeps itself, once attackers are chosen."""
-    own = {name: getattr(trainer, name) for name in OF_THE_TRAINER}
+    own = {name: getattr(trainer, name) for name in TRAINER_SETTINGS}
     # The seed may have drawn them, so that the description of the attack does not have them.
     attackers = None if own["attack"] is None else own["attack"].attackers
     return {

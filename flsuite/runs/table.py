@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.schedules.clock import Clock
+from flsuite.schedules import Clock
 
 __all__ = [
     "COLUMNS",

@@ -2,10 +2,8 @@
 
 from flsuite.schedules.asynchronous import Asynchronous
 from flsuite.schedules.availability import Always, Availability, Bernoulli, OnOff
-from flsuite.schedules.base import Schedule
-from flsuite.schedules.clock import Clock
+from flsuite.schedules.base import Clock, Fit, Schedule
 from flsuite.schedules.faults import Faults
-from flsuite.schedules.fit import Fit
 from flsuite.schedules.speeds import LogNormal, Measured, PerSample, Speeds, Stragglers, Work
 from flsuite.schedules.synchronous import Synchronous
 from flsuite.schedules.traces import Trace

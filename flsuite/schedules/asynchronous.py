@@ -11,9 +11,7 @@ from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientResult, Outcome
 from flsuite.schedules.availability import Availability
-from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
-from flsuite.schedules.clock import Clock
-from flsuite.schedules.fit import Fit
+from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule, Traits
 from flsuite.schedules.launcher import Launcher
 from flsuite.schedules.speeds import Measured, Speeds, Stragglers
 
@@ -42,8 +40,6 @@ class Asynchronous(Schedule, Settings):
         availability: Which clients can train, and which drop out. Default: all clients, always.
     """
 
-    is_asynchronous = True
-
     concurrency: PositiveInt = 10
     buffer_size: PositiveInt = 1
     buffer_timeout: PositiveFloat | None = None
@@ -52,20 +48,19 @@ class Asynchronous(Schedule, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.traits = Traits(
+            type(self).__name__,
+            is_asynchronous=True,
+            is_virtual=not isinstance(self.speeds, Measured),
+            may_lose=self.availability is not None,
+            expected_updates=self.buffer_size,
+        )
         if self.buffer_size > self.concurrency and self.buffer_timeout is None:
             raise FlsuiteError(
                 f"Asynchronous: buffer_size {self.buffer_size} is above concurrency "
                 f"{self.concurrency}, so that a buffer would wait for clients that start after "
                 "others have come back; lower buffer_size, raise concurrency, or set buffer_timeout"
             )
-
-    @property
-    def is_virtual(self) -> bool:
-        return not isinstance(self.speeds, Measured)
-
-    @property
-    def may_lose(self) -> bool:
-        return self.availability is not None
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         if self.concurrency > len(sizes):
@@ -79,10 +74,7 @@ class Asynchronous(Schedule, Settings):
         self._resumed: list[Fit] = []
         self._ended: list[Fit] = []
         self._round, self._draws = -1, 0
-
-    @property
-    def awaited(self) -> int:
-        return self.buffer_size
+        self._buffer: set[int] = set()  # fits whose updates are in it
 
     @property
     def ended(self) -> Sequence[Fit]:
@@ -121,37 +113,42 @@ class Asynchronous(Schedule, Settings):
         Raises:
             FederationError: If no update has come, and none can be expected.
         """
-        before, closes, failed, lost = clock.client_updates, math.inf, 0, 0
+        self._buffer = set()  # :meth:`accepted` adds those that are good
+        timeout = math.inf if self.buffer_timeout is None else self.buffer_timeout
+        closes, failed, lost = math.inf, 0, 0
         # Many failures in a row end the buffer, so that a run in which nobody can train ends.
-        while clock.client_updates - before < self.buffer_size and failed < self.concurrency:
+        while len(self._buffer) < self.buffer_size and failed < self.concurrency:
             self._flights.measure(engine)
-            appears = self._next_start(clock)
-            moment = min(self._flights.next_end, closes, appears)
+            next_end, next_start = self._flights.next_end, self._next_start(clock)
+            moment = min(next_end, closes, next_start)
             if moment == math.inf or lost > _MOST_LOST * self.concurrency:
-                if clock.client_updates > before:
+                if self._buffer:
                     return
                 raise self._nobody_left(clock, lost)
 
             clock.seconds = moment
             # Arrivals come first, then the end of the buffer's time, then starts.
-            if self._flights.next_end == moment:
+            if next_end == moment:
                 fit = self._flights.pop()
                 self._ended.append(fit)
-                lost += 1
-                if fit.outcome == "arrived":
-                    so_far, lost = clock.client_updates, 0
+                if fit.outcome == "dropped":
+                    lost += 1
+                else:
                     yield self._flights.outcome(fit, engine)
-                    failed = failed + 1 if clock.client_updates == so_far else 0
-                    if clock.client_updates == before + 1 and self.buffer_timeout is not None:
-                        closes = round(min(closes, clock.seconds + self.buffer_timeout), 9)
+                    lost, failed = 0, 0 if fit.number in self._buffer else failed + 1
+                    if self._buffer == {fit.number}:  # its first update
+                        closes = round(clock.seconds + timeout, 9)
             elif closes == moment:
                 return
+
             # Who comes back as the buffer ends starts from the version that it becomes.
-            is_over = clock.client_updates - before == self.buffer_size or clock.seconds >= closes
-            if not is_over:
+            if len(self._buffer) < self.buffer_size and clock.seconds < closes:
                 engine.submit(requests(self.start(clock)))
 
-    def numbers(self) -> dict[str, float]:
+    def accepted(self, number: int) -> None:
+        self._buffer.add(number)
+
+    def metrics(self) -> dict[str, float]:
         dropped = sum(fit.outcome == "dropped" for fit in self._ended)
         return {"in_flight": float(len(self._flights.all)), "dropped": float(dropped)}
 

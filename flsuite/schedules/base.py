@@ -1,17 +1,115 @@
-"""The interface of a schedule."""
+"""The interface of a schedule: the clock, a fit on it, and who trains when."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from flsuite.aggregators.part import Capability
 from flsuite.engines.base import Engine
-from flsuite.messages import FitRequest, Outcome
+from flsuite.messages import Fault, FitRequest, Outcome
 from flsuite.metrics.privacy import RandomDraw
-from flsuite.schedules.clock import Clock
-from flsuite.schedules.fit import Fit
 from flsuite.schedules.speeds import Work
 
-__all__ = ["MakeRequests", "MakeWork", "Schedule"]
+__all__ = ["Clock", "Fit", "MakeRequests", "MakeWork", "Schedule", "Traits"]
+
+
+@dataclass
+class Clock:
+    """The time of a run: rounds, virtual seconds, and the work done so far.
+
+    Virtual time is what the run would take if every client had a machine of its own.
+
+    Attributes:
+        round: Aggregations done, which is also the version of the global model.
+        seconds: Virtual seconds since the start of the run.
+        client_updates: Client updates that have been aggregated.
+        bytes: Bytes that clients have sent and received, those that never answered included.
+    """
+
+    round: int = 0
+    seconds: float = 0.0
+    client_updates: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Fit:
+    """One fit of one client on the virtual clock.
+
+    Attributes:
+        number: Number of the fit in the run, from 0.
+        client: The client's number.
+        version: Version of the global model that it starts from.
+        repeat: Fits that the client has started from this version before.
+        started: Virtual seconds at its start.
+        ended: Virtual seconds at which its update arrives, or at which it drops out or is left out.
+            ``None`` until it is known.
+        outcome: ``arrived``, ``dropped`` (the client dropped out, and its update never arrives) or
+            ``late`` (the round ended without it).
+        fault: How it fails on purpose. Default: not at all.
+    """
+
+    number: int
+    client: int
+    version: int
+    repeat: int
+    started: float
+    ended: float | None = None
+    outcome: Literal["arrived", "dropped", "late"] = "arrived"
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The traits of a schedule that other parts of a run depend on.
+
+    Attributes:
+        name: The schedule's name in errors.
+        is_asynchronous: Whether clients may come back to a newer version than they started from.
+        is_virtual: Whether the times are known without training.
+        may_lose: Whether a client that starts may never come back.
+        may_be_empty: Whether a round may have no client at all. The change of such a round is 0.
+        may_be_gone: Whether a client may be gone once its masked update has arrived.
+        cohort: Clients that a round starts. It is 0 where there are no rounds.
+        expected_updates: Updates that an aggregation waits for, if no client is lost. It is 0 where
+            that is not known.
+        client_sampling: How cohorts are drawn. It is ``None`` unless they are a random choice that
+            depends on the seed alone. A guarantee of differential privacy rests on it.
+    """
+
+    name: str
+    is_asynchronous: bool = False
+    is_virtual: bool = False
+    may_lose: bool = False
+    may_be_empty: bool = False
+    may_be_gone: bool = False
+    cohort: int = 0
+    expected_updates: int = 0
+    client_sampling: RandomDraw | None = None
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        """Return what it needs of the algorithm, see :class:`flsuite.aggregators.Part`."""
+        needs: set[Capability] = set()
+        if self.is_virtual or self.may_lose or self.may_be_empty:
+            needs.add("clients")
+        if self.may_be_gone:
+            needs.add("secure aggregation")
+        return frozenset(needs)
+
+    @property
+    def withholds(self) -> dict[Capability, str]:
+        """Return what the algorithm does not get under this schedule, with the reasons."""
+        withheld: dict[Capability, str] = {}
+        if self.is_asynchronous:
+            withheld["current models"] = "brings those of older versions"
+        if self.may_be_empty:
+            withheld["a cohort of known size"] = "draws cohorts of any size"
+        if self.client_sampling is None:
+            withheld["random cohorts"] = "draws them by data, speed or availability"
+        return withheld
+
 
 MakeRequests = Callable[[Sequence[Fit]], list[FitRequest]]
 """Turns fits into requests, see :meth:`flsuite.runs.run.Run.requests`."""
@@ -29,37 +127,10 @@ class Schedule(ABC):
     virtual clock. Neither depends on the engine or on the order in which fits finish.
 
     Attributes:
-        is_asynchronous: Whether clients may come back to a newer version than they started from.
-        is_virtual: Whether the times are known without training.
-        may_lose: Whether a client that starts may never come back.
-        may_be_empty: Whether a round may have no client at all. The change of such a round is 0.
-        ended: Fits that have ended since the round began, in their order.
-        in_flight: Fits that have started and not ended.
-        cohort: Clients that a round starts, after :meth:`configure`. It is 0 where there are no
-            rounds.
-        awaited: Updates that an aggregation waits for, after :meth:`configure`, if no client is
-            lost. It is 0 where that is not known.
+        traits: What other parts of a run depend on. It is complete after :meth:`configure`.
     """
 
-    is_asynchronous: bool = False
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Return what it needs of the algorithm, see :class:`flsuite.aggregators.Part`."""
-        waits = self.is_virtual or self.may_lose or self.may_be_empty
-        return frozenset({"clients"}) if waits else frozenset()
-
-    @property
-    def withholds(self) -> dict[str, str]:
-        """Return what the algorithm does not get under this schedule, with the reasons."""
-        withheld = {}
-        if self.is_asynchronous:
-            withheld["current models"] = "brings those of older versions"
-        if self.may_be_empty:
-            withheld["a cohort of known size"] = "draws cohorts of any size"
-        if self.client_sampling is None:
-            withheld["random cohorts"] = "draws them by data, speed or availability"
-        return withheld
+    traits: Traits
 
     @abstractmethod
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
@@ -85,32 +156,13 @@ class Schedule(ABC):
         return
 
     @property
-    def is_virtual(self) -> bool:
-        return False
-
-    @property
-    def may_lose(self) -> bool:
-        return False
-
-    @property
-    def may_be_empty(self) -> bool:
-        return False
-
-    @property
-    def client_sampling(self) -> RandomDraw | None:
-        """Return how cohorts are drawn, after :meth:`configure`.
-
-        It is ``None`` unless they are a random choice that depends on the seed alone. A guarantee
-        of differential privacy rests on it.
-        """
-        return None
-
-    @property
     def ended(self) -> Sequence[Fit]:
+        """Return the fits that have ended since the round began, in their order."""
         return ()
 
     @property
     def in_flight(self) -> Sequence[Fit]:
+        """Return the fits that have started and not ended."""
         return ()
 
     @abstractmethod
@@ -133,16 +185,12 @@ class Schedule(ABC):
             requests: Returns the requests of clients that start in between.
         """
 
-    @property
-    def cohort(self) -> int:
-        return 0
+    def accepted(self, number: int) -> None:
+        """Take note that the update of a fit is good, before the next outcome is asked for."""
+        return
 
-    @property
-    def awaited(self) -> int:
-        return 0
-
-    def numbers(self) -> dict[str, float]:
-        """Return numbers about the round in progress, for the log."""
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the round in progress, for the log."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

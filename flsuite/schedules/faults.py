@@ -17,11 +17,8 @@ from flsuite.messages import (
     FitRequest,
     Outcome,
 )
-from flsuite.metrics.privacy import RandomDraw
 from flsuite.random import numpy_generator
-from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
-from flsuite.schedules.clock import Clock
-from flsuite.schedules.fit import Fit
+from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule, Traits
 
 __all__ = ["Faults"]
 
@@ -67,7 +64,7 @@ class Faults(Schedule, Settings):
                 "Faults: schedule is a Faults too, and a fit fails in one way only; set all "
                 "probabilities in one of them"
             )
-        self.is_asynchronous = self.schedule.is_asynchronous
+        self.traits = self._traits()
         self._bounds = np.cumsum([getattr(self, name) for name in _FAULTS])
         if (total := round(float(self._bounds[-1]), 9)) >= 1:  # 0.1 ten times is 1
             raise FlsuiteError(
@@ -76,6 +73,7 @@ class Faults(Schedule, Settings):
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         self.schedule.configure(sizes, seed, work)
+        self.traits = self._traits()
         self._seed = seed
         self._mishandled: dict[int, Fit] = {}  # in flight, whose messages come late or twice
         self._held: list[ClientUpdate] = []  # their rounds are over
@@ -91,40 +89,12 @@ class Faults(Schedule, Settings):
             )
 
     @property
-    def is_virtual(self) -> bool:
-        return self.schedule.is_virtual
-
-    @property
-    def may_lose(self) -> bool:
-        return True
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return super().needs | ({"secure aggregation"} if self.gone else set())
-
-    @property
     def ended(self) -> Sequence[Fit]:
         return self.schedule.ended
 
     @property
     def in_flight(self) -> Sequence[Fit]:
         return self.schedule.in_flight
-
-    @property
-    def cohort(self) -> int:
-        return self.schedule.cohort
-
-    @property
-    def awaited(self) -> int:
-        return self.schedule.awaited
-
-    @property
-    def may_be_empty(self) -> bool:
-        return self.schedule.may_be_empty
-
-    @property
-    def client_sampling(self) -> RandomDraw | None:
-        return self.schedule.client_sampling
 
     def start(self, clock: Clock) -> list[Fit]:
         return self._with_faults(self.schedule.start(clock))
@@ -144,8 +114,11 @@ class Faults(Schedule, Settings):
         for outcome in self.schedule.arrivals(engine, clock, with_faults):
             yield from self._delivered(outcome)
 
-    def numbers(self) -> dict[str, float]:
-        return self.schedule.numbers()
+    def accepted(self, number: int) -> None:
+        self.schedule.accepted(number)
+
+    def metrics(self) -> dict[str, float]:
+        return self.schedule.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         held = [{f.name: getattr(update, f.name) for f in fields(update)} for update in self._held]
@@ -156,6 +129,14 @@ class Faults(Schedule, Settings):
         self._held = [ClientUpdate(**values) for values in state["held"]]
         self._mishandled = {}
         self._note(self.schedule.in_flight)
+
+    def _traits(self) -> Traits:
+        return replace(
+            self.schedule.traits,
+            name=type(self).__name__,
+            may_lose=True,
+            may_be_gone=self.gone > 0,
+        )
 
     def _with_faults(self, fits: Sequence[Fit]) -> list[Fit]:
         """Decide how fits that start now are going to fail."""

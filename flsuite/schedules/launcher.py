@@ -10,9 +10,7 @@ import numpy as np
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 from flsuite.schedules.availability import Always, Availability
-from flsuite.schedules.base import MakeWork
-from flsuite.schedules.clock import Clock
-from flsuite.schedules.fit import Fit
+from flsuite.schedules.base import Clock, Fit, MakeWork
 from flsuite.schedules.speeds import Speeds, Work
 
 __all__ = ["Launcher"]

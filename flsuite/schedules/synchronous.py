@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -14,9 +14,7 @@ from flsuite.messages import ClientResult, Outcome
 from flsuite.metrics.privacy import RandomDraw
 from flsuite.random import numpy_generator
 from flsuite.schedules.availability import Availability
-from flsuite.schedules.base import MakeRequests, MakeWork, Schedule
-from flsuite.schedules.clock import Clock
-from flsuite.schedules.fit import Fit
+from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule, Traits
 from flsuite.schedules.launcher import Launcher
 from flsuite.schedules.speeds import Measured, Speeds
 
@@ -66,36 +64,24 @@ class Synchronous(Schedule, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.may_be_empty and self.may_lose:
+        is_limited = self.over_selection > 1 or self.deadline is not None
+        self.traits = Traits(
+            type(self).__name__,
+            is_virtual=not isinstance(self.speeds, Measured | None),
+            may_lose=is_limited or self.availability is not None,
+            may_be_empty=self.sampling == "poisson",
+        )
+        if self.traits.may_be_empty and self.traits.may_lose:
             raise FlsuiteError(
                 "Synchronous: sampling poisson draws clients independently of speed and "
                 "availability; leave out over_selection, deadline and availability, or set "
                 "sampling to uniform"
             )
-        if not self.is_virtual and (self.over_selection > 1 or self.deadline is not None):
+        if is_limited and not self.traits.is_virtual:
             raise FlsuiteError(
                 "Synchronous: over_selection and deadline need times that do not depend on the "
                 "machine; set schedule.speeds, for example to Stragglers"
             )
-
-    @property
-    def is_virtual(self) -> bool:
-        return not isinstance(self.speeds, Measured | None)
-
-    @property
-    def may_lose(self) -> bool:
-        is_limited = self.over_selection > 1 or self.deadline is not None
-        return is_limited or self.availability is not None
-
-    @property
-    def may_be_empty(self) -> bool:
-        return self.sampling == "poisson"
-
-    @property
-    def client_sampling(self) -> RandomDraw | None:
-        if self.sampling == "size" or self.may_lose:
-            return None
-        return RandomDraw(self._clients, self._expected, self.may_be_empty)
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         clients = len(sizes)
@@ -104,23 +90,30 @@ class Synchronous(Schedule, Settings):
         is_share = isinstance(self.participation, float)
         self._number = share_as_number if is_share else int(self.participation)
         self._clients, self._seed = clients, seed
+        may_be_empty = self.traits.may_be_empty
         # Independent draws have a probability, which need not come to a whole number of clients.
-        is_mean = is_share and self.may_be_empty
+        is_mean = is_share and may_be_empty
         self._expected = float(self.participation * clients if is_mean else self._number)
 
-        fewest = 0 if self.may_be_empty else 1
+        fewest = 0 if may_be_empty else 1
         if not fewest <= self._number <= clients:
             remedy = "raise it" if self._number < 1 else "lower it"
             raise FlsuiteError(
                 f"Synchronous: participation {self.participation} of {clients} clients comes to "
                 f"{self._number} clients; {remedy}"
             )
-        started = self.cohort
+        started = int(self._number * self.over_selection + 0.5)
         if started > clients:
             raise FlsuiteError(
                 f"Synchronous: over_selection {self.over_selection} starts {started} clients, and "
                 f"there are {clients}; lower it, or lower participation"
             )
+
+        is_random = self.sampling != "size" and not self.traits.may_lose
+        draw = RandomDraw(clients, self._expected, may_be_empty) if is_random else None
+        self.traits = replace(
+            self.traits, cohort=started, expected_updates=self._number, client_sampling=draw
+        )
 
         self._weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
         self._launcher = Launcher(self.speeds or Measured(), self.availability)
@@ -146,7 +139,8 @@ class Synchronous(Schedule, Settings):
         """
         if clock.round != self._round:
             self._round, self._ended, self._lost = clock.round, [], 0
-        number = self._draw_size(clock) if self.may_be_empty else self.cohort
+        traits = self.traits
+        number = self._draw_size(clock) if traits.may_be_empty else traits.cohort
         clients = self._launcher.draw(number, clock, self._lost, weights=self._weights)
         self._cohort = [self._launcher.launch(client, clock) for client in clients]
         return self._taken(clock.seconds)
@@ -157,7 +151,7 @@ class Synchronous(Schedule, Settings):
         A cohort without any update, because all of it has dropped out or was late, is followed by
         another one.
         """
-        while not engine.pending and not self.may_be_empty:
+        while not engine.pending and not self.traits.may_be_empty:
             self._end_lost_cohort(clock)
             self._lost += 1
             if self._lost > _MOST_EMPTY_COHORTS:
@@ -179,8 +173,8 @@ class Synchronous(Schedule, Settings):
             yield outcome
         self._end_round(clock, measured)
 
-    def numbers(self) -> dict[str, float]:
-        if not self.may_lose:
+    def metrics(self) -> dict[str, float]:
+        if not self.traits.may_lose:
             return {}
         outcomes = [fit.outcome for fit in self._ended]
         return {name: float(outcomes.count(name)) for name in ("dropped", "late")}
@@ -191,14 +185,6 @@ class Synchronous(Schedule, Settings):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._launcher.load_state_dict(state)
         self._cohort, self._ends, self._ended, self._round = [], None, [], -1
-
-    @property
-    def cohort(self) -> int:
-        return int(self._number * self.over_selection + 0.5)
-
-    @property
-    def awaited(self) -> int:
-        return self._number
 
     def _draw_size(self, clock: Clock) -> int:
         """Draw the size of a Poisson cohort.
@@ -213,11 +199,11 @@ class Synchronous(Schedule, Settings):
         """Decide which updates the round takes, and when it ends."""
         arriving = [fit for fit in self._cohort if fit.outcome == "arrived"]
         self._ends = None
-        if not self.is_virtual:
+        if not self.traits.is_virtual:
             return arriving
 
         # The first ones by the clock. Ties go to the lower number of the client.
-        wanted = len(self._cohort) if self.may_be_empty else self._number
+        wanted = len(self._cohort) if self.traits.may_be_empty else self._number
         deadline = math.inf if self.deadline is None else now + self.deadline
         in_time = [fit for fit in arriving if _end(fit) <= deadline]
         first = sorted(in_time, key=lambda fit: (_end(fit), fit.client))[:wanted]

@@ -129,11 +129,11 @@ class Federation:
         self.layout = _layout(model, self.state, data.spec.shape, sizes)
         self._tools = tools or ServerTools()
         schedule.configure(sizes, seed, self.work)
-        self._tools = replace(self._tools, sampling=schedule.client_sampling)
+        self._tools = replace(self._tools, sampling=schedule.traits.client_sampling)
         self._refuse_conflicts(secure_sum)
         aggregator.prepare(self.server)
-        rule, awaited = aggregator.rule, schedule.awaited
-        fault = rule.too_few(awaited) if awaited and isinstance(rule, CohortRule) else None
+        rule, expected = aggregator.rule, schedule.traits.expected_updates
+        fault = rule.too_few(expected) if expected and isinstance(rule, CohortRule) else None
         if fault is not None:
             raise FlsuiteError(fault)
 
@@ -143,7 +143,7 @@ class Federation:
         self._bytes_up = self.uplink.chain.bytes_up
         if secure_sum is not None:
             held = self.uplink.held(self.state)
-            secure_sum.configure(held, schedule.cohort)
+            secure_sum.configure(held, schedule.traits.cohort)
             self._bytes_up = self.uplink.bytes_clear + secure_sum.size()
 
     @property
@@ -182,7 +182,7 @@ class Federation:
     @property
     def may_sum_parts(self) -> bool:
         """Return whether a worker may add up what the clients of a part contribute."""
-        return self.uplink.sums_parts and not self.schedule.is_asynchronous
+        return self.uplink.sums_parts and not self.schedule.traits.is_asynchronous
 
     @property
     def server(self) -> Server:
@@ -201,7 +201,7 @@ class Federation:
         """Begin the record of the next round, unless it has begun."""
         if self.log.round == self.round + 1:
             return
-        self.log = RoundLog(self.round + 1, self.schedule.is_asynchronous)
+        self.log = RoundLog(self.round + 1, self.schedule.traits.is_asynchronous)
         self._extras = self.aggregator.broadcast(self.server)
         size = nbytes(self.state)
         self._traffic = size + nbytes(self._extras), self._bytes_up
@@ -274,6 +274,7 @@ class Federation:
         update.part = start.part
         self.clients[update.client] = outcome.memory
         self.clock.client_updates += self._stands_for
+        self.schedule.accepted(update.number)
         self.clock.bytes += update.bytes_up + update.bytes_down
         self.log.updates.append(update.without_tensors())
         return outcome
@@ -427,7 +428,7 @@ class Federation:
             return [self._pooled_request(fits, broadcast)]
         requests, size = [], part_size(len(fits))
         for place, fit in enumerate(fits):
-            part = None if self.schedule.is_asynchronous else place // size
+            part = None if self.schedule.traits.is_asynchronous else place // size
             memory = self.clients.request_memory(fit.client)
             request = FitRequest(
                 fit.number,
@@ -454,7 +455,7 @@ class Federation:
     def _refuse_conflicts(self, secure_sum: SecureAggregation | None) -> None:
         """Refuse parts of the run that do not go together."""
         parts = [
-            Named("trainer.schedule", self.schedule),
+            Named("trainer.schedule", self.schedule.traits),
             *self.aggregator.parts(),
             Named("model", _Travelling(self.layout)),
         ]

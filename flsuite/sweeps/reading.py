@@ -17,9 +17,9 @@ Overrides = dict[str, Any]
 """Dotted keys of a config, without ``init_args``, to values."""
 
 _KEYS = ("config", "seeds", "methods", "grid", "tune", "overrides", "workers")
-_OF_THE_TUNING = ("trials", "seeds", "seed", "common")
+_TUNING_KEYS = ("trials", "seeds", "seed", "common")
 # A sweep sets them itself, one value per run.
-_OF_THE_SWEEP = ("config", "seed_everything", "run_dir", "ckpt_path", "trainer.run_dir")
+_SWEEP_KEYS = ("config", "seed_everything", "run_dir", "ckpt_path", "trainer.run_dir")
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
 
 
@@ -145,11 +145,11 @@ class _Reader:
         if not isinstance(content, dict) or not content:
             raise self.error("methods", "must map at least one name to the keys that it changes")
         for name in content:
-            if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _OF_THE_TUNING:
+            if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TUNING_KEYS:
                 raise self.error(
                     "methods",
                     f"{name!r} cannot be a name; use letters, digits and . _ + -, and none of "
-                    + ", ".join(_OF_THE_TUNING),
+                    + ", ".join(_TUNING_KEYS),
                 )
         return {name: self.overrides(keys, f"methods.{name}") for name, keys in content.items()}
 
@@ -166,7 +166,7 @@ class _Reader:
         # An argument of a class goes by the same key with and without init_args.
         parts = [part for part in key.split(".") if part != "init_args"]
         plain = ".".join(parts[:-1] if parts[-1:] == ["class_path"] else parts)
-        if plain in _OF_THE_SWEEP or not plain:
+        if plain in _SWEEP_KEYS or not plain:
             raise self.error(place, f"cannot set {key!r}, because the sweep sets it for each run")
         return plain
 
@@ -206,7 +206,7 @@ class _Reader:
             return None
         if not isinstance(content, dict):
             raise self.error("tune", f"must be a mapping with trials and seeds, got {content!r}")
-        self.require_known(content, [*_OF_THE_TUNING, *methods], "tune")
+        self.require_known(content, [*_TUNING_KEYS, *methods], "tune")
         for name in ("trials", "seeds"):
             if content.get(name) is None:
                 raise self.error(f"tune.{name}", "is missing")

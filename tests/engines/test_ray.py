@@ -186,9 +186,14 @@ def same_states(a: dict[int, Any], b: dict[int, Any]) -> bool:
 
 def node_of(handle: Any) -> str:
     """Return the node of an actor."""
+    return described(handle)["Address"]["NodeID"]
+
+
+def described(handle: Any) -> dict[str, Any]:
+    """Return what the cluster knows about an actor."""
     from ray._private.state import actors
 
-    return actors(handle._actor_id.hex())["Address"]["NodeID"]
+    return actors(handle._actor_id.hex())
 
 
 # On two nodes
@@ -280,6 +285,17 @@ def test_a_client_whose_worker_dies_twice_has_failed_and_no_other(
     assert [(f.client, f.reason) for f in failures] == [(3, "its worker died twice")]
     others = {client: state for client, state in reference.items() if client != 3}
     assert same_states(states(results), others)
+
+
+def test_a_worker_killed_between_two_clients_leaves_the_next_one_its_retry(
+    both_ready: Ray, reference: dict[int, Any], tmp_path: Path
+) -> None:
+    _, state = worker_setup()
+    os.kill(described(both_ready._actors[0].handle)["Pid"], signal.SIGKILL)  # it is idle
+    submitted = requests(state, (3,), callbacks=(Trouble(tmp_path, (3,)),))
+    results = outcomes(both_ready, submitted)
+    assert len(list(tmp_path.iterdir())) == 1, "its fit has died once"
+    assert same_states(states(results), {3: reference[3]})
 
 
 def test_a_client_that_takes_too_long_has_failed_and_no_other(

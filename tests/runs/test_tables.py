@@ -16,7 +16,7 @@ from flsuite.runs.table import (
     TimelineRow,
     TimelineTable,
 )
-from flsuite.schedules.clock import Clock
+from flsuite.schedules import Clock
 
 ROWS = [
     TimelineRow(0, 4, 0, 0.0, 1.5, "merged", 1, 1.75, 0, 0.25),

@@ -9,7 +9,6 @@ from flsuite.client.setup import WorkerSetup
 from flsuite.engines import Engine
 from flsuite.messages import (
     Broadcast,
-    ClientFailure,
     ClientResult,
     ClientUpdate,
     FitRequest,
@@ -50,8 +49,9 @@ class Succeeded(Engine):
         request = self.requests.pop(number)
         client, round = request.client, request.broadcast.round
         if self.fails(request):
-            return ClientFailure(client, round, "it was told to")
-        return ClientResult(ClientUpdate(client, round, 1, 1, torch.ones(1), {}), {})
+            return request.failure("it was told to")
+        update = ClientUpdate(client, round, 1, 1, torch.ones(1), {}, number=request.number)
+        return ClientResult(update, {})
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Simulation:
                     self.arrivals.append(arrival)
                     clients.append(client)
                     self.clock.client_updates += 1
+                    self.schedule.accepted(outcome.update.number)
             self.clock.round += 1
             self.rounds.append(clients)
             self.times.append(self.clock.seconds)

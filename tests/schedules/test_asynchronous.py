@@ -144,7 +144,7 @@ def test_concurrency_is_kept_and_nobody_trains_twice_at_a_time() -> None:
         assert len(in_flight) == len(set(in_flight)) <= 6
         simulation.run(1)
     assert len(schedule.in_flight) >= 4  # those that the aggregation is made of start next
-    assert schedule.numbers()["in_flight"] == len(schedule.in_flight)
+    assert schedule.metrics()["in_flight"] == len(schedule.in_flight)
 
 
 def test_who_starts_is_drawn_uniformly() -> None:
