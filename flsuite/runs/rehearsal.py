@@ -36,7 +36,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         FlsuiteError: If the times of the schedule are measured while clients train.
         FederationError: If the schedule comes to a point from which no client is available.
     """
-    federation, clock = run.federation, run.clock
+    federation, clock = run.federation, run.federation.clock
     schedule, engine = federation.schedule, _NoTraining()
     if not schedule.is_virtual:
         inner = "schedule." if isinstance(schedule, Faults) else ""
@@ -52,7 +52,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         return _requests(fits)
 
     while not run.finished:
-        federation.begin_round()
+        federation.requests([])  # begins the record of the round
         engine.submit(requests(schedule.start(clock)))
         for outcome in schedule.arrivals(engine, clock, requests):
             # Faults on purpose are part of the plan: a failure, or a message that comes again or

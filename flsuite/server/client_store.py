@@ -9,7 +9,7 @@ import torch
 
 from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors, replace_file, save_tensors
-from flsuite.state import nbytes, plain
+from flsuite.state import State, nbytes, plain
 
 __all__ = ["ClientStore", "Memory"]
 
@@ -58,6 +58,11 @@ class ClientStore:
         memory = self._read(self.versions[client])[client]
         self._make_resident(client, memory)
         return memory
+
+    def private(self, client: int) -> State:
+        """Return a client's private entries, none if it never trained."""
+        entries: State = self[client].get("model", {})
+        return entries
 
     def request_memory(self, client: int) -> Memory:
         """Return what a fit of this client needs to be sent."""

@@ -288,7 +288,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     trainer.fit(Classifier(MLP(hidden=(8,))), digits())
     assert trainer.run is not None
-    torch.save(trainer.run.federation.state, folder / "global.pt")
+    torch.save(trainer.federation.state, folder / "global.pt")
     return folder
 
 

@@ -193,10 +193,10 @@ def numbers(made: Any, scope: str = "global") -> list[float]:
 
 def test_epsilon_of_each_client_and_the_largest() -> None:
     made = fit(DPSGD(2.0, delta=1e-3), rounds=2, data=few(batch_size=8), max_epochs=2)
-    sizes = [made.run.data.samples(client) for client in range(3)]
+    sizes = [made.federation.data.samples(client) for client in range(3)]
     for client, size in enumerate(sizes):
         draw = RandomDraw(size, 8.0, is_poisson=True)
-        steps = 2 * made.run.data.batches(client)
+        steps = 2 * made.federation.data.batches(client)
         expected = [epsilon(draw, 2.0, steps, 1e-3), epsilon(draw, 2.0, 2 * steps, 1e-3)]
         assert numbers(made, str(client)) == expected
     assert numbers(made) == [max(numbers(made, str(c))[r] for c in range(3)) for r in (0, 1)]

@@ -185,7 +185,7 @@ def test_callback_equals_the_stacked_gradients() -> None:
         model.ensure_built(made.federation.data.spec)
         model.load_state_dict(made.federation.client_state(client))
         model.eval()
-        batches = list(gradient_batches(made.federation.data, client, made.run.seed, 2, 2))
+        batches = list(gradient_batches(made.federation.data, client, made.run.options.seed, 2, 2))
         samples = sum(len(y) for _, y in batches)
         for k, rows in enumerate((plain, both)):
             loss = sum(model.head_losses(b)[k] * len(b[1]) for b in batches) / samples
