@@ -25,13 +25,13 @@ from flsuite.engines.in_process import InProcess
 from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.exchange import SecureAggregation
 from flsuite.models.traits import extra_epochs
-from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.hooks import Hooks
+from flsuite.runs.options import Budget, RunOptions
 from flsuite.runs.predictions import predict
 from flsuite.runs.preparation import Algorithm, make_evaluator, make_federation, make_ready
 from flsuite.runs.reuse import Reuse
-from flsuite.runs.run import Run, RunOptions
+from flsuite.runs.run import Run
 from flsuite.runs.session import opened, started
 from flsuite.runs.settings import of_the_trainer, run_settings
 from flsuite.runs.summary import print_scores

@@ -12,7 +12,6 @@ from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest
 from flsuite.models.base import ClientModel
-from flsuite.server.arrivals import checked
 from flsuite.server.evaluation import Split
 from flsuite.state import State, mismatch
 from flsuite.trainer import FederatedTrainer
@@ -67,7 +66,7 @@ class Site:
         self.engine.submit([request])
         outcome = self.engine.collect(request.number)
         # What the server would refuse must not be remembered here either.
-        result = checked(outcome, broadcast, self.run.federation.uplink)
+        result = self.run.federation.uplink.checked(outcome, broadcast)
         if isinstance(result, ClientFailure):
             what = result.round, client, result.reason, result.details
             log.warning("round %d: client %d failed: %s\n%s", *what)

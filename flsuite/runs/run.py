@@ -1,51 +1,32 @@
 """One run of a federation: it evaluates, records, saves and resumes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from flsuite.client.lr_decay import LRDecay
-from flsuite.errors import FederationError, require_at_least
+from flsuite.errors import FederationError
 from flsuite.files import replace_file, save_tensors
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
-from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
+from flsuite.runs.options import RunOptions
 from flsuite.runs.reuse import Reuse
 from flsuite.runs.scoring import score_round
 from flsuite.runs.store import RunStore
 from flsuite.runs.summary import RunSummary
-from flsuite.runs.timeline import timeline_rows
+from flsuite.runs.table import TimelineRow
 from flsuite.schedules import Fit
 from flsuite.server.evaluation import GLOBAL, Evaluator
 from flsuite.server.federation import Federation
 from flsuite.state import State, clone
 
-__all__ = ["Run", "RunOptions"]
+__all__ = ["Run", "timeline_rows"]
 
 _MOST_AT_ONCE = 100  # rounds at one virtual second, beside the clients in flight
 
 Status = Literal["running", "success", "failed"]
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The options of a run beside training, see :class:`~flsuite.FederatedTrainer`."""
-
-    budget: Budget
-    seed: int
-    evaluate_every: int = 1
-    monitor: str | None = None
-    score_clients: int = 100
-    lr_decay: LRDecay | None = None
-    show: bool = False
-
-    def __post_init__(self) -> None:
-        require_at_least("trainer", 1, evaluate_every=self.evaluate_every)
-        require_at_least("trainer", 1, score_clients=self.score_clients)
 
 
 class Run:
@@ -227,3 +208,24 @@ class Run:
             state = clone(network.state_dict())
             path = self.folder.checkpoints / f"{name}.pt"
             replace_file(lambda temporary: save_tensors(state, temporary), path)
+
+
+def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
+    """Yield the fits that have ended in the round just done, in the order of the clock.
+
+    A pooled fit is not that of a client, and has no row.
+    """
+    if federation.aggregator.pools:
+        return
+    updates = {update.number: update for update in federation.log.updates}
+    for fit in federation.schedule.ended:
+        assert fit.ended is not None
+        what = fit.number, fit.client, fit.version, fit.started, fit.ended
+        update = updates.get(fit.number)
+        if update is not None:
+            clock, weight = federation.clock, update.metrics.get("weight")
+            merged = clock.round, clock.seconds, update.staleness, weight
+            yield TimelineRow(*what, "merged", *merged)
+        else:
+            # What has arrived and is not among the updates was refused, or never was an update.
+            yield TimelineRow(*what, "failed" if fit.outcome == "arrived" else fit.outcome)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import BackgroundTask
-from flsuite.runs.budget import Budget
 from flsuite.runs.checkpoint import (
     load_checkpoint,
     publish_checkpoint,
@@ -19,6 +18,7 @@ from flsuite.runs.checkpoint import (
 )
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
+from flsuite.runs.options import Budget
 from flsuite.runs.settings import WEIGHTS, with_contents
 from flsuite.runs.summary import RunSummary
 from flsuite.server.federation import Federation

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flsuite.metrics import lower_is_better
+from flsuite.server.arrivals import RoundLog
 from flsuite.server.evaluation import GLOBAL, Scores
-from flsuite.server.round_log import RoundLog
 
 __all__ = ["RunSummary", "print_scores"]
 

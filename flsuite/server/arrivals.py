@@ -1,13 +1,13 @@
-"""The outcomes of fits as they reach the server."""
+"""The outcomes of fits as they reach the server, and the record of a round."""
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from flsuite.aggregators.uplink import Uplink
-from flsuite.errors import FederationError, FlsuiteError, one_line
+from flsuite.errors import FederationError, FlsuiteError
+from flsuite.exchange import SumReport
 from flsuite.messages import (
-    Broadcast,
     ClientFailure,
     ClientResult,
     ClientUpdate,
@@ -16,12 +16,105 @@ from flsuite.messages import (
 )
 from flsuite.schedules import Schedule
 from flsuite.server.devices import Devices
-from flsuite.server.round_log import RoundLog
 from flsuite.state import nbytes
 
-__all__ = ["Arrivals", "checked"]
+__all__ = ["Arrivals", "RoundLog"]
 
 log = logging.getLogger("flsuite")
+
+
+@dataclass
+class RoundLog:
+    """The record of one round, without tensors.
+
+    Attributes:
+        round: The round, counted from 1. 0 is before the first one.
+        is_asynchronous: Whether the staleness of updates belongs to the record.
+        updates: The accepted updates, without state and extras.
+        failures: Clients that failed or were refused.
+        server: Numbers that the aggregator has noted.
+        lost_down: Bytes received by clients whose update is not used.
+        lost_up: Bytes of updates that were refused.
+    """
+
+    round: int = 0
+    is_asynchronous: bool = False
+    updates: list[ClientUpdate] = field(default_factory=list)
+    failures: list[ClientFailure] = field(default_factory=list)
+    server: dict[str, float] = field(default_factory=dict)
+    lost_down: int = 0
+    lost_up: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the accepted updates, sent and received."""
+        return sum(update.bytes_up + update.bytes_down for update in self.updates)
+
+    def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yield scope and numbers, for each client and then for ``global``.
+
+        A global number is the mean by training samples over the clients that have it. Bytes and
+        steps are totals.
+        """
+        by_client: dict[int, list[ClientUpdate]] = {}
+        for update in self.updates:
+            by_client.setdefault(update.client, []).append(update)
+        for client, updates in by_client.items():
+            yield str(client), self._of_client(updates)
+
+        means = {}
+        for name in sorted({name for update in self.updates for name in update.metrics}):
+            # Not every client logs every metric, for example a loss of a warm-up.
+            have = [update for update in self.updates if name in update.metrics]
+            weighted = sum(update.samples * update.metrics[name] for update in have)
+            means[name] = weighted / sum(update.samples for update in have)
+        totals = {
+            name: float(sum(getattr(update, name) for update in self.updates))
+            for name in ("bytes_up", "bytes_down", "steps")
+        }
+        totals["bytes_down"] += self.lost_down
+        totals["bytes_up"] += self.lost_up
+        counts = {"clients": len(self.updates), "failed": len(self.failures)}
+        yield "global", {**means, **self.server, **totals, **counts, **self._staleness()}
+
+    def count(self, report: SumReport) -> None:
+        """Add the costs of secure aggregation."""
+        recorded = {update.client: update for update in self.updates}
+        for client, cost in report.costs.items():
+            sent, received = sum(cost.sent.values()), sum(cost.received.values())
+            if client in recorded:
+                recorded[client].bytes_up += sent
+                recorded[client].bytes_down += received
+                recorded[client].metrics["secure_sum_seconds"] = cost.seconds
+            else:
+                self.lost_up += sent
+                self.lost_down += received
+        self.server["secure_sum_server_seconds"] = report.server_seconds
+        self.server["secure_sum_dropped"] = float(len(report.dropped))
+
+    def _of_client(self, updates: list[ClientUpdate]) -> dict[str, float]:
+        """Return a client's numbers: totals of its work, and means of the rest.
+
+        Where rounds do not wait, a client may come back twice in one of them.
+        """
+        first = updates[0]
+        names = dict.fromkeys(name for update in updates for name in update.metrics)
+        have = {name: [u.metrics[name] for u in updates if name in u.metrics] for name in names}
+        means = {name: sum(values) / len(values) for name, values in have.items()}
+        totals = {
+            name: sum(getattr(update, name) for update in updates)
+            for name in ("steps", "seconds", "bytes_up", "bytes_down")
+        }
+        ages = [update.staleness for update in updates]
+        staleness = {"staleness": sum(ages) / len(ages)} if self.is_asynchronous else {}
+        return {**means, "samples": first.samples, **totals, **staleness}
+
+    def _staleness(self) -> dict[str, float]:
+        """Return mean and largest staleness, where clients come back to newer versions."""
+        ages = [update.staleness for update in self.updates]
+        if not self.is_asynchronous or not ages:
+            return {}
+        return {"staleness": sum(ages) / len(ages), "staleness_max": float(max(ages))}
 
 
 class Arrivals:
@@ -69,7 +162,7 @@ class Arrivals:
                 continue
 
             start = self._awaited.pop(sender.client)
-            outcome = checked(outcome, start.broadcast, self.uplink)
+            outcome = self.uplink.checked(outcome, start.broadcast)
             if isinstance(outcome, ClientResult) and self.devices is not None:
                 fits = (*self.schedule.ended, *self.schedule.in_flight)
                 outcome = self.devices.take(outcome, {fit.client for fit in fits})
@@ -133,38 +226,6 @@ class Arrivals:
             f"round {first.round}: all {len(failures)} clients failed, client {first.client} with: "
             f"{first.reason}; the state of round {record.round - 1} is kept"
         )
-
-
-def checked(outcome: Outcome, broadcast: Broadcast, uplink: Uplink) -> Outcome:
-    """Return an outcome unpacked, or a failure if its update must not reach the aggregator.
-
-    Args:
-        outcome: What came back.
-        broadcast: The version that the client started from.
-        uplink: The way of the update to the server.
-    """
-    if isinstance(outcome, ClientFailure):
-        return outcome
-
-    # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
-    update = outcome.update
-    try:
-        fault = update.fault(reads_numbers=False)
-        if fault is None and update.partial is None:
-            update = uplink.unpack(update, broadcast.state, broadcast.extras)
-            outcome = replace(outcome, update=update)
-        fault = fault or outcome.fault()
-    except ValueError as error:
-        fault = one_line(error)
-    except (AttributeError, TypeError, RuntimeError) as error:  # tensors of a foreign kind
-        fault = f"it cannot be read ({one_line(error, 200)})"
-    if fault is None:
-        return outcome
-    if fault.startswith("extras"):
-        fault += f" ({uplink.aggregator.name} says what clients send, by its parts' statistics)"
-    steps = update.steps if type(update.steps) is int and update.steps > 0 else 0
-    reason = f"its update was refused: {fault}"
-    return ClientFailure(update.client, update.round, reason, steps=steps)
 
 
 def _count_refused(sender: ClientUpdate | ClientFailure, record: RoundLog) -> None:

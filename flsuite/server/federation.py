@@ -8,10 +8,9 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from flsuite.aggregators import Aggregator
-from flsuite.aggregators.part import Named, Server, refuse_conflicts
+from flsuite.aggregators.part import Named, Server, ServerTools, refuse_conflicts
 from flsuite.aggregators.parts import part_size
 from flsuite.aggregators.rules import CohortRule
-from flsuite.aggregators.tools import ServerTools
 from flsuite.aggregators.uplink import Uplink
 from flsuite.client.entries import Entries, layout_of
 from flsuite.data.federated import FederatedData
@@ -19,11 +18,9 @@ from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange.secure import SecureAggregation
 from flsuite.messages import POOLED, Broadcast, ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.schedules import Clock, Fit, Schedule, Work
-from flsuite.server.arrivals import Arrivals
-from flsuite.server.client_store import ClientStore
+from flsuite.server.arrivals import Arrivals, RoundLog
 from flsuite.server.devices import Devices
-from flsuite.server.round_log import RoundLog
-from flsuite.server.version_store import CopyCallbacks, VersionStore
+from flsuite.server.stores import ClientStore, CopyCallbacks, VersionStore
 from flsuite.state import State, StateLayout, clone, load_, mismatch, nbytes, non_finite
 
 __all__ = ["Federation"]
@@ -180,7 +177,8 @@ class Federation:
         load_(self._resident.state_dict(), {**self.initial, **self.state})
         before = self.log.bytes
         gone = {fit.client for fit in self.schedule.ended if fit.fault == "gone"}
-        masked = self._devices.sums([update.client for update in arrived], self.log, gone)
+        masked, report = self._devices.sums([update.client for update in arrived], gone)
+        self.log.count(report)
         self.clock.bytes += self.log.bytes - before
         sums = self.uplink.sums(masked, arrived, self.state)
         return self.aggregator.aggregate_sums(self.server, sums, arrived)

@@ -14,8 +14,7 @@ from flsuite.client.entries import Buffers
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
-from flsuite.data.federated import FederatedData
-from flsuite.data.ragged import RaggedIndex
+from flsuite.data.federated import FederatedData, RaggedIndex
 from flsuite.errors import FederationError
 from flsuite.lightning_internals import detached
 from flsuite.messages import Broadcast, ClientFailure, FitRequest

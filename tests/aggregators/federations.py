@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from flsuite import FederatedTrainer
 from flsuite.aggregators import Aggregator, LocalOnly, Rule, Server
-from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.uplink import Uplink
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, Dirichlet, FederatedDataModule, Synthetic

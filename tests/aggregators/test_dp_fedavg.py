@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import Aggregator, DPFedAvg, FedAvg
-from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.transforms import FitView
 from flsuite.aggregators.transforms.clip_updates import clipped
 from flsuite.aggregators.uplink import Uplink

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, FedFisher
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.fisher_forms import FORMS
 from flsuite.aggregators.rules.layer_matrices import matrix
-from flsuite.aggregators.tools import ServerTools
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import PFNM, OTFusion
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.beta_process import (
     Prior,
     gains_of_members,
@@ -23,7 +24,6 @@ from flsuite.aggregators.rules.beta_process import (
     posterior_mean,
 )
 from flsuite.aggregators.rules.pfnm import class_weighted_mean, expanded_module
-from flsuite.aggregators.tools import ServerTools
 from flsuite.messages import ClientUpdate
 from flsuite.state import Layer, State, StateLayout, clone
 from tests.aggregators.chains import (

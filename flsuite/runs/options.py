@@ -1,11 +1,12 @@
-"""How long a run lasts."""
+"""The options of a run: how long it lasts, and what is beside training."""
 
 from dataclasses import dataclass
 
+from flsuite.client.lr_decay import LRDecay
 from flsuite.errors import require_at_least, require_positive
 from flsuite.schedules import Clock
 
-__all__ = ["Budget"]
+__all__ = ["Budget", "RunOptions"]
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,20 @@ class Budget:
             (clock.seconds, self.max_virtual_seconds),
             (clock.client_updates, self.max_client_updates),
         ]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of a run beside training, see :class:`~flsuite.FederatedTrainer`."""
+
+    budget: Budget
+    seed: int
+    evaluate_every: int = 1
+    monitor: str | None = None
+    score_clients: int = 100
+    lr_decay: LRDecay | None = None
+    show: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least("trainer", 1, evaluate_every=self.evaluate_every)
+        require_at_least("trainer", 1, score_clients=self.score_clients)
