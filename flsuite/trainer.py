@@ -134,7 +134,13 @@ class FederatedTrainer(Trainer):
         self.buffers, self.keep_updates, self.from_updates = buffers, keep_updates, from_updates
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
-            budget, seed, evaluate_every, monitor, score_clients, lr_decay, enable_progress_bar
+            budget,
+            seed,
+            evaluate_every,
+            monitor,
+            score_clients,
+            lr_decay,
+            bool(enable_progress_bar),
         )
         self.config: str | None = None
         self.run: Run | None = None

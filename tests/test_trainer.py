@@ -196,7 +196,7 @@ def test_kept_optimizers_carry_their_momentum_over() -> None:
         for round in (1, 2):
             for x, y in data.federated.loader(0, run.options.seed, round):
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(run.model(x), y).backward()
+                torch.nn.functional.cross_entropy(run.evaluator.model(x), y).backward()
                 optimizer.step()
         return dict(run.evaluator.model.state_dict())
 

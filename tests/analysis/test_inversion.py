@@ -367,7 +367,7 @@ def test_what_a_server_has_follows_from_the_algorithm() -> None:
         ({"steps": 0}, "steps must be at least 1"),
         ({"restarts": 0}, "restarts must be at least 1"),
         ({"lr": 0.0}, "lr must be positive"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\)"),
+        ({"momentum": 1.0}, "momentum must be above 0 and below 1"),
         ({"identity": -1.0}, "identity must be at least 0"),
         ({"factors": float("nan")}, "factors must be at least 0"),
     ],
