@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.chain import Chain
+from flsuite.aggregators.cohort import sum_by_parts
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Named, Part, Server, Statistic
-from flsuite.aggregators.parts import sum_by_parts
 from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped

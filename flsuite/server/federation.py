@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from flsuite.aggregators import Aggregator
+from flsuite.aggregators.cohort import part_size
 from flsuite.aggregators.part import Named, Server, ServerTools, refuse_conflicts
-from flsuite.aggregators.parts import part_size
 from flsuite.aggregators.rules import CohortRule
 from flsuite.aggregators.uplink import Uplink
 from flsuite.client.entries import Entries, layout_of

@@ -398,7 +398,7 @@ class Halves(SignFlip):
 
 
 def test_an_attack_of_ones_own_is_one_class(honest_round: list[ClientUpdate]) -> None:
-    received = trainer().prepare(classifier(), digits()).state
+    received = trainer().prepare(classifier(), digits()).federation.state
     for before, after in zip(honest_round, first_round(Halves([2])), strict=True):
         halves = Halves([2]).alter(before.state, received, None)
         assert equal_states(after.state, halves if before.client == 2 else before.state)

@@ -75,13 +75,13 @@ def test_a_step_by_hand(spy: Spy) -> None:
     fresh = classifier()
     before = trainer(rounds=1).prepare(fresh, few(1, 40))
     fresh.load_state_dict(before.federation.client_state(None))
-    rows = before.data.train_rows(0)
+    rows = before.federation.data.train_rows(0)
     assert drawn == len(rows)
     total = {name: torch.zeros_like(p) for name, p in fresh.named_parameters()}
     clipped = 0
     for row in rows:
         fresh.zero_grad()
-        fresh.training_step(before.data.plain_batch(row[None]), 0).backward()
+        fresh.training_step(before.federation.data.plain_batch(row[None]), 0).backward()
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in fresh.parameters()))
         clipped += norm > 0.7
         for name, parameter in fresh.named_parameters():

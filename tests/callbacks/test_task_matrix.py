@@ -317,7 +317,7 @@ def test_every_fit_begins_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None
     """Check that the client's own state is swapped in by then, not that of the one before it."""
     monkeypatch.setattr(Told, "calls", [])
     made = fit(Told(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)), lr=1e-2))
-    assert made.federation is not None and made.federation.entries.personal is False
+    assert made.federation is not None and not made.federation.entries.personal
     sequences, expected = data_of(made).sequences, []
     for round in range(1, 7):
         task, before = (round - 1) // LENGTH, max((round - 2) // LENGTH, 0)

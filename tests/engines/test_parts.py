@@ -23,7 +23,7 @@ from flsuite.aggregators import (
     Objective,
 )
 from flsuite.aggregators.aggregator import sum_by_parts
-from flsuite.aggregators.parts import part_size
+from flsuite.aggregators.cohort import part_size
 from flsuite.callbacks import FederationCallback, RoundProgress
 from flsuite.engines import InProcess, Processes, Ray
 from flsuite.exchange import Quantize
