@@ -22,7 +22,6 @@ __all__ = [
     "NonNegativeInt",
     "PositiveFloat",
     "PositiveInt",
-    "Proportion",
     "Radius",
     "Range",
     "Settings",
@@ -67,7 +66,6 @@ Fraction = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)
 Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
 SmallProbability = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]
 BelowOne = Annotated[float, Range("in [0, 1)", lambda x: 0 <= x < 1)]
-Proportion = Annotated[float, Range("in [0, 1]", lambda x: 0 <= x <= 1)]
 Radius = Annotated[float, Range("positive", lambda x: x > 0)]  # may be infinite
 PositiveInt = Annotated[int, at_least(1)]
 NonNegativeInt = Annotated[int, at_least(0)]
@@ -83,7 +81,12 @@ class Settings:
 
     A subclass with further checks, such as of two fields together, calls
     ``super().__post_init__()`` first.
+
+    Attributes:
+        owner: What messages name in place of the class.
     """
+
+    owner = ""
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -119,7 +122,8 @@ def _check(obj: Any, hints: Mapping[str, Any]) -> None:
         value = getattr(obj, name)
         if fault := _fault(value, hint):
             got = "null" if value is None else repr(value)  # as a config has it
-            raise FlsuiteError(f"{type(obj).__name__}: {name} must be {fault}, got {got}")
+            owner = getattr(obj, "owner", "") or type(obj).__name__
+            raise FlsuiteError(f"{owner}: {name} must be {fault}, got {got}")
 
 
 @cache

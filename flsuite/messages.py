@@ -91,6 +91,7 @@ class FitRequest:
         part: The part of the cohort that the client is in. One worker may train a whole part.
             Default: it trains for itself.
         fault: How this fit is to fail, for an experiment. Default: not at all.
+        stands_for: Fits of a cohort that it replaces.
     """
 
     number: int
@@ -102,6 +103,7 @@ class FitRequest:
     trained: TrainedFit | None = None
     part: int | None = None
     fault: Fault | None = None
+    stands_for: int = 1
 
     def failure(
         self, reason: str, details: str = "", before_first_step: bool = False

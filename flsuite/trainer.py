@@ -15,20 +15,23 @@ from flsuite.aggregators.transforms import Transform
 from flsuite.attacks import Attack
 from flsuite.attacks.compose import with_attack
 from flsuite.callbacks.defaults import moved_into, with_defaults
+from flsuite.client.entries import Buffers
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
-from flsuite.client.setup import Buffers, WorkerSetup, client_arguments, fit_samples
+from flsuite.client.setup import WorkerSetup, client_arguments, fit_samples
 from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine, InProcess
 from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.exchange import SecureAggregation
 from flsuite.models.traits import extra_epochs
-from flsuite.runs.budget import Budget
 from flsuite.runs.folder import RunFolder, new_run_dir
+from flsuite.runs.hooks import Hooks
+from flsuite.runs.options import Budget, RunOptions
 from flsuite.runs.predictions import predict
 from flsuite.runs.preparation import Algorithm, make_evaluator, make_federation, make_ready
-from flsuite.runs.run import Run, RunOptions
-from flsuite.runs.session import opened
+from flsuite.runs.reuse import Reuse
+from flsuite.runs.run import Run
+from flsuite.runs.session import opened, started
 from flsuite.runs.settings import own_settings, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
@@ -130,7 +133,13 @@ class FederatedTrainer(Trainer):
         self.buffers, self.keep_updates, self.from_updates = buffers, keep_updates, from_updates
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
-            budget, seed, evaluate_every, monitor, score_clients, lr_decay, enable_progress_bar
+            budget,
+            seed,
+            evaluate_every,
+            monitor,
+            score_clients,
+            lr_decay,
+            bool(enable_progress_bar),
         )
         self.config: str | None = None
         self.run: Run | None = None
@@ -150,14 +159,15 @@ class FederatedTrainer(Trainer):
             FederationError: If a round fails. The run's folder keeps the state before it.
         """
         run = self.prepare(model, datamodule, ckpt_path)
-        with opened(run, ckpt_path), run.on(self.engine, self.worker_setup(run)):
+        with opened(run, ckpt_path), started(run, self.engine, self.worker_setup(run)):
+            clock = run.federation.clock
             while not run.finished:
                 # 1. Who starts training now, from the current version of the global model.
-                starting = self.schedule.start(run.clock)
+                starting = self.schedule.start(clock)
                 # 2. They train, wherever the engine runs.
                 self.engine.submit(run.requests(starting))
                 # 3. Whose updates arrive next, by the virtual clock. Faulty ones are left out.
-                updates = run.accept(self.schedule.arrivals(self.engine, run.clock, run.requests))
+                updates = run.accept(self.schedule.arrivals(self.engine, clock, run.requests))
                 # 4. The updates become the next version of the global model.
                 run.advance(run.aggregate(updates))
                 # 5. The new version is scored, logged and written to disk.
@@ -254,29 +264,31 @@ class FederatedTrainer(Trainer):
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         settings = run_settings(options, model, data, callbacks, weights, **own_settings(self))
         config = self.config or settings
-        self.run = Run(
-            federation, evaluator, folder, options, settings, config, callbacks, self.loggers
-        )
-        self.run.use_updates(self.keep_updates, self.from_updates)
+        reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
+        hooks, parts = Hooks(callbacks), (federation, evaluator, folder, options)
+        self.run = Run(*parts, settings, config, hooks, self.loggers, reuse)
         self._model, self._datamodule = model, datamodule
         return self.run
 
     def worker_setup(self, run: Run) -> WorkerSetup:
         """Return what a worker needs to train any client of the run."""
+        federation = run.federation
+        reads_updates = run.callbacks.read_updates or run.reuse.kept is not None
+        may_sum = federation.uplink.sums_parts and not self.schedule.traits.is_asynchronous
         return WorkerSetup(
-            model=run.model,
-            data=run.federation.data,
-            aggregator=run.federation.aggregator,
-            uplink=run.federation.uplink,
-            layout=run.federation.layout,
-            seed=run.seed,
-            initial=run.federation.initial,
+            model=run.evaluator.model,
+            data=federation.data,
+            aggregator=federation.aggregator,
+            uplink=federation.uplink,
+            layout=federation.server.layout,
+            seed=run.options.seed,
+            initial=federation.initial,
             trainer_kwargs=self.client_kwargs,
             buffers=self.buffers,
             keep_optimizers=self.keep_optimizers,
             channels_last=self.channels_last,
             lr_decay=self.options.lr_decay,
-            sums_parts=run.sums_parts,
+            sums_parts=may_sum and not reads_updates,
             attack=self.attack,
         )
 
@@ -306,13 +318,13 @@ class FederatedTrainer(Trainer):
             raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer")
         elif ckpt_path is None and run.round:
             return run
-        content = run.store.restore(run.folder.existing_checkpoint(ckpt_path), to_train=False)
-        run.continue_clock(content["wall_seconds"])
+        run.store.restore(run.folder.existing_checkpoint(ckpt_path), to_train=False)
         return run
 
     def _scored(self, split: Split, *request: Any) -> list[dict[str, float]]:
         run = self._restored(*request)
-        scores = run.scores(split, range(run.clients), details=True)
+        clients = range(run.federation.data.clients)
+        scores = run.evaluator.scores(run.federation, split, clients, details=True)
         if not scores:
             raise FlsuiteError("there is no validation data: set data.val_fraction above 0")
         if run.options.show:

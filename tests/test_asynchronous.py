@@ -94,7 +94,7 @@ def test_with_equal_speeds_fedbuff_is_fedavg(cohort: int, weighting: Any) -> Non
     flows = fitted(buffered, Asynchronous(cohort, cohort, speeds=speeds), **settings)
 
     assert_same_models(waits, flows)
-    assert flows.run.clock == waits.run.clock
+    assert flows.federation.clock == waits.federation.clock
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
@@ -112,7 +112,7 @@ def test_fedasync_with_weight_one_takes_the_clients_model() -> None:
 
         def on_round_end(self, run: Run, round: int) -> None:
             floats = {k: v for k, v in self.states[-1].items() if v.is_floating_point()}
-            assert equal_states({name: run.state[name] for name in floats}, floats)
+            assert equal_states({name: run.federation.state[name] for name in floats}, floats)
 
     aggregator = FedAsync(mixing=1.0, staleness="constant")
     fitted(aggregator, stragglers(buffer_size=1), rounds=10, callbacks=[Kept()])
@@ -138,7 +138,7 @@ def test_every_engine_gives_the_same_run(make: Callable[[], Aggregator], buffers
     here = fitted(make(), stragglers(), **settings)
     there = fitted(make(), stragglers(), engine=Processes(workers=3), **settings)
     assert_same_models(here, there)
-    assert there.run.clock == here.run.clock
+    assert there.federation.clock == here.federation.clock
     assert stale(there) == stale(here)
 
 
@@ -166,7 +166,7 @@ def test_stale_updates_reach_the_optimum_of_quadratics(speeds: PerClient) -> Non
     schedule = Asynchronous(3, buffer_size=1, speeds=speeds)
     made = federation(aggregator, 1000, schedule=schedule, evaluate_every=1000, max_epochs=3)
     made.fit(Quadratic(), Quadratics((1.0, 1.0, 1.0), minima))
-    assert float(made.run.state["w"]) == pytest.approx(optimum, abs=0.02)
+    assert float(made.federation.state["w"]) == pytest.approx(optimum, abs=0.02)
 
 
 class Replacing(CohortRule):
@@ -212,7 +212,7 @@ def test_reset_statistics_take_the_mean_of_the_clients() -> None:
 
         def on_round_end(self, run: Run, round: int) -> None:
             mean = torch.stack(self.arrived).double().mean(0).float()
-            torch.testing.assert_close(run.state["network.1.running_mean"], mean)
+            torch.testing.assert_close(run.federation.state["network.1.running_mean"], mean)
 
     aggregator = FedBuff("delta", staleness="constant")
     fitted(aggregator, stragglers(), rounds=8, buffers="reset", callbacks=[Mean()])
@@ -224,9 +224,9 @@ def test_bad_clients_do_not_stop_the_others() -> None:
     schedule = Asynchronous(4, buffer_size=2, speeds=PerClient(1, 1, 1.5, 2))
     made = federation(FedBuff(), 20, schedule=schedule, max_epochs=2)
     made.fit(Quadratic(), Quadratics(curvatures, minima))
-    assert 0 < float(made.run.state["w"]) < 1
+    assert 0 < float(made.federation.state["w"]) < 1
     failed = {row[3]: row[-1] for row in stale(made) if row[-2] == "failed"}
-    assert made.run.clock.client_updates == 40 and failed
+    assert made.federation.clock.client_updates == 40 and failed
 
 
 @pytest.mark.parametrize("rounds_before", [0, 3])
@@ -379,7 +379,7 @@ def test_a_pooled_fit_is_no_client_that_could_be_late() -> None:
 def test_a_budget_ends_the_run(budget: dict[str, Any], spent: Callable[[Any], bool]) -> None:
     made = trainer(aggregator=FedBuff(), schedule=stragglers(), **budget)
     made.fit(classifier(), digits(clients=8))
-    assert spent(made.run.clock)
+    assert spent(made.federation.clock)
 
 
 def test_stop_at_a_score_on_validation_data(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_communication_takes_time() -> None:
     made = fitted(FedAvg(), Synchronous(speeds=speeds), rounds=1)
     sent = max(row[-1] for row in made.run.folder.table.rows if row[-2] == "bytes_up")
     of_one = sent / 8
-    assert made.run.clock.seconds == pytest.approx(of_one * 5e-4)
+    assert made.federation.clock.seconds == pytest.approx(of_one * 5e-4)
 
 
 def test_a_client_that_comes_back_twice_has_one_row_of_totals(tmp_path: Path) -> None:
@@ -441,13 +441,13 @@ def test_bytes_of_clients_that_failed_or_never_answered_count() -> None:
     schedule = Synchronous(speeds=PerClient(1, 1, 1, 1), availability=FirstLeaves())
     made = federation(FedAvg(), 1, schedule=schedule, max_epochs=2)
     made.fit(Quadratic(), Quadratics(curvatures, minima))
-    assert made.run.clock.bytes == 4 * (4 + 2)  # four bytes: four times down, twice up
+    assert made.federation.clock.bytes == 4 * (4 + 2)  # four bytes: four times down, twice up
 
 
 def test_a_pooled_fit_counts_as_its_cohort_and_has_no_virtual_time() -> None:
     made = trainer(aggregator=Centralized(), max_client_updates=20)
     made.fit(classifier(), digits(clients=5))
-    assert made.round == 4 and made.run.clock.client_updates == 20
+    assert made.round == 4 and made.federation.clock.client_updates == 20
     with pytest.raises(FlsuiteError, match="Synchronous needs clients, and Centralized"):
         fitted(Centralized(), Synchronous(speeds=Stragglers()))
 
@@ -480,13 +480,13 @@ def test_over_selection_takes_the_first_and_names_the_rest(tmp_path: Path) -> No
         assert len(merged) == 4 and len(late) == 2
         assert merged.client.max() < late.client.min()
         assert (late.ended_s == merged.ended_s.max()).all()
-    assert made.run.clock.seconds == timeline.ended_s.max()
+    assert made.federation.clock.seconds == timeline.ended_s.max()
 
 
 def test_measured_speeds_work_without_being_repeatable() -> None:
     made = fitted(FedBuff(), Asynchronous(3, 2, speeds=Measured()), rounds=5)
-    assert made.run.clock.client_updates == 10
-    assert made.run.clock.seconds > 0
+    assert made.federation.clock.client_updates == 10
+    assert made.federation.clock.seconds > 0
 
 
 def test_a_lost_federation_keeps_its_last_round(tmp_path: Path) -> None:

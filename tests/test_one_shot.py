@@ -59,7 +59,9 @@ def fitted(aggregator: Aggregator | Rule, **kwargs: Any) -> FederatedTrainer:
 
 
 def assert_equal(a: FederatedTrainer, b: FederatedTrainer) -> None:
-    assert all(torch.equal(value, b.run.state[name]) for name, value in a.run.state.items())
+    assert all(
+        torch.equal(value, b.federation.state[name]) for name, value in a.federation.state.items()
+    )
 
 
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
@@ -78,8 +80,8 @@ def test_workers_and_kept_models_give_the_same_weights(
 def test_masked_sums_give_nearly_the_same_weights(name: str) -> None:
     plain, masked = fitted(EVERY[name]()), fitted(EVERY[name](), secure_sum=PairwiseMasks())
     assert not any(len(update.class_counts) for update in masked.federation.log.updates)
-    for entry, value in plain.run.state.items():
-        torch.testing.assert_close(masked.run.state[entry], value, rtol=0, atol=0.02)
+    for entry, value in plain.federation.state.items():
+        torch.testing.assert_close(masked.federation.state[entry], value, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
@@ -107,7 +109,7 @@ def test_kfac_covers_a_residual_network_without_norms() -> None:
 
 def test_a_grown_network_is_scored_and_written(tmp_path: Path) -> None:
     trainer = fitted(PFNM(grow=True), enable_checkpointing=True, run_dir=str(tmp_path / "run"))
-    expanded = trainer.federation.artifacts["expanded_model"]
+    expanded = trainer.federation.server.artifacts["expanded_model"]
     saved = torch.load(tmp_path / "run" / "checkpoints" / "expanded_model.pt", weights_only=True)
     assert all(torch.equal(saved[name], value) for name, value in expanded.state_dict().items())
     rows = (tmp_path / "run" / "metrics.csv").read_text()

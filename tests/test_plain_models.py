@@ -65,8 +65,8 @@ def test_a_resumed_run_and_worker_processes_end_with_the_same_weights(
     fitted(case, rounds=1, run_dir=str(tmp_path))
     resumed = fitted(case, rounds=3, ckpt_path="last", run_dir=str(tmp_path))
     spread = fitted(case, rounds=3, engine=Processes(workers=2))
-    assert equal_states(whole.run.state, resumed.run.state)
-    assert equal_states(whole.run.state, spread.run.state)
+    assert equal_states(whole.federation.state, resumed.federation.state)
+    assert equal_states(whole.federation.state, spread.federation.state)
     assert whole.test() == resumed.test() == spread.test()
 
 
@@ -96,7 +96,7 @@ def test_scores_are_those_of_lightnings_own_evaluation(case: str, names: set[str
     (whole, *clients) = made.test()
     assert names <= whole.keys()
 
-    data, model = made.run.federation.data, made.run.model
+    data, model = made.federation.data, made.run.evaluator.model
     dataset = CASES[case][1]().test
     kwargs: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     lightning = Trainer(accelerator="cpu", enable_checkpointing=False, **kwargs)
@@ -191,7 +191,7 @@ def test_manual_optimization_on_every_engine() -> None:
         seed_everything(5, verbose=False)
         made = trainer(rounds=2, engine=engine)
         made.fit(Manual(), points())
-        ends.append(made.run.state)
+        ends.append(made.federation.state)
         losses = [row.value for row in made.run.folder.table.rows if row.metric == "loss"]
         assert losses and not any(map(math.isnan, losses)), "a step need not return its loss"
     assert equal_states(*ends)
@@ -284,20 +284,20 @@ def test_a_plain_data_module_is_split_over_clients() -> None:
     data.clients, data.partition = 4, Dirichlet(0.5)
     made = trainer(rounds=2, max_epochs=5)
     made.fit(net(), data)
-    federated = made.run.federation.data
+    federated = made.federation.data
     assert (federated.clients, federated.batch_size, len(federated.test)) == (4, 16, 60)
     assert sum(federated.samples(client) for client in range(4)) == 160 and len(federated.val) == 40
     assert made.test()[0]["accuracy"] > 0.5
 
     again = trainer(rounds=2, max_epochs=1)
     again.fit(net(), (other := Blobs()))
-    assert again.run.clients == 10 and not hasattr(other, "clients")
+    assert again.federation.data.clients == 10 and not hasattr(other, "clients")
 
 
 def test_the_model_checkpoint_is_lightnings(tmp_path: Path) -> None:
     made = fitted("classes", run_dir=str(tmp_path))
     loaded = Net.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt")
-    assert equal_states(loaded.state_dict(), made.run.model.state_dict())
+    assert equal_states(loaded.state_dict(), made.run.evaluator.model.state_dict())
     assert loaded.hparams.width == 8
 
 
@@ -316,5 +316,5 @@ def test_settings_tell_hyperparameters_and_samples_apart(tmp_path: Path) -> None
 def test_natural_clients_by_a_field() -> None:
     made = trainer(rounds=1)
     made.fit(Reader(), sentences(partition=Natural(), clients=3, ids="topic"))
-    counts = made.run.federation.data
+    counts = made.federation.data
     assert [int((counts.class_counts(c) > 0).sum()) for c in range(3)] == [1, 1, 1]

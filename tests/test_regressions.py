@@ -11,7 +11,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.runs.summary import RunSummary
-from flsuite.server.round_log import RoundLog
+from flsuite.server.arrivals import RoundLog
 from tests.conftest import classifier, digits, equal_states, trainer
 
 

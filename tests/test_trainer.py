@@ -100,7 +100,7 @@ def test_loggers_are_told_how_the_run_ended(fails: bool, tmp_path: Path) -> None
 def test_the_model_ends_with_the_global_weights(engine: Any) -> None:
     made, model = trainer(rounds=2, engine=engine), classifier()
     made.fit(model, digits())
-    assert equal_states(dict(model.state_dict()), made.run.state)
+    assert equal_states(dict(model.state_dict()), made.federation.state)
 
 
 def test_a_second_fit_of_the_same_model_says_where_it_starts(
@@ -117,11 +117,11 @@ def test_a_second_fit_of_the_same_model_says_where_it_starts(
             second.fit(model, digits())
         assert "starts from its weights" in caplog.records[-1].getMessage()
         caplog.clear()
-        states.append(second.run.state)
+        states.append(second.federation.state)
     assert equal_states(*states), "from the global weights of the first fit, on every engine"
     fresh = trainer(rounds=1)
     fresh.fit(classifier(), digits())
-    assert not equal_states(states[0], fresh.run.state)
+    assert not equal_states(states[0], fresh.federation.state)
 
 
 # What clients report
@@ -185,20 +185,20 @@ def test_kept_optimizers_carry_their_momentum_over() -> None:
         made = trainer(rounds=2, keep_optimizers=keep)
         model = Classifier(MLP(hidden=(8,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
         made.fit(model, digits(clients=1, partition=IID()))
-        return made.run.state
+        return made.federation.state
 
     def by_hand() -> dict[str, torch.Tensor]:
         """One client is one optimizer that goes on through both rounds."""
         run = trainer(rounds=2).prepare(
             Classifier(MLP(hidden=(8,))), data := digits(clients=1, partition=IID())
         )
-        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(run.evaluator.model.parameters(), lr=0.1, momentum=0.9)
         for round in (1, 2):
-            for x, y in data.federated.loader(0, run.seed, round):
+            for x, y in data.federated.loader(0, run.options.seed, round):
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(run.model(x), y).backward()
+                torch.nn.functional.cross_entropy(run.evaluator.model(x), y).backward()
                 optimizer.step()
-        return dict(run.model.state_dict())
+        return dict(run.evaluator.model.state_dict())
 
     assert equal_states(state(keep=True), by_hand())
     assert not equal_states(state(keep=True), state(keep=False))

@@ -72,7 +72,7 @@ def test_frozen_parameters_do_not_travel_and_are_in_the_model(tmp_path: Path) ->
     model = FrozenBody()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     made = fit(model, points(), run_dir=str(tmp_path / "run"))
-    assert set(made.run.state) == {"body.2.weight", "body.2.bias"}
+    assert set(made.federation.state) == {"body.2.weight", "body.2.bias"}
     assert bytes_up(tmp_path / "run") == {4.0 * (8 * 3 + 3)}
 
     folder = tmp_path / "run" / "checkpoints"
@@ -92,7 +92,9 @@ def test_a_resume_has_the_frozen_weights_of_the_run(tmp_path: Path) -> None:
     fit(FrozenBody(), points(), rounds=1, run_dir=str(tmp_path))
     torch.manual_seed(2)
     resumed = fit(FrozenBody(), points(), rounds=2, ckpt_path="last", run_dir=str(tmp_path))
-    assert equal_states(whole.run.model.state_dict(), resumed.run.model.state_dict())
+    assert equal_states(
+        whole.run.evaluator.model.state_dict(), resumed.run.evaluator.model.state_dict()
+    )
     assert whole.test() == resumed.test()
 
 
@@ -107,8 +109,11 @@ def test_private_and_shared_are_two_ways_to_say_the_same() -> None:
     for kind in (Private, Shared):
         torch.manual_seed(0)
         made = fit(kind(), points())
-        assert set(made.run.state) == {"body.0.weight", "body.0.bias"} and made.federation.personal
-        ends.append((made.run.state, made.test()))
+        assert (
+            set(made.federation.state) == {"body.0.weight", "body.0.bias"}
+            and made.federation.entries.personal
+        )
+        ends.append((made.federation.state, made.test()))
     assert equal_states(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
 
 
@@ -131,7 +136,7 @@ def test_a_layer_of_that_name_is_no_declaration() -> None:
             super().__init__()
             self.shared = nn.Linear(2, 2)
 
-    assert len(fit(Twin(), points(), rounds=1).run.state) == 6
+    assert len(fit(Twin(), points(), rounds=1).federation.state) == 6
 
 
 def test_a_frozen_parameter_that_a_fit_changes_is_refused() -> None:
@@ -162,12 +167,12 @@ def test_all_parts_agree_on_what_travels(name: str) -> None:
     torch.manual_seed(0)
     model = PlainSGD()
     made = fit(model, points(), max_epochs=5, **CHOICES[name])
-    assert set(made.run.state) == {"body.2.weight", "body.2.bias"}
+    assert set(made.federation.state) == {"body.2.weight", "body.2.bias"}
     assert made.test()[0]["accuracy"] > 0.4
     if name in ("processes", "local buffers"):
         torch.manual_seed(0)
         here = fit(PlainSGD(), points(), max_epochs=5)
-        assert equal_states(made.run.state, here.run.state)
+        assert equal_states(made.federation.state, here.federation.state)
 
 
 class PlainSGD(FrozenBody):
@@ -177,7 +182,7 @@ class PlainSGD(FrozenBody):
 
 def test_alone_every_client_keeps_what_it_trains() -> None:
     made = fit(FrozenBody(), points(), aggregator=LocalOnly())
-    assert set(made.federation.private(0)) == {"body.2.weight", "body.2.bias"}
+    assert set(made.federation.clients.private(0)) == {"body.2.weight", "body.2.bias"}
 
 
 def test_lora_sends_adapters_alone(tmp_path: Path) -> None:
@@ -206,8 +211,8 @@ def test_lora_resumes_and_spreads_exactly(tmp_path: Path) -> None:
     fit(Tuned(), sentences(), rounds=1, run_dir=str(tmp_path))
     resumed = fit(Tuned(), sentences(), ckpt_path="last", run_dir=str(tmp_path))
     spread = fit(Tuned(), sentences(), engine=Processes(workers=2))
-    assert equal_states(whole.run.state, resumed.run.state)
-    assert equal_states(whole.run.state, spread.run.state)
+    assert equal_states(whole.federation.state, resumed.federation.state)
+    assert equal_states(whole.federation.state, spread.federation.state)
 
 
 def test_a_frozen_run_equals_one_with_the_frozen_layer_private() -> None:
@@ -220,5 +225,5 @@ def test_a_frozen_run_equals_one_with_the_frozen_layer_private() -> None:
     ends = []
     for kind in (PlainSGD, Kept):
         torch.manual_seed(0)
-        ends.append(fit(kind(), points()).run.state)
+        ends.append(fit(kind(), points()).federation.state)
     assert equal_states(*ends)

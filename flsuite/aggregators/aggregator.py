@@ -12,7 +12,6 @@ With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and stale
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, final
@@ -22,12 +21,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.chain import Chain
+from flsuite.aggregators.cohort import sum_by_parts
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Named, Part, Server, Statistic
-from flsuite.aggregators.rebase import rebased
 from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped
+from flsuite.aggregators.staleness import rebased
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.arguments import check_init
 from flsuite.errors import FlsuiteError, require_instance
@@ -232,41 +232,6 @@ class Aggregator:
 
     def _by_name(self) -> dict[str, Part]:
         return {"rule": self.rule, "objective": self.objective, **self._transforms()}
-
-
-def sum_by_parts(
-    sums: Sums,
-    updates: Iterable[ClientUpdate],
-    contribution: Callable[[ClientUpdate], Tree],
-    single: Sequence[str],
-    seen: list[ClientUpdate],
-) -> None:
-    """Add up what clients contribute, part by part of the cohort.
-
-    A worker that trains a whole part sends its sum. What a sum rounds to depends on the order of
-    its terms, so that the server sums part by part where it has every update too.
-
-    Args:
-        sums: They are added to.
-        updates: The updates.
-        contribution: Returns what an update adds.
-        single: Names of the statistics that are no sums. They are kept.
-        seen: Takes the updates without all else.
-    """
-    part, own = None, sums
-    for update in updates:
-        if update.part != part:
-            if own is not sums:
-                sums.merge(own)
-            part, own = update.part, sums if update.part is None else Sums()
-        if update.partial is not None:
-            own.merge(update.partial)
-        else:
-            own.add(contribution(update))
-        extras = {name: update.extras[name] for name in single}
-        seen.append(replace(update, state={}, extras=extras, base={}, partial=None))
-    if own is not sums:
-        sums.merge(own)
 
 
 def _chained(first: list[ClientUpdate], others: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:

@@ -1,4 +1,4 @@
-"""Weights of updates that come late.
+"""Updates that come late: their weights, and their change from the global model as it is now.
 
 The staleness ``tau`` of an update is the number of aggregations between the version that its client
 started from and its arrival. Constant, polynomial and hinge weights: Xie et al. 2019, Asynchronous
@@ -6,11 +6,16 @@ Federated Optimization, arXiv:1903.03934.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+
+from flsuite.aggregators.part import Server
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
 from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientUpdate
 
 __all__ = [
     "Constant",
@@ -19,6 +24,7 @@ __all__ = [
     "Polynomial",
     "Staleness",
     "StalenessName",
+    "rebased",
     "require_mixture",
     "staleness_weight",
 ]
@@ -127,3 +133,32 @@ def require_mixture(owner: str, staleness: StalenessName | Staleness, **rates: f
                 f"{owner}: {name} times the weight of a fresh update must be at most 1, got {rate} "
                 f"* {fresh}; lower one of them"
             )
+
+
+def rebased(update: ClientUpdate, server: Server) -> ClientUpdate:
+    """Return an update whose state is ``w + (w_k - base_k)``, in float64 unless it is fresh.
+
+    A floating-point buffer that is positive in ``w`` and in ``w_k``, such as a variance, stays
+    positive. Integer counters take the maximum.
+    """
+    if not update.state or not update.base or update.base is server.state:
+        return update
+    parameters = frozenset(server.layout.parameters)
+    moved = {
+        name: _moved(value, server.state[name], update.base[name], name in parameters)
+        for name, value in update.state.items()
+    }
+    return replace(update, state=moved)
+
+
+def _moved(value: Tensor, now: Tensor, base: Tensor, is_parameter: bool) -> Tensor:
+    # The counter of an old model must not set back that of the global one.
+    if not value.is_floating_point():
+        return torch.maximum(value, now)
+    moved = value.double() + (now.double() - base.double())
+    if is_parameter:
+        return moved
+    # Several clients that each lower the same variance would else bring it below zero, and a
+    # BatchNorm layer would return NaN.
+    smaller = torch.minimum(value.double(), now.double())
+    return torch.where((smaller > 0) & (moved <= 0), smaller, moved)

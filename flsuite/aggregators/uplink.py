@@ -9,7 +9,8 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.chain import Chain, template_of
 from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.transforms.base import FitView
-from flsuite.messages import ClientUpdate
+from flsuite.errors import one_line
+from flsuite.messages import Broadcast, ClientFailure, ClientUpdate, Outcome
 from flsuite.state import State, StateLayout, Sums, Tree, flatten_tree, nbytes, nested_like
 
 __all__ = ["Uplink"]
@@ -117,6 +118,36 @@ class Uplink:
                 raise ValueError(fault)
             return update
         return self.chain.unpack(update, base, received)
+
+    def checked(self, outcome: Outcome, broadcast: Broadcast) -> Outcome:
+        """Return an outcome unpacked, or a failure if its update must not reach the aggregator.
+
+        Args:
+            outcome: What came back.
+            broadcast: The version that the client started from.
+        """
+        if isinstance(outcome, ClientFailure):
+            return outcome
+
+        # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
+        update = outcome.update
+        try:
+            fault = update.fault(reads_numbers=False)
+            if fault is None and update.partial is None:
+                update = self.unpack(update, broadcast.state, broadcast.extras)
+                outcome = replace(outcome, update=update)
+            fault = fault or outcome.fault()
+        except ValueError as error:
+            fault = one_line(error)
+        except (AttributeError, TypeError, RuntimeError) as error:  # tensors of a foreign kind
+            fault = f"it cannot be read ({one_line(error, 200)})"
+        if fault is None:
+            return outcome
+        if fault.startswith("extras"):
+            fault += f" ({self.aggregator.name} says what clients send, by its parts' statistics)"
+        steps = update.steps if type(update.steps) is int and update.steps > 0 else 0
+        reason = f"its update was refused: {fault}"
+        return ClientFailure(update.client, update.round, reason, steps=steps)
 
     def contribution(self, update: ClientUpdate) -> Tree:
         """Return what a client adds to the sums of a round with others."""

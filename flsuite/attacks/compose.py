@@ -6,7 +6,8 @@ from functools import partial
 
 from lightning.pytorch import Callback
 
-from flsuite.aggregators.aggregator import Aggregator, sum_by_parts
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.cohort import sum_by_parts
 from flsuite.aggregators.part import Capability, Named, Server, Statistic
 from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform

@@ -61,7 +61,7 @@ class GradientDissimilarity(FederationCallback, Settings):
     clients: Annotated[int, at_least(2)] | None = None
 
     def on_federation_start(self, run: Run) -> None:
-        model = run.model
+        model = run.evaluator.model
         if not (model.automatic_optimization or isinstance(model, FusedModel)):
             raise FlsuiteError(
                 f"GradientDissimilarity: {type(model).__name__} optimizes by hand, so its "
@@ -81,18 +81,19 @@ class GradientDissimilarity(FederationCallback, Settings):
 
     def measure(self, run: Run, round: int) -> dict[str, float]:
         """Return the numbers of a round, at the federation as it is now."""
-        federation, evaluator, data = run.federation, run.evaluator, run.data
+        federation, evaluator, seed = run.federation, run.evaluator, run.options.seed
+        data = federation.data.at(run.round)
         model = evaluator.model.to(evaluator.device)
         parameters = head_parameters(model, federation.state)
         dissimilarity = RunningDissimilarity()
 
         with isolate_rng(), _untouched(model), torch.enable_grad():
             model.train(self.batch_norm == "train")
-            for client in self._measured(data.clients, run.seed):
+            for client in self._measured(data.clients, seed):
                 evaluator.load(federation.client_state(client))
                 # Dropout and sampling must not depend on what was measured before.
-                torch.manual_seed(seed_for(run.seed, "dissimilarity", round, client))
-                batches = gradient_batches(data, client, run.seed, round, self.batches)
+                torch.manual_seed(seed_for(seed, "dissimilarity", round, client))
+                batches = gradient_batches(data, client, seed, round, self.batches)
                 gradients = head_gradients(model, parameters, batches, evaluator.device)
                 dissimilarity.add(*gradients)
 

@@ -140,22 +140,23 @@ class DPSGD(FederationCallback, Settings):
     def on_federation_start(self, run: Run) -> None:
         if run.round == 0:
             self._steps, self._spent = {}, {}
-        if run.data.stage is not None:
+        if run.federation.data.at(run.round).stage is not None:
             raise FlsuiteError(
                 "DPSGD: tasks in sequence change a client's samples, which epsilon takes as fixed; "
                 "leave out TaskSequence"
             )
         _refuse_measured_extras(run.federation)
-        _refuse_unsupported(run.model)
+        _refuse_unsupported(run.evaluator.model)
         epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # without its package, not one round
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
         sent = outcome.update if isinstance(outcome, ClientResult) else outcome
         if not sent.steps:
             return
-        client, samples = sent.client, run.data.samples(sent.client)
+        client, data = sent.client, run.federation.data
+        samples = data.samples(client)
         self._steps[client] = self._steps.get(client, 0) + sent.steps
-        batches = RandomDraw(samples, float(min(run.data.batch_size, samples)), is_poisson=True)
+        batches = RandomDraw(samples, float(min(data.batch_size, samples)), is_poisson=True)
         spent = epsilon(batches, self.noise_multiplier, self._steps[client], self.delta)
         self._spent[client] = spent
         run.log_metric("sample_epsilon", spent, scope=client)
@@ -196,7 +197,7 @@ def _refuse_measured_extras(federation: Federation) -> None:
         FlsuiteError: If they do. The message names it.
     """
     aggregator = federation.aggregator
-    statistics = aggregator.statistics(federation.layout, federation.state)
+    statistics = aggregator.statistics(federation.server.layout, federation.state)
     measured = [name for name, statistic in statistics.items() if not statistic.from_steps]
     if measured:
         raise FlsuiteError(

@@ -60,9 +60,10 @@ class FlowMonitor(FederationCallback, Settings):
         self._sums = Sums()
 
     def on_federation_start(self, run: Run) -> None:
-        if not isinstance(run.model, FlowModel) or "flow" not in parameter_groups(run.model):
+        model = run.evaluator.model
+        if not isinstance(model, FlowModel) or "flow" not in parameter_groups(model):
             raise FlsuiteError(
-                f"FlowMonitor scores a flow of features, and {type(run.model).__name__} has none; "
+                f"FlowMonitor scores a flow of features, and {type(model).__name__} has none; "
                 "use a model such as NFClassifier, or remove the callback"
             )
 
@@ -74,7 +75,7 @@ class FlowMonitor(FederationCallback, Settings):
         if isinstance(outcome, ClientFailure):
             return
 
-        patterns = parameter_groups(run.model)["flow"]
+        patterns = parameter_groups(run.evaluator.model)["flow"]
         flow = {
             name: value
             for name, value in outcome.update.state.items()
@@ -94,8 +95,9 @@ class FlowMonitor(FederationCallback, Settings):
 
     def measure(self, run: Run, round: int) -> dict[str, float]:
         """Return the numbers of the round just done."""
-        data, evaluator, federation = run.data, run.evaluator, run.federation
-        rows = numpy_generator(run.seed, "flow_monitor").permutation(len(data.test))
+        evaluator, federation = run.evaluator, run.federation
+        data = federation.data.at(run.round)
+        rows = numpy_generator(run.options.seed, "flow_monitor").permutation(len(data.test))
         held_out = data.test.take(torch.from_numpy(rows[: self.samples]))
         sums = self._sums.values
         evaluator.load(federation.client_state(None))
@@ -125,13 +127,13 @@ class FlowMonitor(FederationCallback, Settings):
         return run.evaluator.outputs(held_out)["nll"].double()
 
     def _agreement(self, run: Run, round: int, classes: Tensor) -> float:
-        model = run.model
+        model = run.evaluator.model
         assert isinstance(model, FlowModel)
         # Rounded up, so that every class has at least one sample.
         per_class = -(-self.samples // len(classes))
         y = classes.repeat_interleave(per_class).to(run.evaluator.device)
-        with evaluating(run.model), torch.inference_mode():
-            seed_process(run.seed, "flow_monitor", round)
+        with evaluating(model), torch.inference_mode():
+            seed_process(run.options.seed, "flow_monitor", round)
             return float((model.sampled_logits(y).argmax(1) == y).double().mean())
 
 

@@ -41,12 +41,13 @@ class LatentSpace(FederationCallback, Settings):
     samples: Annotated[int, at_least(2)] = 300
 
     def on_federation_start(self, run: Run) -> None:
-        if not isinstance(run.model, PriorModel):
+        model = run.evaluator.model
+        if not isinstance(model, PriorModel):
             raise FlsuiteError(
-                f"LatentSpace draws class priors, and {type(run.model).__name__} has none "
+                f"LatentSpace draws class priors, and {type(model).__name__} has none "
                 "(latent(x) and priors()); use a model such as ACVAE, or remove the callback"
             )
-        if run.model.priors()[0].shape[1] < 2:
+        if model.priors()[0].shape[1] < 2:
             raise FlsuiteError(
                 "LatentSpace draws two dimensions, and the latent space has one: raise "
                 "model.latent_dim"
@@ -54,8 +55,8 @@ class LatentSpace(FederationCallback, Settings):
 
     def on_round_end(self, run: Run, round: int) -> None:
         run.evaluator.load(run.federation.client_state(None))
-        assert isinstance(run.model, PriorModel)
-        means, sigmas = (t.detach().float().cpu() for t in prior_moments(run.model))
+        assert isinstance(run.evaluator.model, PriorModel)
+        means, sigmas = (t.detach().float().cpu() for t in prior_moments(run.evaluator.model))
         for name, value in prior_distances(means, sigmas).items():
             run.log_metric(name, value)
         if self.every and (round % self.every == 0 or run.finished):
@@ -65,13 +66,14 @@ class LatentSpace(FederationCallback, Settings):
         from flsuite.analysis.latent import latent_figure
 
         federation, test = run.federation, run.federation.data.test
-        rng = numpy_generator(run.seed, "latent")  # the same samples in every round
+        rng = numpy_generator(run.options.seed, "latent")  # the same samples in every round
         rows = torch.from_numpy(rng.choice(len(test), min(self.samples, len(test)), replace=False))
 
         latents: dict[str, np.ndarray] = {}
-        for client in range(min(self.clients, run.clients) if federation.personal else 1):
+        clients = min(self.clients, federation.data.clients) if federation.entries.personal else 1
+        for client in range(clients):
             run.evaluator.load(federation.client_state(client))
-            title = f"client {client}" if federation.personal else "all clients"
+            title = f"client {client}" if federation.entries.personal else "all clients"
             latents[title] = run.evaluator.latents(test.x[rows]).numpy()
 
         names = federation.data.spec.class_names or tuple(map(str, range(len(means))))

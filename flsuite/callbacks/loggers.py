@@ -78,15 +78,16 @@ class RoundLogger(FederationCallback, Settings):
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
         of_clients = {name: v for name, v in metrics.items() if name.startswith("client/")}
         numbers = {name: v for name, v in metrics.items() if name not in of_clients}
+        clock = run.federation.clock
         totals = {
-            "virtual_s": run.clock.seconds,
-            "wall_s": run.wall_seconds,
-            "client_updates": run.clock.client_updates,
-            "bytes": run.clock.bytes,
+            "virtual_s": clock.seconds,
+            "wall_s": run.summary.wall_seconds,
+            "client_updates": clock.client_updates,
+            "bytes": clock.bytes,
             "total/bytes_up": run.summary.bytes_up,
             "total/bytes_down": run.summary.bytes_down,
         }
-        shown = of_clients if run.clients <= self.per_client else {}
+        shown = of_clients if run.federation.data.clients <= self.per_client else {}
         row = RoundNumbers(round, {**numbers, **shown, **totals}, of_clients)
         for link in self._links:
             link.log(run, row)

@@ -39,12 +39,13 @@ class ForestProbe(FederationCallback, Settings):
     samples: PositiveInt = 5000
 
     def on_federation_start(self, run: Run) -> None:
-        if not isinstance(run.model, LatentModel):
+        model = run.evaluator.model
+        if not isinstance(model, LatentModel):
             raise FlsuiteError(
-                f"ForestProbe probes a latent space, and {type(run.model).__name__} has none "
+                f"ForestProbe probes a latent space, and {type(model).__name__} has none "
                 "(latent(x)); use a model such as ACVAE, or remove the callback"
             )
-        if run.data.train.y.ndim > 1:
+        if run.federation.data.at(run.round).train.y.ndim > 1:
             raise FlsuiteError(
                 "ForestProbe tells classes apart, and this data has several labels per sample; "
                 "remove the callback"
@@ -54,7 +55,7 @@ class ForestProbe(FederationCallback, Settings):
         is_due = self.every is not None and round % self.every == 0
         if not is_due and not run.finished:
             return
-        clients = range(min(self.clients or run.clients, run.clients))
+        clients = range(run.federation.data.clients)[: self.clients or None]
         accuracies, f1_scores = zip(*(self.probe(run, client) for client in clients), strict=True)
         run.log_metric("probe_accuracy", sum(accuracies) / len(clients), split="test")
         run.log_metric("probe_f1_macro", sum(f1_scores) / len(clients), split="test")
@@ -64,15 +65,16 @@ class ForestProbe(FederationCallback, Settings):
         from sklearn.ensemble import RandomForestClassifier
         from sklearn.metrics import accuracy_score, f1_score
 
-        data, evaluator = run.data, run.evaluator
+        data, evaluator = run.federation.data.at(run.round), run.evaluator
         evaluator.load(run.federation.client_state(client))
         rows = data.train_rows(client)
         # Files are sorted by class, so that the first rows would be of one class.
-        order = numpy_generator(run.seed, "probe/rows", client=client).permutation(len(rows))
+        rng = numpy_generator(run.options.seed, "probe/rows", client=client)
+        order = rng.permutation(len(rows))
         rows = rows[torch.from_numpy(order[: self.samples])]
 
         # scikit-learn takes seeds of 32 bits.
-        seed = seed_for(run.seed, "probe", client=client) % 2**32
+        seed = seed_for(run.options.seed, "probe", client=client) % 2**32
         forest = RandomForestClassifier(self.trees, random_state=seed)
         forest.fit(evaluator.latents(data.train.x[rows]).numpy(), data.train.y[rows].numpy())
 

@@ -50,8 +50,9 @@ class RoundProgress(FederationCallback):
         return RoundProgress(self.interval)
 
     def on_federation_start(self, run: Run) -> None:
-        self._first, self._began = run.budget.share(run.clock), time.monotonic()
-        self._printed, self._ended, self._updates_before = 0.0, 0, run.clock.client_updates
+        clock = run.federation.clock
+        self._first, self._began = run.options.budget.share(clock), time.monotonic()
+        self._printed, self._ended, self._updates_before = 0.0, 0, clock.client_updates
         console = Console(stderr=True)
         if not console.is_terminal:
             return
@@ -76,7 +77,7 @@ class RoundProgress(FederationCallback):
         self._live.start()
 
     def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
-        self._ended, self._updates_before = 0, run.clock.client_updates
+        self._ended, self._updates_before = 0, run.federation.clock.client_updates
         if self._bar is not None:
             # Of an asynchronous round it is not known who will be part of it.
             is_cohort = not run.federation.schedule.traits.is_asynchronous
@@ -96,14 +97,14 @@ class RoundProgress(FederationCallback):
         shown = [part for part in (_clock(run, metrics), scores) if part]
         left = f"{self._time_left(run)} left"
         if self._bar is not None:
-            share = run.budget.share(run.clock)
+            share = run.options.budget.share(run.federation.clock)
             self._bar.update(self._rounds, completed=share, done=_done(run), note=left)
             self._numbers.plain = "\n".join(shown)
             return
         now = time.monotonic()
         if now - self._printed >= self.interval or run.finished:
             self._printed = now
-            clients = run.clock.client_updates - self._updates_before
+            clients = run.federation.clock.client_updates - self._updates_before
             who = "1 client" if clients == 1 else f"{clients} clients"
             who = ", ".join(filter(None, (who, _failed(run))))
             line = "  ".join([f"round {_done(run)}", who, *shown, left])
@@ -115,14 +116,15 @@ class RoundProgress(FederationCallback):
             self._live = self._bar = None
 
     def _time_left(self, run: Run) -> str:
-        share = run.budget.share(run.clock)
+        share = run.options.budget.share(run.federation.clock)
         pace = (time.monotonic() - self._began) / max(share - self._first, 1e-9)
         return str(timedelta(seconds=int(pace * (1 - share))))
 
 
 def _done(run: Run) -> str:
     """Return the rounds done, with their number if it is known."""
-    return str(run.round) if run.budget.rounds is None else f"{run.round}/{run.budget.rounds}"
+    rounds = run.options.budget.rounds
+    return str(run.round) if rounds is None else f"{run.round}/{rounds}"
 
 
 def _failed(run: Run) -> str:
@@ -133,9 +135,10 @@ def _failed(run: Run) -> str:
 
 def _clock(run: Run, metrics: Mapping[str, float]) -> str:
     """Return virtual time, work and staleness, where the schedule gives them a meaning."""
-    if not run.federation.schedule.traits.is_virtual:
+    schedule, clock = run.federation.schedule, run.federation.clock
+    if not schedule.traits.is_virtual:
         return ""
-    parts = [f"{run.clock.seconds:.1f} virtual s", f"{run.clock.client_updates} client updates"]
+    parts = [f"{clock.seconds:.1f} virtual s", f"{clock.client_updates} client updates"]
     if "train/staleness" in metrics:
         mean, largest = metrics["train/staleness"], metrics["train/staleness_max"]
         parts.append(f"staleness {mean:.1f} (max {largest:.0f})")

@@ -46,7 +46,7 @@ class StopAt(FederationCallback, Settings):
         return self._generate_state_key(metric=self.metric)
 
     def on_federation_start(self, run: Run) -> None:
-        if run.data.validation() is None:
+        if run.federation.data.at(run.round).validation() is None:
             raise FlsuiteError(
                 "StopAt stops on validation data, and there is none: set data.val_fraction above "
                 "0, or remove the callback"
@@ -69,8 +69,8 @@ class StopAt(FederationCallback, Settings):
             score,
             self.value,
             round,
-            run.clock.seconds,
-            run.clock.client_updates,
+            run.federation.clock.seconds,
+            run.federation.clock.client_updates,
         )
         run.stop()
 

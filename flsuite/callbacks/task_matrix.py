@@ -60,7 +60,7 @@ class TaskMatrix(FederationCallback, Settings):
         if run.round == 0:
             self.matrix = self.row(run, data)[:, None]
 
-        rounds = run.budget.rounds
+        rounds = run.options.budget.rounds
         if rounds is not None and rounds < data.starts[-1]:
             log.warning(
                 "trainer.rounds is %d, and the last task begins with round %d: it is never learned",
@@ -105,8 +105,9 @@ class TaskMatrix(FederationCallback, Settings):
         rows = []
         for client in range(min(self.clients or data.clients, data.clients)):
             # A shared model is scored once for all clients.
-            if by_class is None or federation.personal:
-                evaluator.load(federation.client_state(client if federation.personal else None))
+            if by_class is None or federation.entries.personal:
+                one = client if federation.entries.personal else None
+                evaluator.load(federation.client_state(one))
                 predicted = evaluator.outputs(data.test)["scores"].argmax(1)
                 by_class = _by_class(predicted == data.test.y, data.test.y, data.spec.num_classes)
             hits, samples = by_class

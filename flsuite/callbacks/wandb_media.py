@@ -42,9 +42,10 @@ def client_table(run: Run, of_clients: Mapping[str, float]) -> dict[str, Any]:
 
     import wandb
 
+    data = run.federation.data.at(run.round)
     names = list(dict.fromkeys(name for row in scores.values() for name in row))
     rows = [
-        [client, run.data.samples(client), *(row.get(name) for name in names)]
+        [client, data.samples(client), *(row.get(name) for name in names)]
         for client, row in sorted(scores.items())
     ]
     return {"clients": wandb.Table(columns=["client", "samples", *names], data=rows)}
@@ -119,8 +120,8 @@ def confusion_chart(run: Run) -> dict[str, Any]:
     targets = data.test.y
     is_one_class = targets.ndim == 1 and not targets.is_floating_point()
     is_shown = is_one_class and 2 <= classes <= _MOST_CLASSES
-    has_models = not federation.personal or (
-        federation.clients.is_local and run.clients <= run.options.score_clients
+    has_models = not federation.entries.personal or (
+        federation.clients.is_local and data.clients <= run.options.score_clients
     )
     if not (is_shown and has_models):
         return {}

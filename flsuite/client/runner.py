@@ -18,12 +18,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
+from flsuite.client.entries import entries_of
 from flsuite.client.faults import carry_out
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
 from flsuite.client.resident import Resident
 from flsuite.client.scorer import Scorer
-from flsuite.client.setup import WorkerSetup, buffer_names, entries_of
+from flsuite.client.setup import WorkerSetup
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
@@ -63,7 +64,6 @@ class ClientRunner:
         if setup.channels_last:
             traits.to_channels_last(self.model)
         self.entries = entries_of(setup.model, setup.aggregator, setup.buffers)
-        self.buffers = buffer_names(self.model)
         self._resident = Resident(self.model, self.entries.frozen)
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
@@ -338,8 +338,7 @@ class ClientRunner:
         load_(resident, shared)
         load_(resident, private)
         # Last, because the buffers have travelled with the shared state.
-        if self.setup.buffers == "reset":
-            load_(resident, {name: initial[name] for name in self.buffers})
+        load_(resident, {name: initial[name] for name in self.entries.reset})
 
     def _rewound_trainer(self, callbacks: list[Callback]) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer that has fitted nothing, and the data on its device.

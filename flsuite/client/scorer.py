@@ -12,9 +12,8 @@ from torch import Tensor
 
 from flsuite.attacks import Attack
 from flsuite.client.own_steps import OwnSteps
-from flsuite.data.federated import FederatedData
+from flsuite.data.federated import FederatedData, RaggedIndex
 from flsuite.data.loader import SplitLoader
-from flsuite.data.ragged import RaggedIndex
 from flsuite.data.spec import DataSplit
 from flsuite.data.stored import StoredSplit
 from flsuite.messages import OwnScores, Scores, Split

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
@@ -10,27 +10,21 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 from flsuite.aggregators import Aggregator
 from flsuite.aggregators.uplink import Uplink
 from flsuite.attacks import Attack
+from flsuite.client.entries import Buffers
 from flsuite.client.loop import implements
 from flsuite.client.lr_decay import LRDecay
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
-from flsuite.models.traits import frozen_entries, own_entries
-from flsuite.state import State, StateLayout, matches
+from flsuite.state import State, StateLayout
 
 __all__ = [
-    "Buffers",
-    "Entries",
     "WorkerSetup",
-    "buffer_names",
     "client_arguments",
-    "entries_of",
     "fit_samples",
     "has_lightning_hooks",
     "refuse_callbacks",
 ]
-
-Buffers = Literal["average", "local", "reset"]
 
 _HOOKS = tuple(name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")))
 _UNUSED_ARGUMENTS = {  # arguments of Lightning's Trainer about what a client's fit does not have
@@ -159,50 +153,6 @@ def fit_samples(
         return min(total, steps * per_step)
 
     return processed
-
-
-def buffer_names(model: LightningModule) -> Sequence[str]:
-    """Return the entries of the state that are not parameters: running statistics and counters."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return [name for name in model.state_dict() if name not in parameters]
-
-
-class Entries(NamedTuple):
-    """The entries of a model's state dict, by who has them.
-
-    Attributes:
-        shared: They travel between the server and the clients.
-        private: Each client has its own.
-        frozen: Nobody trains them, so that they are the same everywhere and never travel.
-    """
-
-    shared: tuple[str, ...]
-    private: tuple[str, ...]
-    frozen: tuple[str, ...]
-
-
-def entries_of(model: LightningModule, aggregator: Aggregator, buffers: Buffers) -> Entries:
-    """Return who has which entry, as the model, the algorithm and ``buffers`` say.
-
-    An entry that the model itself calls private is so even if it is frozen: it may change by other
-    means than gradients.
-    """
-    private: set[str] = set()
-    own = own_entries(model)
-    # The pooled fit is not a client, so there is nowhere to keep an entry.
-    if not aggregator.pools:
-        private = {*own, *(buffer_names(model) if buffers == "local" else ())}
-        private |= {name for name in model.state_dict() if matches(name, aggregator.private)}
-
-    # What nobody trains is not kept once per client, unless the model says that it is private.
-    frozen = set(frozen_entries(model))
-    private -= frozen
-    names = list(model.state_dict())
-    return Entries(
-        tuple(name for name in names if name not in private | frozen),
-        tuple(name for name in names if name in private),
-        tuple(name for name in names if name in frozen),
-    )
 
 
 def has_lightning_hooks(callback: Callback) -> bool:

@@ -1,4 +1,10 @@
-"""The Lightning Trainer of a worker: one object that fits client after client."""
+"""The Lightning Trainer of a worker: one object that fits client after client.
+
+``Trainer.fit`` checks its configuration, connects its parts and enters hooks that do nothing. On a
+small client that takes as long as a step, and its outcome is the same for every client. After a
+plain fit only what differs from client to client is done again: the hooks that are implemented, the
+optimizer, and the loader.
+"""
 
 import copy
 import logging
@@ -8,18 +14,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
-from flsuite.client.loop import LocalLoop, NeedsLightningLoopError
-from flsuite.client.refit import PlainFit
+from flsuite.client.loop import LocalLoop, NeedsLightningLoopError, implements
 from flsuite.client.setup import refuse_callbacks
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import (
+    attach_to_fit,
     detects_anomalies,
+    enter_hook,
     leave_hooks,
     make_slim,
     rewind,
+    run_stage,
     scaler_of,
     trainer_settings,
 )
@@ -58,7 +67,7 @@ class ClientTrainer(Trainer):
         self.local_epochs = self.max_epochs or 1
         self.use_local_loop = use_local_loop
         self._was_plain = False
-        self._plain_fit: PlainFit | None = None
+        self._plain_fit: _PlainFit | None = None
 
         make_slim(self)
         self._settings = trainer_settings(self)
@@ -97,7 +106,7 @@ class ClientTrainer(Trainer):
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt from None
         if self._was_plain:
-            self._plain_fit = PlainFit(self, model)
+            self._plain_fit = _PlainFit(self, model)
 
     def _run_stage(self) -> None:
         refuse_callbacks(self.callbacks)  # type: ignore[attr-defined]  # also the model's own
@@ -113,6 +122,76 @@ class ClientTrainer(Trainer):
             else:
                 self.fit_loop.run()
         leave_hooks(self.lightning_module)
+
+
+class _PlainFit:
+    """Fits one model with the calls of ``Trainer.fit``, in its order.
+
+    Args:
+        trainer: It has fitted ``module`` once, with :class:`~flsuite.client.loop.LocalLoop`.
+        module: The model of all its fits.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self.trainer = trainer
+        self.module = module
+
+    def run(self, loader: Any) -> None:
+        """Fit.
+
+        Raises:
+            NeedsLightningLoopError: If the optimizers are not those of the plain case.
+        """
+        trainer = self.trainer
+        trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
+        trainer.training = True
+        attach_to_fit(trainer, loader)
+
+        try:
+            self._call_model("prepare_data")
+            self._call("setup", stage="fit")
+            self._call_model("configure_model")
+            trainer.strategy.model_to_device()
+            enter_hook(self.module, "configure_optimizers")
+            trainer.strategy.optimizers = [_single(self.module.configure_optimizers())]
+            self._call("on_fit_start")
+            run_stage(trainer)
+            self._call("on_fit_end")
+            self._call("teardown", stage="fit")
+        except BaseException as error:
+            trainer.state.status = TrainerStatus.INTERRUPTED
+            self._call_callbacks("on_exception", error)
+            raise
+
+        leave_hooks(self.module)
+        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+
+    def _call(self, hook: str, **kwargs: Any) -> None:
+        """Call a hook in Lightning's order: callbacks in theirs, then the model."""
+        self._call_callbacks(hook, **kwargs)
+        self._call_model(hook, **kwargs)
+
+    def _call_model(self, hook: str, **kwargs: Any) -> None:
+        if implements(self.module, LightningModule, hook):
+            enter_hook(self.module, hook)
+            getattr(self.module, hook)(**kwargs)
+
+    def _call_callbacks(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if implements(callback, Callback, hook):
+                enter_hook(self.module, hook)
+                getattr(callback, hook)(self.trainer, self.module, *args, **kwargs)
+
+
+def _single(optimizers: Any) -> Optimizer:
+    """Return the optimizer of the plain case, which Lightning would take from the same value."""
+    if isinstance(optimizers, (list, tuple)) and len(optimizers) == 1:
+        optimizers = optimizers[0]
+    if isinstance(optimizers, dict) and set(optimizers) == {"optimizer"}:
+        optimizers = optimizers["optimizer"]
+    if not isinstance(optimizers, Optimizer):
+        raise NeedsLightningLoopError("there is more than one optimizer, or a scheduler")
+    return optimizers
 
 
 def _refuse_fused(optimizers: Iterable[Optimizer]) -> None:

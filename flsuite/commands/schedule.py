@@ -39,7 +39,7 @@ def schedule(args: list[str]) -> None:
     types = {"round": "Int64", "staleness": "Int64", "weight": float}
     timeline = pd.DataFrame(fits).astype(types)
     timeline_figure(timeline).savefig(folder / f"{name}-timeline.png", dpi=150)
-    _print(timeline, run.clients)
+    _print(timeline, run.federation.data.clients)
     print(f"{folder / name}-timeline.png\n{folder / name}-timeline.csv")
 
 

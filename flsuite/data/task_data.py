@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.data.federated import FederatedData, Stage
-from flsuite.data.ragged import RaggedIndex
+from flsuite.data.federated import FederatedData, RaggedIndex, Stage
 from flsuite.data.spec import DataSplit
 
 __all__ = ["Groups", "TaskData"]

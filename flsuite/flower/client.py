@@ -58,7 +58,7 @@ class Site:
                 f"node {context.node_id} is client {client} and was sent a fit of client "
                 f"{order['client']}"
             )
-        received, callbacks = unpack("received", message.content), self.run.lightning_callbacks()
+        received, callbacks = unpack("received", message.content), self.run.callbacks.for_clients()
         broadcast = Broadcast(order["round"], self._shared(message), received, callbacks)
         memory = _recall(context)
         request = FitRequest(order["number"], client, broadcast, memory, order["batches"])
@@ -66,16 +66,11 @@ class Site:
         self.engine.submit([request])
         outcome = self.engine.collect(request.number)
         # What the server would refuse must not be remembered here either.
-        checked = self.run.federation.check(outcome, broadcast)
-        if isinstance(checked, ClientFailure):
-            log.warning(
-                "round %d: client %d failed: %s\n%s",
-                checked.round,
-                client,
-                checked.reason,
-                checked.details,
-            )
-            return Message(Error(FAILED, checked.reason), reply_to=message)
+        result = self.run.federation.uplink.checked(outcome, broadcast)
+        if isinstance(result, ClientFailure):
+            what = result.round, client, result.reason, result.details
+            log.warning("round %d: client %d failed: %s\n%s", *what)
+            return Message(Error(FAILED, result.reason), reply_to=message)
         # What is sent is the packed update, which the server unpacks itself.
         assert isinstance(outcome, ClientResult)
         _remember(context, outcome.memory)
@@ -101,7 +96,7 @@ class Site:
 
     def _shared(self, message: Message) -> State:
         state = to_state(message.content.array_records[ARRAYS])
-        if fault := mismatch(state, self.run.state):
+        if fault := mismatch(state, self.run.federation.state):
             raise FlsuiteError(
                 f"the server's model is not this node's: {fault}; server and nodes must have the "
                 "same config"

@@ -12,9 +12,9 @@ from flsuite.errors import FlsuiteError
 from flsuite.flower.nodes import REFUSED
 from flsuite.flower.records import read_update
 from flsuite.messages import ClientResult, FitRequest, Outcome
-from flsuite.server.client_store import ClientStore, Memory
 from flsuite.server.evaluation import Evaluator, OwnScores, Scores, Split, combine
 from flsuite.server.federation import Federation
+from flsuite.server.stores import ClientStore, Memory
 
 __all__ = ["Mail", "NodeEngine", "NodeEvaluator", "NodeStore", "by_node"]
 

@@ -40,7 +40,7 @@ def serve(
         FederationError: If a round fails.
     """
     run = trainer.prepare(model, datamodule)
-    if run.budget.rounds is None:
+    if run.options.budget.rounds is None:
         raise FlsuiteError("under Flower the number of rounds must be given: set trainer.rounds")
     with opened(run):
         strategy = FlowerStrategy(run)
@@ -60,7 +60,7 @@ def serve(
         return strategy.start(
             grid,
             strategy.initial_arrays(),
-            num_rounds=run.budget.rounds,
+            num_rounds=run.options.budget.rounds,
             timeout=timeout,
             evaluate_fn=close_round,
         )

@@ -61,14 +61,14 @@ class FlowerStrategy(Strategy):
                 "round of Flower has one message to a node and one answer; leave out "
                 "trainer.secure_sum, or run it with flsuite fit"
             )
-        if run.source is not None or run.updates is not None:
+        if run.reuse.source is not None or run.reuse.kept is not None:
             raise FlsuiteError(
                 "under Flower the clients' models lie on their nodes; leave out keep_updates and "
                 "from_updates"
             )
-        federation.clients = NodeStore(federation.personal)
+        federation.clients = NodeStore(bool(federation.entries.personal))
         self.node_evaluator = NodeEvaluator(run.evaluator)
-        if federation.personal:
+        if federation.entries.personal:
             run.evaluator = self.node_evaluator
         self.run = run
         self.federation = federation
@@ -79,7 +79,7 @@ class FlowerStrategy(Strategy):
 
     def initial_arrays(self) -> ArrayRecord:
         """Return what to pass to :meth:`start`: the global model as it is."""
-        return to_arrays(self.run.state)
+        return to_arrays(self.federation.state)
 
     def start(
         self,
@@ -90,12 +90,14 @@ class FlowerStrategy(Strategy):
         **kwargs: Any,
     ) -> Result:
         """Run Flower's own loop of rounds, from where an earlier start ended."""
-        self.run.budget = replace(self.run.budget, rounds=self.run.round + num_rounds)
+        options = self.run.options
+        budget = replace(options.budget, rounds=self.run.round + num_rounds)
+        self.run.options = replace(options, budget=budget)
         return super().start(grid, initial_arrays, num_rounds, *args, **kwargs)
 
     def summary(self) -> None:
         """Log what is about to run."""
-        log.info("%s of %d clients", self.federation.aggregator.name, self.run.clients)
+        log.info("%s of %d clients", self.federation.aggregator.name, self.federation.data.clients)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -107,7 +109,7 @@ class FlowerStrategy(Strategy):
         self._take(arrays)
         nodes = self.nodes.online(grid) if self.run.round else self.nodes.all(grid)
 
-        starting = self.federation.schedule.start(self.run.clock)
+        starting = self.federation.schedule.start(self.federation.clock)
         self.engine.submit(self.run.requests(starting))
 
         contents = {}
@@ -136,12 +138,12 @@ class FlowerStrategy(Strategy):
         run = self.run
         self.engine.deliver(replies)
         schedule = self.federation.schedule
-        updates = run.accept(schedule.arrivals(self.engine, run.clock, run.requests))
+        updates = run.accept(schedule.arrivals(self.engine, run.federation.clock, run.requests))
         run.advance(run.aggregate(updates))
 
         totals = dict(self.federation.log.metrics())[GLOBAL]
         metrics = MetricRecord({name: float(value) for name, value in totals.items()})
-        return to_arrays(run.state), metrics
+        return to_arrays(run.federation.state), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -155,10 +157,11 @@ class FlowerStrategy(Strategy):
         self.node_evaluator.asked = set()
         run, options = self.run, self.run.options
         is_due = run.finished or run.round % options.evaluate_every == 0
-        if self.idle or not self.federation.personal or not is_due:
+        if self.idle or not self.federation.entries.personal or not is_due:
             return []
         nodes = self.nodes.online(grid)
-        asked = range(run.clients if run.finished else min(options.score_clients, run.clients))
+        clients = self.federation.data.clients
+        asked = range(clients if run.finished else min(options.score_clients, clients))
         self._asked = {client: nodes[client] for client in asked if client in nodes}
         self.node_evaluator.asked = set(asked)
         request = pack("evaluation", {"round": run.round})
@@ -185,7 +188,7 @@ class FlowerStrategy(Strategy):
     def _take(self, arrays: ArrayRecord) -> None:
         """Take the global model from Flower: the initial one, or the one it was given last."""
         state = to_state(arrays)
-        if fault := mismatch(state, self.run.state):
+        if fault := mismatch(state, self.federation.state):
             raise FlsuiteError(
                 f"initial_arrays are not this model's: {fault}; take strategy.initial_arrays()"
             )

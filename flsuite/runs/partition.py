@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.data.federated import FederatedData
-from flsuite.data.ragged import RaggedIndex
+from flsuite.data.federated import FederatedData, RaggedIndex
 from flsuite.data.task_data import TaskData
 
 if TYPE_CHECKING:

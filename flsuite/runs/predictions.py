@@ -39,7 +39,7 @@ def predict(
             f"predict: {type(evaluator.model).__name__} offers no class probabilities; add "
             "logits(x), and use data whose targets are classes"
         )
-    clients = range(federation.data.clients) if federation.personal else [None]
+    clients = range(federation.data.clients) if federation.entries.personal else [None]
     total = torch.zeros(())
     for client in clients:
         evaluator.load(federation.client_state(client))
@@ -58,7 +58,7 @@ def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, Tensor]
     If each client has a model of its own, they are those of client 0.
     """
     seed_process(0, "pictures", federation.round)  # the same draws in every run, for comparison
-    evaluator.load(federation.client_state(0 if federation.personal else None))
+    evaluator.load(federation.client_state(0 if federation.entries.personal else None))
     first = torch.arange(min(_PICTURED, len(federation.data.test)))
     return evaluator.pictures(federation.data.test.take(first))
 

@@ -9,8 +9,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from flsuite.aggregators import Aggregator
 from flsuite.attacks import Attack
+from flsuite.client.entries import Buffers, entries_of
 from flsuite.client.lr_decay import LRDecay
-from flsuite.client.setup import Buffers, entries_of
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.plain import as_federated
 from flsuite.errors import FlsuiteError, require_instance
@@ -20,14 +20,13 @@ from flsuite.models.strides import slice_strides
 from flsuite.models.traits import has_step, require_trainable, to_channels_last
 from flsuite.random import seed_process
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.run import RunOptions
+from flsuite.runs.options import RunOptions
 from flsuite.schedules import Schedule
-from flsuite.server.client_store import ClientStore
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
 from flsuite.server.own_fit import OwnFit
+from flsuite.server.stores import ClientStore, VersionStore
 from flsuite.server.tools import make_tools
-from flsuite.server.version_store import VersionStore
 
 __all__ = ["Algorithm", "make_evaluator", "make_federation", "make_ready"]
 
@@ -169,20 +168,20 @@ def make_federation(
         FlsuiteError: If the parts of the algorithm do not fit the model or each other.
     """
     model, path, aggregator = evaluator.model, folder.path, algorithm.aggregator
-    private = entries_of(model, aggregator, algorithm.buffers).private
+    entries = entries_of(model, aggregator, algorithm.buffers)
     fit = OwnFit(evaluator, aggregator, algorithm.buffers, algorithm.lr_decay)
     federation = Federation(
         model,
         evaluator.data,
         aggregator,
         algorithm.schedule,
-        algorithm.buffers,
+        entries,
         ClientStore(path / "clients" if path else None),
         options.seed,
         VersionStore(path / "in_flight" if path else None),
         algorithm.fit_samples,
-        make_tools(evaluator, private, options.seed, options.budget.rounds, fit),
+        make_tools(evaluator, entries.private, options.seed, options.budget.rounds, fit),
         algorithm.secure_sum,
     )
-    fit.initial, fit.layout = federation.initial, federation.layout
+    fit.initial, fit.layout = federation.initial, federation.server.layout
     return federation

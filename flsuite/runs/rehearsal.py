@@ -15,9 +15,8 @@ from flsuite.messages import (
     FitRequest,
     Outcome,
 )
-from flsuite.runs.run import Run
+from flsuite.runs.run import Run, timeline_rows
 from flsuite.runs.table import TimelineRow
-from flsuite.runs.timeline import timeline_rows
 from flsuite.schedules import Faults, Fit
 
 __all__ = ["rehearse"]
@@ -36,7 +35,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         FlsuiteError: If the times of the schedule are measured while clients train.
         FederationError: If the schedule comes to a point from which no client is available.
     """
-    federation, clock = run.federation, run.clock
+    federation, clock = run.federation, run.federation.clock
     schedule, engine = federation.schedule, _NoTraining()
     if not schedule.traits.is_virtual:
         inner = "schedule." if isinstance(schedule, Faults) else ""
@@ -52,7 +51,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         return _requests(fits)
 
     while not run.finished:
-        federation.begin_round()
+        federation.requests([])  # begins the record of the round
         engine.submit(requests(schedule.start(clock)))
         for outcome in schedule.arrivals(engine, clock, requests):
             # Faults on purpose are part of the plan: a failure, or a message that comes again or

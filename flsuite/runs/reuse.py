@@ -1,20 +1,24 @@
 """The clients' trained models of one run as the start of another one."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.attacks import Attack
 from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext
+from flsuite.files import load_tensors, make_folder, replace_file, save_tensors
+from flsuite.messages import ClientContext, ClientResult, FitRequest, TrainedFit
 from flsuite.runs.checkpoint import refuse_mismatch
+from flsuite.runs.folder import RunFolder
 from flsuite.runs.settings import WEIGHTS
 from flsuite.server.federation import Federation
-from flsuite.server.update_store import UpdateStore
+from flsuite.state import plain
 
-__all__ = ["UPDATES", "require_plain_training", "trained_clients"]
+__all__ = ["UPDATES", "Reuse", "UpdateStore"]
 
 UPDATES = "updates"
 """Where a run keeps its clients' trained models, in its folder."""
@@ -34,7 +38,141 @@ _DECIDE_TRAINING = (
 )
 
 
-def trained_clients(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
+_NOT_FROM_TRAINING = ("algorithm",)  # parts of a client's memory that its algorithm has made
+
+
+class UpdateStore:
+    """Keeps one file per fit: ``round-0001/client-00003.pt``.
+
+    Args:
+        folder: Folder of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, result: ClientResult) -> None:
+        """Keep what a client's training has led to."""
+        update, memory = result.update, result.memory
+        content = {
+            "state": update.state,
+            "memory": {k: v for k, v in memory.items() if k not in _NOT_FROM_TRAINING},
+            "steps": update.steps,
+            "metrics": result.training,
+            "seconds": update.seconds - update.metrics.get("after_fit_seconds", 0.0),
+        }
+        path = self._path(update.round, update.client)
+        make_folder(path.parent)
+        named = plain(content, f"the update of client {update.client}")
+        replace_file(lambda temporary: save_tensors(named, temporary), path)
+
+    def read(self, round: int, client: int) -> TrainedFit | None:
+        """Return what a client's training has led to, or ``None`` if it is not kept.
+
+        Raises:
+            FlsuiteError: If the file is damaged, or another kind of file.
+            OSError: If the file cannot be opened.
+        """
+        path = self._path(round, client)
+        if not path.exists():
+            return None
+        remedy = "delete it, so that the client trains again"
+        try:
+            return TrainedFit(**load_tensors(path, remedy))
+        except TypeError as error:  # other fields
+            raise FlsuiteError(
+                f"{path} cannot be read: it holds no client's trained model; {remedy}"
+            ) from error
+
+    def _path(self, round: int, client: int) -> Path:
+        return self.folder / f"round-{round:04d}" / f"client-{client:05d}.pt"
+
+
+class Reuse:
+    """The clients' trained models that a run keeps, and those of another run that it starts from.
+
+    Args:
+        federation: As it is before the first round.
+        folder: Where the run is recorded.
+        keep: Whether the run keeps its clients' models.
+        source: Folder of the other run. It is read when the first round is about to train.
+        attack: What the attackers among the clients do, if there are any.
+
+    Attributes:
+        kept: Where the clients' models are kept, if they are.
+        source: Folder of the other run, if there is one.
+        trained: The models of the other run, once they are read. They stand for training in the
+            first round.
+
+    Raises:
+        FlsuiteError: If the algorithm takes part in training, or nothing is written.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        folder: RunFolder,
+        keep: bool = False,
+        source: str | None = None,
+        attack: Attack | None = None,
+    ) -> None:
+        self.source = None if source is None else Path(source)
+        self.trained: UpdateStore | None = None
+        self.kept: UpdateStore | None = None
+        if not self.source and not keep:
+            return
+
+        _require_plain_training(federation)
+        if attack is not None:
+            raise FlsuiteError(
+                "keep_updates and from_updates are for models as clients train them, and "
+                "trainer.attack changes them; leave out one of these"
+            )
+        uplink = federation.uplink
+        if keep and (uplink.masks or uplink.chain.transforms):
+            raise FlsuiteError(
+                "keep_updates keeps the clients' models as they are, and a transform or secure_sum "
+                "shows the server others; set trainer.keep_updates to false"
+            )
+        if keep:
+            self.kept = UpdateStore(_path_to_keep(folder) / UPDATES)
+
+    def read(self, settings: Mapping[str, Any]) -> None:
+        """Find the trained models of the other run, if there is one.
+
+        Args:
+            settings: Settings of the run that is to start from them.
+
+        Raises:
+            FlsuiteError: If it has kept none, or its clients train otherwise.
+        """
+        if self.source is not None:
+            self.trained = _trained_clients(self.source, settings)
+
+    def with_trained(self, request: FitRequest) -> FitRequest:
+        """Return a request with what the same fit has led to in the other run, if it is known."""
+        # Later rounds start from the model of this run.
+        if self.trained is None or request.broadcast.round > 1 or request.repeat:
+            return request
+        return replace(request, trained=self.trained.read(1, request.client))
+
+    def keep(self, result: ClientResult) -> None:
+        """Keep what a client's training has led to, if the run keeps it."""
+        if self.kept is not None:
+            self.kept.write(result)
+
+
+def _path_to_keep(folder: RunFolder) -> Path:
+    """Return the run's folder, which keeping the clients' models needs."""
+    if folder.path is None:
+        raise FlsuiteError(
+            "keep_updates keeps the clients' models in the run's folder, and this run writes "
+            "none; set trainer.enable_checkpointing to true, or trainer.keep_updates to false"
+        )
+    return folder.path
+
+
+def _trained_clients(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
     """Return the trained models of a run whose clients train as those of another one do.
 
     Args:
@@ -59,7 +197,7 @@ def trained_clients(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
     return UpdateStore(run_dir / UPDATES)
 
 
-def require_plain_training(federation: Federation) -> None:
+def _require_plain_training(federation: Federation) -> None:
     """Refuse an algorithm that takes part in local training.
 
     Raises:
@@ -73,7 +211,6 @@ def require_plain_training(federation: Federation) -> None:
             "from; set trainer.keep_updates to false, and leave out from_updates"
         )
 
-    federation.begin_round()
     client = ClientContext(
         id=0,
         round=1,
@@ -82,7 +219,7 @@ def require_plain_training(federation: Federation) -> None:
         global_state=federation.state,
         received={},
         memory={},
-        layout=federation.layout,
+        layout=federation.server.layout,
     )
     if not all(isinstance(c, AfterFit) for c in aggregator.callbacks(client)):
         raise FlsuiteError(

@@ -4,8 +4,9 @@ import logging
 from typing import Any, Protocol
 
 from flsuite.runs.folder import RunFolder
+from flsuite.runs.hooks import Hooks
 from flsuite.runs.summary import RunSummary
-from flsuite.server.evaluation import GLOBAL, Scores, Split
+from flsuite.server.evaluation import GLOBAL, Evaluator, Split
 from flsuite.server.federation import Federation
 
 __all__ = ["ScoredRun", "score_round"]
@@ -21,7 +22,9 @@ class ScoredRun(Protocol):
 
     federation: Federation
     folder: RunFolder
+    evaluator: Evaluator
     options: Any
+    callbacks: Hooks
     summary: RunSummary
 
     @property
@@ -29,10 +32,6 @@ class ScoredRun(Protocol):
 
     @property
     def finished(self) -> bool: ...
-
-    def scores(self, split: Split, clients: range, details: bool = False) -> Scores: ...
-
-    def notify(self, hook: str, *args: Any) -> None: ...
 
 
 def score_round(run: ScoredRun) -> bool:
@@ -53,7 +52,7 @@ def score_round(run: ScoredRun) -> bool:
         improved = _score(run, "val")
         has_classes = run.finished  # a callback may stop the run because of the validation scores
         _score(run, "test", improved, details=has_classes)
-    run.notify("on_round_end", run.round)
+    run.callbacks.notify("on_round_end", run, run.round)
 
     if run.finished and not is_due:  # a callback has stopped the run just now
         improved = _score(run, "val")
@@ -70,7 +69,7 @@ def _score(run: ScoredRun, split: Split, improved: bool = False, details: bool =
 
     The return value says whether the round is the best so far.
     """
-    scores = run.scores(split, _compared_clients(run), details)
+    scores = run.evaluator.scores(run.federation, split, _compared_clients(run), details)
     if not scores:
         return improved
     for scope, numbers in scores.items():
@@ -78,17 +77,18 @@ def _score(run: ScoredRun, split: Split, improved: bool = False, details: bool =
 
     if split == "val":
         # Scores after different tasks are of different classes and cannot be compared.
-        stage = run.federation.current.stage
+        stage = run.federation.data.at(run.round).stage
         improved = run.summary.is_best(scores[GLOBAL], stage.task if stage else None)
     else:
         run.summary.score(run.round, scores[GLOBAL], improved)
-    run.notify("on_evaluation_end", run.round, split, scores)
+    run.callbacks.notify("on_evaluation_end", run, run.round, split, scores)
     return improved
 
 
 def _note_classes(run: ScoredRun) -> None:
     """Add the accuracy per class, which only the last round has."""
-    scores = run.scores("test", _compared_clients(run), details=True).get(GLOBAL, {})
+    compared = _compared_clients(run)
+    scores = run.evaluator.scores(run.federation, "test", compared, details=True).get(GLOBAL, {})
     by_class = {name: value for name, value in scores.items() if name.startswith("accuracy/")}
     run.folder.table.note(GLOBAL, "test", by_class)
 
@@ -106,7 +106,8 @@ def _score_all_clients(run: ScoredRun) -> None:
 
     compared = {str(client) for client in _compared_clients(run)}
     for split in _SPLITS:
-        for scope, numbers in run.scores(split, range(clients)).items():
+        scores = run.evaluator.scores(run.federation, split, range(clients))
+        for scope, numbers in scores.items():
             if scope == GLOBAL:
                 named = {f"all_clients/{name}": value for name, value in numbers.items()}
                 run.folder.table.note(GLOBAL, split, named)

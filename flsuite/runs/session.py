@@ -4,14 +4,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.files import is_disk_error
 from flsuite.runs.checkpoint import export_model
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.reuse import trained_clients
 from flsuite.runs.run import Run
 
-__all__ = ["opened"]
+__all__ = ["opened", "started"]
 
 log = logging.getLogger("flsuite")
 
@@ -31,7 +32,7 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
     with ExitStack() as stack:
         stack.enter_context(_naming_the_disk(folder))
         if folder.find_checkpoint(ckpt_path) is None:
-            _read_source(run)
+            run.reuse.read(run.settings)
             folder.make()
         stack.enter_context(folder.locked())
         # Only with the lock: until then another process may write the first checkpoint.
@@ -39,13 +40,29 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
         if checkpoint is None:
             _create(run, is_restart)
         else:
-            content = run.store.resume(checkpoint)
-            run.continue_clock(content["wall_seconds"])
+            run.store.resume(checkpoint)
             # The other run may be gone. Clients of the first version that are still in flight then
             # train, which leads to the same models.
-            if run.source and run.source.exists() and 0 in run.federation.versions_in_flight:
-                _read_source(run)
+            source = run.reuse.source
+            if source and source.exists() and 0 in run.store.versions_in_flight:
+                run.reuse.read(run.settings)
         yield from _running(run, is_resumed=checkpoint is not None)
+
+
+@contextmanager
+def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
+    """Start the engine, which trains and scores the clients, and stop it at the end.
+
+    Raises:
+        FlsuiteError: If the schedule cannot go on this engine.
+    """
+    run.federation.schedule.require(engine)
+    run.evaluator.engine = engine
+    try:
+        with engine.running(setup):
+            yield
+    finally:
+        run.evaluator.engine = None
 
 
 @contextmanager
@@ -67,21 +84,12 @@ def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
         ) from error
 
 
-def _read_source(run: Run) -> None:
-    """Find the trained models of the other run.
-
-    Raises:
-        FlsuiteError: If it has kept none, or its clients train otherwise.
-    """
-    if run.source is not None:
-        run.federation.trained = trained_clients(run.source, run.settings)
-
-
 def _create(run: Run, is_restart: bool) -> None:
     """Begin in a new folder, or again in that of a run that was killed in its first round."""
     if is_restart:
         log.info("no checkpoint in %s yet: starting with round 1", run.folder.checkpoints)
-    run.folder.create(run.config, run.settings, run.federation.data, is_restart, run.attack)
+    data, attack = run.federation.data, run.evaluator.attack
+    run.folder.create(run.config, run.settings, data, is_restart, attack)
     run.store.create()
     if run.settings.get("initial_weights"):
         log.warning(
@@ -93,9 +101,9 @@ def _create(run: Run, is_restart: bool) -> None:
 def _running(run: Run, is_resumed: bool) -> Iterator[Run]:
     is_useless = False  # a setting was wrong, and nothing has been trained
     try:
-        run.notify("on_federation_start")
-        if run.attack is not None:
-            log.info("attack: %s", run.attack.line(run.clients))
+        run.callbacks.notify("on_federation_start", run)
+        if attack := run.evaluator.attack:
+            log.info("attack: %s", attack.line(run.federation.data.clients))
         if run.finished:
             _say_finished(run)
         # A resumed run may have more rounds. A finished one keeps the record of what it did.
@@ -114,15 +122,15 @@ def _running(run: Run, is_resumed: bool) -> Iterator[Run]:
     finally:
         _close(run, is_useless)
     if run.options.show:
-        run.summary.print(run.wall_seconds, run.folder.path)
+        run.summary.print(run.folder.path)
 
 
 def _say_finished(run: Run) -> None:
-    is_stopped = not run.budget.is_spent(run.clock)
+    is_stopped = not run.options.budget.is_spent(run.federation.clock)
     log.warning(
         "nothing to train: the run is finished after round %d; raise %s%s to extend it",
         run.round,
-        run.budget,
+        run.options.budget,
         ", or the patience of the callback that stops it," if is_stopped else "",
     )
 
@@ -132,7 +140,7 @@ def _close(run: Run, is_useless: bool) -> None:
     run.store.close(must_succeed=False)
     if run.round:
         _export_model(run)
-    run.notify("on_federation_end")
+    run.callbacks.notify("on_federation_end", run)
     if is_useless:
         run.folder.discard()
 
@@ -142,7 +150,7 @@ def _export_model(run: Run) -> None:
     if run.folder.checkpoints is None:
         return
     try:
-        export_model(run.model, run.folder.checkpoints / "model.ckpt")
+        export_model(run.evaluator.model, run.folder.checkpoints / "model.ckpt")
     except Exception as error:
         if run.status == "success":
             raise

@@ -6,11 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning.pytorch import Callback
-
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import BackgroundTask
-from flsuite.runs.budget import Budget
 from flsuite.runs.checkpoint import (
     load_checkpoint,
     publish_checkpoint,
@@ -20,6 +17,8 @@ from flsuite.runs.checkpoint import (
     write_frozen,
 )
 from flsuite.runs.folder import RunFolder
+from flsuite.runs.hooks import Hooks
+from flsuite.runs.options import Budget
 from flsuite.runs.settings import WEIGHTS, with_contents
 from flsuite.runs.summary import RunSummary
 from flsuite.server.federation import Federation
@@ -39,12 +38,8 @@ class StoredRun(Protocol):
     federation: Federation
     folder: RunFolder
     settings: dict[str, Any]
+    callbacks: Hooks
     summary: RunSummary
-
-    @property
-    def wall_seconds(self) -> float: ...
-
-    def federation_callbacks(self) -> list[Callback]: ...
 
 
 class RunStore:
@@ -62,24 +57,33 @@ class RunStore:
         self._publishing = BackgroundTask()
         self.settle()
 
+    @property
+    def versions_in_flight(self) -> set[int]:
+        """Return the versions that clients in flight have started from."""
+        in_flight = self.run.federation.schedule.in_flight
+        return {fit.version for fit in in_flight if fit.outcome == "arrived"}
+
     def settle(self) -> None:
         """Make this round the one that the run goes back to if a later one fails."""
         federation = self.run.federation
-        memory = copy.deepcopy(federation.memory)
+        memory = copy.deepcopy(federation.server.memory)
         self._settled = replace(federation.clock), federation.state, memory
 
     def roll_back(self) -> None:
         """Go back to the last round that was settled: a half-done round has parts of two states."""
         federation = self.run.federation
         federation.clients.rollback()
-        clock, federation.state, federation.memory = self._settled
+        clock, federation.state, memory = self._settled
         federation.clock = replace(clock)
+        kept = federation.server.memory
+        kept.clear()
+        kept.update(memory)
 
     def create(self) -> None:
         """Write what stays the same for the whole run: the entries that nobody trains."""
         federation, checkpoints = self.run.federation, self.run.folder.checkpoints
         if checkpoints is not None:
-            frozen = {name: federation.initial[name] for name in federation.frozen}
+            frozen = {name: federation.initial[name] for name in federation.entries.frozen}
             write_frozen(frozen, checkpoints)
 
     def save(self, is_best: bool) -> None:
@@ -94,7 +98,7 @@ class RunStore:
         run = self.run
         federation, folder = run.federation, run.folder
         clients, versions = federation.clients, federation.versions
-        in_flight = federation.versions_in_flight
+        in_flight = self.versions_in_flight
         self._publishing.wait()  # the files of the round before are about to be replaced
         written = [*clients.commit(federation.round), *versions.commit(in_flight)]
         sizes = {"table": folder.table.append(), "timeline": folder.timeline.append()}
@@ -108,10 +112,10 @@ class RunStore:
         content = {
             "settings": run.settings,
             "federation": federation.state_dict(),
-            "callbacks": {c.state_key: c.state_dict() for c in run.federation_callbacks()},
+            "callbacks": {c.state_key: c.state_dict() for c in run.callbacks.federation},
             "summary": run.summary.state_dict(),
             "best_clients": self._best_clients,
-            "wall_seconds": run.wall_seconds,
+            "wall_seconds": run.summary.wall_seconds,
             **sizes,
         }
         path = write_checkpoint(content, folder.checkpoints)
@@ -163,11 +167,12 @@ class RunStore:
         refuse_mismatch(ours, theirs, checkpoint)
 
         run.federation.load_state_dict(content["federation"])
-        run.federation.initial |= read_frozen(run.federation.frozen, checkpoint.parent)
+        run.federation.initial |= read_frozen(run.federation.entries.frozen, checkpoint.parent)
         run.summary.load_state_dict(content["summary"])
+        run.summary.continue_clock(content["wall_seconds"])
         self.settle()
         self._best_clients = content["best_clients"]
-        for callback in run.federation_callbacks():
+        for callback in run.callbacks.federation:
             if callback.state_key in content["callbacks"]:
                 callback.load_state_dict(content["callbacks"][callback.state_key])
         return content
@@ -185,7 +190,7 @@ class RunStore:
                 f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}"
             )
         content = self.restore(checkpoint, to_train=True)
-        run.federation.versions.restore(run.federation.versions_in_flight)
+        run.federation.versions.restore(self.versions_in_flight)
         run.folder.table.resume(content["table"])
         run.folder.timeline.resume(content["timeline"])
         log.info("resumed after round %d from %s", run.federation.round, checkpoint)

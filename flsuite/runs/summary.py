@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flsuite.metrics import lower_is_better
+from flsuite.server.arrivals import RoundLog
 from flsuite.server.evaluation import GLOBAL, Scores
-from flsuite.server.round_log import RoundLog
 
 __all__ = ["RunSummary", "print_scores"]
 
@@ -68,6 +69,16 @@ class RunSummary:
         self.bytes_up = 0
         self.bytes_down = 0
         self.privacy: dict[str, float] = {}
+        self.continue_clock(0.0)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Return the seconds that the run has taken, including those before a resume."""
+        return self._wall_before + time.monotonic() - self._began
+
+    def continue_clock(self, seconds: float) -> None:
+        """Count wall time from now on, after so many seconds before."""
+        self._wall_before, self._began = seconds, time.monotonic()
 
     def is_best(self, validation: dict[str, float], task: int | None = None) -> bool:
         """Note the validation scores of a round.
@@ -115,14 +126,15 @@ class RunSummary:
         self.bytes_down += log.lost_down + sum(update.bytes_down for update in log.updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the setting, as plain data."""
-        return {name: value for name, value in vars(self).items() if name != "monitor"}
+        """Return everything but the setting and the time, as plain data."""
+        left_out = "monitor", "_wall_before", "_began"
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         vars(self).update(state)
 
-    def print(self, seconds: float, folder: Path | None) -> None:
+    def print(self, folder: Path | None) -> None:
         """Print the final table and the folder of the run."""
         columns = [("last round", self.last)]
         if self.best:
@@ -142,7 +154,7 @@ class RunSummary:
                 table.add_row(f"{label}, delta {delta:.3g}", f"{self.privacy[name]:.4g}")
         traffic = f"{_size(self.bytes_up)} / {_size(self.bytes_down)}"
         table.add_row("bytes sent, up / down", traffic)
-        table.add_row("seconds", f"{seconds:.1f}")
+        table.add_row("seconds", f"{self.wall_seconds:.1f}")
 
         console = Console()
         console.print(table)

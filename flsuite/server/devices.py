@@ -5,7 +5,6 @@ from collections.abc import Collection
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import Parties, SecureAggregation, SumReport
 from flsuite.messages import ClientFailure, ClientResult, Outcome
-from flsuite.server.round_log import RoundLog
 from flsuite.state import State
 
 __all__ = ["Devices"]
@@ -49,16 +48,11 @@ class Devices:
             return ClientFailure(update.client, update.round, str(error))
         return result
 
-    def sums(
-        self, arrived: Collection[int], round_log: RoundLog, gone: Collection[int] = ()
-    ) -> State:
-        """Return the sum of the clients' contributions.
-
-        The costs of the protocol are added to the record of the round.
+    def sums(self, arrived: Collection[int], gone: Collection[int] = ()) -> tuple[State, SumReport]:
+        """Return the sum of the clients' contributions, and the costs of the protocol.
 
         Args:
             arrived: The clients of the round whose contributions are on their devices.
-            round_log: The record of the round.
             gone: Clients that are lost once they have sent their masked contribution.
 
         Raises:
@@ -68,12 +62,10 @@ class Devices:
         assert self._parties is not None, "no client of this round has been taken"
         parties, self._parties = self._parties, None
         try:
-            sums, report = self.secure_sum.finish(parties, arrived, gone)
+            return self.secure_sum.finish(parties, arrived, gone)
         except FederationError as error:
             # The remedy of the fault, and not that of clients which did not come back.
             raise (self.failure(len(arrived)) or error) from None
-        _count(report, round_log)
-        return sums
 
     def failure(self, held: int) -> Exception | None:
         """Return the error of a round in which too few contributions can be masked.
@@ -100,19 +92,3 @@ class Devices:
             self._round, self._faults = round, {}
             self._parties = self.secure_sum.begin(sorted(cohort))
         return self._parties
-
-
-def _count(report: SumReport, round_log: RoundLog) -> None:
-    """Add the costs of secure aggregation to the record of the round."""
-    recorded = {update.client: update for update in round_log.updates}
-    for client, cost in report.costs.items():
-        sent, received = sum(cost.sent.values()), sum(cost.received.values())
-        if client in recorded:
-            recorded[client].bytes_up += sent
-            recorded[client].bytes_down += received
-            recorded[client].metrics["secure_sum_seconds"] = cost.seconds
-        else:
-            round_log.lost_up += sent
-            round_log.lost_down += received
-    round_log.server["secure_sum_server_seconds"] = report.server_seconds
-    round_log.server["secure_sum_dropped"] = float(len(report.dropped))

@@ -110,8 +110,8 @@ class Evaluator(Scorer):
             clients: Clients to score one by one.
             details: Add the accuracy per class.
         """
-        self.data = federation.current
-        if not federation.personal:
+        self.data = federation.data.at(federation.round)
+        if not federation.entries.personal:
             return self.shared(federation.client_state(None), split, clients, details)
         rows = self._own_rows(federation, split, clients, details)
         of_clients = {client: row for client, row in rows.items() if row is not None}
@@ -157,11 +157,12 @@ class Evaluator(Scorer):
         if self.engine is None or not self.engine.can_score or len(clients) == 1:
             return {client: here(client) for client in clients}
 
+        private = federation.clients.private
         version = Broadcast(max(federation.round, 1), federation.state, {})
         # A generator: not all of the clients' models are in memory at a time.
         requests = (
             # Below 0, where no fit has its number.
-            ScoreRequest(-1 - place, client, version, federation.private(client), split, details)
+            ScoreRequest(-1 - place, client, version, private(client), split, details)
             for place, client in enumerate(clients)
         )
         outcomes = zip(clients, self.engine.score(requests), strict=True)

@@ -10,11 +10,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.aggregators import Aggregator
 from flsuite.aggregators.uplink import Uplink
+from flsuite.client.entries import Buffers
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.runner import ClientRunner
-from flsuite.client.setup import Buffers, WorkerSetup
-from flsuite.data.federated import FederatedData
-from flsuite.data.ragged import RaggedIndex
+from flsuite.client.setup import WorkerSetup
+from flsuite.data.federated import FederatedData, RaggedIndex
 from flsuite.errors import FederationError
 from flsuite.lightning_internals import detached
 from flsuite.messages import Broadcast, ClientFailure, FitRequest

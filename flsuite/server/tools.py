@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.part import ServerTools
 from flsuite.lightning_internals import detached
 from flsuite.metrics import scores
 from flsuite.models.protocols import LogitModel

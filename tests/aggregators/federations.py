@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from flsuite import FederatedTrainer
 from flsuite.aggregators import Aggregator, LocalOnly, Rule, Server
-from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.uplink import Uplink
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, Dirichlet, FederatedDataModule, Synthetic
@@ -147,9 +147,9 @@ def assert_same_models(a: FederatedTrainer, b: FederatedTrainer) -> None:
     assert b.federation is not None
     assert a.round == b.round
     assert a.federation.state or isinstance(a.aggregator, LocalOnly)
-    for client in [None, *range(a.run.clients)]:
+    for client in [None, *range(a.federation.data.clients)]:
         assert_equal(a.federation.client_state(client), b.federation.client_state(client))
-    assert_same_tree(a.federation.memory, b.federation.memory)
+    assert_same_tree(a.federation.server.memory, b.federation.server.memory)
 
 
 def assert_same_tree(a: Any, b: Any) -> None:

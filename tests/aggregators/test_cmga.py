@@ -261,7 +261,7 @@ def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) ->
         acvae(), digits(clients=4, standardize=False, partition=Pathological(3)), ckpt_path="last"
     )
     assert equal_states(state(whole), state(resumed))
-    memories = [made.federation.memory["rule"] for made in (whole, resumed)]  # type: ignore[union-attr]
+    memories = [made.federation.server.memory["rule"] for made in (whole, resumed)]  # type: ignore[union-attr]
     assert equal_states(*memories)
     elsewhere = fit(CMGA(), rounds=4, schedule=half, engine=Processes(workers=2))
     assert equal_states(state(whole), state(elsewhere))

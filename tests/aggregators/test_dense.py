@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import DENSE, FedAvg
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.dense_generator import (
     ImageGenerator,
     UpConv,
@@ -22,7 +23,6 @@ from flsuite.aggregators.rules.dense_generator import (
     statistics_distance,
 )
 from flsuite.aggregators.rules.distillation import Ensemble, adversarial_loss, distillation_loss
-from flsuite.aggregators.tools import ServerTools
 from flsuite.messages import ClientUpdate
 from flsuite.random import torch_generator
 from flsuite.state import State, StateLayout, clone

@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import Aggregator, DPFedAvg, FedAvg
-from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.transforms import FitView
 from flsuite.aggregators.transforms.clip_updates import clipped
 from flsuite.aggregators.uplink import Uplink
@@ -348,7 +348,7 @@ def test_compressed_updates_are_clipped_again() -> None:
     made = fit(DPFedAvg(clip=0.05, noise_multiplier=0.0), 1, compression=Quantize(4))
     start = trainer(rounds=1, aggregator=FedAvg())
     run = start.prepare(classifier(), digits())
-    change = {k: made.federation.state[k] - v for k, v in run.state.items()}
+    change = {k: made.federation.state[k] - v for k, v in run.federation.state.items()}
     assert math.sqrt(sum(float(v.square().sum()) for v in change.values())) <= 0.05 * (1 + 1e-5)
 
 

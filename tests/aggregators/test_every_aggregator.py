@@ -145,7 +145,7 @@ def test_a_round_in_which_all_fail_keeps_the_state(make: Make) -> None:
     with pytest.raises(FlsuiteError, match="no client can train: client 0 failed before its first"):
         trainer.fit(Quadratic(), Quadratics((-1.0, -1.0), MINIMA))
     assert float(trainer.federation.state["w"]) == 0.0
-    assert not any(trainer.federation.memory.values())
+    assert not any(trainer.federation.server.memory.values())
 
 
 @pytest.mark.parametrize("make", EVERY)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, FedFisher
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.fisher_forms import FORMS
 from flsuite.aggregators.rules.layer_matrices import matrix
-from flsuite.aggregators.tools import ServerTools
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
@@ -451,7 +451,7 @@ def test_uneven_clients_with_an_empty_class_and_saturated_logits(
     assert made.round == 1 and not made.federation.log.failures
     assert all(value.isfinite().all() for value in made.federation.state.values())
     # Lower than at the mean: a solver that diverges, or solves for rounding errors, is above.
-    assert quadratic(kind, made.federation.layout, updates, made.federation.state) < 0
+    assert quadratic(kind, made.federation.server.layout, updates, made.federation.state) < 0
 
 
 def quadratic(

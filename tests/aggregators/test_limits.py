@@ -68,7 +68,7 @@ def assert_same_run(a: FederatedTrainer, b: FederatedTrainer) -> None:
     for client in [None, *range(4)]:
         assert_equal(a.federation.client_state(client), b.federation.client_state(client))
     for part in ("objective", "server_optimizer"):
-        assert_same_tree(*({**m.federation.memory.get(part, {})} for m in (a, b)))
+        assert_same_tree(*({**m.federation.server.memory.get(part, {})} for m in (a, b)))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -164,7 +164,7 @@ def scaffold(cohorts: Sequence[Sequence[int]], epochs: int = 2, clients: int = 4
     """Return the shared state after algorithm 1, option II, in plain torch."""
     made = federation(SCAFFOLD(), 1)
     run = made.prepare(model(), table_data())
-    net, data = copy.deepcopy(run.model), run.federation.data
+    net, data = copy.deepcopy(run.evaluator.model), run.federation.data
     x = clone(net.state_dict())
     private = [{PRIVATE: x[PRIVATE]} for _ in range(clients)]
     shared = [name for name, _ in net.named_parameters() if name != PRIVATE]
@@ -177,7 +177,7 @@ def scaffold(cohorts: Sequence[Sequence[int]], epochs: int = 2, clients: int = 4
         for i in cohort:
             net.load_state_dict({**x, **private[i]})
             net.train()
-            loader, steps = data.loader(i, run.federation.seed, round), 0
+            loader, steps = data.loader(i, run.options.seed, round), 0
             for _ in range(epochs):
                 for features, labels in loader:
                     _corrected_step(net, features, labels, c, own[i])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import PFNM, OTFusion
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.beta_process import (
     Prior,
     gains_of_members,
@@ -23,7 +24,6 @@ from flsuite.aggregators.rules.beta_process import (
     posterior_mean,
 )
 from flsuite.aggregators.rules.pfnm import class_weighted_mean, expanded_module
-from flsuite.aggregators.tools import ServerTools
 from flsuite.messages import ClientUpdate
 from flsuite.state import Layer, State, StateLayout, clone
 from tests.aggregators.chains import (
@@ -270,7 +270,7 @@ def test_a_grown_module_has_the_sizes_of_its_weights() -> None:
 
 def test_in_a_federation_the_grown_network_is_scored() -> None:
     federation = federate(PFNM(grow=True)).federation
-    assert federation.artifacts["expanded_model"](torch.rand(2, 1, 8, 8)).shape == (2, 10)
+    assert federation.server.artifacts["expanded_model"](torch.rand(2, 1, 8, 8)).shape == (2, 10)
     assert 0 <= federation.log.server["expanded_model_accuracy"] <= 1
     with pytest.raises(FlsuiteError, match=r"set trainer\.rounds to 1, got 2"):
         federate(PFNM(grow=True), 2)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, RegMean
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.regmean import solve_from
-from flsuite.aggregators.tools import ServerTools
 from flsuite.data import DataSpec
 from flsuite.messages import ClientUpdate
 from flsuite.models import Classifier

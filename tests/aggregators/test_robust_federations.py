@@ -82,7 +82,7 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(name: str, tmp_path: Pat
     resumed = federation(RULES[name](), 4, run_dir=folder, **settings)
     resumed.fit(table_model(), table(), ckpt_path="last")
     assert_same_models(whole, resumed)
-    assert bool(whole.federation.memory["rule"]) == (name in ("centered", "bucketing"))
+    assert bool(whole.federation.server.memory["rule"]) == (name in ("centered", "bucketing"))
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -39,10 +39,9 @@ from flsuite.aggregators import (
     Statistic,
     TrimmedMean,
 )
-from flsuite.aggregators.part import Named, refuse_conflicts
+from flsuite.aggregators.part import Named, ServerTools, refuse_conflicts
 from flsuite.aggregators.rules.robust.base import number_of
 from flsuite.aggregators.rules.robust.vectors import Vectors
-from flsuite.aggregators.tools import ServerTools
 from flsuite.errors import FederationError
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Tree, clone, divided

@@ -87,7 +87,7 @@ def test_scaffold_follows_algorithm_1(
             drawn = sorted(fit.client for fit in schedule.ended)
             cohorts.append([i for i in drawn if 0 < curvatures[i] < np.inf])
             assert [update.client for update in run.federation.log.updates] == cohorts[-1]
-            states.append(float(run.state["w"]))
+            states.append(float(run.federation.state["w"]))
 
     aggregator = SCAFFOLD(lr=lr, control=control)
     trainer = federation(aggregator, 8, max_epochs=5, schedule=schedule, callbacks=[Notes()])
@@ -110,7 +110,9 @@ def test_both_controls_of_scaffold_agree_for_plain_sgd() -> None:
     written, mean = run(SCAFFOLD(), **settings), run(SCAFFOLD(control="mean_gradient"), **settings)
     for name, value in written.federation.state.items():
         torch.testing.assert_close(mean.federation.state[name], value, rtol=1e-3, atol=1e-5)
-    kept, other = (made.federation.memory["objective"]["control"] for made in (written, mean))
+    kept, other = (
+        made.federation.server.memory["objective"]["control"] for made in (written, mean)
+    )
     for name, value in kept.items():
         torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5)
     assert kept.keys() == {n for n, _ in written._model.named_parameters()}

@@ -65,7 +65,7 @@ def fitted(attack: Attack | None, rounds: int = 3, **kwargs: Any) -> FederatedTr
 
 
 def state(made: FederatedTrainer) -> dict[str, torch.Tensor]:
-    return made.run.state
+    return made.federation.state
 
 
 # Engines and resume
@@ -223,7 +223,7 @@ def test_evaluation_data_is_never_touched(name: str) -> None:
 def test_a_client_attacks_before_its_update_is_packed(kwargs: dict[str, Any]) -> None:
     attacked, free = fitted(SignFlip(WHO), rounds=1, **kwargs), fitted(None, rounds=1, **kwargs)
     assert not equal_states(state(attacked), state(free))
-    assert not attacked.run.federation.log.failures
+    assert not attacked.federation.log.failures
 
 
 def test_models_with_private_parts_score_their_backdoor_client_by_client() -> None:
@@ -398,7 +398,7 @@ class Halves(SignFlip):
 
 
 def test_an_attack_of_ones_own_is_one_class(honest_round: list[ClientUpdate]) -> None:
-    received = trainer().prepare(classifier(), digits()).state
+    received = trainer().prepare(classifier(), digits()).federation.state
     for before, after in zip(honest_round, first_round(Halves([2])), strict=True):
         halves = Halves([2]).alter(before.state, received, None)
         assert equal_states(after.state, halves if before.client == 2 else before.state)

@@ -128,7 +128,7 @@ def test_what_stays_with_an_attacker_is_trained_honestly() -> None:
         model = Classifier(MLP(hidden=(8,)), private=["network.3"])
         made = trainer(rounds=1, attack=attack, callbacks=[kept])
         made.fit(model, digits())
-        return made.run.federation.private(2), kept.all[2]
+        return made.federation.clients.private(2), kept.all[2]
 
     (private, honest), (of_attacker, altered) = client(None), client(SignFlip([2]))
     assert private and equal_states(private, of_attacker)
@@ -138,7 +138,7 @@ def test_what_stays_with_an_attacker_is_trained_honestly() -> None:
 
 def test_an_update_that_overflows_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     made = run(FedAvg(), rounds=1, attack=GaussianNoise([1], std=3e38))
-    assert [failure.client for failure in made.run.federation.log.failures] == [1]
+    assert [failure.client for failure in made.federation.log.failures] == [1]
     assert "client 1 failed: its update was refused" in caplog.text
 
 

@@ -115,7 +115,7 @@ def test_a_plain_module_trains_on_flipped_labels() -> None:
         torch.manual_seed(0)
         made = trainer(rounds=1, attack=attack)
         made.fit(Net(), points())
-        return made.run.state
+        return made.federation.state
 
     honest = weights(None)
     assert not equal_states(honest, weights(LabelFlip([0, 1])))
@@ -165,7 +165,7 @@ def test_the_success_of_a_model_that_answers_by_the_pattern_is_known() -> None:
     run = made.prepare(classifier(), data)
 
     def success(weight: float, bias: float) -> float:
-        state = {name: torch.zeros_like(value) for name, value in run.state.items()}
+        state = {name: torch.zeros_like(value) for name, value in run.federation.state.items()}
         first, last = (name for name in state if name.endswith("weight"))
         state[first][0, -1] = weight  # one unit reads the last pixel
         state[last][7, 0] = 1.0

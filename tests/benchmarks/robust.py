@@ -24,7 +24,7 @@ from flsuite.aggregators import (
     Server,
     TrimmedMean,
 )
-from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.part import ServerTools
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, StateLayout
 

@@ -75,13 +75,13 @@ def test_a_step_by_hand(spy: Spy) -> None:
     fresh = classifier()
     before = trainer(rounds=1).prepare(fresh, few(1, 40))
     fresh.load_state_dict(before.federation.client_state(None))
-    rows = before.data.train_rows(0)
+    rows = before.federation.data.train_rows(0)
     assert drawn == len(rows)
     total = {name: torch.zeros_like(p) for name, p in fresh.named_parameters()}
     clipped = 0
     for row in rows:
         fresh.zero_grad()
-        fresh.training_step(before.data.plain_batch(row[None]), 0).backward()
+        fresh.training_step(before.federation.data.plain_batch(row[None]), 0).backward()
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in fresh.parameters()))
         clipped += norm > 0.7
         for name, parameter in fresh.named_parameters():
@@ -193,10 +193,10 @@ def numbers(made: Any, scope: str = "global") -> list[float]:
 
 def test_epsilon_of_each_client_and_the_largest() -> None:
     made = fit(DPSGD(2.0, delta=1e-3), rounds=2, data=few(batch_size=8), max_epochs=2)
-    sizes = [made.run.data.samples(client) for client in range(3)]
+    sizes = [made.federation.data.samples(client) for client in range(3)]
     for client, size in enumerate(sizes):
         draw = RandomDraw(size, 8.0, is_poisson=True)
-        steps = 2 * made.run.data.batches(client)
+        steps = 2 * made.federation.data.batches(client)
         expected = [epsilon(draw, 2.0, steps, 1e-3), epsilon(draw, 2.0, 2 * steps, 1e-3)]
         assert numbers(made, str(client)) == expected
     assert numbers(made) == [max(numbers(made, str(c))[r] for c in range(3)) for r in (0, 1)]

@@ -270,7 +270,7 @@ def test_a_client_with_a_model_of_its_own_is_scored_by_it() -> None:
         MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1), private=["network.3"]
     )
     made = fit(model, arrangement="disjoint", callbacks=[kept])
-    assert made.federation is not None and made.federation.personal
+    assert made.federation is not None and made.federation.entries.personal
     torch.testing.assert_close(matrix(made), by_hand(kept, data_of(made)))
     assert all(
         not torch.equal(matrix(made)[0, 1:], matrix(made)[client, 1:]) for client in (1, 2)
@@ -317,7 +317,7 @@ def test_every_fit_begins_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None
     """Check that the client's own state is swapped in by then, not that of the one before it."""
     monkeypatch.setattr(Told, "calls", [])
     made = fit(Told(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)), lr=1e-2))
-    assert made.federation is not None and made.federation.personal is False
+    assert made.federation is not None and not made.federation.entries.personal
     sequences, expected = data_of(made).sequences, []
     for round in range(1, 7):
         task, before = (round - 1) // LENGTH, max((round - 2) // LENGTH, 0)

@@ -146,7 +146,7 @@ def test_pictures_and_the_confusion_matrix(tmp_path: Path) -> None:
     cells = content(run, last, "confusion_table")["data"]
     right = sum(count for actual, predicted, count in cells if actual == predicted)
     samples = sum(count for *_, count in cells)
-    assert samples == len(made.run.data.test)
+    assert samples == len(made.federation.data.test)
     assert right / samples == pytest.approx(run.rounds[-1]["test/accuracy"])
 
     scores = client_rounds(made.run, "accuracy")

@@ -92,7 +92,7 @@ def test_what_one_client_changes_does_not_reach_the_next(model: Any, aggregator:
     for engine in (InProcess(), Processes(workers=2), Processes(workers=4)):
         made = fit(engine, model, aggregator())
         assert not made.federation.log.failures
-        states.append(made.run.state)
+        states.append(made.federation.state)
     assert equal_states(states[0], states[1]) and equal_states(states[0], states[2])
 
 
@@ -129,7 +129,7 @@ def test_the_memory_format_of_weights_survives_the_way_to_a_worker() -> None:
             rounds=2, engine=engine, aggregator=Aggregator(objective=_Half(_NormOfStart))
         )
         made.fit(Classifier(CNN(), lambda p: torch.optim.SGD(p, lr=0.01)), digits(clients=3))
-        states.append(made.run.state)
+        states.append(made.federation.state)
     assert equal_states(*states)
 
 

@@ -140,7 +140,7 @@ def test_scaffold_takes_each_rounds_rate() -> None:
             rounds=3, aggregator=SCAFFOLD(**kwargs), lr_decay=ExponentialDecay(gamma=0.5)
         )
         made.fit(classifier(), digits())
-        memory: dict[str, torch.Tensor] = made.federation.memory["objective"]["control"]
+        memory: dict[str, torch.Tensor] = made.federation.server.memory["objective"]["control"]
         return memory
 
     displacement, mean_gradient = control(), control(control="mean_gradient")

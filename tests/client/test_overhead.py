@@ -21,7 +21,7 @@ def test_a_small_client_costs_little_more_than_its_step() -> None:
     made = trainer(rounds=1)
     run = made.prepare(Classifier(MLP(hidden=(256, 256))), data)
     runner = ClientRunner(made.worker_setup(run))
-    requests = run.requests(made.schedule.start(run.clock))
+    requests = run.requests(made.schedule.start(run.federation.clock))
 
     federated = data.federated
     scaling = federated.scaling

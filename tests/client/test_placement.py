@@ -124,6 +124,6 @@ def test_the_device_is_in_use_before_a_fit_is_seeded(monkeypatch: pytest.MonkeyP
     assert made.run is not None
     engine = InProcess()
     engine.start(setup)
-    engine.submit(made.run.requests(made.schedule.start(made.run.clock)))
+    engine.submit(made.run.requests(made.schedule.start(made.federation.clock)))
     engine.collect(engine.pending[0])
     assert order == ["trainer", "seed"]

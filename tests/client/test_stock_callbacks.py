@@ -85,7 +85,7 @@ def test_every_client_of_a_worker_ends_where_a_plain_lightning_trainer_takes_it(
             self.sent: list[dict[str, torch.Tensor]] = []
 
         def on_federation_start(self, run: Any) -> None:
-            self.start = clone(run.model.state_dict())
+            self.start = clone(run.evaluator.model.state_dict())
 
         def on_client_end(self, run: Any, outcome: Any) -> None:
             self.sent.append(outcome.update.state)
@@ -104,7 +104,7 @@ def test_every_client_of_a_worker_ends_where_a_plain_lightning_trainer_takes_it(
         plain.ensure_built(data.spec)
         plain.load_state_dict(watch.start)
         lightning = Trainer(max_epochs=3, accelerator="cpu", callbacks=[STOCK[name]()], **quiet)
-        lightning.fit(plain, data.federated.loader(client, made.run.seed, 1))
+        lightning.fit(plain, data.federated.loader(client, made.run.options.seed, 1))
         assert equal_states(sent, dict(plain.state_dict()))
 
 
@@ -124,7 +124,7 @@ def test_early_stopping_on_a_metric_that_the_model_logs_stops_each_client() -> N
 
     assert steps(InProcess()) == steps(Processes(workers=2))
     run = trainer().prepare(classifier(), digits(clients=3))
-    batches = len(run.data.loader(0, 3, 1))
+    batches = len(run.federation.data.loader(0, 3, 1))
     assert all(count < 5 * batches for count in steps(InProcess()))
 
 

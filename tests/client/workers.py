@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback
 
 from flsuite.aggregators import Aggregator, Server
-from flsuite.aggregators.tools import ServerTools
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.uplink import Uplink
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup

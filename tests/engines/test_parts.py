@@ -23,7 +23,7 @@ from flsuite.aggregators import (
     Objective,
 )
 from flsuite.aggregators.aggregator import sum_by_parts
-from flsuite.aggregators.parts import part_size
+from flsuite.aggregators.cohort import part_size
 from flsuite.callbacks import FederationCallback, RoundProgress
 from flsuite.engines import InProcess, Processes, Ray
 from flsuite.exchange import Quantize
@@ -38,6 +38,10 @@ def fit(private: Sequence[str] = (), **kwargs: Any) -> Any:
     made = trainer(**{"rounds": 2, **kwargs})
     made.fit(classifier(private=private), digits(clients=CLIENTS))
     return made
+
+
+def sums_parts(made: Any) -> bool:
+    return made.worker_setup(made.run).sums_parts
 
 
 class Reads(FederationCallback):
@@ -126,10 +130,10 @@ class OwnWeight(Mean):
 )
 def test_sums_of_parts_give_the_weights_of_all_models(aggregator: Any) -> None:
     summed = fit(aggregator=aggregator())
-    assert summed.run.sums_parts
+    assert sums_parts(summed)
     callback = Reads()
     whole = fit(aggregator=aggregator(), callbacks=[callback])
-    assert not whole.run.sums_parts
+    assert not sums_parts(whole)
     assert equal_states(summed.federation.state, whole.federation.state)
     assert summed.federation.log.bytes == whole.federation.log.bytes > 0
     if type(aggregator()) is FedAvg:
@@ -169,13 +173,13 @@ def test_a_client_that_is_refused_for_its_own_entries_is_in_no_sum(engine: Any) 
     summed = fit(private=head, engine=engine(), callbacks=[SpoilsHead()])
     whole = fit(private=head, callbacks=[SpoilsHead(), ReadsSound()])
     assert [f.client for f in summed.federation.log.failures] == [5, 8]
-    assert summed.run.sums_parts and not whole.run.sums_parts
+    assert sums_parts(summed) and not sums_parts(whole)
     assert equal_states(summed.federation.state, whole.federation.state)
 
 
 def test_a_client_that_cannot_be_sent_takes_no_other_with_it() -> None:
     made = fit(rounds=1, aggregator=Aggregator(objective=KeepsALock()), engine=Processes(2))
-    assert made.run.sums_parts
+    assert sums_parts(made)
     assert [f.client for f in made.federation.log.failures] == [5]
 
 
@@ -194,7 +198,8 @@ def test_a_callback_that_does_not_say_what_it_reads_has_every_model() -> None:
         (hook, False),
     ):
         made = trainer(rounds=1, callbacks=[callback])
-        assert made.prepare(classifier(), digits(clients=3)).sums_parts == is_summed
+        made.prepare(classifier(), digits(clients=3))
+        assert sums_parts(made) == is_summed
 
 
 def test_a_client_that_always_kills_its_worker_takes_no_other_with_it(tmp_path: Path) -> None:
@@ -214,7 +219,7 @@ def test_a_client_that_always_kills_its_worker_takes_no_other_with_it(tmp_path: 
 def test_who_needs_every_update_has_it(kwargs: dict[str, Any]) -> None:
     made = trainer(rounds=1, **kwargs)
     made.fit(classifier(), digits(clients=3))
-    assert not made.run.sums_parts
+    assert not sums_parts(made)
 
 
 @pytest.mark.parametrize(("cohort", "size"), [(1, 1), (39, 1), (40, 2), (100, 5), (10_000, 16)])

@@ -355,7 +355,7 @@ def test_a_second_driver_ends_with_the_same_weights(machines: Machines, engine: 
 def test_any_module_and_samples_of_any_structure(machines: Machines, engine: Ray) -> None:
     engine.stop()
     here, there = fitted("text"), fitted("text", engine=machines.engine(workers=1))
-    assert equal_states(here.run.state, there.run.state)
+    assert equal_states(here.federation.state, there.federation.state)
     assert here.test() == there.test()
 
 

@@ -72,7 +72,7 @@ def test_all_entries_of_top_k_are_no_compression_bit_for_bit(
     plain: tuple[str, FederatedTrainer],
 ) -> None:
     name, whole = plain
-    assert equal_states(whole.run.state, run(name, TopK(1.0)).run.state)
+    assert equal_states(whole.federation.state, run(name, TopK(1.0)).federation.state)
 
 
 def test_sixteen_bits_stay_close_and_take_half_the_bytes_up(
@@ -80,8 +80,8 @@ def test_sixteen_bits_stay_close_and_take_half_the_bytes_up(
 ) -> None:
     name, whole = plain
     short = run(name, Quantize(16))
-    for entry, value in whole.run.state.items():
-        assert torch.allclose(value, short.run.state[entry], atol=2e-3)
+    for entry, value in whole.federation.state.items():
+        assert torch.allclose(value, short.federation.state[entry], atol=2e-3)
     up = [t.federation.log.updates[0].bytes_up for t in (whole, short)]
     assert 0.5 < up[1] / up[0] < 0.52
 
@@ -101,7 +101,7 @@ def test_the_change_is_coded_and_not_the_model_so_that_two_bits_still_learn(
 def test_what_a_client_left_out_travels_in_a_later_round() -> None:
     """With a residual, a hundredth of the entries per round moves other entries every time."""
     trainer = run("FedAvg", TopK(0.01))
-    for client in range(trainer.run.clients):
+    for client in range(trainer.federation.data.clients):
         notes = trainer.federation.clients[client]["transforms"]
         assert float(notes["0"]["residual"].abs().sum()) > 0
 
@@ -112,15 +112,15 @@ def test_error_feedback_carries_on_over_a_resume_and_on_workers(tmp_path: Path) 
     folder = {"run_dir": str(tmp_path / "run")}
     fitted(codecs, None, rounds=2, **folder)
     resumed = fitted(codecs, None, rounds=4, ckpt_path="last", **folder)
-    assert equal_states(whole.run.state, resumed.run.state)
+    assert equal_states(whole.federation.state, resumed.federation.state)
     there = fitted(codecs, None, rounds=4, engine=Processes(workers=2))
-    assert equal_states(whole.run.state, there.run.state)
+    assert equal_states(whole.federation.state, there.federation.state)
 
 
 def test_compression_is_a_last_transform() -> None:
     one = fitted(Aggregator(transforms=[TopK(0.1)]), Quantize(8), rounds=2)
     two = fitted(Aggregator(transforms=[TopK(0.1), Quantize(8)]), None, rounds=2)
-    assert equal_states(one.run.state, two.run.state)
+    assert equal_states(one.federation.state, two.federation.state)
 
 
 @pytest.mark.parametrize("codec", [Quantize(8), Quantize(5), TopK(0.2)])
@@ -128,7 +128,7 @@ def test_the_bytes_are_those_of_the_message(codec: Transform) -> None:
     trainer = fitted(FedAvg(), codec, network=Normalised, rounds=1)
     chain = trainer.federation.uplink.chain
     (sent,) = {update.bytes_up for update in trainer.federation.log.updates}
-    assert sent == chain.bytes_up < nbytes(trainer.run.state)
+    assert sent == chain.bytes_up < nbytes(trainer.federation.state)
 
 
 class Garbled(Quantize):
@@ -146,8 +146,8 @@ def test_a_message_that_cannot_be_read_costs_the_round_its_client() -> None:
 
 
 def test_the_server_adds_up_what_codes_have_become_under_masks() -> None:
-    clear = fitted(FedAvg(), Quantize(4), rounds=2).run.state
-    masked = fitted(FedAvg(), Quantize(4), rounds=2, secure_sum=PairwiseMasks()).run.state
+    clear = fitted(FedAvg(), Quantize(4), rounds=2).federation.state
+    masked = fitted(FedAvg(), Quantize(4), rounds=2, secure_sum=PairwiseMasks()).federation.state
     assert all(torch.allclose(clear[name], masked[name], atol=1e-5) for name in clear)
 
 

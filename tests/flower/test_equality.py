@@ -193,7 +193,9 @@ def test_the_strategy_works_with_flowers_own_start() -> None:
 def test_training_starts_from_the_arrays_that_it_is_given() -> None:
     run = trainer().prepare(classifier(), unscaled())
     strategy, grid = FlowerStrategy(run), Nodes(5, node_app(classifier))
-    zeros = to_arrays({name: torch.zeros_like(value) for name, value in run.state.items()})
+    zeros = to_arrays(
+        {name: torch.zeros_like(value) for name, value in run.federation.state.items()}
+    )
     result = strategy.start(grid, zeros, num_rounds=1)
     first, *_ = to_state(result.arrays).values()
     assert not first.any(), "a network of zeros with ReLUs learns nothing in its first layer"

@@ -52,7 +52,9 @@ def test_the_clock_is_that_of_our_own_engine(limits: dict[str, Any], rounds: int
     schedule = {"schedule": Synchronous(2, speeds=Stragglers()), "rounds": 3, **limits}
     ours, theirs, grid = both(classifier, FedAvg, **schedule)
     assert equal_states(state(ours), state(theirs))
-    assert ours.run.clock == theirs.run.clock
-    assert ours.run.clock.round == rounds and ours.run.clock.client_updates == 2 * rounds
-    assert ours.run.clock.seconds > 0 and len(grid.answers) == 2 * rounds
+    assert ours.federation.clock == theirs.federation.clock
+    assert (
+        ours.federation.clock.round == rounds and ours.federation.clock.client_updates == 2 * rounds
+    )
+    assert ours.federation.clock.seconds > 0 and len(grid.answers) == 2 * rounds
     assert table(ours) == pytest.approx(table(theirs), abs=1e-9, nan_ok=True)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flsuite.commands.main import main
 from flsuite.commands.parsing import _concrete
-from flsuite.runs.budget import Budget
+from flsuite.runs.options import Budget
 from tests.fuzz.settings import fuzzed
 
 BASE: dict[str, Any] = {

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from flsuite.aggregators.transforms.base import Payload, Transform
 from flsuite.engines.processes import _require_answer
 from flsuite.engines.wire import dumps
+from flsuite.errors import FederationError
 from flsuite.exchange import LowRank, PairwiseMasks, Quantize, TopK
 from flsuite.messages import ClientFailure, ClientResult, ClientUpdate
-from flsuite.schedules import Synchronous
+from flsuite.schedules import Fit, Synchronous
 from tests.conftest import classifier, digits, trainer
 from tests.exchange.compressions import (
     LENET,
@@ -79,11 +80,9 @@ def _altered_tensor(tensor: torch.Tensor, how: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def federation() -> Any:
-    """Return a federation that waits for client 1."""
+    """Return a federation before its first round."""
     made = trainer(rounds=1, schedule=Synchronous())
-    run = made.prepare(classifier(), digits(clients=3))
-    run.federation.requests(run.federation.schedule.start(run.clock))
-    return run.federation
+    return made.prepare(classifier(), digits(clients=3)).federation
 
 
 def good_update(federation: Any) -> dict[str, Any]:
@@ -94,14 +93,15 @@ def good_update(federation: Any) -> dict[str, Any]:
 
 def check(federation: Any, outcome: Any) -> None:
     """Check that the server takes an outcome for the record, or refuses it by name."""
-    if not federation.awaits(outcome):
-        return
-    checked = federation.check(outcome, federation.state)
-    assert isinstance(checked, ClientResult | ClientFailure)
-    if isinstance(checked, ClientResult):
-        federation.log.updates = [checked.update]
-        dict(federation.log.metrics())
-        federation.log.updates = []
+    federation.requests([Fit(number=1, client=1, version=0, repeat=0, started=0.0)])
+    record = federation.log
+    try:
+        for checked in federation.accept(iter([outcome])):
+            assert isinstance(checked, ClientResult | ClientFailure)
+            dict(record.metrics())
+    except FederationError:
+        assert not record.updates
+    record.updates, record.failures = [], []
 
 
 @fuzzed(150)

@@ -19,7 +19,7 @@ from flsuite.data import (
     MedMNIST,
     PublishedSplits,
 )
-from flsuite.data.federated import Ragged
+from flsuite.data.federated import RaggedIndex
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import (
     RunningDissimilarity,
@@ -185,7 +185,7 @@ def test_callback_equals_the_stacked_gradients() -> None:
         model.ensure_built(made.federation.data.spec)
         model.load_state_dict(made.federation.client_state(client))
         model.eval()
-        batches = list(gradient_batches(made.federation.data, client, made.run.seed, 2, 2))
+        batches = list(gradient_batches(made.federation.data, client, made.run.options.seed, 2, 2))
         samples = sum(len(y) for _, y in batches)
         for k, rows in enumerate((plain, both)):
             loss = sum(model.head_losses(b)[k] * len(b[1]) for b in batches) / samples
@@ -245,7 +245,7 @@ def test_identical_clients() -> None:
     """Clients have the same samples in different orders: the rest is rounding."""
     data = Images(seed=0)  # its own seed: assigned once
     data.setup()
-    data.federated.train_index = Ragged.of([np.arange(60)] * 3)
+    data.federated.train_index = RaggedIndex.of([np.arange(60)] * 3)
     made = fit(Classifier(MLP(hidden=(8,))), data, GradientDissimilarity(every=1, batches=None))
     assert len(logged(made, "gamma_relative")) == 2
     assert all(value < 1e-10 for value in logged(made, "gamma_relative").values())

@@ -382,7 +382,7 @@ def test_private_norms_stay_with_their_clients() -> None:
     made = trainer(rounds=2, callbacks=[updates])
     made.fit(Classifier(ResNet20(width=4), private=["*norm*"]), tiny())
     federation = made.federation
-    assert federation is not None and federation.personal
+    assert federation is not None and federation.entries.personal
     assert federation.state and not [name for name in federation.state if "norm" in name]
     assert all(update.state.keys() == federation.state.keys() for update in updates.rounds[2])
     one, two = federation.client_state(0), federation.client_state(1)
@@ -416,13 +416,15 @@ def test_averaged_buffers() -> None:
         equal_states(after_first, Starts.seen[2, 2])
         and int(after_first["network.norm.num_batches_tracked"]) == 3
     )
-    assert not made.federation.personal
+    assert not made.federation.entries.personal
 
 
 def test_local_buffers() -> None:
     made, updates = fit_resnet(buffers="local")
     federation = made.federation
-    assert not [name for name in federation.state if is_buffer(name)] and federation.personal
+    assert (
+        not [name for name in federation.state if is_buffer(name)] and federation.entries.personal
+    )
     assert not [name for update in updates.rounds[1] for name in update.state if is_buffer(name)]
     assert [int(Starts.seen[2, c]["network.norm.num_batches_tracked"]) for c in range(3)] == [
         2,
@@ -448,7 +450,7 @@ def test_reset_buffers() -> None:
     assert len(Starts.seen) == 6
     name = "network.norm.running_mean"
     assert all(update.state[name].abs().sum() > 0 for update in updates.rounds[2]), "they travel"
-    assert made.federation.state[name].abs().sum() > 0 and not made.federation.personal
+    assert made.federation.state[name].abs().sum() > 0 and not made.federation.entries.personal
     counters = [
         int(update.state["network.norm.num_batches_tracked"]) for update in updates.rounds[2]
     ]

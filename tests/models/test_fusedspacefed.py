@@ -399,7 +399,7 @@ def test_multi_label() -> None:
 def test_exported_model_is_read_back(tmp_path: Path) -> None:
     made = federate(small(autoencoder="unet", fusion="concat", lambda_sp=0.1))
     made.run.evaluator.load(made.federation.client_state(None))
-    export_model(made.run.model, tmp_path / "model.ckpt")
+    export_model(made.run.evaluator.model, tmp_path / "model.ckpt")
     model = FusedSpaceFed.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     assert model.fusion == "concat" and model(batch()[0]).shape == (6, 3)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flsuite import FlsuiteError
-from flsuite.runs.budget import Budget
+from flsuite.runs.options import Budget
 from flsuite.schedules import Clock
 
 SPENT = Clock(round=5, seconds=2.5, client_updates=20, bytes=10**9)
@@ -44,7 +44,7 @@ def test_ten_rounds_unless_another_limit_is_given() -> None:
     [
         ({"rounds": 0}, "trainer: rounds must be at least 1, got 0"),
         ({"rounds": -3}, "trainer: rounds must be at least 1, got -3"),
-        ({"rounds": float("inf")}, "trainer: rounds must be at least 1, got inf"),
+        ({"rounds": float("inf")}, "trainer: rounds must be a whole number, got inf"),
         ({"max_client_updates": 0}, "trainer: max_client_updates must be at least 1, got 0"),
         ({"max_virtual_seconds": 0.0}, "trainer: max_virtual_seconds must be positive, got 0.0"),
         ({"max_virtual_seconds": -1.0}, "trainer: max_virtual_seconds must be positive, got -1.0"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from flsuite import FederatedTrainer
 from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, Synthetic
-from flsuite.data.ragged import RaggedIndex
+from flsuite.data.federated import RaggedIndex
 from flsuite.data.rows import Rows
 from flsuite.models import MLP, Classifier
 from flsuite.runs import scoring

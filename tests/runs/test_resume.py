@@ -19,7 +19,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier, ResNet20
 from flsuite.runs.checkpoint import write_checkpoint
 from flsuite.schedules import Synchronous
-from flsuite.server.client_store import ClientStore
+from flsuite.server.stores import ClientStore
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.runs.killing import kill_and_resume, rounds_on_disk, table_of

@@ -130,7 +130,7 @@ def test_a_resume_takes_the_models_of_fits_in_flight_if_they_are_there(
     resumed = fitted(
         tmp_path / "b", FedBuff(), rounds=3, schedule=schedule(), ckpt_path="last", **source
     )
-    assert (resumed.federation.trained is None) == is_gone
+    assert (resumed.run.reuse.trained is None) == is_gone
     assert_equal(resumed, whole)
 
 

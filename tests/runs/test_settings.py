@@ -132,7 +132,7 @@ def test_reports_group_by_callbacks_that_change_results(tmp_path: Path) -> None:
 
 def test_weights_that_a_model_brings_along_are_a_setting(tmp_path: Path) -> None:
     model, seeds = classifier(), (1, 2)
-    model.ensure_built(fit(tmp_path / "fresh").run.data.spec)
+    model.ensure_built(fit(tmp_path / "fresh").federation.data.spec)
     digests = []
     for seed in seeds:
         made = trainer(rounds=1, seed=seed, run_dir=tmp_path / str(seed))

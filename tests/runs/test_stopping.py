@@ -34,14 +34,18 @@ def test_a_stopped_run_is_extended_with_more_patience(tmp_path: Path) -> None:
     assert fit(tmp_path / "run", stopping(2)).round == 3
     extended = fit(tmp_path / "run", stopping(4))
     assert extended.round == 5
-    assert equal_states(extended.federation.state, fit(tmp_path / "whole", stopping(4)).run.state)
+    assert equal_states(
+        extended.federation.state, fit(tmp_path / "whole", stopping(4)).federation.state
+    )
 
 
 def test_a_stopped_run_is_extended_without_the_callback(tmp_path: Path) -> None:
     assert fit(tmp_path / "run", stopping(2)).round == 3
     extended = fit(tmp_path / "run", rounds=6)
     assert extended.round == 6
-    assert equal_states(extended.federation.state, fit(tmp_path / "whole", rounds=6).run.state)
+    assert equal_states(
+        extended.federation.state, fit(tmp_path / "whole", rounds=6).federation.state
+    )
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])

@@ -122,7 +122,8 @@ def test_in_process_the_run_equals_one_without_these_clients(kwargs: dict[str, A
     whole = fit(inner, **kwargs)
     assert equal_states(states(faulty), states(absent))
     assert not equal_states(states(faulty), states(whole))
-    assert faulty.run.clock.seconds == absent.run.clock.seconds or not inner.traits.is_virtual
+    clocks = faulty.federation.clock, absent.federation.clock
+    assert clocks[0].seconds == clocks[1].seconds or not inner.traits.is_virtual
 
 
 @pytest.mark.parametrize("engine", [InProcess(), Processes(workers=2)])

@@ -73,7 +73,7 @@ def test_a_round_without_a_client_leaves_the_model(aggregator: type) -> None:
         affects = "nothing"
 
         def on_round_end(self, run: Any, round: int) -> None:
-            states.append((len(run.federation.log.updates), dict(run.state)))
+            states.append((len(run.federation.log.updates), dict(run.federation.state)))
 
     made = trainer(rounds=8, aggregator=aggregator(), schedule=schedule, callbacks=[Keep()])
     made.fit(classifier(), digits())

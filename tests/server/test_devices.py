@@ -51,7 +51,10 @@ def fitted(
 
 
 def distance(a: FederatedTrainer, b: FederatedTrainer) -> float:
-    return max(float((a.run.state[k] - b.run.state[k]).abs().max()) for k in a.run.state)
+    return max(
+        float((a.federation.state[k] - b.federation.state[k]).abs().max())
+        for k in a.federation.state
+    )
 
 
 EVERY = [
@@ -211,7 +214,7 @@ def test_a_client_out_of_range_is_a_failed_one_in_every_record(tmp_path: Path) -
         run_dir=str(tmp_path), enable_checkpointing=True,
     )  # fmt: skip
     assert told.failed == [1, 3] * 2 and told.arrived == [0, 2, 4] * 2
-    clock = trainer.run.clock
+    clock = trainer.federation.clock
     assert clock.client_updates == 6
     table = pd.read_csv(tmp_path / "metrics.csv")
     shared = table[(table["scope"] == "global") & (table["split"] == "train")]
@@ -226,7 +229,7 @@ def test_what_a_client_out_of_range_has_sent_in_the_clear_counts() -> None:
     trainer = fitted(
         LouderFisher("kfac", select=False, steps=5), 1, secure_sum=PairwiseMasks(ranges={"": 1e4})
     )
-    federation = trainer.run.federation
+    federation = trainer.federation
     factors = nbytes(federation.uplink.statistics["fisher"])
     # Of the two clients, and the rest are keys and shares.
     assert 2 * factors < federation.log.lost_up < 2 * factors + 2000
@@ -242,12 +245,12 @@ def test_the_budget_of_updates_counts_those_that_are_used() -> None:
 
 def test_the_bytes_are_those_of_masked_integers_and_shares() -> None:
     trainer = fitted(FedAvg(), 1, secure_sum=PairwiseMasks())
-    parameters = sum(value.numel() for value in trainer.run.state.values())
+    parameters = sum(value.numel() for value in trainer.federation.state.values())
     for update in trainer.federation.log.updates:
         assert 4 * parameters < update.bytes_up < 4 * parameters + 2000
         assert update.metrics["secure_sum_seconds"] > 0
     sent = sum(u.bytes_up + u.bytes_down for u in trainer.federation.log.updates)
-    assert trainer.run.clock.bytes == sent
+    assert trainer.federation.clock.bytes == sent
 
 
 @pytest.mark.parametrize("ranges", ["maxima", {"": 1e4}])
@@ -259,7 +262,7 @@ def test_the_virtual_upload_is_that_of_the_protocol(
     schedule, masks = Synchronous(speeds=speeds), PairwiseMasks(ranges=ranges)
     trainer = fitted(make(), 1, schedule=schedule, secure_sum=masks)
     for update in trainer.federation.log.updates:
-        assert update.bytes_up == trainer.run.clock.seconds
+        assert update.bytes_up == trainer.federation.clock.seconds
 
 
 def test_algorithms_that_need_single_updates_are_refused() -> None:

@@ -84,7 +84,7 @@ def test_a_faulty_client_is_refused_and_named_and_the_round_goes_on(
     assert any("round 2: client 1 failed" in record.getMessage() for record in caplog.records)
     without = fit(SCAFFOLD(), schedule=WithoutOne())
     assert equal_states(made.federation.state, without.federation.state)
-    ours, theirs = (m.federation.memory["objective"]["control"] for m in (made, without))
+    ours, theirs = (m.federation.server.memory["objective"]["control"] for m in (made, without))
     assert equal_states(ours, theirs)
 
 

@@ -45,11 +45,11 @@ def test_the_score_is_the_accuracy_on_the_samples_that_only_the_server_has() -> 
     run, tools, data = trainer.run, trainer.federation.server.tools, trainer.federation.data
     assert len(data.server) == 50
 
-    model = tools.module(run.state)
+    model = tools.module(run.federation.state)
     with torch.no_grad():
         predicted = model(data.scaling(data.server.x)).argmax(1)
     expected = accuracy_score(data.server.y, predicted)
-    assert tools.score(run.state) == pytest.approx(expected)
+    assert tools.score(run.federation.state) == pytest.approx(expected)
     assert tools.score_module(model) == pytest.approx(expected)
     assert len([name for name in run.federation.log.server if name.startswith("score/")]) == 3
 
@@ -57,9 +57,9 @@ def test_the_score_is_the_accuracy_on_the_samples_that_only_the_server_has() -> 
 def test_scoring_between_the_rounds_changes_no_weight() -> None:
     plain, curious = fitted(FedAvg(), server_samples=50), fitted(Curious(), server_samples=50)
     there = fitted(Curious(), server_samples=50, engine=Processes(workers=2))
-    for name, value in plain.run.state.items():
-        assert torch.equal(value, curious.run.state[name])
-        assert torch.equal(value, there.run.state[name])
+    for name, value in plain.federation.state.items():
+        assert torch.equal(value, curious.federation.state[name])
+        assert torch.equal(value, there.federation.state[name])
 
 
 def test_modules_share_nothing() -> None:

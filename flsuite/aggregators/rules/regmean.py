@@ -16,7 +16,7 @@ import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, timed
 from flsuite.aggregators.rules.logit_pass import LogitPass
-from flsuite.arguments import PositiveInt, Proportion, Settings
+from flsuite.arguments import PositiveInt, Settings, Share
 from flsuite.data.loader import Batch
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import gram_matrices
@@ -62,7 +62,7 @@ class RegMean(LinearRule, Settings):
             without augmentation. The original takes at most 16,000. Default: all.
     """
 
-    alpha: Proportion | None = None
+    alpha: Share | None = None
     conv: bool = False
     bias: bool = False
     samples: PositiveInt | None = None

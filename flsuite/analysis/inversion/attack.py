@@ -13,7 +13,14 @@ from torch.nn import functional as F
 
 from flsuite.analysis.inversion.gan import GAN
 from flsuite.analysis.inversion.target import Target
-from flsuite.errors import require_at_least, require_below_one, require_positive
+from flsuite.arguments import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    SmallProbability,
+)
+from flsuite.errors import require_at_least
 from flsuite.random import torch_generator
 
 __all__ = ["Inversion", "Reconstructions", "share_recognised"]
@@ -32,7 +39,7 @@ class Reconstructions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Inversion:
+class Inversion(Settings):
     """The attack: latents whose images look real to the critic and like the label to the target.
 
     The loss of an image is ``-D(G(z)) + identity CE(T(G(z)), label)``. Where the server has the
@@ -53,20 +60,14 @@ class Inversion:
         restarts: Attempts per image, of which the one with the lowest cross-entropy is kept.
     """
 
-    steps: int = 1500
-    lr: float = 0.01
-    momentum: float = 0.9
-    identity: float = 100.0
-    factors: float = 10.0
+    steps: PositiveInt = 1500
+    lr: PositiveFloat = 0.01
+    momentum: SmallProbability = 0.9
+    identity: NonNegativeFloat = 100.0
+    factors: NonNegativeFloat = 10.0
     relative: bool = True
-    bound: float = 1.0
-    restarts: int = 5
-
-    def __post_init__(self) -> None:
-        require_at_least("Inversion", 1, steps=self.steps, restarts=self.restarts)
-        require_positive("Inversion", lr=self.lr, momentum=self.momentum, bound=self.bound)
-        require_below_one("Inversion", momentum=self.momentum)
-        require_at_least("Inversion", 0, identity=self.identity, factors=self.factors)
+    bound: PositiveFloat = 1.0
+    restarts: PositiveInt = 5
 
     def __call__(
         self, gan: GAN, target: Target, label: int, images: int, seed: int

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from flsuite.errors import FlsuiteError
 from flsuite.random import seed_process, torch_generator
 
 __all__ = ["GAN", "Critic", "GANTraining", "Generator", "critic_loss", "gradient_penalty"]
@@ -86,7 +87,7 @@ class GAN(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GANTraining:
+class GANTraining(Settings):
     """How the GAN is trained.
 
     Attributes:
@@ -100,27 +101,14 @@ class GANTraining:
         penalty: Weight of the gradient penalty.
     """
 
-    epochs: int = 30
-    batch_size: int = 64
-    width: int = 32
-    latent: int = 100
-    lr: float = 2e-4
+    epochs: PositiveInt = 30
+    batch_size: PositiveInt = 64
+    width: PositiveInt = 32
+    latent: PositiveInt = 100
+    lr: PositiveFloat = 2e-4
     betas: tuple[float, float] = (0.5, 0.999)
-    critic_steps: int = 5
-    penalty: float = 10.0
-
-    def __post_init__(self) -> None:
-        require_at_least(
-            "GANTraining",
-            1,
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            width=self.width,
-            latent=self.latent,
-            critic_steps=self.critic_steps,
-        )
-        require_positive("GANTraining", lr=self.lr)
-        require_at_least("GANTraining", 0, penalty=self.penalty)
+    critic_steps: PositiveInt = 5
+    penalty: NonNegativeFloat = 10.0
 
     def train(self, images: Tensor, seed: int) -> GAN:
         """Return a GAN trained on images within [0, 1], ``(n, channels, height, width)``."""
@@ -162,7 +150,7 @@ class GANTraining:
 
 
 def critic_loss(
-    critic: nn.Module, real: Tensor, fake: Tensor, penalty: float, draws: torch.Generator
+    critic: nn.Module, real: Tensor, fake: Tensor, penalty: NonNegativeFloat, draws: torch.Generator
 ) -> Tensor:
     """Return ``mean D(fake) - mean D(real) + penalty mean (|grad D(x)| - 1)^2``.
 

@@ -14,8 +14,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher import kfac_factors, measuring
 from flsuite.models.layers import read_layers
 from flsuite.models.protocols import LogitModel
-from flsuite.runs.reuse import UPDATES
-from flsuite.server.update_store import UpdateStore
+from flsuite.runs.reuse import UPDATES, UpdateStore
 from flsuite.state import State, StateLayout, cast, mean_of
 
 __all__ = [

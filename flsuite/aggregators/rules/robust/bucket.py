@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rebase import rebased
 from flsuite.aggregators.rules.robust.vectors import row_dtype
+from flsuite.aggregators.staleness import rebased
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, cast, flatten_tree, mean_of, nested_like
 

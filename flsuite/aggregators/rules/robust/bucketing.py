@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from lightning.pytorch import Callback
 
 from flsuite.aggregators.part import Capability, Server, Statistic
-from flsuite.aggregators.rebase import rebased
 from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
 from flsuite.aggregators.rules.robust.base import refuse_few
 from flsuite.aggregators.rules.robust.bucket import bucket_of, place
+from flsuite.aggregators.staleness import rebased
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rebase import rebased
 from flsuite.aggregators.rules.robust.bucket import clients_of, place
 from flsuite.aggregators.rules.robust.vectors import Vectors, flatten, row_dtype, unflatten
+from flsuite.aggregators.staleness import rebased
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, cast
 

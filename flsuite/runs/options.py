@@ -1,15 +1,16 @@
-"""How long a run lasts."""
+"""The options of a run: how long it lasts, and what is beside training."""
 
 from dataclasses import dataclass
 
-from flsuite.errors import require_at_least, require_positive
+from flsuite.arguments import PositiveFloat, PositiveInt, Settings
+from flsuite.client.lr_decay import LRDecay
 from flsuite.schedules import Clock
 
-__all__ = ["Budget"]
+__all__ = ["Budget", "RunOptions"]
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Settings):
     """The limits of a run, which ends with the first round that reaches one of them.
 
     Attributes:
@@ -18,15 +19,11 @@ class Budget:
         max_client_updates: Aggregated client updates.
     """
 
-    rounds: int | None = None
-    max_virtual_seconds: float | None = None
-    max_client_updates: int | None = None
+    owner = "trainer"
 
-    def __post_init__(self) -> None:
-        require_at_least(
-            "trainer", 1, rounds=self.rounds, max_client_updates=self.max_client_updates
-        )
-        require_positive("trainer", max_virtual_seconds=self.max_virtual_seconds)
+    rounds: PositiveInt | None = None
+    max_virtual_seconds: PositiveFloat | None = None
+    max_client_updates: PositiveInt | None = None
 
     @classmethod
     def of(cls, rounds: int | None, seconds: float | None, updates: int | None) -> "Budget":
@@ -59,3 +56,18 @@ class Budget:
             (clock.seconds, self.max_virtual_seconds),
             (clock.client_updates, self.max_client_updates),
         ]
+
+
+@dataclass(frozen=True)
+class RunOptions(Settings):
+    """The options of a run beside training, see :class:`~flsuite.FederatedTrainer`."""
+
+    owner = "trainer"
+
+    budget: Budget
+    seed: int
+    evaluate_every: PositiveInt = 1
+    monitor: str | None = None
+    score_clients: PositiveInt = 100
+    lr_decay: LRDecay | None = None
+    show: bool = False

@@ -1,0 +1,84 @@
+"""The callbacks of a run: the federation's hooks are called here, Lightning's by every client."""
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from flsuite.client.setup import has_lightning_hooks
+from flsuite.errors import FlsuiteError, one_line
+
+__all__ = ["Hooks"]
+
+_HOOKS = (
+    "on_federation_start",
+    "on_round_start",
+    "on_client_end",
+    "on_evaluation_end",
+    "on_round_end",
+    "on_round_recorded",
+    "on_federation_end",
+)
+
+
+class Hooks:
+    """The callbacks of a run.
+
+    Args:
+        callbacks: Callbacks with the federation's hooks (see
+            :class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
+
+    Attributes:
+        federation: Those with a hook of the federation.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        self._all = list(callbacks)
+        self.federation = [c for c in self._all if any(hasattr(c, hook) for hook in _HOOKS)]
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._all)
+
+    def notify(self, hook: str, *args: Any) -> None:
+        """Call a hook of the federation on every callback that has it."""
+        for callback in self.federation:
+            if method := getattr(callback, hook, None):
+                method(*args)
+
+    def for_clients(self) -> tuple[Callback, ...]:
+        """Return copies of the callbacks that have a hook of Lightning, as they are now.
+
+        They are copies, so that no client of a round sees what the run changes in them during the
+        round.
+        """
+        return tuple(_copied(callback) for callback in self._all if has_lightning_hooks(callback))
+
+    @property
+    def read_updates(self) -> bool:
+        """Return whether a callback may read the models of clients."""
+        return any(map(_reads_updates, self.federation))
+
+
+def _reads_updates(callback: Callback) -> bool:
+    """Return whether a callback may read the models of clients."""
+    if "on_client_end" in vars(callback):
+        return True
+    for kind in type(callback).__mro__:
+        # A subclass with a hook of its own must say for itself that it reads nothing.
+        if "on_client_end" in vars(kind) or "reads_updates" in vars(kind):
+            return kind.__module__ != "flsuite.callbacks.base" and vars(kind).get(
+                "reads_updates", True
+            )
+    return False
+
+
+def _copied(callback: Callback) -> Callback:
+    try:
+        return copy.deepcopy(callback)
+    except Exception as error:
+        raise FlsuiteError(
+            f"trainer.callbacks: {type(callback).__name__} cannot be copied ({one_line(error)}), "
+            "and every client's fit works on a copy; open files and connections in its hooks, or "
+            "give it __deepcopy__"
+        ) from error
