@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flsuite.analysis.inversion.gan import GAN
-from flsuite.analysis.inversion.target import Target
 from flsuite.errors import require_at_least, require_below_one, require_positive
 from flsuite.random import torch_generator
+from flsuite.studies.inversion.gan import GAN
+from flsuite.studies.inversion.target import Target
 
 __all__ = ["Inversion", "Reconstructions", "share_recognised"]
 
