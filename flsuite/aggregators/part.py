@@ -29,6 +29,7 @@ Capability = Literal[
 """Something that one part of a run needs and that another part may withhold."""
 
 _REMEDIES: Mapping[str, str] = {
+    "clients": "set trainer.aggregator to FedAvg",
     "current models": "set trainer.schedule to Synchronous, or trainer.aggregator to FedBuff",
     "a cohort of known size": "set trainer.schedule.sampling to uniform",
     "parameters alone": "set trainer.buffers to local, or take a model with GroupNorm",
