@@ -62,7 +62,7 @@ class ClientRunner:
         self.model = setup.model
         if setup.channels_last:
             traits.to_channels_last(self.model)
-        self.entries = entries_of(setup.model, setup.aggregator, setup.buffers)
+        self.entries = entries_of(setup.model, setup.aggregator, setup.batchnorm)
         self.buffers = buffer_names(self.model)
         self._resident = Resident(self.model, self.entries.frozen)
         self._use_local_loop = True
@@ -340,7 +340,7 @@ class ClientRunner:
         load_(resident, shared)
         load_(resident, private)
         # Last, because the buffers have travelled with the shared state.
-        if self.setup.buffers == "reset":
+        if self.setup.batchnorm == "reset":
             load_(resident, {name: initial[name] for name in self.buffers})
 
     def _rewound_trainer(self, callbacks: list[Callback]) -> tuple[ClientTrainer, FederatedData]:

@@ -19,7 +19,7 @@ from flsuite.models.traits import frozen_entries, own_entries
 from flsuite.state import State, StateLayout, matches
 
 __all__ = [
-    "Buffers",
+    "BatchNorm",
     "Entries",
     "WorkerSetup",
     "buffer_names",
@@ -30,7 +30,7 @@ __all__ = [
     "refuse_callbacks",
 ]
 
-Buffers = Literal["average", "local", "reset"]
+BatchNorm = Literal["average", "local", "reset"]
 
 _HOOKS = tuple(name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")))
 _NOT_OF_A_FIT = {  # arguments of Lightning's Trainer about what a client's fit does not have
@@ -67,9 +67,9 @@ class WorkerSetup:
         initial: Entries for which a fit has no other value: private entries before a client's first
             fit, frozen parameters, and buffers.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
-        buffers: What happens to buffers such as BatchNorm statistics. With ``average`` they travel
-            and are averaged. With ``local`` they stay with the client. With ``reset`` they travel,
-            but every fit starts from the initial values.
+        batchnorm: What happens to BatchNorm statistics and other buffers. With ``average`` they
+            travel and are averaged. With ``local`` they stay with the client. With ``reset`` they
+            travel, but every fit starts from the initial values.
         keep_optimizers: Whether a client keeps the state of its optimizers from one of its rounds
             to the next.
         channels_last: Whether images and convolutions use that memory format.
@@ -86,7 +86,7 @@ class WorkerSetup:
     seed: int
     initial: State
     trainer_kwargs: dict[str, Any]
-    buffers: Buffers = "average"
+    batchnorm: BatchNorm = "average"
     keep_optimizers: bool = False
     channels_last: bool = True
     lr_decay: LRDecay | None = None
@@ -181,8 +181,8 @@ class Entries(NamedTuple):
     frozen: tuple[str, ...]
 
 
-def entries_of(model: LightningModule, aggregator: Aggregator, buffers: Buffers) -> Entries:
-    """Return who has which entry, as the model, the algorithm and ``buffers`` say.
+def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchNorm) -> Entries:
+    """Return who has which entry, as the model, the algorithm and ``batchnorm`` say.
 
     An entry that the model itself calls private is so even if it is frozen: it may change by other
     means than gradients.
@@ -191,7 +191,7 @@ def entries_of(model: LightningModule, aggregator: Aggregator, buffers: Buffers)
     own = own_entries(model)
     # The pooled fit is not a client, so there is nowhere to keep an entry.
     if not aggregator.pools:
-        private = {*own, *(buffer_names(model) if buffers == "local" else ())}
+        private = {*own, *(buffer_names(model) if batchnorm == "local" else ())}
         private |= {name for name in model.state_dict() if matches(name, aggregator.private)}
 
     # What nobody trains is not kept once per client, unless the model says that it is private.

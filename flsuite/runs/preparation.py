@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from flsuite.aggregators import Aggregator
 from flsuite.attacks import Attack
 from flsuite.client.lr_decay import LRDecay
-from flsuite.client.setup import Buffers, entries_of
+from flsuite.client.setup import BatchNorm, entries_of
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.plain import as_federated
 from flsuite.errors import FlsuiteError, require_instance
@@ -140,7 +140,7 @@ class Algorithm:
     Attributes:
         aggregator: The four parts, with what compression and an attack add to them.
         schedule: Who trains when.
-        buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         secure_sum: How the clients' contributions are masked, if they are.
         lr_decay: How learning rates change from round to round.
         fit_samples: Returns the samples that a fit processes, given those of the client.
@@ -148,7 +148,7 @@ class Algorithm:
 
     aggregator: Aggregator
     schedule: Schedule
-    buffers: Buffers
+    batchnorm: BatchNorm
     secure_sum: SecureAggregation | None
     lr_decay: LRDecay | None
     fit_samples: Callable[[int], int]
@@ -169,14 +169,14 @@ def make_federation(
         FlsuiteError: If the parts of the algorithm do not fit the model or each other.
     """
     model, path, aggregator = evaluator.model, folder.path, algorithm.aggregator
-    private = entries_of(model, aggregator, algorithm.buffers).private
-    fit = OwnFit(evaluator, aggregator, algorithm.buffers, algorithm.lr_decay)
+    private = entries_of(model, aggregator, algorithm.batchnorm).private
+    fit = OwnFit(evaluator, aggregator, algorithm.batchnorm, algorithm.lr_decay)
     federation = Federation(
         model,
         evaluator.data,
         aggregator,
         algorithm.schedule,
-        algorithm.buffers,
+        algorithm.batchnorm,
         ClientStore(path / "clients" if path else None),
         options.seed,
         VersionStore(path / "in_flight" if path else None),

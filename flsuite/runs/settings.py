@@ -42,7 +42,7 @@ OF_THE_TRAINER = (
     "compression",
     "secure_sum",
     "attack",
-    "buffers",
+    "batchnorm",
     "keep_optimizers",
     "channels_last",
 )

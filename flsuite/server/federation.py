@@ -15,7 +15,7 @@ from flsuite.aggregators.parts import part_size
 from flsuite.aggregators.rules import CohortRule
 from flsuite.aggregators.tools import ServerTools
 from flsuite.aggregators.uplink import Uplink
-from flsuite.client.setup import Buffers, buffer_names, entries_of
+from flsuite.client.setup import BatchNorm, buffer_names, entries_of
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.exchange.secure import SecureAggregation
@@ -61,7 +61,7 @@ class Federation:
         data: The samples of all clients, of the whole run.
         aggregator: The algorithm.
         schedule: Who trains when.
-        buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         clients: What clients keep between their rounds.
         seed: The run's seed.
         versions: The older versions that clients in flight started from. Default: in memory.
@@ -91,7 +91,7 @@ class Federation:
         data: FederatedData,
         aggregator: Aggregator,
         schedule: Schedule,
-        buffers: Buffers,
+        batchnorm: BatchNorm,
         clients: ClientStore,
         seed: int,
         versions: VersionStore | None = None,
@@ -117,12 +117,12 @@ class Federation:
 
         self._resident = model
         whole = clone(model.state_dict())
-        shared, private, frozen = entries_of(model, aggregator, buffers)
+        shared, private, frozen = entries_of(model, aggregator, batchnorm)
         self.state = {name: whole[name] for name in shared}
         # Entries that predictions do not read leave the model the same for all clients.
         self.personal = any(not matches(name, training_only(model)) for name in private)
         self.frozen = frozen
-        is_reset = buffers == "reset"
+        is_reset = batchnorm == "reset"
         self._reset = [name for name in buffer_names(model) if is_reset and name in self.state]
         self.initial = {name: whole[name] for name in (*private, *frozen, *buffer_names(model))}
         sizes = data.train_index.lengths().tolist()

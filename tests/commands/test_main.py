@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from flsuite import __version__
+from flsuite.commands.fit import build
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
@@ -190,6 +191,23 @@ def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+def test_the_older_name_of_batchnorm_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = yaml.safe_load(Path(QUICKSTART).read_text())
+    config["trainer"]["buffers"] = "reset"
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(config))
+    for args, value in (
+        (["--config", QUICKSTART], "average"),
+        (["--config", "old.yaml"], "reset"),
+        (["--config", "old.yaml", "--trainer.buffers", "local"], "local"),
+    ):
+        caplog.clear()
+        assert build(args)[0].batchnorm == value
+        said = [line for line in caplog.messages if "older name of trainer.batchnorm" in line]
+        assert len(said) == (value != "average")
+
+
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["flsuite", "--version"])
     runpy.run_module("flsuite", run_name="__main__")
@@ -308,8 +326,8 @@ BAD_ARGUMENTS = {
         "trainer.schedule.participation: expected Annotated[int | float, a share above 0",
     ),
     "not_a_choice": (
-        ("--trainer.buffers", "mean"),
-        "trainer.buffers: expected Literal['average', 'local', 'reset'], got 'mean'",
+        ("--trainer.batchnorm", "mean"),
+        "trainer.batchnorm: expected Literal['average', 'local', 'reset'], got 'mean'",
     ),
     "unknown_class": (("--trainer.aggregator", "FedAvgg"), "did you mean FedAvg?"),
     "unknown_model": (("--model", "Klassifier"), "did you mean Classifier?"),

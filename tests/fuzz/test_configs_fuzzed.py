@@ -107,6 +107,7 @@ KEYS = [
     "trainer.max_virtual_seconds",
     "trainer.max_client_updates",
     "trainer.score_clients",
+    "trainer.batchnorm",
     "trainer.buffers",
     "trainer.keep_optimizers",
     "trainer.lr_decay",
