@@ -32,6 +32,7 @@ __all__ = [
     "at_most",
     "check_arguments",
     "check_init",
+    "renamed",
 ]
 
 
@@ -73,6 +74,7 @@ Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
 Threads = Annotated[int, at_least(1), at_most(4096)]  # torch refuses what no machine has
 
 
+_RENAMED = {"buffers": "batchnorm"}  # older names of arguments of the trainer
 _WORDS = {bool: "true or false", str: "text", tuple: "a list", list: "a list", Sequence: "a list"}
 
 
@@ -115,6 +117,11 @@ def check_init(obj: Any, cls: type | None = None) -> None:
     """
     hints = _hints_of_init(type(obj).__mro__ if cls is None else (cls,))
     _check(obj, {name: hint for name, hint in hints.items() if hasattr(obj, name)})
+
+
+def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run, which may be older, under their present names."""
+    return {_RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 def _check(obj: Any, hints: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 __all__ = [
     "FederationError",
@@ -9,6 +10,7 @@ __all__ = [
     "one_line",
     "require_at_least",
     "require_below_one",
+    "require_extra",
     "require_instance",
     "require_one_of",
     "require_positive",
@@ -102,3 +104,18 @@ def require_instance(owner: str, kind: type, **values: object) -> None:
         if not isinstance(value, kind):
             what = f"{kind.__module__}.{kind.__qualname__}"
             raise FlsuiteError(f"{owner}: {name} must be a {what}, got {type(value).__name__}")
+
+
+def require_extra(owner: str, packages: tuple[str, ...], extra: str) -> None:
+    """Refuse what needs a package that is not installed.
+
+    Args:
+        owner: What needs it.
+        packages: Packages of which one is enough.
+        extra: The extra of flsuite that installs one of them.
+
+    Raises:
+        FlsuiteError: If there is none of them.
+    """
+    if not any(find_spec(package) for package in packages):
+        raise FlsuiteError(f"{owner} needs {packages[0]}: pip install 'flsuite[{extra}]'")

@@ -1,5 +1,6 @@
 """The federated trainer: a Lightning Trainer whose fit is rounds of per-client fits."""
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from flsuite.aggregators.transforms import Transform
 from flsuite.attacks import Attack
 from flsuite.attacks.compose import with_attack
 from flsuite.callbacks.defaults import moved_into, with_defaults
-from flsuite.client.entries import Buffers
+from flsuite.client.entries import BatchNorm
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
 from flsuite.client.setup import WorkerSetup, client_arguments, fit_samples
@@ -39,6 +40,8 @@ from flsuite.server.evaluation import GLOBAL, Split
 from flsuite.server.federation import Federation
 
 __all__ = ["FederatedTrainer"]
+
+log = logging.getLogger("flsuite")
 
 
 class FederatedTrainer(Trainer):
@@ -65,7 +68,7 @@ class FederatedTrainer(Trainer):
         max_client_updates: Limit of aggregated client updates, for comparisons at equal work.
         score_clients: Clients that are scored one by one, always the first ones, so that rounds can
             be compared. The last round scores all of up to 10,000, as ``all_clients/...``.
-        buffers: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
+        batchnorm: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
         keep_optimizers: Whether a client keeps the state of its optimizers between its rounds.
         lr_decay: How the clients' learning rates fall from round to round. Default: not at all.
         channels_last: Whether images and convolutions use this memory format, which is faster.
@@ -76,6 +79,7 @@ class FederatedTrainer(Trainer):
             for training, so that aggregators are compared on the same ones.
         enable_checkpointing: Whether to write the run's folder. ``False`` leaves nothing on disk.
         enable_progress_bar: Whether to show the federation's progress and the final table.
+        buffers: The older name of ``batchnorm``, which it replaces if it is given.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class FederatedTrainer(Trainer):
         max_virtual_seconds: float | None = None,
         max_client_updates: int | None = None,
         score_clients: int = 100,
-        buffers: Buffers = "average",
+        batchnorm: BatchNorm = "average",
         keep_optimizers: bool = False,
         lr_decay: LRDecay | None = None,
         channels_last: bool = True,
@@ -105,10 +109,14 @@ class FederatedTrainer(Trainer):
         callbacks: list[Callback] | Callback | None = None,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
+        buffers: BatchNorm | None = None,
         **kwargs: Any,
     ) -> None:
         budget = Budget.of(rounds, max_virtual_seconds, max_client_updates)
-        require_one_of("trainer", get_args(Buffers), buffers=buffers)
+        if buffers is not None:
+            log.warning("trainer.buffers is the older name of trainer.batchnorm; use that")
+            batchnorm = buffers
+        require_one_of("trainer", get_args(BatchNorm), batchnorm=batchnorm)
         self.client_kwargs = client_arguments({**kwargs, "max_epochs": max_epochs})
         kwargs["default_root_dir"] = kwargs.get("default_root_dir") or run_dir
         self._logs_into_run = logger is True and kwargs["default_root_dir"] is None
@@ -130,7 +138,7 @@ class FederatedTrainer(Trainer):
         self.compression, self.secure_sum, self.attack = compression, secure_sum, attack
         self.keep_optimizers, self.channels_last = keep_optimizers, channels_last
         self.run_dir, self.writes = Path(run_dir) if run_dir else None, enable_checkpointing
-        self.buffers, self.keep_updates, self.from_updates = buffers, keep_updates, from_updates
+        self.batchnorm, self.keep_updates, self.from_updates = batchnorm, keep_updates, from_updates
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
             budget,
@@ -255,7 +263,7 @@ class FederatedTrainer(Trainer):
         algorithm = Algorithm(
             with_attack(aggregator, self.attack),
             self.schedule,
-            self.buffers,
+            self.batchnorm,
             self.secure_sum,
             options.lr_decay,
             samples,
@@ -284,7 +292,7 @@ class FederatedTrainer(Trainer):
             seed=run.options.seed,
             initial=federation.initial,
             trainer_kwargs=self.client_kwargs,
-            buffers=self.buffers,
+            batchnorm=self.batchnorm,
             keep_optimizers=self.keep_optimizers,
             channels_last=self.channels_last,
             lr_decay=self.options.lr_decay,

@@ -134,7 +134,7 @@ def test_fedasync_with_weight_one_takes_the_clients_model() -> None:
 )
 @pytest.mark.parametrize("buffers", ["average", "local"])
 def test_every_engine_gives_the_same_run(make: Callable[[], Aggregator], buffers: Any) -> None:
-    settings: dict[str, Any] = {"buffers": buffers, "keep_optimizers": True}
+    settings: dict[str, Any] = {"batchnorm": buffers, "keep_optimizers": True}
     here = fitted(make(), stragglers(), **settings)
     there = fitted(make(), stragglers(), engine=Processes(workers=3), **settings)
     assert_same_models(here, there)
@@ -215,7 +215,7 @@ def test_reset_statistics_take_the_mean_of_the_clients() -> None:
             torch.testing.assert_close(run.federation.state["network.1.running_mean"], mean)
 
     aggregator = FedBuff("delta", staleness="constant")
-    fitted(aggregator, stragglers(), rounds=8, buffers="reset", callbacks=[Mean()])
+    fitted(aggregator, stragglers(), rounds=8, batchnorm="reset", callbacks=[Mean()])
 
 
 def test_bad_clients_do_not_stop_the_others() -> None:

@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "flsuite"
 LAYERS = (  # from the top to the ground floor; a file imports its own layer and those below
     ("commands", "flower", "__main__"),
+    ("publish", "studies"),
     ("sweeps",),
     ("trainer",),
     ("callbacks",),
@@ -29,15 +30,21 @@ LAYERS = (  # from the top to the ground floor; a file imports its own layer and
     ("errors",),
 )
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}
-FLOOR_FILES = (
-    "lightning_internals",
-    "messages",
-    "state",
-    "arguments",
-    "random",
-    "files",
-    "errors",
+CORE = (  # what a reader of the federation needs; the rest stands on it
+    "trainer",
+    "runs",
+    "server",
+    "schedules",
+    "engines",
+    "client",
+    "exchange",
+    "attacks",
+    "aggregators",
+    "metrics",
+    "models",
+    "data",
 )
+AROUND = {"commands", "publish", "studies", "sweeps", "flower"}
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
 
@@ -57,6 +64,15 @@ def test_a_file_imports_its_own_layer_and_those_below(path: Path) -> None:
     own = path.relative_to(PACKAGE).with_suffix("").parts[0]
     above = {name for name in imports(path) if FLOOR[name.split(".")[1]] > FLOOR[own]}
     assert not above
+
+
+@pytest.mark.parametrize("package", [*CORE, "callbacks"])
+def test_the_core_stands_without_what_is_around_it(package: str) -> None:
+    """Callbacks may draw a picture of a run that goes on. Nothing else of the core does."""
+    around = AROUND if package == "callbacks" else AROUND | {"analysis"}
+    own = [path for path in FILES if path.relative_to(PACKAGE).with_suffix("").parts[0] == package]
+    used = {name.split(".")[1] for path in own for name in imports(path)}
+    assert own and not used & around
 
 
 def test_no_circles() -> None:

@@ -31,7 +31,7 @@ CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
         (["--trainer.max_steps", "0"], "max_steps must be at least 1, got 0"),
         (["--trainer.max_steps", "-5"], "max_steps must be at least 1, got -5"),
         (["--trainer.gradient_clip_val", "-1"], "gradient_clip_val must be at least 0, got -1"),
-        (["--trainer.buffers", "mean"], "buffers"),
+        (["--trainer.batchnorm", "mean"], "batchnorm"),
         (["--trainer.score_clients", "0"], "score_clients must be at least 1"),
         (["--model.optimizer.lr", "-1"], "client 0 failed before its first step.*Invalid learning"),
         (["--trainer.engine", "Processes", "--model.optimizer.lr", "-1"], "Invalid learning rate"),

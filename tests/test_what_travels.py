@@ -158,7 +158,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "quantized": {"compression": Quantize()},
     "secure aggregation": {"secure_sum": PairwiseMasks()},
     "SCAFFOLD": {"aggregator": SCAFFOLD()},
-    "local buffers": {"buffers": "local"},
+    "local buffers": {"batchnorm": "local"},
 }
 
 

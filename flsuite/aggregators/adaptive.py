@@ -9,10 +9,11 @@ or ``beta1``. The adaptive methods divide by the size of recent changes, so that
 changes share cancels from the step: with long delays, lower ``lr``.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.server_optimizers import AdaptiveAdagrad, AdaptiveAdam, AdaptiveYogi
@@ -35,6 +36,44 @@ class FedAvgM(FedAvg):
         super().__init__(server_optimizer=partial(SGD, lr=lr, momentum=momentum), **parts)
 
 
+class _FedOpt(FedAvg):
+    """FedAvg with one of the adaptive optimizers on the server.
+
+    Args:
+        lr: The server's learning rate, eta.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
+        parts: As for FedAvg.
+    """
+
+    _step: ClassVar[Callable[..., Optimizer]]
+
+    def __init__(
+        self,
+        lr: PositiveFloat = 0.1,
+        beta1: BelowOne = 0.9,
+        beta2: BelowOne = 0.99,
+        tau: PositiveFloat = 1e-3,
+        **parts: Any,
+    ) -> None:
+        self.lr, self.beta1, self.beta2, self.tau = lr, beta1, beta2, tau
+        step = partial(type(self)._step, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
+        super().__init__(server_optimizer=step, **parts)
+
+
+class FedAdam(_FedOpt):
+    """:class:`~flsuite.aggregators.AdaptiveAdam` on the server, with a decaying mean of ``D^2``."""
+
+    _step = AdaptiveAdam
+
+
+class FedYogi(_FedOpt):
+    """:class:`~flsuite.aggregators.AdaptiveYogi` on the server."""
+
+    _step = AdaptiveYogi
+
+
 class FedAdagrad(FedAvg):
     """:class:`~flsuite.aggregators.AdaptiveAdagrad` on the server, ``v <- v + D^2``.
 
@@ -54,52 +93,4 @@ class FedAdagrad(FedAvg):
     ) -> None:
         self.lr, self.beta1, self.tau = lr, beta1, tau
         step = partial(AdaptiveAdagrad, lr=lr, beta1=beta1, tau=tau)
-        super().__init__(server_optimizer=step, **parts)
-
-
-class FedAdam(FedAvg):
-    """:class:`~flsuite.aggregators.AdaptiveAdam` on the server, with a decaying mean of ``D^2``.
-
-    Args:
-        lr: The server's learning rate, eta.
-        beta1: Decay of the first moment, in [0, 1).
-        beta2: Decay of the second moment, in [0, 1).
-        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
-        parts: As for FedAvg.
-    """
-
-    def __init__(
-        self,
-        lr: PositiveFloat = 0.1,
-        beta1: BelowOne = 0.9,
-        beta2: BelowOne = 0.99,
-        tau: PositiveFloat = 1e-3,
-        **parts: Any,
-    ) -> None:
-        self.lr, self.beta1, self.beta2, self.tau = lr, beta1, beta2, tau
-        step = partial(AdaptiveAdam, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
-        super().__init__(server_optimizer=step, **parts)
-
-
-class FedYogi(FedAvg):
-    """:class:`~flsuite.aggregators.AdaptiveYogi` on the server.
-
-    Args:
-        lr: The server's learning rate, eta.
-        beta1: Decay of the first moment, in [0, 1).
-        beta2: Decay of the second moment, in [0, 1).
-        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
-        parts: As for FedAvg.
-    """
-
-    def __init__(
-        self,
-        lr: PositiveFloat = 0.1,
-        beta1: BelowOne = 0.9,
-        beta2: BelowOne = 0.99,
-        tau: PositiveFloat = 1e-3,
-        **parts: Any,
-    ) -> None:
-        self.lr, self.beta1, self.beta2, self.tau = lr, beta1, beta2, tau
-        step = partial(AdaptiveYogi, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
         super().__init__(server_optimizer=step, **parts)

@@ -12,22 +12,21 @@ With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and stale
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any, ClassVar, final
 
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.chain import Chain
-from flsuite.aggregators.cohort import sum_by_parts
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Named, Part, Server, Statistic
-from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
+from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule, sum_by_parts
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped
-from flsuite.aggregators.staleness import rebased
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.arguments import check_init
 from flsuite.errors import FlsuiteError, require_instance
@@ -98,6 +97,16 @@ class Aggregator:
         """Return the name of the algorithm: that of its preset, or else of its rule."""
         return Named("", self.rule).name if type(self) is Aggregator else type(self).__name__
 
+    def described(self) -> dict[str, Any]:
+        """Return the arguments that a config can set, as a run's settings have them.
+
+        A part that follows from them is not one of them. A preset that passes on another value than
+        it was given keeps the given one with an underscore before its name.
+        """
+        cls: Any = type(self)
+        names = (name for name in _settable(cls) if hasattr(self, name))
+        return {name: vars(self).get(f"_{name}", getattr(self, name)) for name in names}
+
     def with_parts(self, **parts: Any) -> "Aggregator":
         """Return a copy with other parts, by their names."""
         new = copy.copy(self)
@@ -160,7 +169,7 @@ class Aggregator:
     def broadcast(self, server: Server) -> dict[str, Any]:
         """Return what every client of the round receives beside the model, by part."""
         sent = {"objective": self.objective.broadcast(server.of("objective"))}
-        for name, part in self._transforms().items():
+        for name, part in self._placed().items():
             sent[name] = part.broadcast(server.of(name))
         return {name: content for name, content in sent.items() if content}
 
@@ -178,19 +187,16 @@ class Aggregator:
         Raises:
             FederationError: If there are too few updates for the rule.
         """
-        sums, seen = Sums(), list[ClientUpdate]()
         if isinstance(self.rule, LinearRule):
-            rebasing = (rebased(update, server) for update in updates)
-            own = self.rule.statistics(server.layout, server.state)
-            single = [name for name, statistic in own.items() if not statistic.is_sum]
             contribution = partial(self.contribution, summed=summed, layout=server.layout)
-            sum_by_parts(sums, rebasing, contribution, single, seen)
-            return self.aggregate_sums(server, sums.values, seen)
+            sums, seen = sum_by_parts(self.rule, server, updates, contribution)
+            return self.aggregate_sums(server, sums, seen)
+
+        total = Sums()
 
         def passing() -> Iterator[ClientUpdate]:
             for update in updates:
-                sums.add(self.contribution(update, summed, server.layout))
-                seen.append(update.without_tensors())
+                total.add(self.contribution(update, summed, server.layout))
                 yield update
 
         rule = self.rule
@@ -200,7 +206,7 @@ class Aggregator:
         model = server.state
         if first:
             model = rule.combine(server.of("rule"), _chained(first, arriving))
-        return self._concluded(server, model, sums.values)
+        return self._concluded(server, model, total.values)
 
     @final
     def aggregate_sums(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
@@ -221,17 +227,23 @@ class Aggregator:
         count, statistics = round(sums.get("count", 0)), sums.get("statistics", {})
         means = divided(statistics, sums["weight"]) if count and sums["weight"] > 0 else {}
         self.objective.conclude(server.of("objective"), means, count)
-        for name, part in self._transforms().items():
+        for name, part in self._placed().items():
             model = part.on_aggregate(server.of(name), model, statistics, count)
         if self.server_optimizer is None:
             return cast(model, server.state)
         return stepped(self.server_optimizer, server.of("server_optimizer"), model)
 
-    def _transforms(self) -> dict[str, Transform]:
+    def _placed(self) -> dict[str, Transform]:
         return {f"transforms/{place}": part for place, part in enumerate(self.transforms)}
 
     def _by_name(self) -> dict[str, Part]:
-        return {"rule": self.rule, "objective": self.objective, **self._transforms()}
+        return {"rule": self.rule, "objective": self.objective, **self._placed()}
+
+
+@cache
+def _settable(cls: type) -> list[str]:
+    """Return the names of the arguments that a class takes from a config."""
+    return ArgumentParser().add_class_arguments(cls, fail_untyped=False)
 
 
 def _chained(first: list[ClientUpdate], others: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:

@@ -53,6 +53,6 @@ class DPFedAvg(Aggregator):
             "count_noise": count_noise,
             "secure_rng": secure_rng,
         }
-        vars(self).update(own)
-        transforms = [*(transforms or ()), GaussianMechanism(**own)]
-        super().__init__(rule=Mean("uniform"), transforms=transforms, **parts)
+        vars(self).update(own, _transforms=transforms or [])
+        mechanism = GaussianMechanism(**own)
+        super().__init__(rule=Mean("uniform"), transforms=[*(transforms or ()), mechanism], **parts)

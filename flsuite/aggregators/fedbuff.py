@@ -21,7 +21,7 @@ class FedBuff(Aggregator):
     The schedule holds the buffer. If all clients started from the same version, ``delta`` without
     damping and with ``eta`` 1 is FedAvg, bit for bit. In ``delta`` BatchNorm statistics can
     overshoot if many clients train at a time: each of them brings the full change of the same
-    statistics. ``mix``, or ``trainer.buffers: local``, avoids that.
+    statistics. ``mix``, or ``trainer.batchnorm: local``, avoids that.
 
     Args:
         mode: ``delta`` is the paper's rule, the :class:`~flsuite.aggregators.Mean` of the clients'
@@ -49,7 +49,7 @@ class FedBuff(Aggregator):
         **parts: Any,
     ) -> None:
         self.mode, self.eta, self.staleness = mode, eta, staleness
-        self.weighting, self.normalize = weighting, normalize
+        self.weighting, self.normalize, self._rule = weighting, normalize, rule
         check_init(self)  # before a rule, which calls eta its rate
         if rule is None and mode == "mix":
             rate = 0.5 if eta is None else eta

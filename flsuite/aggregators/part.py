@@ -31,9 +31,10 @@ Capability = Literal[
 """Something that one part of a run needs and that another part may withhold."""
 
 _REMEDIES: Mapping[str, str] = {
+    "clients": "set trainer.aggregator to FedAvg",
     "current models": "set trainer.schedule to Synchronous, or trainer.aggregator to FedBuff",
     "a cohort of known size": "set trainer.schedule.sampling to uniform",
-    "parameters alone": "set trainer.buffers to local, or take a model with GroupNorm",
+    "parameters alone": "set trainer.batchnorm to local, or take a model with GroupNorm",
     "rounded matrices": "set trainer.compression to LowRank",
     "matrices": "set trainer.compression to Quantize",
     "shared parameters": "change model.private",

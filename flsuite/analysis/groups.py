@@ -13,6 +13,7 @@ import yaml
 from flsuite.analysis.axes import aligned, require_axis
 from flsuite.analysis.labels import Flat, Variation, flatten, label_of, method_of, partition_of
 from flsuite.analysis.runs import curve, is_metrics, read_metrics
+from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
 
 __all__ = ["Group", "experiment_hash", "find_runs", "group_runs", "read_yaml"]
@@ -186,7 +187,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise FlsuiteError(f"{path} is not valid YAML ({one_line(error)})") from error
     if not isinstance(content, dict) or not _is_seed(content.get("seed")):
         raise FlsuiteError(f"{path} does not hold the settings of a run; leave the folder out")
-    return content
+    return renamed(content)
 
 
 def _is_seed(value: object) -> bool:

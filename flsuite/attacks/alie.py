@@ -1,9 +1,10 @@
 """A little is enough: attackers hide within the spread of honest updates."""
 
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
-from flsuite.arguments import NonNegativeFloat, Share
+from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.collusion import Collusion
 from flsuite.state import State, add
 
@@ -14,6 +15,7 @@ _MOST = (
 )
 
 
+@dataclass(eq=False)
 class ALittleIsEnough(Collusion):
     """Attackers move the mean as far as the spread of the updates hides it (Baruch et al. 2019).
 
@@ -29,16 +31,8 @@ class ALittleIsEnough(Collusion):
         knows: ``attackers``, as in the paper, or ``all``: the moments are those of all clients.
     """
 
-    def __init__(
-        self,
-        clients: list[int] | None = None,
-        fraction: Share | None = None,
-        z: NonNegativeFloat | None = None,
-        knows: Literal["attackers", "all"] = "attackers",
-    ) -> None:
-        self.z = z
-        self.knows = knows
-        super().__init__(clients, fraction)
+    z: NonNegativeFloat | None = None
+    knows: Literal["attackers", "all"] = "attackers"
 
     def line(self, clients: int) -> str:
         line, attackers = super().line(clients), len(self.attackers)

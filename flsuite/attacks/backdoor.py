@@ -1,5 +1,6 @@
 """A backdoor: images with a small pattern are taken for one class."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from flsuite.state import State
 __all__ = ["PixelBackdoor"]
 
 
+@dataclass(eq=False)
 class PixelBackdoor(Attack):
     """Attackers train on images with a pattern as one class (Gu et al. 2017, BadNets).
 
@@ -39,19 +41,11 @@ class PixelBackdoor(Attack):
         boost: Factor of the attackers' changes, see :class:`~flsuite.attacks.ScaledUpdate`.
     """
 
-    def __init__(
-        self,
-        clients: list[int] | None = None,
-        fraction: Share | None = None,
-        target: NonNegativeInt = 0,
-        size: PositiveInt = 3,
-        value: Share = 1.0,
-        share: Share = 0.5,
-        boost: NonNegativeFloat = 1.0,
-    ) -> None:
-        self.target, self.size, self.value = target, size, value
-        self.share, self.boost = share, boost
-        super().__init__(clients, fraction)
+    target: NonNegativeInt = 0
+    size: PositiveInt = 3
+    value: Share = 1.0
+    share: Share = 0.5
+    boost: NonNegativeFloat = 1.0
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         x, y = self._pair(batch)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ class Trial(NamedTuple):
     hits: Callable[[Tensor], Tensor]
 
 
+@dataclass(init=False, eq=False)
 class Attack(ABC):
     """What the attackers among the clients do.
 
@@ -64,8 +65,7 @@ class Attack(ABC):
     :class:`~flsuite.attacks.Collusion`. Honest clients draw the same random numbers with and
     without attackers, and evaluation data is never changed.
 
-    A subclass takes its parameters in ``__init__`` and keeps each under its own name, before it
-    calls this one, which checks them by their annotations.
+    A subclass is a dataclass with fields of its own, which are checked by their annotations.
 
     Args:
         clients: Numbers of the attackers. They may be none.
@@ -80,16 +80,20 @@ class Attack(ABC):
         FlsuiteError: If both or neither are given, or the fraction is outside [0, 1].
     """
 
-    attackers: tuple[int, ...] = ()
-    _members: frozenset[int] = frozenset()
+    clients: list[int] | None = None
+    fraction: Share | None = None
+    attackers: tuple[int, ...] = field(default=(), init=False)
+    _members: frozenset[int] = field(default=frozenset(), init=False)
 
     @abstractmethod
     def __init__(self, clients: list[int] | None = None, fraction: Share | None = None) -> None:
-        self.clients = clients
-        self.fraction = fraction
+        self.clients, self.fraction = clients, fraction
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
         check_init(self)
         owner = type(self).__name__
-        if (clients is None) == (fraction is None):
+        if (self.clients is None) == (self.fraction is None):
             raise FlsuiteError(
                 f"{owner}: give either clients, such as [0, 3], or fraction, such as 0.2"
             )

@@ -1,21 +1,17 @@
 """An algorithm under attack: transforms of the attackers' updates, or a rule that replaces them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-
-from lightning.pytorch import Callback
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.cohort import sum_by_parts
-from flsuite.aggregators.part import Capability, Named, Server, Statistic
-from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
+from flsuite.aggregators.part import Named, Server
+from flsuite.aggregators.rules.base import Rule, RuleAround
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.attacks.base import Attack, Attacker
 from flsuite.attacks.collusion import Collusion, collude
-from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.messages import ClientUpdate
 from flsuite.random import torch_generator
-from flsuite.state import State, StateLayout, Sums, add, difference, wide
+from flsuite.state import State, add, difference, wide
 
 __all__ = ["with_attack"]
 
@@ -70,7 +66,7 @@ class _Altering(Transform):
 
 
 @dataclass(frozen=True)
-class _Colluding(CohortRule):
+class _Colluding(RuleAround):
     """A rule that sees the updates of a round with those of attackers replaced.
 
     Args:
@@ -83,43 +79,13 @@ class _Colluding(CohortRule):
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         names = [name for name in server.layout.parameters if name in server.state]
-        handed = collude(self.attack, server.state, names, updates)
-        rule = self.rule
-        if isinstance(rule, CohortRule):
-            return rule.combine(server, handed)
-        assert isinstance(rule, LinearRule)
-        sums, seen = Sums(), list[ClientUpdate]()
-        statistics = rule.statistics(server.layout, server.state)
-        single = [name for name, statistic in statistics.items() if not statistic.is_sum]
-        sum_by_parts(sums, handed, partial(rule.terms, layout=server.layout), single, seen)
-        return rule.result(server, sums.values, seen)
+        return self.of_inner(server, collude(self.attack, server.state, names, updates))
 
-    # All else is the rule's.
+    @property
+    def inner(self) -> Rule:
+        return self.rule
 
     @property
     def name(self) -> str:
         """Return the name of the rule."""
         return type(self.rule).__name__
-
-    @property
-    def needs(self) -> frozenset[Capability]:  # type: ignore[override]
-        return self.rule.needs
-
-    @property
-    def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
-        return self.rule.withholds
-
-    def prepare(self, server: Server) -> None:
-        self.rule.prepare(server)
-
-    def too_few(self, updates: int) -> str | None:
-        return self.rule.too_few(updates) if isinstance(self.rule, CohortRule) else None
-
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return self.rule.callbacks(client)
-
-    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        return self.rule.statistics(layout, state)
-
-    def weight(self, update: ClientUpdate) -> float:
-        return self.rule.weight(update)

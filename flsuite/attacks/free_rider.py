@@ -1,6 +1,8 @@
 """Free riders: clients that send what they have not learned."""
 
-from flsuite.arguments import NonNegativeFloat, Share
+from dataclasses import dataclass
+
+from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.base import Attack, Attacker
 from flsuite.attacks.noise import noisy
 from flsuite.state import State, add, difference
@@ -8,6 +10,7 @@ from flsuite.state import State, add, difference
 __all__ = ["FreeRider"]
 
 
+@dataclass(eq=False)
 class FreeRider(Attack):
     """Attackers return the model that they have received (Lin et al. 2019; Fraboni et al. 2021).
 
@@ -24,16 +27,8 @@ class FreeRider(Attack):
         noise: Standard deviation of Gaussian noise on every parameter, as a disguise.
     """
 
-    def __init__(
-        self,
-        clients: list[int] | None = None,
-        fraction: Share | None = None,
-        last_change: bool = False,
-        noise: NonNegativeFloat = 0.0,
-    ) -> None:
-        self.last_change = last_change
-        self.noise = noise
-        super().__init__(clients, fraction)
+    last_change: bool = False
+    noise: NonNegativeFloat = 0.0
 
     def alter(self, trained: State, received: State, attacker: Attacker) -> State:
         sent = received

@@ -1,14 +1,16 @@
 """Inner-product manipulation: attackers turn the mean against the honest direction."""
 
+from dataclasses import dataclass
 from typing import Literal
 
-from flsuite.arguments import NonNegativeFloat, Share
+from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.collusion import Collusion
 from flsuite.state import State
 
 __all__ = ["InnerProduct"]
 
 
+@dataclass(eq=False)
 class InnerProduct(Collusion):
     """Attackers send the honest mean with the opposite sign (Xie et al. 2020, "Fall of empires").
 
@@ -25,16 +27,8 @@ class InnerProduct(Collusion):
             trained honestly.
     """
 
-    def __init__(
-        self,
-        clients: list[int] | None = None,
-        fraction: Share | None = None,
-        epsilon: NonNegativeFloat = 0.5,
-        knows: Literal["honest", "attackers"] = "honest",
-    ) -> None:
-        self.epsilon = epsilon
-        self.knows = knows
-        super().__init__(clients, fraction)
+    epsilon: NonNegativeFloat = 0.5
+    knows: Literal["honest", "attackers"] = "honest"
 
     def conspire(self, mean: State, std: State, clients: int, attackers: int) -> State:
         return {name: value.mul(-self.epsilon) for name, value in mean.items()}

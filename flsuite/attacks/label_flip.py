@@ -1,11 +1,11 @@
 """Label flipping: attackers train on false classes."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flsuite.arguments import Share
 from flsuite.attacks.base import Attack
 from flsuite.attacks.labelled import labelled, require_classes, with_parts
 from flsuite.data.federated import FederatedData
@@ -14,6 +14,7 @@ from flsuite.errors import FlsuiteError
 __all__ = ["LabelFlip"]
 
 
+@dataclass(eq=False)
 class LabelFlip(Attack):
     """Attackers train on wrong classes (Tolpegin et al. 2020; ``C - 1 - c``: Fang et al. 2020).
 
@@ -27,14 +28,7 @@ class LabelFlip(Attack):
             becomes ``C - 1 - c``.
     """
 
-    def __init__(
-        self,
-        clients: list[int] | None = None,
-        fraction: Share | None = None,
-        pairs: dict[int, int] | None = None,
-    ) -> None:
-        self.pairs = pairs
-        super().__init__(clients, fraction)
+    pairs: dict[int, int] | None = None
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         x, y = labelled(type(self).__name__, batch)

@@ -1,14 +1,17 @@
 """Gaussian noise: attackers send random parameters around their own."""
 
+from dataclasses import dataclass
+
 import torch
 
-from flsuite.arguments import NonNegativeFloat, Share
+from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.base import Attack, Attacker
 from flsuite.state import State
 
 __all__ = ["GaussianNoise", "noisy"]
 
 
+@dataclass(eq=False)
 class GaussianNoise(Attack):
     """Attackers add noise to every parameter that they send (Blanchard et al. 2017).
 
@@ -18,14 +21,7 @@ class GaussianNoise(Attack):
         std: Standard deviation of the noise, in the unit of the parameters. 0 is an honest update.
     """
 
-    def __init__(
-        self,
-        clients: list[int] | None = None,
-        fraction: Share | None = None,
-        std: NonNegativeFloat = 1.0,
-    ) -> None:
-        self.std = std
-        super().__init__(clients, fraction)
+    std: NonNegativeFloat = 1.0
 
     def alter(self, trained: State, received: State, attacker: Attacker) -> State:
         return noisy(trained, self.std, attacker.generator)

@@ -1,12 +1,15 @@
 """Scaled updates: an attacker puts its own model in the place of the mean."""
 
-from flsuite.arguments import NonNegativeFloat, Share
+from dataclasses import dataclass
+
+from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.base import Attack, Attacker
 from flsuite.state import State, add, difference
 
 __all__ = ["ScaledUpdate", "boosted"]
 
 
+@dataclass(eq=False)
 class ScaledUpdate(Attack):
     """Attackers scale their change (Bagdasaryan et al. 2020, "How to backdoor federated learning").
 
@@ -20,14 +23,7 @@ class ScaledUpdate(Attack):
         boost: Factor of the change. 1 is an honest update.
     """
 
-    def __init__(
-        self,
-        clients: list[int] | None = None,
-        fraction: Share | None = None,
-        boost: NonNegativeFloat = 10.0,
-    ) -> None:
-        self.boost = boost
-        super().__init__(clients, fraction)
+    boost: NonNegativeFloat = 10.0
 
     def alter(self, trained: State, received: State, attacker: Attacker) -> State:
         return boosted(trained, received, self.boost)

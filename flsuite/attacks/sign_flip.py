@@ -1,12 +1,15 @@
 """Sign flipping: attackers undo what they have learned."""
 
-from flsuite.arguments import NonNegativeFloat, Share
+from dataclasses import dataclass
+
+from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.base import Attack, Attacker
 from flsuite.state import State, add, difference
 
 __all__ = ["SignFlip"]
 
 
+@dataclass(eq=False)
 class SignFlip(Attack):
     """Attackers send their change with the opposite sign (Li et al. 2019, RSA).
 
@@ -18,14 +21,7 @@ class SignFlip(Attack):
         scale: Factor of the change.
     """
 
-    def __init__(
-        self,
-        clients: list[int] | None = None,
-        fraction: Share | None = None,
-        scale: NonNegativeFloat = 1.0,
-    ) -> None:
-        self.scale = scale
-        super().__init__(clients, fraction)
+    scale: NonNegativeFloat = 1.0
 
     def alter(self, trained: State, received: State, attacker: Attacker) -> State:
         return add(received, difference(trained, received), -self.scale)

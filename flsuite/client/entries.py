@@ -10,9 +10,9 @@ from flsuite.models.layers import read_chain, read_layers
 from flsuite.models.traits import frozen_entries, own_entries, parameter_groups, training_only
 from flsuite.state import StateLayout, matches
 
-__all__ = ["Buffers", "Entries", "entries_of", "layout_of"]
+__all__ = ["BatchNorm", "Entries", "entries_of", "layout_of"]
 
-Buffers = Literal["average", "local", "reset"]
+BatchNorm = Literal["average", "local", "reset"]
 
 
 class Entries(NamedTuple):
@@ -36,8 +36,8 @@ class Entries(NamedTuple):
     personal: tuple[str, ...]
 
 
-def entries_of(model: LightningModule, aggregator: Aggregator, buffers: Buffers) -> Entries:
-    """Return who has which entry, as the model, the algorithm and ``buffers`` say.
+def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchNorm) -> Entries:
+    """Return who has which entry, as the model, the algorithm and ``batchnorm`` say.
 
     An entry that the model itself calls private is so even if it is frozen: it may change by other
     means than gradients.
@@ -45,7 +45,7 @@ def entries_of(model: LightningModule, aggregator: Aggregator, buffers: Buffers)
     Args:
         model: The model.
         aggregator: The algorithm.
-        buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
     """
     names = list(model.state_dict())
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -55,7 +55,7 @@ def entries_of(model: LightningModule, aggregator: Aggregator, buffers: Buffers)
     own = own_entries(model)
     # The pooled fit is not a client, so there is nowhere to keep an entry.
     if not aggregator.pools:
-        private = {*own, *(unlearned if buffers == "local" else ())}
+        private = {*own, *(unlearned if batchnorm == "local" else ())}
         private |= {name for name in names if matches(name, aggregator.private)}
 
     # What nobody trains is not kept once per client, unless the model says that it is private.
@@ -68,7 +68,7 @@ def entries_of(model: LightningModule, aggregator: Aggregator, buffers: Buffers)
         private=kept,
         frozen=tuple(name for name in names if name in frozen),
         buffers=unlearned,
-        reset=unlearned if buffers == "reset" else (),
+        reset=unlearned if batchnorm == "reset" else (),
         personal=tuple(name for name in kept if not matches(name, training_only(model))),
     )
 

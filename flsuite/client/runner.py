@@ -63,7 +63,7 @@ class ClientRunner:
         self.model = setup.model
         if setup.channels_last:
             traits.to_channels_last(self.model)
-        self.entries = entries_of(setup.model, setup.aggregator, setup.buffers)
+        self.entries = entries_of(setup.model, setup.aggregator, setup.batchnorm)
         self._resident = Resident(self.model, self.entries.frozen)
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 from flsuite.aggregators import Aggregator
 from flsuite.aggregators.uplink import Uplink
 from flsuite.attacks import Attack
-from flsuite.client.entries import Buffers
+from flsuite.client.entries import BatchNorm
 from flsuite.client.loop import implements
 from flsuite.client.lr_decay import LRDecay
 from flsuite.data.federated import FederatedData
@@ -61,9 +61,9 @@ class WorkerSetup:
         initial: Entries for which a fit has no other value: private entries before a client's first
             fit, frozen parameters, and buffers.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
-        buffers: What happens to buffers such as BatchNorm statistics. With ``average`` they travel
-            and are averaged. With ``local`` they stay with the client. With ``reset`` they travel,
-            but every fit starts from the initial values.
+        batchnorm: What happens to BatchNorm statistics and other buffers. With ``average`` they
+            travel and are averaged. With ``local`` they stay with the client. With ``reset`` they
+            travel, but every fit starts from the initial values.
         keep_optimizers: Whether a client keeps the state of its optimizers from one of its rounds
             to the next.
         channels_last: Whether images and convolutions use that memory format.
@@ -80,7 +80,7 @@ class WorkerSetup:
     seed: int
     initial: State
     trainer_kwargs: dict[str, Any]
-    buffers: Buffers = "average"
+    batchnorm: BatchNorm = "average"
     keep_optimizers: bool = False
     channels_last: bool = True
     lr_decay: LRDecay | None = None

@@ -1,12 +1,11 @@
 """The loggers of a config: where they write, and the packages that they need."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import require_extra
 
-__all__ = ["complete_loggers", "require_extra"]
+__all__ = ["complete_loggers"]
 
 _NOWHERE = (None, "", ".", "./mlruns")  # defaults of Lightning's loggers
 # Class, packages of which one must be there, and the extra that installs it.
@@ -44,18 +43,3 @@ def complete_loggers(config: Any, run_dir: Path) -> None:
             arguments.tracking_uri = arguments.tracking_uri or f"sqlite:///{folder}/mlflow.db"
         elif is_open:
             arguments.save_dir = str(run_dir.resolve())
-
-
-def require_extra(owner: str, packages: tuple[str, ...], extra: str) -> None:
-    """Refuse what needs a package that is not installed.
-
-    Args:
-        owner: What needs it.
-        packages: Packages of which one is enough.
-        extra: The extra of flsuite that installs one of them.
-
-    Raises:
-        FlsuiteError: If there is none of them.
-    """
-    if not any(find_spec(package) for package in packages):
-        raise FlsuiteError(f"{owner} needs {packages[0]}: pip install 'flsuite[{extra}]'")

@@ -3,37 +3,40 @@
 import difflib
 import importlib
 import inspect
-import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
+from jsonargparse._typehints import get_all_subclass_paths, type_to_str
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
 __all__ = ["OneLineParser", "config_name", "plain_errors", "refuse_nulls"]
 
-_NOISE = re.compile(
-    r"(Does not validate|Subtypes:|Errors:|Given value|Got value|usage:"
-    r"|Expected a <class 'NoneType'>|Expected a path but)"
-)
-_ABSTRACT = re.compile(r"Expected an instantiatable class, but (flsuite[\w.]*)\.(\w+) is abstract")
-_OTHER_KIND = re.compile(r"Import path \S+ does not correspond to a subclass of")
-_REQUIRED = re.compile(r"the following arguments are required: (.+)")
-# A nested parser has said where already.
-_NESTED = re.compile(r"[\w.]+: (there is no |expected |set )")
-_OPTION = re.compile(r"Given value: NestedArg\(key='([^']+)'")  # given as --KEY.OPTION
-_KIND = re.compile(r"Expected a (?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.+)\])(?:\. Got|$)")
-_VALUE = re.compile(r"(?:Given|Got) value: (.*)")
-_NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
-_OWN = {
-    "LightningModule": ("flsuite.models", "ClientModel"),
-    "LightningDataModule": ("flsuite.data", "FederatedDataModule"),
-}
-_KEY = re.compile(r'Parser key "([^"]+)":?')
+_LONGEST = 400
+_NO_CLASS = "Expected a dot import path string: "
+
+
+class _RefusedError(FlsuiteError, ValueError):
+    """A value that a parser refuses. It is a ValueError, so that the parsers around add their keys.
+
+    Attributes:
+        key: Where the value is, from the parser's own keys on; empty if it is not one key's.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, reason: str, key: str = "") -> None:
+        super().__init__(f"{key}: {reason}" if key else reason)
+        self.key, self.reason = key, reason
+
+
+# Of the parsers of nested classes. The parser around tries every reading of a type, and its own
+# error leads to the first of them alone.
+_refused: deque[_RefusedError] = deque(maxlen=100)
 
 
 class OneLineParser(LightningArgumentParser):
@@ -51,18 +54,29 @@ class OneLineParser(LightningArgumentParser):
         return [*added, "save_dir"]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if found := re.search(r"unrecognized arguments: (\S+)", message):
-            raise FlsuiteError(f"unknown key {found[1]}{self._nearest(found[1])}") from ex
-        raise FlsuiteError(essence(message)) from ex
+        _refused.append(self._refusal(message, ex))
+        raise _refused[-1] from ex
 
-    def _nearest(self, option: str) -> str:
-        known = [
-            name
-            for action in self._actions
-            for name in action.option_strings
-            if name.startswith("--")
-        ]
-        return _suggest(option.split("=")[0], known)
+    def _refusal(self, message: str, ex: Exception | None) -> _RefusedError:
+        """Return the error that names the innermost key and the reason."""
+        unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings]
+            return _RefusedError(f"unknown key {unknown}{_suggest(unknown.split('=')[0], options)}")
+
+        reason: BaseException | None = ex
+        while reason and reason.__cause__ and not isinstance(reason.__cause__, KeyError):
+            reason = reason.__cause__
+        text = one_line(reason, _LONGEST) if reason else message
+        if not message.startswith('Parser key "'):
+            return _RefusedError(text)
+
+        key = message.split('"')[1]
+        inner = next((refused for refused in reversed(_refused) if str(refused) in message), None)
+        if inner is not None:
+            return _RefusedError(inner.reason, f"{key}.{inner.key}" if inner.key else key)
+        hint = next((getattr(a, "_typehint", None) for a in self._actions if a.dest == key), None)
+        return _RefusedError(text if hint is None else _expected(hint, text, message), key)
 
 
 def _needs_save_dir(class_type: Any) -> bool:
@@ -73,108 +87,26 @@ def _needs_save_dir(class_type: Any) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
-def essence(message: str) -> str:
-    """Return the useful part of an error message of jsonargparse.
+def _expected(hint: Any, text: str, message: str) -> str:
+    """Return what the value of an argument should be, and what it is.
 
-    jsonargparse explains each of its attempts to read a value, over many lines.
+    Args:
+        hint: The argument's type.
+        text: What jsonargparse says about the first reading of that type.
+        message: What it says about all of them. The value comes last.
     """
-    found = _NO_PATH.search(message)
-    # A class that is found as one kind, and lacks a key, is unknown as the other kind alone.
-    is_found = "there is no key " in message
-    if found and not is_found and not re.search(r"<class '(int|float)'>", message):
-        return _unknown_class(found[1], message)
-
-    path, reasons = [], []
-    for line in (line.strip(" -") for line in message.splitlines()):
-        if key := _KEY.match(line):
-            path.append(key[1])
-            line = line[key.end() :].strip()
-        if line and not _NOISE.match(line):
-            reasons.append(line)
-
-    # A class may be of one kind or another: only the reading as its own kind is of interest.
-    reasons = [reason for reason in reasons if not _OTHER_KIND.match(reason)] or reasons
-    # A class was found, and lacks an argument: the other readings are of no interest.
-    lacking = [found[1] for reason in reasons if (found := _REQUIRED.match(reason))]
-    if lacking and path:
-        return f"{'.'.join(path)}: set {lacking[0]} too; it has no default"
-
-    # The same holds where a class was found, and has no such argument.
-    unknown = [reason for reason in reasons if reason.startswith("there is no key ")]
-    if unknown and path:
-        return f"{'.'.join(path)}: {unknown[0]}"
-
-    if kind := _wrong_kind(reasons, message):
-        return f"{'.'.join(path)}: {kind}" if path else kind
-
-    expected = [reason for reason in reasons if reason.startswith("Expected a")]
-    # Several readings were possible: all are named. Otherwise the last reason is the most specific.
-    text = _readable(
-        "; ".join(expected)
-        if len(expected) > 1
-        else reasons[-1]
-        if reasons
-        else " ".join(message.split())
-    )
-
-    if not path:
+    if not text.startswith(("Expected a", "Not a valid subclass")):
         return text
-    if (option := _OPTION.search(message)) and (nested := re.search(r"(?<=: )expected .*", text)):
-        return f"{'.'.join(path)}.{option[1]}: {nested[0]}"
-    return f"{'.'.join(path)}{'.' if _NESTED.match(text) else ': '}{text}"
-
-
-def _wrong_kind(reasons: list[str], message: str) -> str | None:
-    """Return what a value should be and what it is, or ``None`` if there is more to say."""
-    kinds = []
-    for reason in reasons:
-        if found := _KIND.match(reason):
-            kinds.append(found[1] or f"one of {found[2]}")
-        elif not _NO_PATH.match(reason):
-            return None
-    value = _VALUE.search(message)
-    if not kinds or value is None:
-        return None
-    return f"expected {' or '.join(kinds)}, got {value[1][:100]!r}"
-
-
-def _readable(reason: str) -> str:
-    if found := re.match(r"Option '([^']+)' is not accepted", reason):
-        return f"there is no key {found[1]!r} here"
-    if found := _ABSTRACT.match(reason):
-        known = sorted(cls.__name__ for cls in _concrete(found[1], found[2]))
-        return f"name the class before its keys; there are: {', '.join(known)}"
-    return reason if len(reason) <= 400 else reason[:397] + "..."
-
-
-def _unknown_class(name: str, message: str) -> str:
-    found = re.findall(r"<class '([\w.]+)\.(\w+)'>", message)
-    # Any module will do, and flsuite's own are those to choose from.
-    bases = [_OWN.get(base, (module, base)) for module, base in found]
-    known = sorted(
-        {
-            cls.__name__
-            for module, base in bases
-            if module.startswith("flsuite")
-            for cls in _concrete(module, base)
-        }
-    )
-
-    keys = _KEY.findall(message)
-    there_are = f"there are: {', '.join(known)}, or a full path" if known else "give its full path"
-    return f"{'.'.join(keys)}: there is no class {name}{_suggest(name, known)}; {there_are}"
-
-
-def _concrete(module: str, base: str) -> Iterator[type]:
-    todo = [getattr(importlib.import_module(module), base)]
-    while todo:
-        cls = todo.pop()
-        todo.extend(cls.__subclasses__())
-        members = (inspect.getattr_static(cls, name) for name in dir(cls))
-        if not cls.__name__.startswith("_") and not any(
-            getattr(m, "__isabstractmethod__", False) for m in members
-        ):
-            yield cls
+    is_name, is_abstract = text.startswith(_NO_CLASS), text.endswith("is abstract")
+    # A number or a text that is wrong is not meant as a class.
+    may_be_class = not text.startswith("Expected a <class")
+    is_no_class = may_be_class and (_NO_CLASS in message or "Not a valid subclass" in message)
+    value = text[len(_NO_CLASS) :] if is_name else message.rpartition(" value: ")[2].strip()
+    wrong = text if is_abstract else f"expected {type_to_str(hint)}, got {value[:100]!r}"
+    if not is_no_class and not is_abstract:
+        return wrong
+    known = sorted({path.rpartition(".")[2] for path in get_all_subclass_paths(hint)})
+    return f"{wrong}{_suggest(value, known)}; there are: {', '.join(known)}, or a full path"
 
 
 @contextmanager
@@ -190,7 +122,7 @@ def plain_errors() -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, FlsuiteError):
             cause = cause.__cause__ or cause.__context__
-        raise (cause or FlsuiteError(essence(str(error)))) from None
+        raise (cause or FlsuiteError(one_line(error, _LONGEST))) from None
 
 
 def refuse_nulls(chosen: Any, path: str) -> None:

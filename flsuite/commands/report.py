@@ -20,7 +20,6 @@ from flsuite.analysis.comparison import (
 )
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.analysis.notes import apart, measured, repeated, uneven
-from flsuite.analysis.page import PageRequest, require_page, write_page
 from flsuite.analysis.report import (
     report_figure,
     report_markdown,
@@ -34,6 +33,7 @@ from flsuite.commands.arguments import CommandParser
 from flsuite.commands.report_cross import report_cross
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
+from flsuite.publish.page import PageRequest, require_page, write_page
 
 __all__ = ["report"]
 
@@ -84,7 +84,7 @@ def report(args: list[str]) -> None:
         write_page(path, groups, page, tuning, notes)
         print(path)
     if request.wandb:
-        from flsuite.commands.wandb_report import send_report
+        from flsuite.publish.wandb_report import send_report
 
         send_report(
             request.wandb, request.metric[0], report_markdown(table, request.last, **target)

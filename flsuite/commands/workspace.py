@@ -3,9 +3,10 @@
 from typing import Any
 
 from flsuite.commands.arguments import CommandParser
-from flsuite.commands.wandb_panels import default_entity, panels, saved, sections
+from flsuite.publish.wandb_panels import default_entity, panels, saved
+from flsuite.publish.wandb_workspace import build_workspace
 
-__all__ = ["build_workspace", "workspace"]
+__all__ = ["workspace"]
 
 
 def workspace(args: list[str]) -> None:
@@ -27,31 +28,6 @@ def workspace(args: list[str]) -> None:
     else:
         saved("the workspace", made.save)
         print(saved("its address", lambda: made.url))
-
-
-def build_workspace(entity: str, project: str, name: str, metric: str) -> Any:
-    """Return the workspace, without any network call.
-
-    Args:
-        entity: The user or team that owns the project.
-        project: The project of the runs.
-        name: The title of the workspace.
-        metric: The score to compare.
-    """
-    import wandb_workspaces.workspaces as ws
-
-    made = [
-        ws.Section(name=title, panels=charts, is_open=True)
-        for title, charts in sections(metric).items()
-    ]
-    return ws.Workspace(
-        entity=entity,
-        project=project,
-        name=name,
-        sections=made,
-        settings=ws.WorkspaceSettings(x_axis="round", max_runs=50),
-        runset_settings=ws.RunsetSettings(groupby=[ws.Metric("Group")]),
-    )
 
 
 def _print(made: Any) -> None:

@@ -1,6 +1,6 @@
 """What the codecs share: checks of messages, and shapes without numbers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from flsuite.state import mismatch, non_finite
 
 __all__ = [
     "WITHHELD",
+    "decode_each",
     "empty",
     "finite_payload",
     "require_finite",
@@ -72,3 +73,15 @@ def require_keys(got: Any, keys: Iterable[str], name: str) -> None:
     """
     entries = dict.fromkeys(got, 0) if isinstance(got, dict) else got
     require_match(entries, dict.fromkeys(keys, 0), name)
+
+
+def decode_each(
+    decode: Callable[[Any, Any, str], Any], packed: Any, template: Mapping[str, Any], name: str
+) -> dict[str, Any]:
+    """Return each entry of a part of a message, decoded under its own name.
+
+    Raises:
+        ValueError: If the keys are not those of the template.
+    """
+    require_keys(packed, template, name)
+    return {key: decode(packed[key], value, f"{name}.{key}") for key, value in template.items()}

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from flsuite.errors import FlsuiteError
-
 __all__ = [
     "KEY_BYTES",
     "SEAL_BYTES",
@@ -18,7 +16,6 @@ __all__ = [
     "agree",
     "new_private_key",
     "public_key",
-    "require_cryptography",
     "seal",
     "unseal",
 ]
@@ -28,16 +25,6 @@ SEAL_BYTES = 16  # a sealed message is so much longer
 
 _CHUNK = 2**18  # numbers at a time: the keystream is added while it is in the cache
 _ZEROS = bytes(4 * _CHUNK)
-
-
-def require_cryptography(owner: str) -> None:
-    """Refuse a class that needs the package where it is not installed."""
-    try:
-        import cryptography  # noqa: F401
-    except ImportError as error:
-        raise FlsuiteError(
-            f"{owner} needs the package cryptography: pip install 'flsuite[secure]'"
-        ) from error
 
 
 def new_private_key() -> bytes:

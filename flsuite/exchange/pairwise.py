@@ -15,10 +15,11 @@ from flsuite.errors import (
     FederationError,
     FlsuiteError,
     require_at_least,
+    require_extra,
     require_one_of,
     require_positive,
 )
-from flsuite.exchange.ciphers import KEY_BYTES, SEAL_BYTES, require_cryptography
+from flsuite.exchange.ciphers import KEY_BYTES, SEAL_BYTES
 from flsuite.exchange.fixed_point import decode_sum
 from flsuite.exchange.pairwise_client import PairwiseClient
 from flsuite.exchange.pairwise_messages import size_of
@@ -83,7 +84,7 @@ class PairwiseMasks(SecureAggregation):
         self.threshold = threshold
         self.ranges = ranges
         self._check_arguments()
-        require_cryptography("PairwiseMasks")
+        require_extra("PairwiseMasks", ("cryptography",), "secure")
 
     def configure(self, template: State, clients: int) -> None:
         try:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.exchange.base import empty, require_finite, require_keys, require_match
+from flsuite.exchange.base import decode_each, empty, require_finite, require_keys, require_match
 from flsuite.exchange.codes import decode_codes, empty_codes, encode_codes, quantize
 
 __all__ = ["TreeEigen"]
@@ -62,11 +62,7 @@ class TreeEigen:
             ValueError: If it does not fit the template.
         """
         if isinstance(template, Mapping):
-            require_keys(packed, template, name)
-            return {
-                key: self.decode(packed[key], value, f"{name}.{key}")
-                for key, value in template.items()
-            }
+            return decode_each(self.decode, packed, template, name)
 
         count = self._count(template)
         shape = torch.Size((len(template), count))

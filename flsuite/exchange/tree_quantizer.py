@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.exchange.base import empty, require_finite, require_keys, require_match
+from flsuite.exchange.base import decode_each, empty, require_finite, require_match
 from flsuite.exchange.codes import decode_tensor, empty_codes, encode_tensor, quantize
 from flsuite.state import nbytes
 
@@ -64,11 +64,7 @@ class TreeQuantizer:
             ValueError: If it does not fit the template.
         """
         if isinstance(template, Mapping):
-            require_keys(packed, template, name)
-            return {
-                key: self.decode(packed[key], value, f"{name}.{key}")
-                for key, value in template.items()
-            }
+            return decode_each(self.decode, packed, template, name)
         if self._is_packed(template):
             return decode_tensor(packed, template, self.bits, name)
 

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from flsuite.aggregators import Aggregator
 from flsuite.attacks import Attack
-from flsuite.client.entries import Buffers, entries_of
+from flsuite.client.entries import BatchNorm, entries_of
 from flsuite.client.lr_decay import LRDecay
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.plain import as_federated
@@ -139,7 +139,7 @@ class Algorithm:
     Attributes:
         aggregator: The four parts, with what compression and an attack add to them.
         schedule: Who trains when.
-        buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         secure_sum: How the clients' contributions are masked, if they are.
         lr_decay: How learning rates change from round to round.
         fit_samples: Returns the samples that a fit processes, given those of the client.
@@ -147,7 +147,7 @@ class Algorithm:
 
     aggregator: Aggregator
     schedule: Schedule
-    buffers: Buffers
+    batchnorm: BatchNorm
     secure_sum: SecureAggregation | None
     lr_decay: LRDecay | None
     fit_samples: Callable[[int], int]
@@ -168,8 +168,8 @@ def make_federation(
         FlsuiteError: If the parts of the algorithm do not fit the model or each other.
     """
     model, path, aggregator = evaluator.model, folder.path, algorithm.aggregator
-    entries = entries_of(model, aggregator, algorithm.buffers)
-    fit = OwnFit(evaluator, aggregator, algorithm.buffers, algorithm.lr_decay)
+    entries = entries_of(model, aggregator, algorithm.batchnorm)
+    fit = OwnFit(evaluator, aggregator, algorithm.batchnorm, algorithm.lr_decay)
     federation = Federation(
         model,
         evaluator.data,

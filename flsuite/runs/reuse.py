@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.arguments import renamed
 from flsuite.attacks import Attack
 from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors, make_folder, replace_file, save_tensors
@@ -32,7 +33,7 @@ _DECIDE_TRAINING = (
     "client",
     "callbacks",
     "lr_decay",
-    "buffers",
+    "batchnorm",
     "keep_optimizers",
     "channels_last",
 )
@@ -190,7 +191,7 @@ def _trained_clients(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
             "--trainer.keep_updates true"
         )
 
-    theirs = yaml.safe_load((run_dir / "settings.yaml").read_text())
+    theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text()))
     ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # with lists for tuples, as a file has
     now, then = ({name: s.get(name) for name in _DECIDE_TRAINING} for s in (ours, theirs))
     refuse_mismatch(now, then, run_dir)

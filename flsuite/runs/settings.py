@@ -42,7 +42,7 @@ TRAINER_SETTINGS = (
     "compression",
     "secure_sum",
     "attack",
-    "buffers",
+    "batchnorm",
     "keep_optimizers",
     "channels_last",
 )

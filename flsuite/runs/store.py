@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import BackgroundTask
 from flsuite.runs.checkpoint import (
@@ -29,7 +30,7 @@ log = logging.getLogger("flsuite")
 
 # Settings that a resumed run may change.
 _MAY_DIFFER = (*vars(Budget()), "stopping", *WEIGHTS)
-_DECIDE_SCORES = ("seed", "model", "data", "buffers", "aggregator")  # of a given state
+_DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # of a given state
 
 
 class StoredRun(Protocol):
@@ -156,14 +157,15 @@ class RunStore:
         """
         run = self.run
         content = load_checkpoint(checkpoint)
-        run.settings = with_contents(run.settings, content["settings"])
+        saved = renamed(content["settings"])
+        run.settings = with_contents(run.settings, saved)
         # Settings of either side: one that is missing here or there differs.
         names = [
             name
-            for name in {**run.settings, **content["settings"]}
+            for name in {**run.settings, **saved}
             if (name not in _MAY_DIFFER if to_train else name in _DECIDE_SCORES)
         ]
-        ours, theirs = ({k: s.get(k) for k in names} for s in (run.settings, content["settings"]))
+        ours, theirs = ({k: s.get(k) for k in names} for s in (run.settings, saved))
         refuse_mismatch(ours, theirs, checkpoint)
 
         run.federation.load_state_dict(content["federation"])

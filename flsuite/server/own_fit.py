@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.aggregators import Aggregator
 from flsuite.aggregators.uplink import Uplink
-from flsuite.client.entries import Buffers
+from flsuite.client.entries import BatchNorm
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
@@ -33,7 +33,7 @@ class OwnFit:
     Args:
         evaluator: It has the model, the data and the arguments of every fit's Trainer.
         aggregator: The algorithm, whose client half takes part.
-        buffers: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         lr_decay: How learning rates change from round to round.
 
     Attributes:
@@ -46,12 +46,12 @@ class OwnFit:
         self,
         evaluator: Evaluator,
         aggregator: Aggregator,
-        buffers: Buffers,
+        batchnorm: BatchNorm,
         lr_decay: LRDecay | None = None,
     ) -> None:
         self.evaluator = evaluator
         self.aggregator = aggregator
-        self.buffers = buffers
+        self.batchnorm = batchnorm
         self.lr_decay = lr_decay
         self.initial: State = {}
         self.layout: StateLayout | None = None
@@ -89,7 +89,7 @@ class OwnFit:
             seed=seed_for(self.evaluator.seed, "server"),
             initial=self.initial,
             trainer_kwargs=self.evaluator.trainer_kwargs,
-            buffers=self.buffers,
+            batchnorm=self.batchnorm,
             channels_last=False,  # the model is a copy of one that is made ready
             lr_decay=self.lr_decay,
         )

@@ -434,6 +434,6 @@ def test_batch_norm_is_refused_unless_its_statistics_stay() -> None:
 
     with pytest.raises(FlsuiteError, match=r"needs parameters alone, .*running_mean"):
         made().fit(table_model(), table_data())
-    local = made(buffers="local")
+    local = made(batchnorm="local")
     local.fit(table_model(), table_data())
     assert local.round == 1

@@ -84,8 +84,8 @@ def test_a_clip_without_a_limit_changes_nothing(name: str, buffers: Any) -> None
     parts: dict[str, Any] = {"server_optimizer": OPTIMIZERS.get(name)}
     if name == "scaffold":
         parts["objective"] = ControlVariates()
-    plain = ended(Aggregator(**parts), buffers=buffers)
-    clipped = ended(Aggregator(transforms=[ClipUpdates(math.inf)], **parts), buffers=buffers)
+    plain = ended(Aggregator(**parts), batchnorm=buffers)
+    clipped = ended(Aggregator(transforms=[ClipUpdates(math.inf)], **parts), batchnorm=buffers)
     assert_same_run(plain, clipped)
     assert all(update.metrics["update_norm"] > 0 for update in clipped.federation.log.updates)
 
@@ -93,15 +93,15 @@ def test_a_clip_without_a_limit_changes_nothing(name: str, buffers: Any) -> None
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_gaussian_mechanism_without_noise_and_limit_changes_nothing(name: str) -> None:
     parts = {"rule": Mean("uniform"), "server_optimizer": OPTIMIZERS[name]}
-    plain = ended(Aggregator(**parts), buffers="local")
+    plain = ended(Aggregator(**parts), batchnorm="local")
     silent = [GaussianMechanism(clip=math.inf, noise_multiplier=0.0)]
-    assert_same_run(plain, ended(Aggregator(transforms=silent, **parts), buffers="local"))
+    assert_same_run(plain, ended(Aggregator(transforms=silent, **parts), batchnorm="local"))
 
 
 def test_no_noise_covers_control_variates() -> None:
     silent = [GaussianMechanism(clip=math.inf, noise_multiplier=0.0)]
     with pytest.raises(FlsuiteError, match="GaussianMechanism needs changes alone, and Control"):
-        ended(SCAFFOLD(transforms=silent), buffers="local")
+        ended(SCAFFOLD(transforms=silent), batchnorm="local")
 
 
 def test_a_server_step_of_rate_one_takes_the_mean() -> None:
@@ -125,7 +125,7 @@ def test_server_momentum_is_a_step_of_torch() -> None:
 def test_a_mechanism_that_does_nothing_before_a_server_step_is_fedadam() -> None:
     adam = FedAdam(lr=0.05, beta1=0.5, weighting="uniform")
     private = DPFedAvg(math.inf, noise_multiplier=0.0, server_optimizer=adam.server_optimizer)
-    assert_same_run(ended(adam, buffers="local"), ended(private, buffers="local"))
+    assert_same_run(ended(adam, batchnorm="local"), ended(private, batchnorm="local"))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_mechanism_that_does_nothing_before_a_server_step_is_fedadam() -> None
 )
 def test_the_other_parts_do_not_enter_the_guarantee(parts: dict[str, Any]) -> None:
     def spent(**others: Any) -> list[float]:
-        made = ended(DPFedAvg(0.5, noise_multiplier=1.0, **others), buffers="local")
+        made = ended(DPFedAvg(0.5, noise_multiplier=1.0, **others), batchnorm="local")
         rows = made.run.folder.table.rows
         return [row.value for row in rows if (row.scope, row.metric) == ("global", "epsilon")]
 

@@ -127,7 +127,8 @@ def test_a_config_with_a_wrong_name_gets_one_clear_line(tmp_path: Path) -> None:
         aggregator_of(*own, "--trainer.aggregator.staleness", "polynomal")
     message = str(error.value)
     assert "\n" not in message
-    assert message.startswith("trainer.aggregator.staleness: there is no class polynomal")
+    assert message.startswith("trainer.aggregator.staleness: expected ")
+    assert "got 'polynomal'" in message
     assert "did you mean Polynomial?" in message
 
     with pytest.raises(FlsuiteError, match="mixing times the weight of a fresh update must be at"):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flsuite.commands import loggers
-from flsuite.commands.wandb_panels import sections
-from flsuite.commands.wandb_report import build_report
-from flsuite.commands.workspace import build_workspace
+from flsuite import errors
+from flsuite.publish.wandb_panels import sections
+from flsuite.publish.wandb_report import build_report
+from flsuite.publish.wandb_workspace import build_workspace
 from tests.callbacks.wandb_files import recorded
 from tests.callbacks.wandb_server import WandbServer
 from tests.commands.command import QUICKSTART, cli, refused
@@ -83,7 +83,7 @@ def test_a_missing_package_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     line = refused(capsys, *SHORT, "--trainer.logger", logger)
     assert line.endswith(f"{logger} needs {package}: pip install 'flsuite[{package}]'")
 
@@ -165,7 +165,7 @@ def test_without_the_extra_the_command_names_it(
 ) -> None:
     if command[0] == "report":
         assert cli(*SHORT) == 0
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     capsys.readouterr()
     assert cli(*command) == 2
     assert "pip install 'flsuite[workspaces]'" in capsys.readouterr().err

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from flsuite import __version__
+from flsuite.commands.fit import build
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
@@ -190,6 +191,23 @@ def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+def test_the_older_name_of_batchnorm_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = yaml.safe_load(Path(QUICKSTART).read_text())
+    config["trainer"]["buffers"] = "reset"
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(config))
+    for args, value in (
+        (["--config", QUICKSTART], "average"),
+        (["--config", "old.yaml"], "reset"),
+        (["--config", "old.yaml", "--trainer.buffers", "local"], "local"),
+    ):
+        caplog.clear()
+        assert build(args)[0].batchnorm == value
+        said = [line for line in caplog.messages if "older name of trainer.batchnorm" in line]
+        assert len(said) == (value != "average")
+
+
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["flsuite", "--version"])
     runpy.run_module("flsuite", run_name="__main__")
@@ -285,32 +303,35 @@ def test_a_users_own_classes_go_by_their_short_names(tmp_path: Path) -> None:
 
 BAD_ARGUMENTS = {
     "unknown_key": (("--trainer.rouns", "3"), "did you mean --trainer.rounds"),
-    "unknown_key_of_data": (("--data.alfa", "3"), "data: there is no key 'alfa'"),
+    "unknown_key_of_data": (("--data.alfa", "3"), "data: Option 'alfa' is not accepted"),
     "unknown_nested_key": (
         ("--data.partition.alfa", "3"),
-        "data.partition: there is no key 'alfa'",
+        "data.partition: Option 'alfa' is not accepted",
     ),
     "not_a_number": (("--trainer.max_epochs", "x"), "trainer.max_epochs: expected int, got 'x'"),
-    "not_a_number_or_none": (("--trainer.rounds", "x"), "trainer.rounds: expected int, got 'x'"),
+    "not_a_number_or_none": (
+        ("--trainer.rounds", "x"),
+        "trainer.rounds: expected int | null, got 'x'",
+    ),
     "not_a_number_or_tensor": (
         ("--model.optimizer.lr", "abc"),
-        "model.optimizer.lr: expected float, got 'abc'",
+        "model.optimizer.lr: expected float | Tensor, got 'abc'",
     ),
     "not_a_nested_number": (
         ("--data.partition.alpha", "x"),
-        "data.partition.alpha: expected float, got 'x'",
+        "data.partition.alpha: expected Annotated[float, positive], got 'x'",
     ),
     "not_one_of_two_kinds": (
         ("--trainer.schedule.participation", "x"),
-        "trainer.schedule.participation: expected int or float, got 'x'",
+        "trainer.schedule.participation: expected Annotated[int | float, a share above 0",
     ),
     "not_a_choice": (
-        ("--trainer.buffers", "mean"),
-        "trainer.buffers: expected one of 'average', 'local', 'reset', got 'mean'",
+        ("--trainer.batchnorm", "mean"),
+        "trainer.batchnorm: expected Literal['average', 'local', 'reset'], got 'mean'",
     ),
     "unknown_class": (("--trainer.aggregator", "FedAvgg"), "did you mean FedAvg?"),
     "unknown_model": (("--model", "Klassifier"), "did you mean Classifier?"),
-    "unknown_class_of_others": (("--trainer.logger", "WandLogger"), "there is no class WandLogger"),
+    "unknown_class_of_others": (("--trainer.logger", "WandLogger"), "did you mean WandbLogger?"),
     "no_plugin": (
         ("--plugins", "[my_missing_package]"),
         "plugins: cannot import 'my_missing_package'",
@@ -369,21 +390,29 @@ def test_a_bad_argument_is_one_line(
 BAD_LINES = {
     "top": ("trainer:", "trainr:", "trainr"),
     "of_trainer": ("rounds: 20", "roundz: 20", "trainer.roundz"),
-    "of_data": ("clients: 10", "clientz: 10", "data: there is no key 'clientz'"),
-    "of_partition": ("alpha: 0.3", "alfa: 0.3", "data.partition: there is no key 'alfa'"),
-    "of_backbone": ("hidden: [64]", "hiddn: [64]", "model.backbone: there is no key 'hiddn'"),
-    "of_optimizer": ("lr: 0.1", "lrr: 0.1", "there is no key 'lrr'"),
+    "of_data": ("clients: 10", "clientz: 10", "data: Option 'clientz' is not accepted"),
+    "of_partition": ("alpha: 0.3", "alfa: 0.3", "data.partition: Option 'alfa' is not accepted"),
+    "of_backbone": (
+        "hidden: [64]",
+        "hiddn: [64]",
+        "model.backbone: Option 'hiddn' is not accepted",
+    ),
+    "of_optimizer": ("lr: 0.1", "lrr: 0.1", "model.optimizer: Option 'lrr' is not accepted"),
     "class": (
         "class_path: FedAvg",
         "class_path: FedAvgX",
-        "trainer.aggregator: there is no class FedAvgX",
+        "got 'FedAvgX' (did you mean FedAvg?)",
     ),
     "nested_class": (
         "class_path: MLP",
         "class_path: MLPP",
-        "model.backbone: there is no class MLPP",
+        "got 'MLPP' (did you mean MLP?)",
     ),
-    "value": ("clients: 10", "clients: ten", "data.clients: expected int, got 'ten'"),
+    "value": (
+        "clients: 10",
+        "clients: ten",
+        "data.clients: expected Annotated[int, at least 1], got 'ten'",
+    ),
     "not_yaml": ("model:", "model: [", "is not valid YAML"),
 }
 
@@ -407,7 +436,10 @@ def test_a_bad_config_is_one_line(
         (("fit",), "required"),
         (("partition",), "required"),
         (("partition", "--config", QUICKSTART, "--bogus", "3"), "unknown key --bogus"),
-        (("partition", "--config", QUICKSTART, "--data.bogus", "3"), "there is no key 'bogus'"),
+        (
+            ("partition", "--config", QUICKSTART, "--data.bogus", "3"),
+            "data: Option 'bogus' is not accepted",
+        ),
         (
             ("partition", "--config", QUICKSTART, "--data.partition.alpha", "0"),
             "Dirichlet: alpha must be positive",
@@ -490,11 +522,14 @@ def test_the_usual_logger_writes_into_the_runs_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--data.partition", "Pathological"], "data.partition: set classes_per_client too"),
-        (["--trainer.lr_decay.rounds", "3"], "trainer.lr_decay: name the class before its keys"),
+        (
+            ["--data.partition", "Pathological"],
+            "data.partition: the following arguments are required: classes_per_client",
+        ),
+        (["--trainer.lr_decay.rounds", "3"], "lr_decay.LRDecay is abstract; there are: "),
         (
             ["--trainer.logger", "CSVLogger", "--trainer.logger.nam", "x"],
-            "trainer.logger: there is no key 'nam' here",
+            "trainer.logger: Option 'nam' is not accepted",
         ),
     ],
 )

@@ -129,7 +129,7 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
         (("--config", ASYNCHRONOUS, "--trainer.rouns", "3"), "did you mean --trainer.rounds?"),
         (
             ("--config", ASYNCHRONOUS, "--trainer.schedule.concurency", "3"),
-            "trainer.schedule: there is no key 'concurency'",
+            "trainer.schedule: Option 'concurency' is not accepted",
         ),
         (
             ("--config", ASYNCHRONOUS, "--trainer.schedule.concurrency", "21"),

@@ -191,7 +191,7 @@ def trainer_of(
         **made,
         engine=engine,
         # Noise would spoil running statistics, so that a run with noise keeps them with clients.
-        buffers="local" if "Gaussian" in cell["transforms"] else "average",
+        batchnorm="local" if "Gaussian" in cell["transforms"] else "average",
         run_dir=None if folder is None else str(folder),
         evaluate_every=1000,
         enable_checkpointing=folder is not None,

@@ -320,11 +320,11 @@ def test_natural_groups_whole_owners_into_near_equal_clients() -> None:
 
 
 def test_assign_by_counts_leaves_the_rest_unused() -> None:
-    parts = assign_by_counts(
+    client_of = assign_by_counts(
         np.array([0, 0, 0, 1, 1]), np.array([[1, 1], [0, 1]]), np.random.default_rng(0)
     )
-    assert [len(part) for part in parts] == [1, 2]
-    assert parts[0][0] < 3 and parts[1][1] >= 3
+    assert np.bincount(client_of).tolist() == [1, 2, 2]  # the last are the unused samples
+    assert sorted(client_of[:3]) == [0, 1, 2] and sorted(client_of[3:]) == [1, 2]
 
 
 def test_multilabel_targets_get_one_class_each() -> None:

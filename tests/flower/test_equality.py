@@ -63,11 +63,15 @@ from tests.test_plain_models import sentences
         (classifier, SCAFFOLD, {"rounds": 3, "schedule": Synchronous(0.6)}),
         (classifier, FedBuff, {}),
         (classifier, LocalOnly, {}),
-        (convolution, FedAvg, {"buffers": "local"}),
+        (convolution, FedAvg, {"batchnorm": "local"}),
         (
             convolution,
             FedAvg,
-            {"buffers": "reset", "keep_optimizers": True, "lr_decay": ExponentialDecay(gamma=0.5)},
+            {
+                "batchnorm": "reset",
+                "keep_optimizers": True,
+                "lr_decay": ExponentialDecay(gamma=0.5),
+            },
         ),
         (fused, lambda: SCAFFOLD(control="mean_gradient"), {}),
         (

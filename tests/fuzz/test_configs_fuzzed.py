@@ -1,6 +1,7 @@
 """Configs with random keys and values end in a run or in one line, never in a traceback."""
 
 import contextlib
+import importlib
 import inspect
 import io
 import os
@@ -14,9 +15,9 @@ import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from jsonargparse._typehints import get_all_subclass_paths
 
 from flsuite.commands.main import main
-from flsuite.commands.parsing import _concrete
 from flsuite.runs.options import Budget
 from tests.fuzz.settings import fuzzed
 
@@ -106,6 +107,7 @@ KEYS = [
     "trainer.max_virtual_seconds",
     "trainer.max_client_updates",
     "trainer.score_clients",
+    "trainer.batchnorm",
     "trainer.buffers",
     "trainer.keep_optimizers",
     "trainer.lr_decay",
@@ -293,12 +295,17 @@ def _places() -> list[tuple[str, type]]:
         "model": ("flsuite.models", "ClientModel"),
         "model.init_args.backbone": ("flsuite.models.backbones.base", "Backbone"),
     }
-    return [
-        (place, kind)
+    paths = [
+        (place, path.rpartition("."))
         for place, (module, base) in bases.items()
-        for kind in sorted(_concrete(module, base), key=lambda kind: kind.__qualname__)
-        if kind.__module__.startswith("flsuite.") and kind.__qualname__ not in _SLOW
+        for path in get_all_subclass_paths(getattr(importlib.import_module(module), base))
+        if path.startswith("flsuite.")
     ]
+    kinds = [(place, getattr(importlib.import_module(m), name)) for place, (m, _, name) in paths]
+    return sorted(
+        (pair for pair in kinds if pair[1].__qualname__ not in _SLOW),
+        key=lambda pair: (pair[0], pair[1].__qualname__),
+    )
 
 
 chosen = st.deferred(

@@ -397,7 +397,7 @@ def test_private_norms_stay_with_their_clients() -> None:
 
 
 def test_averaged_buffers() -> None:
-    made, updates = fit_resnet(buffers="average")
+    made, updates = fit_resnet(batchnorm="average")
     state = made.federation.state
     buffers = [name for name in state if is_buffer(name)]
     assert len(buffers) == 57, "19 norms"
@@ -420,7 +420,7 @@ def test_averaged_buffers() -> None:
 
 
 def test_local_buffers() -> None:
-    made, updates = fit_resnet(buffers="local")
+    made, updates = fit_resnet(batchnorm="local")
     federation = made.federation
     assert (
         not [name for name in federation.state if is_buffer(name)] and federation.entries.personal
@@ -440,7 +440,7 @@ def test_local_buffers() -> None:
 
 
 def test_reset_buffers() -> None:
-    made, updates = fit_resnet(buffers="reset")
+    made, updates = fit_resnet(batchnorm="reset")
     for seen in Starts.seen.values():
         for name, value in seen.items():
             assert torch.equal(
@@ -459,7 +459,7 @@ def test_reset_buffers() -> None:
 
 def test_the_policies_differ() -> None:
     states = [
-        fit_resnet(buffers=policy)[0].federation.client_state(0)
+        fit_resnet(batchnorm=policy)[0].federation.client_state(0)
         for policy in ("average", "local", "reset")
     ]
     name = "network.norm.running_mean"

@@ -356,7 +356,7 @@ def test_two_tasks_resume_and_workers_change_nothing(buffers: Any, tmp_path: Pat
     def model() -> NFClassifier:
         return small(backbone=StridedTable(), k_global=0.1)
 
-    settings = {"schedule": Synchronous(0.75), "callbacks": [Tasks()], "buffers": buffers}
+    settings = {"schedule": Synchronous(0.75), "callbacks": [Tasks()], "batchnorm": buffers}
     whole = fit(model(), rounds=5, **settings)
     elsewhere = {"engine": Processes(workers=2)} if buffers == "average" else {}
     fit(model(), rounds=3, run_dir=str(tmp_path / "run"), **settings, **elsewhere)

@@ -196,7 +196,7 @@ def test_tuning_and_failures_end_to_end(tmp_path: Path, capsys: pytest.CaptureFi
 # Files that cannot be run
 
 UNBUILDABLE = {
-    "{A: {trainer.aggregator: FedProxx}}": ("method A: ", "there is no class FedProxx"),
+    "{A: {trainer.aggregator: FedProxx}}": ("method A: ", "got 'FedProxx'"),
     "{A: {}, B: {trainer.aggregator: {class_path: FedProx, init_args: {muu: 1}}}}": ("B", "muu"),
     "{A: {}}\ngrid: {data.partition.alhpa: [0.1]}": ("data.partition.alhpa 0.1", "alhpa"),
     "{A: {}}\ngrid: {data.partition.alpha: [0.1, -1.0]}": ("data.partition.alpha -1.0", "alpha"),
@@ -218,7 +218,7 @@ def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixt
     methods = "{FedAvg: {}, FedProx: {trainer.aggregator: FedProxx}}"
     name = write_sweep("s.yaml", methods)
     line = refused(capsys, "sweep", "--config", name)
-    assert "method FedProx: trainer.aggregator: there is no class FedProxx" in line
+    assert "method FedProx: trainer.aggregator: expected " in line and "got 'FedProxx'" in line
     Path(name).write_text("config: x.yaml\nseed: [1]\nmethods: {A: {}}\n")
     assert "did you mean seeds?" in refused(capsys, "sweep", "--config", name)
     assert "there is no option --rounds" in refused(

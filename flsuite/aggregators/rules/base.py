@@ -2,16 +2,19 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 from lightning.pytorch import Callback
 
 from flsuite.aggregators.part import Capability, Part, Server, Statistic
+from flsuite.aggregators.staleness import rebased
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Tree
+from flsuite.state import State, StateLayout, Sums, Tree
 
-__all__ = ["CohortRule", "LinearRule", "Rule", "timed"]
+__all__ = ["CohortRule", "LinearRule", "Rule", "RuleAround", "sum_by_parts", "timed"]
 
 
 class Rule(Part, ABC):
@@ -102,6 +105,87 @@ class CohortRule(Rule):
     def too_few(self, updates: int) -> str | None:
         """Return why this number of updates is too small, and what to change, or ``None``."""
         return None
+
+
+class RuleAround(CohortRule):
+    """A rule that changes the updates of a round before another rule gets them.
+
+    What it needs, withholds and measures is the other rule's, as far as it does not say otherwise.
+    """
+
+    @property
+    @abstractmethod
+    def inner(self) -> Rule:
+        """Return the other rule."""
+
+    @property
+    def needs(self) -> frozenset[Capability]:  # type: ignore[override]
+        return self.inner.needs
+
+    @property
+    def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
+        return self.inner.withholds
+
+    def prepare(self, server: Server) -> None:
+        self.inner.prepare(server)
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return self.inner.callbacks(client)
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        return self.inner.statistics(layout, state)
+
+    def weight(self, update: ClientUpdate) -> float:
+        return self.inner.weight(update)
+
+    def too_few(self, updates: int) -> str | None:
+        return self.inner.too_few(updates) if isinstance(self.inner, CohortRule) else None
+
+    def of_inner(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        """Return the model that the other rule makes of updates."""
+        rule = self.inner
+        if isinstance(rule, CohortRule):
+            return rule.combine(server, updates)
+        assert isinstance(rule, LinearRule)
+        terms = partial(rule.terms, layout=server.layout)
+        return rule.result(server, *sum_by_parts(rule, server, updates, terms))
+
+
+def sum_by_parts(
+    rule: LinearRule,
+    server: Server,
+    updates: Iterable[ClientUpdate],
+    contribution: Callable[[ClientUpdate], Tree],
+) -> tuple[Tree, list[ClientUpdate]]:
+    """Return the sums of what clients contribute, and the updates without their models.
+
+    A worker that trains a whole part sends its sum. What a sum rounds to depends on the order of
+    its terms, so that the server sums part by part where it has every update too.
+
+    Args:
+        rule: The rule. The updates keep those of its statistics that are no sums.
+        server: What the server knows. The changes of late clients are applied to its model.
+        updates: The updates.
+        contribution: Returns what an update adds.
+    """
+    statistics = rule.statistics(server.layout, server.state)
+    single = [name for name, statistic in statistics.items() if not statistic.is_sum]
+    sums, seen = Sums(), list[ClientUpdate]()
+    part, own = None, sums
+    for update in updates:
+        if update.part != part:
+            if own is not sums:
+                sums.merge(own)
+            part, own = update.part, sums if update.part is None else Sums()
+        if update.partial is not None:
+            own.merge(update.partial)
+        else:
+            own.add(contribution(rebased(update, server)))
+        extras = {name: update.extras[name] for name in single}
+        seen.append(replace(update, state={}, extras=extras, base={}, partial=None))
+    if own is not sums:
+        sums.merge(own)
+    return sums.values, seen
 
 
 @contextmanager

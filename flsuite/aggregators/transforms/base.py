@@ -1,5 +1,6 @@
 """The base class of the transforms, which act on a client's change on its way to the server."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ class FitView:
     base: State = field(default_factory=dict)
 
 
-class Transform(Part):
+class Transform(Part, ABC):
     """A step on the way of a client's change to the server, and back.
 
     Clients apply the transforms in their order, and the server undoes them in reverse. Each has an
@@ -62,6 +63,7 @@ class Transform(Part):
         """Return what every client of the round receives for this transform."""
         return {}
 
+    @abstractmethod
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         """Return what a client passes on.
 
@@ -70,7 +72,6 @@ class Transform(Part):
         Raises:
             ValueError: If a number is not finite.
         """
-        return payload
 
     def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
         """Return what the server reads.

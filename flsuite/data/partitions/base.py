@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
+from numpy.random import Generator
 
 from flsuite.data.arguments import PlainArguments
+from flsuite.data.rows import Rows
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 
-__all__ = ["Partition", "partition_labels"]
+__all__ = ["AssignedPartition", "Partition", "partition_labels"]
+
+Array = np.ndarray
 
 
 class Partition(PlainArguments, ABC):
@@ -70,6 +74,24 @@ class Partition(PlainArguments, ABC):
             raise FlsuiteError(
                 f"{clients} clients cannot share {samples} training samples; lower data.clients"
             )
+
+
+class AssignedPartition(Partition):
+    """A partition that says of each sample whose it is."""
+
+    @abstractmethod
+    def client_of(self, labels: Array, clients: int, rng: Generator, ids: Array | None) -> Array:
+        """Return the client of each sample, int64 ``(n,)``.
+
+        The arguments are those of a partition, with no more clients than samples. A number outside
+        ``range(clients)`` is no client.
+        """
+
+    def __call__(
+        self, labels: Array, clients: int, rng: Generator, ids: Array | None = None
+    ) -> Sequence[Array]:
+        self.check_enough(len(labels), clients)
+        return Rows.of_clients(self.client_of(labels, clients, rng, ids), clients)
 
 
 def partition_labels(targets: np.ndarray) -> np.ndarray:

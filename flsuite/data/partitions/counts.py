@@ -1,19 +1,18 @@
 """Tables of counts: how many samples of each class each client gets."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 
 import numpy as np
+from numpy.random import Generator
 
 from flsuite.arguments import Settings
-from flsuite.data.partitions.base import Partition
-from flsuite.data.rows import Rows
+from flsuite.data.partitions.base import Array, AssignedPartition
 from flsuite.errors import FlsuiteError
 
 __all__ = ["CountPartition", "apportion", "apportion_by_client", "assign_by_counts"]
 
 
-class CountPartition(Partition, Settings):
+class CountPartition(AssignedPartition, Settings):
     """A partition that is a table of counts: a number of samples per class and client.
 
     Attributes:
@@ -35,14 +34,7 @@ class CountPartition(Partition, Settings):
             rng: The only source of randomness.
         """
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.Generator,
-        ids: np.ndarray | None = None,
-    ) -> Sequence[np.ndarray]:
-        self.check_enough(len(labels), clients)
+    def client_of(self, labels: Array, clients: int, rng: Generator, ids: Array | None) -> Array:
         if self.min_samples * clients > len(labels):
             raise FlsuiteError(
                 f"{clients} clients cannot have {self.min_samples} each of {len(labels)} training "
@@ -62,7 +54,7 @@ class CountPartition(Partition, Settings):
 
 def assign_by_counts(
     classes: np.ndarray, counts: np.ndarray, rng: np.random.Generator
-) -> Sequence[np.ndarray]:
+) -> np.ndarray:
     """Draw the counted number of samples of each class for each client, without replacement.
 
     Every class-based partition computes such a table first and assigns samples only here, so that
@@ -74,7 +66,7 @@ def assign_by_counts(
         rng: Draws the samples of a class for each client.
 
     Returns:
-        One ascending int64 index array per client.
+        The client of each sample, int64 ``(n,)``. An unused one has the number of clients.
     """
     clients = counts.shape[1]
 
@@ -88,7 +80,7 @@ def assign_by_counts(
     by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
     owners = np.empty_like(client_of)
     owners[by_class] = client_of
-    return Rows.of_clients(owners, clients)
+    return owners
 
 
 def apportion(shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:

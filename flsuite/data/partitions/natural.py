@@ -1,18 +1,17 @@
 """The clients that the data has by nature."""
 
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
+from numpy.random import Generator
 
-from flsuite.data.partitions.base import Partition
-from flsuite.data.rows import Rows
+from flsuite.data.partitions.base import Array, AssignedPartition
 from flsuite.errors import FlsuiteError
 
 __all__ = ["Natural"]
 
 
-class Natural(Partition):
+class Natural(AssignedPartition):
     """Each owner in the data (a writer, a device) is a client, as in FEMNIST.
 
     That is the split of LEAF (Caldas et al. 2018, arXiv:1812.01097). With as many owners as
@@ -27,14 +26,7 @@ class Natural(Partition):
 
     needs_labels = False
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.Generator,
-        ids: np.ndarray | None = None,
-    ) -> Sequence[np.ndarray]:
-        self.check_enough(len(labels), clients)
+    def client_of(self, labels: Array, clients: int, rng: Generator, ids: Array | None) -> Array:
         if ids is None:
             raise FlsuiteError(
                 "the dataset has no natural owners for the Natural partition; "
@@ -47,7 +39,7 @@ class Natural(Partition):
             )
 
         client_of = np.arange(clients) if len(sizes) == clients else _group(sizes, clients, rng)
-        return Rows.of_clients(client_of[owner], clients)
+        return client_of[owner]
 
 
 def _group(sizes: np.ndarray, groups: int, rng: np.random.Generator) -> np.ndarray:

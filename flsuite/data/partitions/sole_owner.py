@@ -1,19 +1,19 @@
 """A class that one client alone has."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import Generator
 
 from flsuite.arguments import BelowOne, NonNegativeInt, Settings
-from flsuite.data.partitions.base import Partition
+from flsuite.data.partitions.base import Array, AssignedPartition
 from flsuite.errors import FlsuiteError
 
 __all__ = ["SoleOwner"]
 
 
 @dataclass
-class SoleOwner(Partition, Settings):
+class SoleOwner(AssignedPartition, Settings):
     """Client 0 has all samples of one class and some others. The rest is split evenly at random.
 
     Args:
@@ -27,14 +27,7 @@ class SoleOwner(Partition, Settings):
     label: NonNegativeInt
     share: BelowOne = 0.1
 
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.Generator,
-        ids: np.ndarray | None = None,
-    ) -> Sequence[np.ndarray]:
-        self.check_enough(len(labels), clients)
+    def client_of(self, labels: Array, clients: int, rng: Generator, ids: Array | None) -> Array:
         own = np.flatnonzero(labels == self.label)
         others = rng.permutation(np.flatnonzero(labels != self.label))
         taken = round(self.share * len(others))
@@ -45,6 +38,7 @@ class SoleOwner(Partition, Settings):
                 "class, and one of another class for each further client"
             )
 
-        rest = np.array_split(others[taken:], clients - 1)
-        parts = [np.concatenate([own, others[:taken]]), *rest]
-        return [np.sort(part) for part in parts]
+        client_of = np.zeros(len(labels), dtype=np.int64)
+        for client, rest in enumerate(np.array_split(others[taken:], clients - 1), 1):
+            client_of[rest] = client
+        return client_of

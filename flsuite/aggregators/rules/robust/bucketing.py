@@ -4,27 +4,24 @@ Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, arXiv:2006.09
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from lightning.pytorch import Callback
-
-from flsuite.aggregators.part import Capability, Server, Statistic
-from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
+from flsuite.aggregators.part import Capability, Server
+from flsuite.aggregators.rules.base import CohortRule, Rule, RuleAround
 from flsuite.aggregators.rules.robust.base import refuse_few
 from flsuite.aggregators.rules.robust.bucket import bucket_of, place
-from flsuite.aggregators.staleness import rebased
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.messages import ClientUpdate
 from flsuite.random import numpy_generator
-from flsuite.state import State, StateLayout, Sums
+from flsuite.state import State
 
 __all__ = ["Bucketing"]
 
 
 @dataclass(frozen=True)
-class Bucketing(CohortRule, Settings):
+class Bucketing(RuleAround, Settings):
     """A rule on the means of random buckets of clients.
 
     Clients whose data differs look like attackers to each other. The means of a few of them differ
@@ -66,7 +63,7 @@ class Bucketing(CohortRule, Settings):
             note["bucket"] = float(number)
         # Nobody holds the models of a bucket any more once the rule has its mean.
         means = (bucket_of(server, groups.pop(0), note) for note in notes)
-        model = _combined(self._rule, server, means)
+        model = self.of_inner(server, means)
         for own, note in zip(metrics, notes, strict=True):
             if "weight" in note:
                 note["weight"] /= len(own)
@@ -76,30 +73,19 @@ class Bucketing(CohortRule, Settings):
 
     def too_few(self, updates: int) -> str | None:
         buckets = math.ceil(updates / self.size)
-        fault = self._rule.too_few(buckets) if isinstance(self._rule, CohortRule) else None
+        fault = super().too_few(buckets)
         return fault and f"Bucketing makes {buckets} buckets of {updates} updates, and {fault}"
-
-    # All else is the rule's
-
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return self._rule.callbacks(client)
-
-    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        return self._rule.statistics(layout, state)
-
-    def weight(self, update: ClientUpdate) -> float:
-        return self._rule.weight(update)
 
     @property
     def needs(self) -> frozenset[Capability]:  # type: ignore[override]
-        return super().needs | self._rule.needs
+        return CohortRule.needs | super().needs
 
     @property
     def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
-        return {**self._rule.withholds, "a plain sum": "takes the means of random buckets"}
+        return {**super().withholds, "a plain sum": "takes the means of random buckets"}
 
     @property
-    def _rule(self) -> Rule:
+    def inner(self) -> Rule:
         rule = self.rule or self.aggregator
         assert rule is not None  # __post_init__ has refused
         return rule
@@ -109,10 +95,10 @@ class Bucketing(CohortRule, Settings):
         for name, statistic in self.statistics(server.layout, server.state).items():
             if self.size > 1 and not statistic.is_sum:
                 raise FlsuiteError(
-                    f"Bucketing: {type(self._rule).__name__} needs every client's own {name}, and "
+                    f"Bucketing: {type(self.inner).__name__} needs every client's own {name}, and "
                     "a bucket has no more than their mean; take another rule, or set size to 1"
                 )
-        self._rule.prepare(server)
+        super().prepare(server)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,15 +106,3 @@ class Bucketing(CohortRule, Settings):
             raise FlsuiteError(
                 "Bucketing: exactly one of rule and aggregator, its older name, must be given"
             )
-
-
-def _combined(rule: Rule, server: Server, updates: Iterable[ClientUpdate]) -> State:
-    """Return the model that a rule makes of updates."""
-    if isinstance(rule, CohortRule):
-        return rule.combine(server, iter(updates))
-    assert isinstance(rule, LinearRule)
-    sums, seen = Sums(), list[ClientUpdate]()
-    for update in updates:
-        sums.add(rule.terms(rebased(update, server), server.layout))
-        seen.append(replace(update, state={}, base={}))
-    return rule.result(server, sums.values, seen)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from flsuite.analysis.inversion.knowledge import Factors, require_logits
 from flsuite.data.images import Scaling
 from flsuite.lightning_internals import detached
 from flsuite.models.layers import read_layers
 from flsuite.state import Layer, State, load_
+from flsuite.studies.inversion.knowledge import Factors, require_logits
 
 __all__ = ["Target", "batch_factors"]
 

@@ -11,13 +11,13 @@ import pytest
 import vl_convert
 from py_mini_racer import MiniRacer
 
-import flsuite.analysis.page
+import flsuite.publish.page
 from flsuite.commands.main import main
 from tests.analysis.made_runs import made_grid, made_run, settings
 
 METHODS = ("FedAvg", "FedProx", "LocalOnly")
 CHARTS = {"curves", "targets", "differences", "map", "spread", "gains", "mix", "gamma"}
-SCRIPT = Path(flsuite.analysis.page.__file__).parent / "page.js"
+SCRIPT = Path(flsuite.publish.page.__file__).parent / "page.js"
 
 
 class Page(HTMLParser):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flsuite.commands.wandb_panels import default_entity, panels, saved, sections
+from flsuite.publish.wandb_panels import default_entity, panels, saved, sections
 
 __all__ = ["build_report", "send_report"]
 

@@ -4,7 +4,7 @@ Jhunjhunwala, Wang and Joshi 2024, FedFisher: Leveraging Fisher Information for 
 Learning, AISTATS, arXiv:2403.12329. The network is ``f(x) = m^(-1/2) sum_r a_r relu(w_r . x)`` with
 m hidden neurons. Its weights w_r are trained on the loss ``(f - y)^2 / 2``. Its signs a_r are not.
 
-``python -m flsuite.analysis.two_layer --output FOLDER`` writes a table and a figure.
+``python -m flsuite.studies.two_layer --output FOLDER`` writes a table and a figure.
 """
 
 import argparse
@@ -280,7 +280,7 @@ def _draw(panel: Axes, rows: pd.DataFrame, varied: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write ``synthetic.csv`` and ``figures/synthetic.png`` to a folder."""
     parser = argparse.ArgumentParser(
-        prog="python -m flsuite.analysis.two_layer", description="FedFisher's synthetic experiment"
+        prog="python -m flsuite.studies.two_layer", description="FedFisher's synthetic experiment"
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--seeds", type=int, default=10, help="number of seeds, from 1 on")

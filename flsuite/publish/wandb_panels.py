@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from flsuite.commands.loggers import require_extra
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, one_line, require_extra
 
 __all__ = ["default_entity", "panels", "saved", "sections"]
 

@@ -9,7 +9,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from flsuite.aggregators import FedAvg, FedFisher, OTFusion
-from flsuite.analysis.inversion import (
+from flsuite.data import Digits, SoleOwner
+from flsuite.data.images import Scaling
+from flsuite.data.spec import DataSpec
+from flsuite.errors import FlsuiteError
+from flsuite.metrics.fisher import kfac_factors
+from flsuite.models import MLP, Classifier, LeNet5
+from flsuite.models.layers import read_layers
+from flsuite.studies.inversion import (
     GAN,
     GANTraining,
     Inversion,
@@ -22,15 +29,8 @@ from flsuite.analysis.inversion import (
     sent_factors,
     share_recognised,
 )
-from flsuite.analysis.inversion.gan import Critic, Generator, gradient_penalty
-from flsuite.analysis.inversion.target import batch_factors
-from flsuite.data import Digits, SoleOwner
-from flsuite.data.images import Scaling
-from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError
-from flsuite.metrics.fisher import kfac_factors
-from flsuite.models import MLP, Classifier, LeNet5
-from flsuite.models.layers import read_layers
+from flsuite.studies.inversion.gan import Critic, Generator, gradient_penalty
+from flsuite.studies.inversion.target import batch_factors
 from flsuite.trainer import FederatedTrainer
 
 PLAIN = Scaling(torch.tensor([1 / 255]), torch.zeros(1), 1)  # images within [0, 1] as they are

@@ -12,7 +12,7 @@ import pandas as pd
 
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.gamma import GAMMA
-from flsuite.analysis.page.data import PageData
+from flsuite.publish.page.data import PageData
 
 __all__ = ["charts"]
 

@@ -1,17 +1,17 @@
 """How well a client's images can be reconstructed from what the server knows."""
 
-from flsuite.analysis.inversion.attack import Inversion, Reconstructions, share_recognised
-from flsuite.analysis.inversion.figure import reconstruction_figure
-from flsuite.analysis.inversion.gan import GAN, GANTraining
-from flsuite.analysis.inversion.knowledge import (
+from flsuite.studies.inversion.attack import Inversion, Reconstructions, share_recognised
+from flsuite.studies.inversion.figure import reconstruction_figure
+from flsuite.studies.inversion.gan import GAN, GANTraining
+from flsuite.studies.inversion.knowledge import (
     Knowledge,
     kept_models,
     known_to_server,
     mean_model,
     sent_factors,
 )
-from flsuite.analysis.inversion.scenario import public_images
-from flsuite.analysis.inversion.target import Target
+from flsuite.studies.inversion.scenario import public_images
+from flsuite.studies.inversion.target import Target
 
 __all__ = [
     "GAN",

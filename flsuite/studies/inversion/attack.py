@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flsuite.analysis.inversion.gan import GAN
-from flsuite.analysis.inversion.target import Target
 from flsuite.arguments import (
     NonNegativeFloat,
     PositiveFloat,
@@ -22,6 +20,8 @@ from flsuite.arguments import (
 )
 from flsuite.errors import require_at_least
 from flsuite.random import torch_generator
+from flsuite.studies.inversion.gan import GAN
+from flsuite.studies.inversion.target import Target
 
 __all__ = ["Inversion", "Reconstructions", "share_recognised"]
 

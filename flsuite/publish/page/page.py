@@ -10,16 +10,16 @@ from typing import Any
 import pandas as pd
 
 import flsuite
-import flsuite.analysis.page.tables as tables
+import flsuite.publish.page.tables as tables
 from flsuite.analysis.comparison import comparison_note, default_score
 from flsuite.analysis.groups import Group
-from flsuite.analysis.page.data import gather
-from flsuite.analysis.page.reproduction import reproductions
 from flsuite.analysis.report import require_score
 from flsuite.analysis.results import results_of
 from flsuite.analysis.target import own_target
 from flsuite.errors import FlsuiteError
 from flsuite.files import replace_file
+from flsuite.publish.page.data import gather
+from flsuite.publish.page.reproduction import reproductions
 
 __all__ = ["PageRequest", "require_page", "write_page"]
 
@@ -93,7 +93,7 @@ def _content(
     notes: Sequence[str],
 ) -> dict[str, Any]:
     """Return what the template shows."""
-    from flsuite.analysis.page.charts import charts
+    from flsuite.publish.page.charts import charts
 
     results, metric, split = results_of(groups), request.metrics[0], request.split
     score, _ = default_score(results, metric)

@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from flsuite.aggregators.rules.solvers.blocks import Dense
 from flsuite.aggregators.rules.solvers.iterations import gradient_descent
-from flsuite.analysis import two_layer
-from flsuite.analysis.two_layer import (
+from flsuite.errors import FlsuiteError
+from flsuite.metrics.fisher import full_fisher
+from flsuite.metrics.fisher import jacobian as jacobian_of_module
+from flsuite.random import torch_generator
+from flsuite.studies import two_layer
+from flsuite.studies.two_layer import (
     Clients,
     Network,
     draw_clients,
@@ -27,10 +31,6 @@ from flsuite.analysis.two_layer import (
     train,
     training_error,
 )
-from flsuite.errors import FlsuiteError
-from flsuite.metrics.fisher import full_fisher
-from flsuite.metrics.fisher import jacobian as jacobian_of_module
-from flsuite.random import torch_generator
 
 STORED = Path(__file__).parents[2] / "configs" / "one_shot" / "synthetic.csv"
 FIGURE = STORED.parent / "figures" / "synthetic.png"
