@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
-from flsuite.engines.wire import CANNOT_PICKLE, dumps
+from flsuite.engines.wire import CANNOT_PICKLE
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import (
     Broadcast,
@@ -22,7 +21,15 @@ from flsuite.messages import (
     ScoreRequest,
 )
 
-__all__ = ["Answer", "Backlog", "Job", "Pool", "Request", "cores", "named", "without_broadcast"]
+__all__ = [
+    "Backlog",
+    "Job",
+    "Pool",
+    "Request",
+    "cores",
+    "named",
+    "without_broadcast",
+]
 
 _SCORES_AHEAD = 4  # per worker: bounds the clients' models in memory
 
@@ -205,15 +212,6 @@ class Pool(Engine):
     @abstractmethod
     def _wait(self) -> None:
         """Wait until a worker has answered or died, and take note of it."""
-
-    def _without_data(self, setup: WorkerSetup) -> bytes:
-        """Serialize a setup without its data, which workers share.
-
-        Every worker has a model of its own, which it may change.
-        """
-        self._sums_parts = setup.sums_parts
-        setup.model.cpu()  # workers may see other GPUs or none, and would take memory there
-        return bytes(dumps(replace(setup, data=None)))  # type: ignore[arg-type]
 
     @contextmanager
     def _sendable(self, what: str) -> Iterator[None]:

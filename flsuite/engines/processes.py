@@ -13,15 +13,9 @@ from flsuite.arguments import PositiveFloat, PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, without_main
 from flsuite.engines.pool import Backlog, Job, Pool, cores, named, without_broadcast
-from flsuite.engines.wire import dump_shared, receive, send
+from flsuite.engines.wire import dump_shared, dump_without_data, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
-from flsuite.messages import (
-    Broadcast,
-    ClientFailure,
-    ClientResult,
-    OwnScores,
-    ScoreRequest,
-)
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, OwnScores, ScoreRequest
 
 __all__ = ["Processes"]
 
@@ -87,8 +81,9 @@ class Processes(Pool, Settings):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         prepare_workers()
+        self._sums_parts = setup.sums_parts
         with self._sendable("the model, the aggregator or the data"):
-            descriptor, head, places = dump_shared((setup.data, self._without_data(setup)))
+            descriptor, head, places = dump_shared((setup.data, dump_without_data(setup)))
         self._payload = (descriptor, bytes(head), places)
         self._pool = [self._spawn(worker) for worker in range(self.workers or cores())]
 

@@ -19,13 +19,10 @@ from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, Sett
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.pool import Backlog, Job, Pool, Request, cores, named, without_broadcast
 from flsuite.engines.ray_worker import SMALL, RayWorker, pack, unpack
+from flsuite.engines.wire import dump_without_data
 from flsuite.engines.worker import Fatal
 from flsuite.errors import FederationError, FlsuiteError, one_line
-from flsuite.messages import (
-    Broadcast,
-    ClientResult,
-    ScoreRequest,
-)
+from flsuite.messages import Broadcast, ClientResult, ScoreRequest
 from flsuite.state import nbytes
 
 __all__ = ["Ray"]
@@ -131,8 +128,9 @@ class Ray(Pool, Settings):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         _refuse_hidden_gpus(setup, self.gpus_per_worker)
+        self._sums_parts = setup.sums_parts
         with self._sendable("the model, the aggregator or the data"):
-            payload = pack((setup.data, self._without_data(setup)))
+            payload = pack((setup.data, dump_without_data(setup)))
 
         try:
             self._connect()

@@ -10,6 +10,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,7 +18,17 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-__all__ = ["CANNOT_PICKLE", "dump_shared", "dumps", "load_shared", "receive", "send"]
+from flsuite.client.setup import WorkerSetup
+
+__all__ = [
+    "CANNOT_PICKLE",
+    "dump_shared",
+    "dump_without_data",
+    "dumps",
+    "load_shared",
+    "receive",
+    "send",
+]
 
 CANNOT_PICKLE = (TypeError, AttributeError, pickle.PicklingError)
 """The errors of an object that cannot be serialized."""
@@ -65,6 +76,15 @@ def dumps(obj: Any, buffers: list[pickle.PickleBuffer] | None = None) -> memoryv
     collect = None if buffers is None else buffers.append
     _Pickler(stream, protocol=5, buffer_callback=collect).dump(obj)
     return stream.getbuffer()
+
+
+def dump_without_data(setup: WorkerSetup) -> bytes:
+    """Serialize a setup without its data, which workers share.
+
+    Every worker has a model of its own, which it may change.
+    """
+    setup.model.cpu()  # workers may see other GPUs or none, and would take memory there
+    return bytes(dumps(replace(setup, data=None)))  # type: ignore[arg-type]
 
 
 def send(connection: Connection, obj: Any) -> None:

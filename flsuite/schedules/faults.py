@@ -9,14 +9,7 @@ import numpy as np
 from flsuite.arguments import BelowOne, Settings
 from flsuite.engines.base import Engine
 from flsuite.errors import FlsuiteError
-from flsuite.messages import (
-    ClientFailure,
-    ClientResult,
-    ClientUpdate,
-    Fault,
-    FitRequest,
-    Outcome,
-)
+from flsuite.messages import ClientFailure, ClientResult, ClientUpdate, Fault, FitRequest, Outcome
 from flsuite.random import numpy_generator
 from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule, Traits
 

@@ -16,6 +16,7 @@ import flsuite.engines.ray as ray_engine
 from flsuite.commands.main import main
 from flsuite.engines import InProcess, Ray
 from flsuite.engines.ray_worker import RayWorker, pack, unpack
+from flsuite.engines.wire import dump_without_data
 from flsuite.engines.worker import Fatal
 from flsuite.errors import FlsuiteError
 from flsuite.messages import (
@@ -438,7 +439,7 @@ def test_tensors_survive_the_store(name: str) -> None:
 def test_a_fit_that_writes_to_the_dataset_ends_the_run() -> None:
     made, state = worker_setup()
     worker = RayWorker(threads=1, path=[], sees_gpus=True)
-    assert unpack(worker.prepare(ray_engine._pack_setup(made))) is None
+    assert unpack(worker.prepare(pack((made.data, dump_without_data(made))))) is None
     for callbacks, is_refused in (((), False), ((Writes(),), True)):
         broadcast = Broadcast(1, state, {}, callbacks)
         orders = [FitRequest(0, 2, broadcast, {})]
