@@ -244,7 +244,7 @@ def test_a_failure_of_the_servers_fit_is_named() -> None:
     run_ = trainer.prepare(Quadratic(), data)
     run_.federation.data.server.x[:] = -1.0
     with pytest.raises(FederationError, match="round 1: the server's own training failed: Runtime"):
-        run_.federation.server.tools.train(run_.state, 1)
+        run_.federation.server.tools.train(run_.federation.state, 1)
 
 
 # What a run shows

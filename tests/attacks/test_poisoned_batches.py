@@ -249,7 +249,7 @@ def test_loggers_and_the_final_table_have_the_success_rate(
     assert logged["test/backdoor_success"].notna().sum() == 2
     settings = yaml.safe_load((backdoored / "log" / "hparams.yaml").read_text())
     assert settings["attackers"] == [0, 1, 2]
-    attacked.run.summary.print(1.0, None)
+    attacked.run.summary.print(None)
     assert "backdoor success" in capsys.readouterr().out
 
 
