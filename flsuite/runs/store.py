@@ -21,7 +21,7 @@ from flsuite.runs.checkpoint import (
     write_frozen,
 )
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.settings import WEIGHTS, with_contents
+from flsuite.runs.settings import WEIGHTS, with_contents, without_derived
 from flsuite.runs.summary import RunSummary
 from flsuite.server.federation import Federation
 
@@ -154,6 +154,8 @@ class RunStore:
         run = self.run
         content = load_checkpoint(checkpoint)
         saved = renamed(content["settings"])
+        algorithm = run.settings["aggregator"], saved["aggregator"]
+        saved["aggregator"] = without_derived(*algorithm)
         run.settings = with_contents(run.settings, saved)
         # Settings of either side: one that is missing here or there differs.
         names = [
