@@ -164,7 +164,7 @@ def test_stale_updates_reach_the_optimum_of_quadratics(speeds: PerClient) -> Non
     # A small step of the server averages over the order of the arrivals.
     aggregator = FedBuff("delta", eta=0.02, staleness="constant")
     schedule = Asynchronous(3, buffer_size=1, speeds=speeds)
-    made = federation(aggregator, 1000, schedule=schedule, evaluate_every=1000, max_epochs=3)
+    made = federation(aggregator, 2000, schedule=schedule, evaluate_every=2000, max_epochs=3)
     made.fit(Quadratic(), Quadratics((1.0, 1.0, 1.0), minima))
     assert float(made.federation.state["w"]) == pytest.approx(optimum, abs=0.02)
 

@@ -100,8 +100,8 @@ class Aggregator:
     def described(self) -> dict[str, Any]:
         """Return the arguments that a config can set, as a run's settings have them.
 
-        A part that follows from them is not one of them. A preset that passes on another value than
-        it was given keeps the given one with an underscore before its name.
+        What a preset sets itself is not one of them. A preset that adds to an argument keeps what
+        it was given with an underscore before its name.
         """
         cls: Any = type(self)
         names = (name for name in _settable(cls) if hasattr(self, name))

@@ -30,5 +30,5 @@ class FedAvg(Aggregator):
         rule: Rule | None = None,
         **parts: Any,
     ) -> None:
-        self.weighting, self.staleness, self._rule = weighting, staleness, rule
+        self.weighting, self.staleness = weighting, staleness
         super().__init__(rule=rule or Mean(weighting, staleness), **parts)

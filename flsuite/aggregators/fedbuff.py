@@ -49,7 +49,7 @@ class FedBuff(Aggregator):
         **parts: Any,
     ) -> None:
         self.mode, self.eta, self.staleness = mode, eta, staleness
-        self.weighting, self.normalize, self._rule = weighting, normalize, rule
+        self.weighting, self.normalize = weighting, normalize
         check_init(self)  # before a rule, which calls eta its rate
         if rule is None and mode == "mix":
             rate = 0.5 if eta is None else eta

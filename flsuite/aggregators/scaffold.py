@@ -40,7 +40,7 @@ class SCAFFOLD(FedAvg):
         server_optimizer: OptimizerCallable | None = None,
         **parts: Any,
     ) -> None:
-        self.lr, self.control, self._server_optimizer = lr, control, server_optimizer
+        self.lr, self.control = lr, control
         step = None if lr == 1.0 else partial(SGD, lr=lr)
         super().__init__(
             weighting=weighting,

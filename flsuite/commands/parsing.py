@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse._typehints import get_all_subclass_paths, type_to_str
 from lightning.pytorch.cli import LightningArgumentParser
@@ -102,11 +103,21 @@ def _expected(hint: Any, text: str, message: str) -> str:
     may_be_class = not text.startswith("Expected a <class")
     is_no_class = may_be_class and (_NO_CLASS in message or "Not a valid subclass" in message)
     value = text[len(_NO_CLASS) :] if is_name else message.rpartition(" value: ")[2].strip()
-    wrong = text if is_abstract else f"expected {type_to_str(hint)}, got {value[:100]!r}"
+    wrong = text if is_abstract else f"expected {_named(hint)}, got {value[:100]!r}"
     if not is_no_class and not is_abstract:
         return wrong
     known = sorted({path.rpartition(".")[2] for path in get_all_subclass_paths(hint)})
     return f"{wrong}{_suggest(value, known)}; there are: {', '.join(known)}, or a full path"
+
+
+def _named(hint: Any) -> str:
+    """Return a type as a reader of a config knows it, with the range that it may have."""
+    if get_origin(hint) is Annotated:
+        base, *ranges = get_args(hint)
+        return f"{_named(base)} ({', '.join(map(repr, ranges))})"
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join("null" if kind is NoneType else _named(kind) for kind in get_args(hint))
+    return str(type_to_str(hint))
 
 
 @contextmanager

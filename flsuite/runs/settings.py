@@ -34,6 +34,7 @@ __all__ = [
     "run_settings",
     "weights_digest",
     "with_contents",
+    "without_derived",
 ]
 
 TRAINER_SETTINGS = (
@@ -182,6 +183,17 @@ def describe(obj: Any) -> Any:
         file = Path(getattr(obj, name)).name
         arguments[name] = f"{file}{_UNREAD}" if content is None else f"{file}, content {content}"
     return {"class_path": class_name(type(obj)), "init_args": arguments}
+
+
+def without_derived(ours: Any, theirs: Any) -> Any:
+    """Return their description of an object without what a config cannot set.
+
+    Older runs have described parts that follow from other arguments.
+    """
+    if not isinstance(theirs, Mapping) or ours["class_path"] != theirs.get("class_path"):
+        return theirs
+    own = {k: v for k, v in theirs["init_args"].items() if k in ours["init_args"]}
+    return {**theirs, "init_args": own}
 
 
 def with_contents(ours: Any, theirs: Any) -> Any:

@@ -20,7 +20,7 @@ from flsuite.runs.checkpoint import (
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.options import Budget
-from flsuite.runs.settings import WEIGHTS, with_contents
+from flsuite.runs.settings import WEIGHTS, with_contents, without_derived
 from flsuite.runs.summary import RunSummary
 from flsuite.server.federation import Federation
 
@@ -158,6 +158,8 @@ class RunStore:
         run = self.run
         content = load_checkpoint(checkpoint)
         saved = renamed(content["settings"])
+        algorithm = run.settings["aggregator"], saved["aggregator"]
+        saved["aggregator"] = without_derived(*algorithm)
         run.settings = with_contents(run.settings, saved)
         # Settings of either side: one that is missing here or there differs.
         names = [

@@ -330,6 +330,10 @@ BAD_ARGUMENTS = {
         "trainer.batchnorm: expected Literal['average', 'local', 'reset'], got 'mean'",
     ),
     "unknown_class": (("--trainer.aggregator", "FedAvgg"), "did you mean FedAvg?"),
+    "bare_transform": (
+        ("--trainer.compression", "Transform"),
+        "Transform is abstract; there are: ClipUpdates, GaussianMechanism",
+    ),
     "unknown_model": (("--model", "Klassifier"), "did you mean Classifier?"),
     "unknown_class_of_others": (("--trainer.logger", "WandLogger"), "did you mean WandbLogger?"),
     "no_plugin": (

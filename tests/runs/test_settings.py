@@ -9,6 +9,15 @@ import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
+from flsuite.aggregators import (
+    ClipUpdates,
+    DPFedAvg,
+    FedAdagrad,
+    FedAdam,
+    FedProx,
+    FedYogi,
+    LocalOnly,
+)
 from flsuite.analysis import group_runs
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping
 from flsuite.errors import FlsuiteError
@@ -31,6 +40,18 @@ class Scales(Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         for parameter in module.parameters():
             parameter.grad.mul_(self.factor)
+
+
+def test_a_preset_is_described_by_what_a_config_can_set() -> None:
+    def described(aggregator: Any) -> set[str]:
+        return set(describe(aggregator)["init_args"])
+
+    assert "server_optimizer" not in described(FedAdam()) and "rule" in described(FedAdam())
+    assert described(FedAdam()) == described(FedYogi()) == described(FedAdagrad()) | {"beta2"}
+    assert "objective" not in described(FedProx()) and not described(LocalOnly())
+    private = DPFedAvg(noise_multiplier=1.0, transforms=[ClipUpdates(2.0)])
+    assert describe(private)["init_args"]["transforms"] == [describe(ClipUpdates(2.0))]
+    assert len(private.transforms) == 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ one per output, see :mod:`~flsuite.metrics.fisher.columns`, and needs no labels.
 
 from flsuite.metrics.fisher.columns import Expectation, PredictionTask
 from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
-from flsuite.metrics.fisher.full import full_fisher, jacobian
+from flsuite.metrics.fisher.full import full_fisher
 from flsuite.metrics.fisher.gram import gram_matrices
 from flsuite.metrics.fisher.measuring import measuring
 from flsuite.metrics.fisher.predictive import (
@@ -25,7 +25,6 @@ __all__ = [
     "fisher_diagonal",
     "full_fisher",
     "gram_matrices",
-    "jacobian",
     "kfac_factors",
     "measuring",
     "predictive_diagonal",

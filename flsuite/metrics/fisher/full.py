@@ -9,7 +9,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
 from flsuite.metrics.fisher.per_sample import sample_gradients
 
-__all__ = ["full_fisher", "jacobian"]
+__all__ = ["full_fisher", "gradient_rows"]
 
 Batch = tuple[Tensor, ...]
 
@@ -43,33 +43,14 @@ def full_fisher(
     like = module.get_parameter(names[0])
     total = torch.zeros(size, size, dtype=torch.float64, device=like.device)
     samples = 0
-    for rows in _rows(module, names, batches, expectation, generator, task):
+    for rows in gradient_rows(module, names, batches, expectation, generator, task):
         at_columns = rows.flatten(0, 1).double()
         total.addmm_(at_columns.T, at_columns)
         samples += len(rows)
     return total.div_(max(samples, 1)).to(like.dtype)
 
 
-def jacobian(
-    module: nn.Module,
-    names: Sequence[str],
-    batches: Iterable[Batch],
-    expectation: Expectation = "exact",
-    generator: torch.Generator | None = None,
-    task: PredictionTask | None = None,
-) -> Tensor:
-    """Return the gradients of the Fisher's scalars, ``(n * columns, d)``, sample by sample.
-
-    The Fisher is ``J^T J / n``. The arguments are those of :func:`full_fisher`.
-    """
-    parts = list(_rows(module, names, batches, expectation, generator, task))
-    size = sum(module.get_parameter(name).numel() for name in names)
-    if not parts:
-        return module.get_parameter(names[0]).new_zeros(0, size)
-    return torch.cat(parts).flatten(0, 1)
-
-
-def _rows(
+def gradient_rows(
     module: nn.Module,
     names: Sequence[str],
     batches: Iterable[Batch],
@@ -77,7 +58,11 @@ def _rows(
     generator: torch.Generator | None,
     task: PredictionTask | None,
 ) -> Iterator[Tensor]:
-    """Yield gradients ``(n, columns, d)``. They are zero for frozen parameters."""
+    """Yield the gradients of the Fisher's scalars, ``(n, columns, d)``, batch by batch.
+
+    They are zero for frozen parameters. The Fisher is the mean of their outer products over the
+    samples.
+    """
     task, logits = task_of(module, task), Logits(module)
     parameters = {name: module.get_parameter(name) for name in names}
     trained = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
