@@ -275,8 +275,8 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(
     resumed = trainer(rounds=6, aggregator=adaptive(), schedule=schedule, run_dir=folder)
     resumed.fit(classifier(), digits(), ckpt_path="last")
     assert equal_states(whole.federation.state, resumed.federation.state)
-    memory = {k: v for k, v in kept(whole.federation).items() if k != "planned"}
-    assert memory.items() <= kept(resumed.federation).items()
+    memory = {k: v for k, v in kept(whole.federation.server).items() if k != "planned"}
+    assert memory.items() <= kept(resumed.federation.server).items()
     for metric in ("epsilon", "clip", "noise"):
         assert numbers(resumed, metric) == pytest.approx(numbers(whole, metric), rel=1e-8)
     assert resumed.run.summary.privacy == whole.run.summary.privacy
@@ -297,7 +297,7 @@ def test_epsilon_is_logged_by_round_and_shown(capsys: pytest.CaptureFixture[str]
     assert numbers(made, "epsilon") == spent
     assert made.run.summary.privacy == {"epsilon": spent[-1], "delta": 0.02}
 
-    made.run.summary.print(1.0, None)
+    made.run.summary.print(None)
     row = next(line for line in capsys.readouterr().out.splitlines() if "epsilon" in line)
     assert f"{spent[-1]:.4g}" in row
     summary = WandbLink._summary(SimpleNamespace(_rounds_to_target=None), made.run)
@@ -317,7 +317,7 @@ def test_a_target_is_reached_and_not_passed(tmp_path: Path) -> None:
 def test_a_run_cut_short_has_spent_less_and_goes_on_with_its_noise(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     whole = fit(DPFedAvg(target_epsilon=6.0), 4, run_dir=folder, **POISSON)
-    noise = kept(whole.federation)["noise_multiplier"]
+    noise = kept(whole.federation.server)["noise_multiplier"]
 
     other = str(tmp_path / "other")
     aggregator = DPFedAvg(target_epsilon=6.0)
@@ -326,7 +326,7 @@ def test_a_run_cut_short_has_spent_less_and_goes_on_with_its_noise(tmp_path: Pat
     assert first.round == 2 and numbers(first, "epsilon")[-1] < 6.0
     last = trainer(rounds=4, aggregator=DPFedAvg(target_epsilon=6.0), run_dir=other, **POISSON)
     last.fit(classifier(), digits(), ckpt_path="last")
-    assert kept(last.federation)["noise_multiplier"] == noise
+    assert kept(last.federation.server)["noise_multiplier"] == noise
     assert equal_states(whole.federation.state, last.federation.state)
 
 
@@ -358,7 +358,9 @@ def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> N
     masked, plain = (fit(adaptive(), 2, secure_sum=s) for s in (PairwiseMasks(), None))
     for name, value in plain.federation.state.items():
         torch.testing.assert_close(masked.federation.state[name], value, rtol=0, atol=1e-5)
-    assert kept(masked.federation)["clip"] == pytest.approx(kept(plain.federation)["clip"])
+    assert kept(masked.federation.server)["clip"] == pytest.approx(
+        kept(plain.federation.server)["clip"]
+    )
 
 
 # Refusals

@@ -231,7 +231,7 @@ def test_without_a_score_alpha_must_be_set() -> None:
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
 def test_a_bad_alpha_is_refused(alpha: float) -> None:
-    with pytest.raises(FlsuiteError, match=r"RegMean: alpha must be in \[0, 1\]"):
+    with pytest.raises(FlsuiteError, match=r"RegMean: alpha must be from 0 to 1"):
         RegMean(alpha=alpha)
 
 
