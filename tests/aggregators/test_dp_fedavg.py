@@ -357,7 +357,9 @@ def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> N
     masked, plain = (fit(adaptive(), 2, secure_sum=s) for s in (PairwiseMasks(), None))
     for name, value in plain.federation.state.items():
         torch.testing.assert_close(masked.federation.state[name], value, rtol=0, atol=1e-5)
-    assert kept(masked.federation.server)["clip"] == pytest.approx(kept(plain.federation.server)["clip"])
+    assert kept(masked.federation.server)["clip"] == pytest.approx(
+        kept(plain.federation.server)["clip"]
+    )
 
 
 # Refusals

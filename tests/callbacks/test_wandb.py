@@ -21,6 +21,7 @@ from flsuite.aggregators import FedBuff
 from flsuite.analysis.groups import experiment_hash
 from flsuite.callbacks import RoundLogger, StopAt
 from flsuite.callbacks.wandb_media import client_rounds, confusion_chart
+from flsuite.client.entries import Entries
 from flsuite.data.spec import DataSpec, DataSplit
 from flsuite.schedules import Asynchronous, Stragglers
 from tests.callbacks.wandb_files import Recorded, recorded
@@ -230,7 +231,7 @@ def test_a_resume_without_the_logger_does_not_forget_its_run(tmp_path: Path) -> 
 def test_no_confusion_matrix_for_several_labels_per_sample() -> None:
     samples = DataSplit(torch.zeros(4, 2), torch.zeros(4, 3, dtype=torch.uint8))
     data = SimpleNamespace(spec=DataSpec((2,), 3, "multilabel"), test=samples)
-    run: Any = SimpleNamespace(federation=SimpleNamespace(data=data, personal=False))
+    run: Any = SimpleNamespace(federation=SimpleNamespace(data=data, entries=Entries(*6 * [()])))
     assert confusion_chart(run) == {}
 
 
