@@ -120,8 +120,12 @@ def check_init(obj: Any, cls: type | None = None) -> None:
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run, which may be older, under their present names."""
-    return {_RENAMED.get(name, name): value for name, value in settings.items()}
+    """Return the settings of a run, which may be older, under their present names.
+
+    A value under an older name replaces the one under the present name, if it is not ``None``.
+    """
+    older = {new: settings[old] for old, new in _RENAMED.items() if settings.get(old) is not None}
+    return {k: v for k, v in settings.items() if k not in _RENAMED} | older
 
 
 def _check(obj: Any, hints: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import flsuite.engines.processes
 import flsuite.engines.ray
 import flsuite.models
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
+from flsuite.arguments import renamed
 from flsuite.commands.loggers import complete_loggers
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors, refuse_nulls
 from flsuite.errors import FlsuiteError, one_line
@@ -218,4 +219,5 @@ def _without(dump: str, keys: tuple[str, ...]) -> str:
     import yaml
 
     content = yaml.safe_load(dump)
+    content["trainer"] = renamed(content["trainer"])
     return yaml.safe_dump({k: v for k, v in content.items() if k not in keys}, sort_keys=False)

@@ -203,7 +203,9 @@ def test_the_older_name_of_batchnorm_is_read(
         (["--config", "old.yaml", "--trainer.buffers", "local"], "local"),
     ):
         caplog.clear()
-        assert build(args)[0].batchnorm == value
+        made = build(args)[0]
+        saved = yaml.safe_load(made.config or "")["trainer"]
+        assert made.batchnorm == saved["batchnorm"] == value and "buffers" not in saved
         said = [line for line in caplog.messages if "older name of trainer.batchnorm" in line]
         assert len(said) == (value != "average")
 

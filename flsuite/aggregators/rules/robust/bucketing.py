@@ -5,7 +5,7 @@ Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, arXiv:2006.09
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flsuite.aggregators.part import Capability, Server
 from flsuite.aggregators.rules.base import CohortRule, Rule, RuleAround
@@ -63,6 +63,8 @@ class Bucketing(RuleAround, Settings):
             note["bucket"] = float(number)
         # Nobody holds the models of a bucket any more once the rule has its mean.
         means = (bucket_of(server, groups.pop(0), note) for note in notes)
+        # A part each, so that a linear rule adds them up one by one.
+        means = (m if m.part is None else replace(m, part=k) for k, m in enumerate(means))
         model = self.of_inner(server, means)
         for own, note in zip(metrics, notes, strict=True):
             if "weight" in note:
