@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     pytest-xdist then runs them in its first process, one after another: its processes take each
     other's work from the end. Spread over three processes, they start three clusters.
     """
-    items.sort(key=lambda item: item.path.name != "test_ray.py")
+    items.sort(key=lambda item: item.path.name != "test_ray_cluster.py")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,399 @@
+"""Clients in actors of Ray, on one cluster of two nodes for the module."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from flsuite.commands.main import main
+from flsuite.engines import InProcess, Ray
+from flsuite.errors import FlsuiteError
+from flsuite.messages import (
+    ClientFailure,
+    ClientResult,
+    Outcome,
+)
+from tests.conftest import equal_states, trainer
+from tests.engines.test_engines import (
+    LINUX,
+    SIZES,
+    Unreadable,
+    images,
+    model,
+    outcomes,
+    requests,
+    within,
+    worker_setup,
+)
+from tests.test_plain_models import fitted
+
+pytestmark = pytest.mark.long
+
+ray: Any = pytest.importorskip("ray", reason="needs the extra: pip install 'flsuite[ray]'")
+ROOT = Path(__file__).parents[2]
+NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+
+
+class Machines:
+    """A cluster of two nodes with one core each."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        self.second = self.cluster.add_node(**NODE)
+
+    def engine(self, **kwargs: Any) -> Ray:
+        return Ray(address=self.cluster.address, **kwargs)
+
+    def kill_second(self) -> None:
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+    def replace_second(self) -> None:
+        self.second = self.cluster.add_node(**NODE)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray gives its workers the lowest priority: beside other tests they would hardly run.
+        patch.setenv("RAY_worker_niceness", "0")
+        made = Machines()
+        yield made
+        ray.shutdown()
+        made.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine(machines: Machines) -> Iterator[Ray]:
+    """Return an engine with a worker on each node."""
+    torch.set_num_threads(1)
+    before = signal.getsignal(signal.SIGTERM)
+    made = machines.engine()
+    made.start(worker_setup()[0])
+    assert signal.getsignal(signal.SIGTERM) is before, "Ray replaces it"
+    yield made
+    made.stop()
+    assert not ray.is_initialized()
+
+
+@pytest.fixture
+def both_ready(engine: Ray) -> Ray:
+    """Return the engine when both of its workers have started."""
+    engine._glances = 0
+    while [actor.is_ready for actor in engine._actors] != [True, True]:
+        engine._wait()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[int, Any]:
+    """Return the state of each client after a fit in this process."""
+    torch.set_num_threads(1)
+    engine = InProcess()
+    made, state = worker_setup()
+    engine.start(made)
+    return {
+        outcome.update.client: outcome.update.state
+        for outcome in outcomes(engine, requests(state))
+        if isinstance(outcome, ClientResult)
+    }
+
+
+class Trouble(Callback):
+    """Does something bad where some clients train, up to ``times`` times."""
+
+    def __init__(self, folder: Path, clients: tuple[int, ...], times: int = 1) -> None:
+        self.folder, self.clients, self.times = folder, clients, times
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        done = len(list(self.folder.iterdir()))
+        if loader.client in self.clients and done < self.times:
+            (self.folder / str(done)).touch()
+            self.happen()
+
+    def happen(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Hangs(Trouble):
+    """Hangs on every node but one."""
+
+    def __init__(self, folder: Path, spared: str) -> None:
+        super().__init__(folder, tuple(range(len(SIZES))))
+        self.spared = spared
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if ray.get_runtime_context().get_node_id() != self.spared:
+            super().on_train_end(trainer, pl_module)
+
+    def happen(self) -> None:
+        time.sleep(600)
+
+
+class Sleeps(Trouble):
+    """Never ends the fit."""
+
+    def happen(self) -> None:
+        time.sleep(600)
+
+
+class Maps(Callback):
+    """Fails unless the training tensors lie in the store's memory, which the node shares."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        if not all(_in_store(t.data_ptr()) for t in (loader.data.train.x, loader.data.train.y)):
+            raise RuntimeError("a copy")
+
+
+def _in_store(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if low <= address < high:
+            return "plasma" in line
+    return False
+
+
+def states(results: list[Outcome]) -> dict[int, Any]:
+    return {o.update.client: o.update.state for o in results if isinstance(o, ClientResult)}
+
+
+def same_states(a: dict[int, Any], b: dict[int, Any]) -> bool:
+    return a.keys() == b.keys() and all(equal_states(a[client], b[client]) for client in a)
+
+
+def node_of(handle: Any) -> str:
+    """Return the node of an actor."""
+    return described(handle)["Address"]["NodeID"]
+
+
+def described(handle: Any) -> dict[str, Any]:
+    """Return what the cluster knows about an actor."""
+    from ray._private.state import actors
+
+    return actors(handle._actor_id.hex())
+
+
+# On two nodes
+
+
+def test_outcomes_are_the_same_bit_for_bit_and_in_order(
+    both_ready: Ray, reference: dict[int, Any]
+) -> None:
+    assert len({node_of(actor.handle) for actor in both_ready._actors}) == 2
+    _, state = worker_setup()
+    for order in ((5, 0, 3, 1, 4, 2), (2, 2, 0)):
+        results = outcomes(both_ready, requests(state, order))
+        updates = [outcome.update for outcome in results if isinstance(outcome, ClientResult)]
+        assert [update.client for update in updates] == list(order)
+        assert all(equal_states(update.state, reference[update.client]) for update in updates)
+
+
+def test_a_round_without_clients(both_ready: Ray) -> None:
+    both_ready.submit([])
+    assert both_ready.pending == []
+
+
+def test_requests_from_several_versions_are_collected_in_any_order(
+    both_ready: Ray, reference: dict[int, Any]
+) -> None:
+    _, state = worker_setup()
+    zero = {name: torch.zeros_like(value) for name, value in state.items()}
+    order = tuple(range(6)) * 10
+    right, wrong = requests(state, order), requests(zero, order, round=2)
+    mixed = [(right if number % 3 else wrong)[number] for number in range(len(order))]
+    both_ready.submit(mixed)
+    assert isinstance(both_ready.collect(len(order) - 1), ClientResult), "the last one first"
+
+    results = [both_ready.collect(number) for number in both_ready.pending]
+    updates = [outcome.update for outcome in results if isinstance(outcome, ClientResult)]
+    assert [update.client for update in updates] == list(order[:-1])
+    assert [update.round for update in updates] == [1 if n % 3 else 2 for n in range(59)]
+    assert all(
+        equal_states(update.state, reference[update.client]) == (update.round == 1)
+        for update in updates
+    )
+
+
+def test_an_outcome_belongs_to_this_process(both_ready: Ray) -> None:
+    _, state = worker_setup()
+    (result,) = outcomes(both_ready, requests(state, (0,)))
+    assert isinstance(result, ClientResult)
+    for tensor in result.update.state.values():
+        tensor.zero_()  # in the store it would be refused, or change for others
+    (again,) = outcomes(both_ready, requests(state, (0,)))
+    assert isinstance(again, ClientResult) and any(
+        tensor.any() for tensor in again.update.state.values()
+    )
+
+
+@LINUX
+def test_workers_share_the_dataset(both_ready: Ray) -> None:
+    _, state = worker_setup()
+    results = outcomes(both_ready, requests(state, callbacks=(Maps(),)))
+    assert len(states(results)) == len(SIZES), results
+
+
+# Deaths
+
+
+def test_the_clients_of_a_worker_that_dies_go_to_another(
+    both_ready: Ray,
+    reference: dict[int, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, state = worker_setup()
+    with caplog.at_level(logging.WARNING, logger="flsuite"):
+        results = outcomes(both_ready, requests(state, callbacks=(Trouble(tmp_path, (3,)),)))
+    assert len(list(tmp_path.iterdir())) == 1, "it has happened"
+    assert same_states(states(results), reference)
+    (line,) = [r.getMessage() for r in caplog.records if "died and is replaced" in r.getMessage()]
+    assert line.startswith("round 1: the worker of client") and "3" in line
+
+
+def test_a_client_whose_worker_dies_twice_has_failed_and_no_other(
+    both_ready: Ray, reference: dict[int, Any], tmp_path: Path
+) -> None:
+    _, state = worker_setup()
+    order = (0, 1, 2, 3, 4, 5, *(0, 1, 2, 4, 5) * 2)  # client 3 once, so that all deaths are its
+    submitted = requests(state, order, callbacks=(Trouble(tmp_path, (3,), times=3),))
+    results = outcomes(both_ready, submitted)
+    failures = [outcome for outcome in results if isinstance(outcome, ClientFailure)]
+    assert [(f.client, f.reason) for f in failures] == [(3, "its worker died twice")]
+    others = {client: state for client, state in reference.items() if client != 3}
+    assert same_states(states(results), others)
+
+
+def test_a_worker_killed_between_two_clients_leaves_the_next_one_its_retry(
+    both_ready: Ray, reference: dict[int, Any], tmp_path: Path
+) -> None:
+    _, state = worker_setup()
+    os.kill(described(both_ready._actors[0].handle)["Pid"], signal.SIGKILL)  # it is idle
+    submitted = requests(state, (3,), callbacks=(Trouble(tmp_path, (3,)),))
+    results = outcomes(both_ready, submitted)
+    assert len(list(tmp_path.iterdir())) == 1, "its fit has died once"
+    assert same_states(states(results), {3: reference[3]})
+
+
+def test_a_client_that_takes_too_long_has_failed_and_no_other(
+    both_ready: Ray,
+    reference: dict[int, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, state = worker_setup()
+    monkeypatch.setattr(both_ready, "timeout", 6.0)
+    assert "hangs" in both_ready.survives
+    submitted = requests(state, callbacks=(Sleeps(tmp_path, (3,)),))
+    with caplog.at_level(logging.WARNING, logger="flsuite"):
+        results = within(60, lambda: outcomes(both_ready, submitted))
+    (failure,) = (outcome for outcome in results if isinstance(outcome, ClientFailure))
+    assert failure.client == 3
+    assert failure.reason == "it did not finish within 6 seconds (engine.timeout)"
+    others = {client: state for client, state in reference.items() if client != 3}
+    assert same_states(states(results), others)
+    assert "the worker of client 3 ran out of time and is replaced" in caplog.text
+
+
+def test_a_node_that_is_killed_in_mid_round_and_comes_back(
+    machines: Machines, both_ready: Ray, reference: dict[int, Any], tmp_path: Path
+) -> None:
+    _, state = worker_setup()
+    here = ray.get_runtime_context().get_node_id()
+    submitted = requests(state, callbacks=(Hangs(tmp_path, here),))
+    both_ready.submit(submitted)
+    while not list(tmp_path.iterdir()):
+        time.sleep(0.05)
+    machines.kill_second()
+    results = within(60, lambda: [both_ready.collect(n) for n in list(both_ready.pending)])
+    assert same_states(states(results), reference)
+
+    machines.replace_second()
+    while [actor.is_ready for actor in both_ready._actors] != [True, True]:
+        both_ready._wait()
+
+
+# Other drivers of the same cluster. From here on, the engine above is closed.
+
+
+def test_a_second_driver_ends_with_the_same_weights(machines: Machines, engine: Ray) -> None:
+    engine.stop()
+    weights = []
+    for each in (InProcess(), machines.engine(workers=1)):
+        made = trainer(rounds=2, engine=each)
+        made.fit(model(), images())
+        assert made.federation is not None
+        weights.append(made.federation.state)
+    assert equal_states(*weights)
+    assert not ray.is_initialized()
+
+
+def test_any_module_and_samples_of_any_structure(machines: Machines, engine: Ray) -> None:
+    engine.stop()
+    here, there = fitted("text"), fitted("text", engine=machines.engine(workers=1))
+    assert equal_states(here.federation.state, there.federation.state)
+    assert here.test() == there.test()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpus_per_worker": 0.25}, "2 CPUs and 0 GPUs on 2 node"),
+        ({"workers": 3}, "Ray: 3 workers of 1 CPUs and 0 GPUs each do not fit"),
+        ({"cpus_per_worker": 2}, "room for 0"),
+    ],
+)
+def test_resources_that_do_not_exist_are_refused_at_once(
+    machines: Machines, engine: Ray, arguments: dict[str, Any], message: str
+) -> None:
+    engine.stop()
+    with pytest.raises(FlsuiteError, match=message) as error:
+        machines.engine(**arguments).start(worker_setup()[0])
+    assert "\n" not in str(error.value) and not ray.is_initialized()
+
+
+def test_a_worker_that_cannot_start_ends_the_run(machines: Machines, engine: Ray) -> None:
+    engine.stop()
+    made, state = worker_setup()
+    made.model.glass = Unreadable()  # type: ignore[assignment]
+    broken = machines.engine(workers=1)
+    broken.start(made)
+    try:
+        with pytest.raises(RuntimeError, match=r"a worker of Ray failed:(.|\n)*made of glass"):
+            outcomes(broken, requests(state))
+    finally:
+        broken.stop()
+
+
+# A cluster of this machine alone
+
+
+def test_the_shipped_config_runs_on_a_local_cluster(
+    engine: Ray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    engine.stop()
+    monkeypatch.chdir(tmp_path)
+    short = ["--trainer.rounds", "1", "--trainer.max_epochs", "1", "--run_dir"]
+    config = str(ROOT / "configs" / "ray" / "quickstart.yaml")
+    for name, more in (("ray", []), ("here", ["--trainer.engine", "InProcess"])):
+        with pytest.raises(SystemExit) as exit:
+            main(["fit", "--config", config, *more, *short, name])
+        assert exit.value.code == 0
+    exported = [
+        torch.load(f"{name}/checkpoints/model.ckpt", weights_only=True)["state_dict"]
+        for name in ("ray", "here")
+    ]
+    assert equal_states(*exported)
+    assert not ray.is_initialized()
+    assert "Tip:" not in capfd.readouterr().err
