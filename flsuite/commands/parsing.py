@@ -117,7 +117,7 @@ def _named(hint: Any) -> str:
         return f"{_named(base)} ({', '.join(map(repr, ranges))})"
     if get_origin(hint) in (Union, UnionType):
         return " or ".join("null" if kind is NoneType else _named(kind) for kind in get_args(hint))
-    return str(type_to_str(hint))
+    return hint.__name__ if inspect.isclass(hint) else str(type_to_str(hint))
 
 
 @contextmanager

@@ -22,13 +22,14 @@ from flsuite.aggregators import (
     Mean,
     Objective,
 )
-from flsuite.aggregators.aggregator import sum_by_parts
 from flsuite.aggregators.cohort import part_size
+from flsuite.aggregators.part import Server, ServerTools
+from flsuite.aggregators.rules.base import sum_by_parts
 from flsuite.callbacks import FederationCallback, RoundProgress
 from flsuite.engines import InProcess, Processes, Ray
 from flsuite.exchange import Quantize
 from flsuite.messages import ClientContext, ClientResult, ClientUpdate, Outcome
-from flsuite.state import State, Sums, mean_of
+from flsuite.state import State, StateLayout, mean_of
 from tests.conftest import classifier, digits, equal_states, trainer
 
 CLIENTS = 45  # two clients in each part, and one in the last
@@ -241,11 +242,11 @@ def test_the_sum_by_parts_is_the_sum() -> None:
         )
         for n in range(10)
     ]
-    sums, seen = Sums(), list[ClientUpdate]()
-    sum_by_parts(sums, updates, lambda update: update.state, [], seen)
+    server = Server(updates[0].state, StateLayout(("w",), 10), ServerTools())
+    sums, seen = sum_by_parts(Mean(), server, updates, lambda update: update.state)
     by_hand = sum(update.state["w"].double() for update in updates)
-    assert torch.allclose(sums.values["w"], by_hand, rtol=1e-12)
-    assert sums.values["count"] == 4
+    assert torch.allclose(sums["w"], by_hand, rtol=1e-12)
+    assert sums["count"] == 4
     assert [update.client for update in seen] == list(range(10))
     assert not any(update.state for update in seen)
 
