@@ -13,8 +13,7 @@ from lightning.pytorch import Callback
 
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, timed
-from flsuite.aggregators.rules.fisher_form import FisherForm
-from flsuite.aggregators.rules.fisher_forms import FORMS, FormName
+from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
 from flsuite.aggregators.rules.fisher_passes import FisherPass
 from flsuite.aggregators.rules.solvers.blocks import Block
 from flsuite.aggregators.rules.solvers.selection import (

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Generator
 
-from flsuite.aggregators.rules.fisher_form import FisherForm, Sampled
-from flsuite.aggregators.rules.logit_pass import LogitPass
+from flsuite.aggregators.rules.after_fit import LogitPass
+from flsuite.aggregators.rules.fisher_forms import FisherForm, Sampled
 from flsuite.data.loader import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed
-from flsuite.aggregators.rules.logit_pass import LogitPass
 from flsuite.arguments import PositiveInt, Settings, Share
 from flsuite.data.loader import Batch
 from flsuite.messages import ClientContext, ClientUpdate
