@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from flsuite.models.protocols import LogitModel
 from flsuite.random import torch_generator
 
 __all__ = ["AfterFit", "LogitPass"]
+
+Measure = Callable[[Any, Iterator[Batch], torch.Generator], Any]
+"""Measures a trained :class:`~flsuite.models.protocols.LogitModel` on batches on its device, with
+the client's own randomness in this round."""
 
 
 class AfterFit(Callback, ABC):
@@ -65,26 +69,18 @@ class LogitPass(AfterFit):
 
     Args:
         client: The fit.
-        owner: Name of the aggregator, for messages.
+        owner: Name of the aggregator, for messages and for the client's own randomness.
         samples: The largest number of samples. Default: all.
+        name: Name of the statistic that the client sends beside its model.
+        statistic: Returns it.
     """
 
-    def __init__(self, client: ClientContext, owner: str, samples: int | None) -> None:
+    def __init__(
+        self, client: ClientContext, owner: str, samples: int | None, name: str, statistic: Measure
+    ) -> None:
         super().__init__(client)
-        self.owner = owner
-        self.samples = samples
-
-    @abstractmethod
-    def extras(
-        self, module: LightningModule, batches: Iterator[Batch], generator: torch.Generator
-    ) -> dict[str, Any]:
-        """Return what the client sends beside its model.
-
-        Args:
-            module: The trained model, a :class:`~flsuite.models.protocols.LogitModel`.
-            batches: The samples, on the module's device.
-            generator: The client's own randomness in this round.
-        """
+        self.owner, self.samples = owner, samples
+        self.name, self.statistic = name, statistic
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._require_logits(pl_module)
@@ -97,7 +93,7 @@ class LogitPass(AfterFit):
         batches = ((x.to(device), y.to(device)) for x, y in loader.plain_batches(self.samples))
 
         with measuring(module):
-            self.client.extras |= self.extras(module, batches, generator)
+            self.client.extras[self.name] = self.statistic(module, batches, generator)
 
     def _require_logits(self, module: LightningModule) -> None:
         if not isinstance(module, LogitModel):

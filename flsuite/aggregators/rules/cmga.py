@@ -14,13 +14,7 @@ from torch import Tensor
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.rules.mean import Weighting
-from flsuite.arguments import (
-    BelowOne,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    Settings,
-)
+from flsuite.arguments import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, StateLayout, Tree, divided, scaled

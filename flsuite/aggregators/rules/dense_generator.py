@@ -1,4 +1,4 @@
-"""The networks and losses of DENSE: its generator of images, its teacher, and the student's losses."""
+"""The networks and losses of DENSE: the generator of images, the teacher, the student's losses."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -204,11 +204,7 @@ class FullForm(FisherForm):
         return torch.cat([state[name].double().flatten() for name in self.layout.parameters])
 
 
-FORMS: Mapping[str, type[FisherForm]] = {
-    "diag": DiagonalForm,
-    "kfac": KFACForm,
-    "full": FullForm,
-}
+FORMS: Mapping[str, type[FisherForm]] = {"diag": DiagonalForm, "kfac": KFACForm, "full": FullForm}
 
 
 def _square(size: int) -> Tensor:

@@ -9,12 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules.robust.base import (
-    Clients,
-    ParameterRule,
-    more_clients,
-    number_of,
-)
+from flsuite.aggregators.rules.robust.base import Clients, ParameterRule, more_clients, number_of
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.vectors import Vectors
 
