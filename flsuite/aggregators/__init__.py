@@ -14,8 +14,7 @@ from flsuite.aggregators.rules import CohortRule, LinearRule, Mean, MixedMean, M
 from flsuite.aggregators.rules.cmga import CMGA
 from flsuite.aggregators.rules.dense import DENSE
 from flsuite.aggregators.rules.fedfisher import FedFisher
-from flsuite.aggregators.rules.fisher import FisherAveraging
-from flsuite.aggregators.rules.fisher_merge import FisherMerge
+from flsuite.aggregators.rules.fisher import FisherAveraging, FisherMerge
 from flsuite.aggregators.rules.otfusion import OTFusion
 from flsuite.aggregators.rules.pfnm import PFNM
 from flsuite.aggregators.rules.regmean import RegMean

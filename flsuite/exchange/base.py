@@ -1,6 +1,7 @@
 """What the codecs share: checks of messages, and shapes without numbers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from flsuite.state import mismatch, non_finite
 
 __all__ = [
     "WITHHELD",
-    "decode_each",
+    "TreeCode",
     "empty",
     "finite_payload",
     "require_finite",
@@ -75,13 +76,47 @@ def require_keys(got: Any, keys: Iterable[str], name: str) -> None:
     require_match(entries, dict.fromkeys(keys, 0), name)
 
 
-def decode_each(
-    decode: Callable[[Any, Any, str], Any], packed: Any, template: Mapping[str, Any], name: str
-) -> dict[str, Any]:
-    """Return each entry of a part of a message, decoded under its own name.
+class TreeCode(ABC):
+    """A code of nested dicts, leaf by leaf. A subclass has the code of a leaf."""
 
-    Raises:
-        ValueError: If the keys are not those of the template.
-    """
-    require_keys(packed, template, name)
-    return {key: decode(packed[key], value, f"{name}.{key}") for key, value in template.items()}
+    def encode(self, tree: Any, part: str) -> Any:
+        """Return the packed form of finite nested data.
+
+        Args:
+            tree: A tensor, a number, or nested dicts of them.
+            part: The name that its numbers are counted under.
+        """
+        if isinstance(tree, Mapping):
+            return {key: self.encode(value, part) for key, value in tree.items()}
+        return self._encode(tree, part)
+
+    def decode(self, packed: Any, template: Any, name: str) -> Any:
+        """Return the data that was packed, in the shapes and dtypes of a template.
+
+        Args:
+            packed: What :meth:`encode` returned. It may be anything.
+            template: The shapes and dtypes that were packed.
+            name: The name of the data, for errors.
+
+        Raises:
+            ValueError: If it does not fit the template.
+        """
+        if not isinstance(template, Mapping):
+            return self._decode(packed, template, name)
+        require_keys(packed, template, name)
+        return {k: self.decode(packed[k], value, f"{name}.{k}") for k, value in template.items()}
+
+    def template(self, template: Any) -> Any:
+        """Return the shapes and dtypes of the packed form, the largest that it may have."""
+        if isinstance(template, Mapping):
+            return {key: self.template(value) for key, value in template.items()}
+        return self._template(template)
+
+    @abstractmethod
+    def _encode(self, leaf: Any, part: str) -> Any: ...
+
+    @abstractmethod
+    def _decode(self, packed: Any, template: Any, name: str) -> Any: ...
+
+    @abstractmethod
+    def _template(self, template: Any) -> Any: ...

@@ -9,14 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.arguments import Bits, PositiveInt, Settings
 from flsuite.errors import FlsuiteError
-from flsuite.exchange.base import WITHHELD, finite_payload, require_keys
-from flsuite.exchange.tree_eigen import TreeEigen
-from flsuite.exchange.tree_quantizer import TreeQuantizer
+from flsuite.exchange.base import (
+    WITHHELD,
+    TreeCode,
+    empty,
+    finite_payload,
+    require_finite,
+    require_keys,
+    require_match,
+)
+from flsuite.exchange.codes import decode_codes, empty_codes, encode_codes, quantize
+from flsuite.exchange.quantize import TreeQuantizer
 from flsuite.state import nbytes
 
 __all__ = ["LowRank"]
@@ -53,7 +62,7 @@ class LowRank(Transform, Settings):
         rest, eigen = self._coders(payload)
         change = rest.encode(payload.change, "change")
         statistics = {
-            name: eigen.encode(value) if name in payload.psd else rest.encode(value, name)
+            name: (eigen if name in payload.psd else rest).encode(value, name)
             for name, value in payload.statistics.items()
         }
         kept = eigen.trace_kept / eigen.trace if eigen.trace else 1.0
@@ -106,7 +115,7 @@ class LowRank(Transform, Settings):
         }
         return Payload(rest.template(template.change), statistics)
 
-    def _coders(self, template: Payload) -> tuple[TreeQuantizer, TreeEigen]:
+    def _coders(self, template: Payload) -> "tuple[TreeQuantizer, TreeEigen]":
         return TreeQuantizer(self.state_bits), TreeEigen(self.rank_of(template), self.bits)
 
 
@@ -117,3 +126,63 @@ def _sides(tree: Any, name: str) -> list[int]:
     if not isinstance(tree, Tensor) or tree.dim() != 2 or tree.shape[0] != tree.shape[1]:
         raise FlsuiteError(f"LowRank: {name} is not a square matrix")
     return [len(tree)]
+
+
+class TreeEigen(TreeCode):
+    """Packs the symmetric matrices of nested dicts, and sums their traces.
+
+    A matrix ``(n, n)`` becomes codes ``(n, k)`` of its eigenvectors U, and k eigenvalues e in
+    float32. Every column of U has a scale of its own, so that its largest entry has the largest
+    code. The scale is not sent, because the length of the column is known to be one.
+
+    Args:
+        rank: The largest k. A smaller matrix has all its eigenvalues.
+        bits: Bits per number of U.
+
+    Attributes:
+        trace: Sum of all eigenvalues that were packed or left out.
+        trace_kept: Sum of those that were packed.
+    """
+
+    def __init__(self, rank: int, bits: int) -> None:
+        self.rank = rank
+        self.bits = bits
+        self.trace = 0.0
+        self.trace_kept = 0.0
+
+    def _encode(self, tree: Any, part: str) -> Any:
+        # Ascending: the last columns belong to the largest eigenvalues.
+        eigenvalues, vectors = torch.linalg.eigh(tree.double())
+        eigenvalues.clamp_(min=0.0)  # rounding makes some zeros negative
+        count = self._count(tree)
+        largest, columns = eigenvalues[-count:], vectors[:, -count:]
+        self.trace += float(eigenvalues.sum())
+        self.trace_kept += float(largest.sum())
+
+        codes = quantize(columns, columns.abs().amax(0), self.bits)
+        return {"vectors": encode_codes(codes, self.bits), "values": largest.float()}
+
+    def _decode(self, packed: Any, template: Any, name: str) -> Any:
+        count = self._count(template)
+        shape = torch.Size((len(template), count))
+        require_keys(packed, ("vectors", "values"), name)
+        codes = decode_codes(packed["vectors"], shape, self.bits, f"{name}.vectors").double()
+        values = packed["values"]
+        require_match(values, empty((count,), torch.float32), f"{name}.values")
+        require_finite(**{f"{name}.values": values})
+        lengths = codes.square().sum(0).sqrt()
+        if bool((values < 0).any()) or bool((lengths == 0).any()):
+            raise ValueError(f"{name} has a negative eigenvalue, or an eigenvector of zeros")
+
+        roots = codes * (values.double().sqrt() / lengths)
+        product = roots @ roots.T
+        # Symmetric to the last bit, which the product need not be.
+        return ((product + product.T) / 2).to(template.dtype)
+
+    def _template(self, template: Any) -> Any:
+        count = self._count(template)
+        vectors = empty_codes(torch.Size((len(template), count)), self.bits)
+        return {"vectors": vectors, "values": empty((count,), torch.float32)}
+
+    def _count(self, matrix: Tensor) -> int:
+        return min(self.rank, len(matrix))

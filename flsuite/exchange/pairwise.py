@@ -5,8 +5,9 @@ doi:10.1145/3133956.3133982, figure 4, without the signatures of its active mode
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,11 +22,9 @@ from flsuite.errors import (
 )
 from flsuite.exchange.ciphers import KEY_BYTES, SEAL_BYTES
 from flsuite.exchange.fixed_point import decode_sum
-from flsuite.exchange.pairwise_client import PairwiseClient
-from flsuite.exchange.pairwise_messages import size_of
-from flsuite.exchange.pairwise_parties import PairwiseParties
+from flsuite.exchange.pairwise_client import Message, PairwiseClient, size_of
 from flsuite.exchange.pairwise_server import PairwiseServer
-from flsuite.exchange.secure import Parties, SecureAggregation, SumReport
+from flsuite.exchange.secure import Parties, PartyCost, SecureAggregation, SumReport
 from flsuite.exchange.shamir import SHARE_BYTES
 from flsuite.state import State, matches
 
@@ -77,9 +76,7 @@ class PairwiseMasks(SecureAggregation):
     }
 
     def __init__(
-        self,
-        threshold: int | float = 0.5,
-        ranges: dict[str, float] | Literal["maxima"] = "maxima",
+        self, threshold: int | float = 0.5, ranges: dict[str, float] | Literal["maxima"] = "maxima"
     ) -> None:
         self.threshold = threshold
         self.ranges = ranges
@@ -108,7 +105,7 @@ class PairwiseMasks(SecureAggregation):
             parts.append(len(self._template) * number)
         return sum(number + part for part in parts)  # each message names its sender
 
-    def begin(self, clients: Sequence[int]) -> PairwiseParties:
+    def begin(self, clients: Sequence[int]) -> "PairwiseParties":
         threshold = self._needed(len(clients))
         devices = {c: PairwiseClient(c, self._template, self._limits) for c in sorted(clients)}
         sizes = [value.numel() for value in self._template.values()]
@@ -222,3 +219,56 @@ class PairwiseMasks(SecureAggregation):
             require_positive(
                 "PairwiseMasks", **{f"ranges[{k!r}]": value for k, value in self.ranges.items()}
             )
+
+
+class PairwiseParties(Parties):
+    """The devices of a round, and the server that they send their messages to.
+
+    Args:
+        devices: The clients' sides, by client.
+        server: The server's side. It receives messages and nothing else.
+    """
+
+    def __init__(self, devices: dict[int, PairwiseClient], server: PairwiseServer) -> None:
+        self.clients = tuple(devices)
+        self.server = server
+        self._devices = devices
+        self._costs = {client: PartyCost() for client in devices}
+        self._server_seconds = 0.0
+
+    def hold(self, client: int, contribution: State) -> None:
+        self._devices[client].hold(contribution)
+
+    def ask(
+        self, phase: str, client: int, method: Callable[..., Message | None], *given: Any
+    ) -> None:
+        """Let a device carry out one of its methods, and pass its message to the server.
+
+        Args:
+            phase: The name that the bytes are counted under.
+            client: The client.
+            method: A method of :class:`PairwiseClient`.
+            given: What the server sends to the device: the method's arguments.
+        """
+        cost, started = self._costs[client], time.perf_counter()
+        message = method(self._devices[client], *given)
+        cost.seconds += time.perf_counter() - started
+        cost.received[phase] += size_of(given)
+
+        if message is not None:
+            cost.sent[phase] += size_of(message)
+            started = time.perf_counter()
+            self.server.receive(message)
+            self._server_seconds += time.perf_counter() - started
+
+    def total(self) -> np.ndarray:
+        """Return the sum of the integers."""
+        started = time.perf_counter()
+        total = self.server.total()
+        self._server_seconds += time.perf_counter() - started
+        return total
+
+    def report(self, survivors: Collection[int]) -> SumReport:
+        """Return what the sum has cost."""
+        dropped = tuple(client for client in self.clients if client not in survivors)
+        return SumReport(tuple(survivors), dropped, self._costs, self._server_seconds)

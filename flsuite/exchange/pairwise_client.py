@@ -1,7 +1,12 @@
-"""One client's side of secure aggregation by pairwise masks."""
+"""One client's side of secure aggregation by pairwise masks, and its messages to the server.
+
+The messages are plain data. Nothing else passes between the two sides.
+"""
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,17 +21,112 @@ from flsuite.exchange.ciphers import (
     unseal,
 )
 from flsuite.exchange.fixed_point import encode_values
-from flsuite.exchange.pairwise_messages import (
-    MaskedVector,
-    Maxima,
-    PublicKeys,
-    RevealedShares,
-    SealedShares,
-)
 from flsuite.exchange.shamir import SHARE_BYTES, split_secret
 from flsuite.state import State, mismatch, non_finite
 
-__all__ = ["PairwiseClient", "mask_purpose", "mask_sign", "point_of"]
+__all__ = [
+    "MaskedVector",
+    "Maxima",
+    "Message",
+    "PairwiseClient",
+    "PublicKeys",
+    "RevealedShares",
+    "SealedShares",
+    "mask_purpose",
+    "mask_sign",
+    "point_of",
+    "size_of",
+]
+
+
+@dataclass(frozen=True)
+class PublicKeys:
+    """The public keys of a client in a round.
+
+    Attributes:
+        client: The client's number.
+        sealing: For the keys that seal shares.
+        masking: For the keys of pairwise masks.
+    """
+
+    client: int
+    sealing: bytes
+    masking: bytes
+
+
+@dataclass(frozen=True)
+class SealedShares:
+    """A client's shares for the other clients, each of which alone can open its own.
+
+    Attributes:
+        client: The client whose secrets were shared.
+        sealed: By the client that they are for.
+    """
+
+    client: int
+    sealed: Mapping[int, bytes]
+
+
+@dataclass(frozen=True)
+class Maxima:
+    """The largest absolute value of each entry of a client's contribution, in the clear.
+
+    Attributes:
+        client: The client's number.
+        values: In the order of the template.
+    """
+
+    client: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class MaskedVector:
+    """A client's contribution as integers, under its masks.
+
+    Attributes:
+        client: The client's number.
+        vector: One uint32 per number, in the order of the template.
+    """
+
+    client: int
+    vector: np.ndarray
+
+
+@dataclass(frozen=True)
+class RevealedShares:
+    """The shares that a client holds and tells the server, one per client of the cohort.
+
+    Attributes:
+        client: The client that held them.
+        seeds: Shares of the own-mask seeds of the clients that came back.
+        keys: Shares of the private masking keys of the clients that did not.
+    """
+
+    client: int
+    seeds: Mapping[int, bytes]
+    keys: Mapping[int, bytes]
+
+
+Message = PublicKeys | SealedShares | Maxima | MaskedVector | RevealedShares
+
+
+def size_of(message: Any) -> int:
+    """Return the bytes of a message, or of nested dicts and tuples of them.
+
+    A number counts eight.
+    """
+    if isinstance(message, bytes):
+        return len(message)
+    if isinstance(message, np.ndarray):
+        return message.nbytes
+    if is_dataclass(message):
+        return sum(size_of(getattr(message, f.name)) for f in fields(message))
+    if isinstance(message, Mapping):
+        return sum(size_of(key) + size_of(value) for key, value in message.items())
+    if isinstance(message, (list, tuple)):
+        return sum(map(size_of, message))
+    return 8
 
 
 class PairwiseClient:

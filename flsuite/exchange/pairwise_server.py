@@ -7,14 +7,16 @@ import numpy as np
 
 from flsuite.errors import FederationError, one_line
 from flsuite.exchange.ciphers import KEY_BYTES, SEAL_BYTES, add_keystream, agree, public_key
-from flsuite.exchange.pairwise_client import mask_purpose, mask_sign, point_of
-from flsuite.exchange.pairwise_messages import (
+from flsuite.exchange.pairwise_client import (
     MaskedVector,
     Maxima,
     Message,
     PublicKeys,
     RevealedShares,
     SealedShares,
+    mask_purpose,
+    mask_sign,
+    point_of,
 )
 from flsuite.exchange.shamir import SHARE_BYTES, combine, weights_at_zero
 

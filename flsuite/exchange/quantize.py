@@ -1,15 +1,27 @@
 """Quantization: every number of an update with a few bits."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.arguments import Bits, Settings
 from flsuite.errors import FlsuiteError
-from flsuite.exchange.base import WITHHELD, finite_payload
-from flsuite.exchange.tree_quantizer import TreeQuantizer
+from flsuite.exchange.base import (
+    WITHHELD,
+    TreeCode,
+    empty,
+    finite_payload,
+    require_finite,
+    require_match,
+)
+from flsuite.exchange.codes import decode_tensor, empty_codes, encode_tensor, quantize
+from flsuite.state import nbytes
 
-__all__ = ["Quantize"]
+__all__ = ["Quantize", "TreeQuantizer"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +68,62 @@ class Quantize(Transform, Settings):
         quantizer = TreeQuantizer(self.bits)
         change = quantizer.template(template.change)
         return Payload(change, quantizer.template(template.statistics))
+
+
+class TreeQuantizer(TreeCode):
+    """Packs the float tensors of nested dicts, and counts the numbers that become zero.
+
+    Integer tensors and numbers stay as they are, and so do float tensors that codes would not make
+    smaller.
+
+    Args:
+        bits: Bits per number.
+
+    Attributes:
+        counts: Per part, the numbers other than zero.
+        lost: Per part, those of them whose code is zero.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.counts: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+
+    def _encode(self, tree: Any, part: str) -> Any:
+        if not self._is_packed(tree):
+            return tree
+
+        largest = tree.abs().max()
+        codes = quantize(tree, largest, self.bits)
+        count = int(torch.count_nonzero(tree))
+        self.counts[part] += count
+        self.lost[part] += count - int(torch.count_nonzero(codes))
+        return encode_tensor(codes, largest, self.bits)
+
+    def _decode(self, packed: Any, template: Any, name: str) -> Any:
+        if self._is_packed(template):
+            return decode_tensor(packed, template, self.bits, name)
+
+        require_match(packed, template, name)
+        require_finite(**{name: packed})
+        return packed
+
+    def _template(self, template: Any) -> Any:
+        return self._packed(template) if self._is_packed(template) else template
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of numbers other than zero that became zero, per part."""
+        return {
+            f"quantized_to_zero/{part}": self.lost[part] / count
+            for part, count in self.counts.items()
+            if count
+        }
+
+    def _is_packed(self, leaf: Any) -> bool:
+        """Return whether a leaf is packed. Both sides know it from the shape and the dtype."""
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return is_float and nbytes(self._packed(leaf)) < nbytes(leaf)
+
+    def _packed(self, tensor: Tensor) -> dict[str, Tensor]:
+        codes = empty_codes(tensor.shape, self.bits)
+        return {"largest": empty((), tensor.dtype), "codes": codes}

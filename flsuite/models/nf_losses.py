@@ -4,13 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "credibility",
-    "distillation_loss",
-    "flow_loss",
-    "replay_loss",
-    "soft_cross_entropy",
-]
+__all__ = ["credibility", "distillation_loss", "flow_loss", "replay_loss", "soft_cross_entropy"]
 
 # The least variance of a Gaussian fitted to few codes. Without it, one dimension in which the codes
 # happen to agree would outweigh all the others.

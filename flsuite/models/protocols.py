@@ -9,14 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = [
-    "FlowModel",
-    "FusedModel",
-    "LatentModel",
-    "LikelihoodModel",
-    "LogitModel",
-    "PriorModel",
-]
+__all__ = ["FlowModel", "FusedModel", "LatentModel", "LikelihoodModel", "LogitModel", "PriorModel"]
 
 
 @runtime_checkable

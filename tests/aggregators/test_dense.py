@@ -17,12 +17,14 @@ from flsuite import FlsuiteError
 from flsuite.aggregators import DENSE, FedAvg
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.dense_generator import (
+    Ensemble,
     ImageGenerator,
     UpConv,
+    adversarial_loss,
     batch_norm_distances,
+    distillation_loss,
     statistics_distance,
 )
-from flsuite.aggregators.rules.distillation import Ensemble, adversarial_loss, distillation_loss
 from flsuite.messages import ClientUpdate
 from flsuite.random import torch_generator
 from flsuite.state import State, StateLayout, clone

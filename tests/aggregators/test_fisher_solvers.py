@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.rules.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
-from flsuite.aggregators.rules.solvers.iterations import (
+from flsuite.aggregators.rules.solvers.blocks import (
+    Block,
+    Dense,
+    Diagonal,
+    Factors,
+    Kronecker,
     adam,
     conjugate_gradients,
     gradient_descent,

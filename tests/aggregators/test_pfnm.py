@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from flsuite import FlsuiteError
 from flsuite.aggregators import PFNM, OTFusion
 from flsuite.aggregators.part import ServerTools
-from flsuite.aggregators.rules.beta_process import (
+from flsuite.aggregators.rules.pfnm import (
     Prior,
+    class_weighted_mean,
+    expanded_module,
     gains_of_members,
     gains_of_new_neurons,
     match_neurons,
     posterior_mean,
 )
-from flsuite.aggregators.rules.pfnm import class_weighted_mean, expanded_module
 from flsuite.messages import ClientUpdate
 from flsuite.state import Layer, State, StateLayout, clone
 from tests.aggregators.chains import (

@@ -15,15 +15,18 @@ from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import PairwiseMasks, SumReport
 from flsuite.exchange.ciphers import add_keystream, agree
 from flsuite.exchange.fixed_point import decode_sum, encode_values, step
-from flsuite.exchange.pairwise_client import PairwiseClient, mask_purpose, mask_sign, point_of
-from flsuite.exchange.pairwise_messages import (
+from flsuite.exchange.pairwise import PairwiseParties
+from flsuite.exchange.pairwise_client import (
     MaskedVector,
     Maxima,
+    PairwiseClient,
     PublicKeys,
     RevealedShares,
     SealedShares,
+    mask_purpose,
+    mask_sign,
+    point_of,
 )
-from flsuite.exchange.pairwise_parties import PairwiseParties
 from flsuite.exchange.pairwise_server import PairwiseServer
 from flsuite.exchange.shamir import combine, weights_at_zero
 

@@ -13,7 +13,7 @@ from flsuite.aggregators.part import Named, refuse_conflicts
 from flsuite.aggregators.transforms.base import Payload
 from flsuite.errors import FlsuiteError
 from flsuite.exchange import LowRank, Quantize, TopK
-from flsuite.exchange.packing import pack, packed_size, unpack
+from flsuite.exchange.codes import pack, packed_size, unpack
 from flsuite.state import nbytes
 from tests.exchange.compressions import (
     LENET,

@@ -319,7 +319,7 @@ def test_the_flow_never_needs_the_gradient_of_a_single_sample(
     def refuse(*_: Any) -> Any:
         raise AssertionError("per-sample gradients")
 
-    monkeypatch.setattr("flsuite.metrics.fisher.empirical.sample_squares", refuse)
+    monkeypatch.setattr("flsuite.metrics.fisher.products.sample_squares", refuse)
     untrained = NFClassifier(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)))
     untrained.ensure_built(DataSpec((5,), 3))
     for model in (flow_model(), untrained.eval()):

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flsuite.aggregators.rules.solvers.blocks import Dense
-from flsuite.aggregators.rules.solvers.iterations import gradient_descent
+from flsuite.aggregators.rules.solvers.blocks import Dense, gradient_descent
 from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher import full_fisher
 from flsuite.random import torch_generator

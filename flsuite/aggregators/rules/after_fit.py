@@ -2,14 +2,24 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from flsuite.data.loader import TrainLoader
+from flsuite.data.loader import Batch, TrainLoader
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
+from flsuite.metrics.fisher import measuring
+from flsuite.models.protocols import LogitModel
+from flsuite.random import torch_generator
 
-__all__ = ["AfterFit"]
+__all__ = ["AfterFit", "LogitPass"]
+
+Measure = Callable[[Any, Iterator[Batch], torch.Generator], Any]
+"""Measures a trained :class:`~flsuite.models.protocols.LogitModel` on batches on its device, with
+the client's own randomness in this round."""
 
 
 class AfterFit(Callback, ABC):
@@ -52,3 +62,42 @@ class AfterFit(Callback, ABC):
                 f"replaced them by {type(loader).__name__}"
             )
         self.measure(pl_module, loader)
+
+
+class LogitPass(AfterFit):
+    """One pass over the client's samples without augmentation, in evaluation mode and float32.
+
+    Args:
+        client: The fit.
+        owner: Name of the aggregator, for messages and for the client's own randomness.
+        samples: The largest number of samples. Default: all.
+        name: Name of the statistic that the client sends beside its model.
+        statistic: Returns it.
+    """
+
+    def __init__(
+        self, client: ClientContext, owner: str, samples: int | None, name: str, statistic: Measure
+    ) -> None:
+        super().__init__(client)
+        self.owner, self.samples = owner, samples
+        self.name, self.statistic = name, statistic
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._require_logits(pl_module)
+
+    def after_fit(self, module: LightningModule, loader: TrainLoader) -> None:
+        # Here too: a fit that is known already has no start.
+        self._require_logits(module)
+        generator = torch_generator(loader.seed, self.owner, loader.round, loader.client)
+        device = module.device
+        batches = ((x.to(device), y.to(device)) for x, y in loader.plain_batches(self.samples))
+
+        with measuring(module):
+            self.client.extras[self.name] = self.statistic(module, batches, generator)
+
+    def _require_logits(self, module: LightningModule) -> None:
+        if not isinstance(module, LogitModel):
+            raise FlsuiteError(
+                f"{self.owner} needs the logits of the model, and {type(module).__name__} has "
+                "none: add a method logits(x) -> (n, outputs), or choose another aggregator"
+            )

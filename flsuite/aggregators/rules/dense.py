@@ -17,12 +17,10 @@ from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import CohortRule, timed
 from flsuite.aggregators.rules.dense_generator import (
     CHANNELS,
-    ImageGenerator,
-    batch_norm_distances,
-)
-from flsuite.aggregators.rules.distillation import (
     Ensemble,
+    ImageGenerator,
     adversarial_loss,
+    batch_norm_distances,
     distillation_loss,
 )
 from flsuite.arguments import (

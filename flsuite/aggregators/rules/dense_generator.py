@@ -1,6 +1,6 @@
-"""The generator of DENSE, and the distance of its images to the statistics of BatchNorm layers."""
+"""The networks and losses of DENSE: the generator of images, the teacher, the student's losses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,7 +8,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["CHANNELS", "ImageGenerator", "UpConv", "batch_norm_distances", "statistics_distance"]
+__all__ = [
+    "CHANNELS",
+    "Ensemble",
+    "ImageGenerator",
+    "adversarial_loss",
+    "batch_norm_distances",
+    "distillation_loss",
+]
+
 
 CHANNELS = (128, 64)
 """Channels of the first and of the second convolution at width 1."""
@@ -119,3 +127,47 @@ def batch_norm_distances(module: nn.Module) -> Iterator[list[Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class Ensemble(nn.Module):
+    """The weighted mean of the logits of several models, which stay as they are.
+
+    Args:
+        members: The models, in evaluation mode.
+        weights: Weight of each model, of any sum.
+    """
+
+    weights: Tensor
+
+    def __init__(self, members: Sequence[nn.Module], weights: Sequence[float]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members).requires_grad_(False).eval()
+        shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+        device = next(self.members.parameters()).device
+        self.register_buffer("weights", shares.float().to(device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = torch.stack([member(x) for member in self.members])
+        return torch.einsum("m,mno->no", self.weights, logits)
+
+
+def adversarial_loss(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return minus the divergence of the student where it predicts another class than the teacher.
+
+    It is ``- mean of 1[argmax S != argmax T] KL(softmax T || softmax S)``, over logits
+    ``(n, classes)``.
+    """
+    differ = teacher.argmax(1) != student.argmax(1)
+    return -(differ * _divergence(teacher, student)).mean()
+
+
+def distillation_loss(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+    """Return ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, the mean over samples."""
+    divergence = _divergence(teacher / temperature, student / temperature)
+    return temperature**2 * divergence.mean()
+
+
+def _divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of each sample, ``(n,)``."""
+    log_teacher, log_student = teacher.log_softmax(1), student.log_softmax(1)
+    return F.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(1)

@@ -6,16 +6,18 @@ arXiv:2403.12329.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lightning.pytorch import Callback
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Generator, nn
 
 from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed
-from flsuite.aggregators.rules.fisher_form import FisherForm
-from flsuite.aggregators.rules.fisher_forms import FORMS, FormName
-from flsuite.aggregators.rules.fisher_passes import FisherPass
+from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName, Sampled
 from flsuite.aggregators.rules.solvers.blocks import Block
 from flsuite.aggregators.rules.solvers.selection import (
     Corrections,
@@ -27,9 +29,10 @@ from flsuite.aggregators.rules.solvers.selection import (
     solvers,
 )
 from flsuite.arguments import PositiveInt, Settings
+from flsuite.data.loader import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.metrics.fisher import Expectation
+from flsuite.metrics.fisher import Expectation, measuring
 from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
 
 __all__ = ["FedFisher"]
@@ -105,8 +108,7 @@ class FedFisher(LinearRule, Settings):
     # The client half
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        form = self._form(client.layout)
-        return [FisherPass(client, form, self.samples, self.expectation)]
+        return [_FisherPass(client, self)]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         template = self._form(layout).template(state)
@@ -190,3 +192,28 @@ def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
     metrics["residual"] = math.sqrt(after / before) if before else 0.0
     metrics["fisher_zero"] = unknown / max(1, sum(b.mean.numel() for b in blocks))
     return metrics
+
+
+class _FisherPass(LogitPass):
+    """The client half, which refuses a model that the form does not cover."""
+
+    def __init__(self, client: ClientContext, rule: FedFisher) -> None:
+        self.form = form = rule._form(client.layout)
+
+        def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> Any:
+            return form.measure(module, Sampled(batches, rule.expectation, generator))
+
+        super().__init__(client, "FedFisher", rule.samples, "fisher", statistic)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        spec: Any = getattr(pl_module, "spec", None)
+        if spec is None:
+            raise FlsuiteError(
+                f"FedFisher: model must be a flsuite.models.ClientModel, which knows the shape of "
+                f"its data, got {type(pl_module).__name__}"
+            )
+        # Now, because the training would be lost.
+        with measuring(pl_module):
+            x = torch.zeros(1, *spec.shape, device=pl_module.device)
+            self.form.require(pl_module, x)

@@ -3,19 +3,168 @@
 Matena and Raffel 2022, Merging Models with Fisher-Weighted Averaging, arXiv:2111.09832, eq. 4.
 """
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
-from lightning.pytorch import Callback
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Generator, Tensor, nn
 
-from flsuite.aggregators.rules.fisher_mean import FisherMean
-from flsuite.aggregators.rules.fisher_passes import EmpiricalPass
+from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.rules.after_fit import LogitPass
+from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.rules.mean import Weighting
-from flsuite.arguments import NonNegativeFloat, PositiveInt
-from flsuite.messages import ClientContext
-from flsuite.metrics.fisher import Estimator
+from flsuite.arguments import NonNegativeFloat, PositiveInt, Settings
+from flsuite.data.loader import Batch
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.metrics.fisher import (
+    Estimator,
+    Expectation,
+    fisher_diagonal,
+    measuring,
+    predictive_diagonal,
+)
+from flsuite.models.protocols import LikelihoodModel
+from flsuite.state import State, StateLayout, Tree, clone, divided, scaled
 
-__all__ = ["FisherAveraging"]
+__all__ = ["FisherAveraging", "FisherMerge"]
+
+
+class FisherMean(LinearRule, Settings):
+    """FedAvg with ``sum_k q_k F_k w_k / sum_k q_k F_k`` for the named groups of parameters.
+
+    A subclass says how clients measure the diagonal F_k. They send as many bytes as the groups
+    have. Under masks, which need sums in fixed steps, parameters whose Fishers are as small
+    as the steps may end far from those of the plain sum.
+
+    Attributes:
+        groups: Names of the model's ``parameter_groups``, or ``None`` for all parameters.
+        by_samples: Whether ``q_k`` is the number of samples, and not 1.
+        weighting: As for FedAvg, for all other parameters.
+    """
+
+    groups: Sequence[str] | None
+    by_samples: bool
+    weighting: Weighting
+
+    needs = frozenset({"current models"})
+    _sends = "Fisher information"
+
+    @abstractmethod
+    def least(self, clients: float) -> float:
+        """Return the sum of ``q_k F_k`` up to which a parameter takes FedAvg's value.
+
+        Args:
+            clients: The sum of ``q_k``.
+        """
+
+    # The client half
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        # The Fisher is float32, whatever the dtype of the parameter.
+        return {"fisher": Statistic({name: state[name].float() for name in self._names(layout)})}
+
+    def weight(self, update: ClientUpdate) -> float:
+        return float(update.samples) if self.weighting == "samples" else 1.0
+
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
+        fisher = {name: value.double() for name, value in update.extras["fisher"].items()}
+        model = {name: update.state[name].double() for name in fisher}
+        products = {name: f * model[name] for name, f in fisher.items()}
+        share = float(update.samples) if self.by_samples else 1.0
+        return {
+            **scaled({"weight": 1.0, "model": update.state}, self.weight(update)),
+            **scaled({"share": 1.0, "fisher": fisher, "product": products}, share),
+            # For the log alone.
+            "plain": model,
+            "square": {name: float(w.square().sum()) for name, w in model.items()},
+            "mass": {name: float(f.sum()) for name, f in fisher.items()},
+        }
+
+    # The server half
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        new: State = divided(sums["model"], sums["weight"])
+        least = self.least(sums["share"])
+        for name, fisher in sums["fisher"].items():
+            # FedAvg's value stays where no client's data determines a parameter.
+            new[name] = fisher_mean(sums["product"][name], fisher, least, otherwise=new[name])
+        self._report(server, sums, new, len(updates))
+        return new
+
+    def _report(self, server: Server, sums: Tree, new: State, clients: int) -> None:
+        layers: dict[str, float] = defaultdict(float)
+        for name, mass in sums["mass"].items():
+            # A layer is all of a parameter's name but the last part.
+            layers[name.rpartition(".")[0] or name] += mass / clients
+        server.metrics.update({f"fisher_mass/{layer}": mass for layer, mass in layers.items()})
+
+        least = self.least(sums["share"])
+        for group, members in self._members(server.layout).items():
+            size = sum(new[name].numel() for name in members)
+            covered = sum(int((sums["fisher"][name] > least).sum()) for name in members)
+            distance = sum(
+                _squared_distance(sums["plain"][name], sums["square"][name], new[name], clients)
+                for name in members
+            )
+            server.metrics[f"fisher_covered/{group}"] = covered / size
+            server.metrics[f"spread/{group}"] = max(distance, 0.0) / size
+
+    def _members(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
+        """Return the names of the parameters of each group."""
+        if self.groups is None:
+            return {"all": layout.parameters}
+        return {group: layout.groups[group] for group in self.groups}
+
+    def _names(self, layout: StateLayout) -> list[str]:
+        """Return the names of the parameters in the groups."""
+        return [name for members in self._members(layout).values() for name in members]
+
+    # Before the first round
+
+    def prepare(self, server: Server) -> None:
+        """Refuse a model that does not share the groups."""
+        layout, owner = server.layout, type(self).__name__
+        if self.groups is None and not layout.parameters:
+            raise FlsuiteError(
+                f"{owner}: the clients share no parameters to average; keep fewer in "
+                "model.private, or set trainer.aggregator to LocalOnly"
+            )
+        for group in self.groups or ():
+            # A group that is private, or empty, shares nothing to average.
+            if not layout.groups.get(group):
+                shared = [name for name, members in layout.groups.items() if members]
+                raise FlsuiteError(
+                    f"{owner}: the model shares no parameters in the group {group!r} "
+                    f"(it has {', '.join(shared) or 'none'}); declare parameter_groups = "
+                    f"{{{group!r}: (prefix, ...)}} on the model, or name others in "
+                    "aggregator.groups"
+                )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.groups, str) or (self.groups is not None and not self.groups):
+            raise FlsuiteError(
+                f"{type(self).__name__}: groups must be a list of at least one name, or null for "
+                f"all parameters, got {self.groups!r}"
+            )
+
+
+def fisher_mean(product: Tensor, fisher: Tensor, least: float, otherwise: Tensor) -> Tensor:
+    """Return ``product / fisher``, or ``otherwise`` where the Fisher is not above ``least``."""
+    known = fisher > least
+    # Divide by 1 elsewhere: 0 / 0 would be NaN even where it is not chosen.
+    return torch.where(known, product / torch.where(known, fisher, 1.0), otherwise)
+
+
+def _squared_distance(total: Tensor, squares: float, new: Tensor, clients: int) -> float:
+    """Return the mean over clients of ``||w_k - new||^2``, from ``sum w_k`` and ``sum |w_k|^2``."""
+    return (squares - 2 * float((total * new).sum())) / clients + float(new.square().sum())
 
 
 @dataclass(frozen=True)
@@ -62,7 +211,105 @@ class FisherAveraging(FisherMean):
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         names = self._names(client.layout)
-        return [EmpiricalPass(client, names, self.estimator, self.batches)]
+        return [_EmpiricalPass(client, names, self.estimator, self.batches)]
 
     def least(self, clients: float) -> float:
         return self.damping
+
+
+@dataclass(frozen=True)
+class FisherMerge(FisherMean):
+    """The Fisher-weighted mean of all parameters, ``sum p_i F_i w_i / sum p_i F_i`` elementwise.
+
+    F_i is the diagonal of the true Fisher of each model's own prediction, which does not vanish on
+    fitted data, and ``p_i = n_i / N``. Any layer with parameters is allowed, norm layers too. The
+    model has a method ``logits(x)``. The samples are not augmented.
+
+    Equation 4 and this Fisher are the paper's, and so is merging all parameters. The weights by
+    samples and the floor on the sum are those of the comparison in FedFisher's paper. The code of
+    the paper also divides each Fisher by its norm, searches the models' coefficients, and applies a
+    floor to the first model alone: these are left out.
+
+    Logged beside the metrics of :class:`~flsuite.aggregators.FisherAveraging`:
+
+    - ``fisher_floor``: the share of parameters on the floor. Near one, this is FedAvg.
+
+    Args:
+        floor: The value of ``sum p_i F_i`` up to which a parameter takes FedAvg's value. Default:
+            1e-6, as in that comparison. A larger one turns more parameters into FedAvg's.
+        samples: The largest number of a client's samples that its Fisher is computed over. 2,000
+            cost a fraction of all, and ``null`` is all.
+        expectation: ``exact`` is the expectation over the model's prediction, with a backward pass
+            per output. ``sampled`` draws one label per sample, with one backward pass.
+        groups: Names of the model's ``parameter_groups`` that are merged. Default: all parameters,
+            logged as the group ``all``.
+        by_samples: Whether ``p_i`` is the client's share of the samples, and not the same for all.
+        weighting: As for FedAvg, for all other parameters.
+    """
+
+    floor: NonNegativeFloat = 1e-6
+    samples: PositiveInt | None = 2000
+    expectation: Expectation = "exact"
+    groups: Sequence[str] | None = None
+    by_samples: bool = True
+    weighting: Weighting = "samples"
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        names = self._names(client.layout)
+
+        def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> State:
+            found = predictive_diagonal(module, names, batches, self.expectation, generator)
+            fisher = clone(found)
+            client.metrics["fisher_mass"] = _mass(fisher)
+            return fisher
+
+        return [LogitPass(client, "FisherMerge", self.samples, "fisher", statistic)]
+
+    def least(self, clients: float) -> float:
+        # The sums are of n_i F_i, N times those of p_i F_i.
+        return self.floor * clients
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        new, least = super().result(server, sums, updates), self.least(sums["share"])
+        fishers = sums["fisher"].values()
+        covered = sum(int((fisher > least).sum()) for fisher in fishers)
+        server.metrics["fisher_floor"] = 1.0 - covered / sum(f.numel() for f in fishers)
+        return new
+
+
+class _EmpiricalPass(Callback):
+    """The client half: a pass over the training batches after the fit."""
+
+    def __init__(
+        self, client: ClientContext, names: Sequence[str], estimator: Estimator, batches: int | None
+    ) -> None:
+        self.client = client
+        self.names = names
+        self.estimator: Estimator = estimator
+        self.batches = batches
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not isinstance(pl_module, LikelihoodModel):
+            raise FlsuiteError(
+                "FisherAveraging needs the log-likelihood of each sample, and "
+                f"{type(pl_module).__name__} has none: add a method log_likelihood(batch) -> (n,), "
+                "differentiable in its groups, or choose another aggregator"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The batches of the fit: the Fisher is that of the data the parameters were fitted to.
+        loader: Any = trainer.train_dataloader
+        batches = (
+            trainer.strategy.batch_to_device(batch) for batch in islice(loader, self.batches)
+        )
+        # bfloat16 and dropout would add noise to the squared gradients.
+        with measuring(pl_module):
+            fisher = clone(fisher_diagonal(pl_module, self.names, batches, self.estimator))
+
+        self.client.extras["fisher"] = fisher
+        self.client.metrics["fisher_mass"] = _mass(fisher)
+
+
+def _mass(fisher: State) -> float:
+    """Return the sum of all entries, the trace."""
+    return float(sum(f.sum(dtype=torch.float64) for f in fisher.values()))

@@ -1,20 +1,95 @@
 """The forms of a client's Fisher information: a diagonal, K-FAC factors, or the whole matrix."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 import flsuite.aggregators.rules.layer_matrices as layer_matrices
-from flsuite.aggregators.rules.fisher_form import FisherForm, Sampled
 from flsuite.aggregators.rules.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
+from flsuite.data.loader import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
-from flsuite.metrics.fisher import full_fisher, kfac_factors, predictive_diagonal, require_kfac
-from flsuite.state import State, Tree, clone
+from flsuite.metrics.fisher import (
+    Expectation,
+    full_fisher,
+    kfac_factors,
+    predictive_diagonal,
+    require_kfac,
+)
+from flsuite.state import State, StateLayout, Tree, clone
 
-__all__ = ["FORMS", "FormName"]
+__all__ = ["FORMS", "FisherForm", "FormName", "Sampled"]
+
+
+class Sampled(NamedTuple):
+    """What a client measures its Fisher on, and how.
+
+    Attributes:
+        batches: The client's samples.
+        expectation: Whether the expectation over the prediction is exact, or a draw per sample.
+        generator: Draws the labels.
+    """
+
+    batches: Iterable[Batch]
+    expectation: Expectation
+    generator: Generator
+
+
+class FisherForm(ABC):
+    """A form of the Fisher information.
+
+    Args:
+        layout: The entries that travel.
+    """
+
+    def __init__(self, layout: StateLayout) -> None:
+        self.layout = layout
+
+    def fault(self) -> str | None:
+        """Return why the form does not cover the model, or ``None`` if it does."""
+        return None
+
+    def require(self, module: nn.Module, x: Tensor) -> None:
+        """Refuse a model that the form does not cover, as its pass over a sample shows it.
+
+        Args:
+            module: The model, under the conditions of :meth:`measure`.
+            x: An input of one sample, ``(1, *shape)``.
+
+        Raises:
+            FlsuiteError: If it is not covered.
+        """
+        # Nothing: the other forms hold however a parameter is used.
+        return
+
+    @abstractmethod
+    def template(self, state: State) -> Any:
+        """Return a template of what a client sends."""
+
+    @abstractmethod
+    def measure(self, module: nn.Module, sampled: Sampled) -> Any:
+        """Return a client's Fisher, in float32 and on the CPU."""
+
+    @abstractmethod
+    def terms(self, state: State, fisher: Any) -> Tree:
+        """Return ``F_i w_i`` as ``product``, and F_i as ``fisher`` where the server sums it."""
+
+    @abstractmethod
+    def blocks(self, means: Tree, updates: Sequence[ClientUpdate]) -> list[Block]:
+        """Return the blocks of the quadratic.
+
+        Args:
+            means: The means by samples of the terms, and of the models as ``model``.
+            updates: The updates without their models.
+        """
+
+    @abstractmethod
+    def entries(self, values: Sequence[Tensor], like: State) -> State:
+        """Return the values of the blocks as entries of the state, in the shapes of ``like``."""
+
 
 FormName = Literal["diag", "kfac", "full"]
 
@@ -129,11 +204,7 @@ class FullForm(FisherForm):
         return torch.cat([state[name].double().flatten() for name in self.layout.parameters])
 
 
-FORMS: Mapping[str, type[FisherForm]] = {
-    "diag": DiagonalForm,
-    "kfac": KFACForm,
-    "full": FullForm,
-}
+FORMS: Mapping[str, type[FisherForm]] = {"diag": DiagonalForm, "kfac": KFACForm, "full": FullForm}
 
 
 def _square(size: int) -> Tensor:

@@ -6,16 +6,15 @@ Dataless Knowledge Fusion by Merging Weights of Language Models, arXiv:2212.0984
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from torch import Tensor
+from lightning.pytorch import Callback
+from torch import Generator, Tensor, nn
 
 import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed
-from flsuite.aggregators.rules.logit_pass import LogitPass
 from flsuite.arguments import PositiveInt, Settings, Share
 from flsuite.data.loader import Batch
 from flsuite.messages import ClientContext, ClientUpdate
@@ -74,7 +73,17 @@ class RegMean(LinearRule, Settings):
     # The client half
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_GramPass(client, self._layers(client.layout), self.bias, self.samples)]
+        layers = self._layers(client.layout)
+
+        def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> State:
+            grams = clone(gram_matrices(module, layers, batches, self.bias))
+            # Layers that are called twice have none. Zeros are inputs that determine nothing.
+            for layer in layers:
+                size = layer_matrices.columns(module.state_dict(), layer, self.bias)
+                grams.setdefault(layer.name, torch.zeros(size, size))
+            return grams
+
+        return [LogitPass(client, "RegMean", self.samples, "gram", statistic)]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         sizes = {
@@ -154,27 +163,6 @@ def _best(server: Server, models: Mapping[float, State]) -> float:
     server.metrics["selected_score"] = max(scores.values())
     # max returns the first of equals.
     return max(scores, key=scores.__getitem__)
-
-
-class _GramPass(LogitPass):
-    """The client half, which measures the inputs of the trained model's layers."""
-
-    def __init__(
-        self, client: ClientContext, layers: Sequence[Layer], bias: bool, samples: int | None
-    ) -> None:
-        super().__init__(client, "RegMean", samples)
-        self.layers = layers
-        self.bias = bias
-
-    def extras(
-        self, module: LightningModule, batches: Iterator[Batch], generator: torch.Generator
-    ) -> dict[str, Any]:
-        grams = clone(gram_matrices(module, self.layers, batches, self.bias))
-        # Layers that are called twice have none. Zeros are inputs that determine nothing.
-        for layer in self.layers:
-            size = layer_matrices.columns(module.state_dict(), layer, self.bias)
-            grams.setdefault(layer.name, torch.zeros(size, size))
-        return {"gram": grams}
 
 
 def solve_from(start: Tensor, target: Tensor, gram: Tensor) -> Tensor:

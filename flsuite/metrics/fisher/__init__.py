@@ -8,7 +8,6 @@ one per output, see :mod:`~flsuite.metrics.fisher.columns`, and needs no labels.
 from flsuite.metrics.fisher.columns import Expectation, PredictionTask
 from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
 from flsuite.metrics.fisher.full import full_fisher
-from flsuite.metrics.fisher.gram import gram_matrices
 from flsuite.metrics.fisher.measuring import measuring
 from flsuite.metrics.fisher.predictive import (
     diagonal_and_kfac,
@@ -16,6 +15,7 @@ from flsuite.metrics.fisher.predictive import (
     predictive_diagonal,
     require_kfac,
 )
+from flsuite.metrics.fisher.products import gram_matrices
 
 __all__ = [
     "Estimator",

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from flsuite.errors import FlsuiteError
-from flsuite.metrics.fisher.layers import ProductLayers
-from flsuite.metrics.fisher.per_sample import sample_squares
-from flsuite.metrics.fisher.products import layer_squares
-from flsuite.metrics.fisher.totals import Total
+from flsuite.metrics.fisher.layers import LayerPass, ProductLayers
+from flsuite.metrics.fisher.per_sample import Batch
+from flsuite.metrics.fisher.products import Diagonal, summed_squares
 from flsuite.state import State
 
 __all__ = ["Estimator", "fisher_diagonal"]
 
 Estimator = Literal["exact", "batch"]
-Batch = tuple[Tensor, ...]
 
 
 def fisher_diagonal(
@@ -50,12 +48,8 @@ def fisher_diagonal(
             parameters, or, with ``exact``, cannot be vectorised.
     """
     likelihood = _LogLikelihood(model)
-    named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
-    # Tied weights have several names. Their Fisher is computed under the first of them.
-    first = {id(p): name for name, p in reversed(named.items())}
-    own = {name: p for name, p in named.items() if first[id(p)] == name}
-    trained = {name: p for name, p in own.items() if p.requires_grad}
-    totals = {name: Total(p) for name, p in own.items()}
+    diagonal = Diagonal(model, names)
+    trained = diagonal.trained
     layers = ProductLayers(model, trained)
     weight = 0
 
@@ -64,12 +58,10 @@ def fisher_diagonal(
             squares = _squared_mean(likelihood, trained, batch)
         else:
             squares = _sum_of_squares(likelihood, trained, layers, batch, first=weight == 0)
-        for name, square in squares:
-            totals[name].add(square)
+        diagonal.add(squares)
         weight += 1 if estimator == "batch" else len(batch[0])
 
-    fisher = {name: (total.value() / max(weight, 1)).float() for name, total in totals.items()}
-    return {name: fisher[first[id(p)]] for name, p in named.items()}
+    return diagonal.mean(weight)
 
 
 def _squared_mean(
@@ -89,32 +81,21 @@ def _squared_mean(
 
 def _sum_of_squares(
     likelihood: "_LogLikelihood",
-    parameters: Mapping[str, Tensor],
+    parameters: State,
     layers: ProductLayers,
     batch: Batch,
     first: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the sum of the samples' squared gradients, by parameter.
-
-    Linear layers come first, then the other parameters.
-    """
+    """Return the sums of the samples' squared gradients, by parameter."""
     # One column: the log-likelihood itself.
     column = torch.ones(1, len(batch[0]), device=batch[0].device)
-    done: set[str] = set()
+    passes: list[LayerPass] | None = []
     # The first batch is computed as a whole in any case, which reveals a faulty log-likelihood.
     if layers.layers or first:
         passes = layers.passes(lambda: likelihood(batch), column.to)
-        if passes is None:
-            raise likelihood.independent()
-        for part in passes:
-            squares = layer_squares(part)
-            done |= squares.keys()
-            yield from squares.items()
-
-    rest = {name: p.detach() for name, p in parameters.items() if name not in done}
-    if rest:
-        for squares in sample_squares(likelihood, rest, batch, column):
-            yield from squares.items()
+    if passes is None:
+        raise likelihood.independent()
+    return summed_squares(passes, parameters, likelihood, batch, column)
 
 
 class _LogLikelihood(nn.Module):

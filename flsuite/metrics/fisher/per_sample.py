@@ -10,7 +10,7 @@ from torch.func import functional_call, vjp, vmap
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.state import State
 
-__all__ = ["sample_gradients", "sample_squares"]
+__all__ = ["Batch", "sample_gradients", "sample_squares"]
 
 Batch = tuple[Tensor, ...]
 

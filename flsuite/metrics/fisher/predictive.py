@@ -14,16 +14,20 @@ from torch import Tensor, nn
 
 from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
-from flsuite.metrics.fisher.formats import fast_formats
 from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded, uncovered
-from flsuite.metrics.fisher.per_sample import sample_squares
-from flsuite.metrics.fisher.products import gradient_factor, input_factor, layer_squares
-from flsuite.metrics.fisher.totals import Total
+from flsuite.metrics.fisher.measuring import fast_formats
+from flsuite.metrics.fisher.per_sample import Batch
+from flsuite.metrics.fisher.products import (
+    Diagonal,
+    Total,
+    gradient_factor,
+    input_factor,
+    summed_squares,
+)
 from flsuite.state import Layer, State
 
 __all__ = ["diagonal_and_kfac", "kfac_factors", "predictive_diagonal", "require_kfac"]
 
-Batch = tuple[Tensor, ...]
 Factors = dict[str, dict[str, Tensor]]
 
 # Elements at a time of a layer's gradients over all columns, 16 MiB. More would leave the cache.
@@ -57,7 +61,7 @@ def predictive_diagonal(
         FlsuiteError: If the outputs depend on none of the parameters, are not one row per sample,
             or cannot be vectorised over samples.
     """
-    return _measured(module, names, (), batches, expectation, generator, task)[0]
+    return diagonal_and_kfac(module, names, (), batches, expectation, generator, task)[0]
 
 
 def kfac_factors(
@@ -74,19 +78,15 @@ def kfac_factors(
     ``F vec(W) = G W A``. A convolution's inputs are unfolded, and a bias is the last column of W,
     with input 1. The factors of a frozen layer are zero.
 
+    The other arguments are those of :func:`predictive_diagonal`.
+
     Args:
-        module: Gives logits ``(n, outputs)``, by its method ``logits`` or its forward pass.
         layers: Layers of the module.
-        batches: Tuples of tensors with one row per sample. The first has the inputs.
-        expectation: ``exact`` takes one backward pass per output, ``sampled`` one, for a target
-            drawn from the prediction.
-        generator: Draws these targets. Default: torch's own.
-        task: The kind of prediction. Default: that of ``module.spec``.
 
     Raises:
         FlsuiteError: If K-FAC does not cover a layer.
     """
-    return _measured(module, (), layers, batches, expectation, generator, task)[1]
+    return diagonal_and_kfac(module, (), layers, batches, expectation, generator, task)[1]
 
 
 def diagonal_and_kfac(
@@ -99,7 +99,19 @@ def diagonal_and_kfac(
     task: PredictionTask | None = None,
 ) -> tuple[State, Factors]:
     """Return :func:`predictive_diagonal` and :func:`kfac_factors` of one pass."""
-    return _measured(module, names, layers, batches, expectation, generator, task)
+    require_kfac(module, layers)
+    task = task_of(module, task)
+    diagonal, kfac = Diagonal(module, names), _Factors(module, layers)
+    samples = 0
+
+    parameters = {**diagonal.trained, **kfac.parameters}
+    with fast_formats(module):
+        for chunk in _chunks(Logits(module), parameters, batches, expectation, generator, task):
+            samples += len(chunk.batch[0])
+            kfac.add(chunk)
+            own = chunk.passes, diagonal.trained
+            diagonal.add(summed_squares(*own, chunk.logits, chunk.batch, chunk.columns))
+    return diagonal.mean(samples), kfac.mean(samples)
 
 
 def require_kfac(module: nn.Module, layers: Sequence[Layer], x: Tensor | None = None) -> None:
@@ -152,40 +164,6 @@ class _Chunk(NamedTuple):
     failed: Mapping[str, str]
 
 
-def _measured(
-    module: nn.Module,
-    names: Collection[str],
-    layers: Sequence[Layer],
-    batches: Iterable[Batch],
-    expectation: Expectation,
-    generator: torch.Generator | None,
-    task: PredictionTask | None,
-) -> tuple[State, Factors]:
-    require_kfac(module, layers)
-    task = task_of(module, task)
-    wanted = {
-        name: p for name, p in module.named_parameters(remove_duplicate=False) if name in names
-    }
-    # Tied weights have several names. Their Fisher is computed under the first of them.
-    first = {id(p): name for name, p in reversed(wanted.items())}
-    own = {name: p for name, p in wanted.items() if first[id(p)] == name}
-    trained = {name: p for name, p in own.items() if p.requires_grad}
-    kfac = _Factors(module, layers)
-    diagonal = {name: Total(p) for name, p in own.items()}
-    samples = 0
-
-    parameters = {**trained, **kfac.parameters}
-    with fast_formats(module):
-        for chunk in _chunks(Logits(module), parameters, batches, expectation, generator, task):
-            samples += len(chunk.batch[0])
-            kfac.add(chunk)
-            for name, square in _squares(chunk, trained):
-                diagonal[name].add(square)
-
-    fisher = {name: (total.value() / max(samples, 1)).float() for name, total in diagonal.items()}
-    return {name: fisher[first[id(p)]] for name, p in wanted.items()}, kfac.mean(samples)
-
-
 def _chunks(
     logits: Logits,
     parameters: Mapping[str, Tensor],
@@ -229,21 +207,6 @@ def _samples_at_once(
     sizes = [call.outputs for of_layer in calls.values() for call in of_layer]
     per_sample = max(sizes, default=1) * (outputs.shape[1] if expectation == "exact" else 1)
     return max(1, _NUMBERS_AT_ONCE // per_sample)
-
-
-def _squares(chunk: _Chunk, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield sums over samples and columns of squared gradients, by parameter."""
-    done: set[str] = set()
-    for part in chunk.passes:
-        if f"{part.name}.weight" in parameters:
-            squares = layer_squares(part)
-            done |= squares.keys()
-            yield from squares.items()
-
-    rest = {name: p.detach() for name, p in parameters.items() if name not in done}
-    if rest:
-        for squares in sample_squares(chunk.logits, rest, chunk.batch, chunk.columns):
-            yield from squares.items()
 
 
 class _Factors:

@@ -1,4 +1,4 @@
-"""Sums over a batch, from what it leaves at a layer: squared gradients, and K-FAC's factors.
+"""Sums over batches, from what they leave at a layer: squares, K-FAC's factors and Gram matrices.
 
 With ``a_t (in,)`` the input and ``g_ct (out,)`` the gradient of column c at position t, where a
 bias is a last column of the weight with input 1:
@@ -10,13 +10,25 @@ bias is a last column of the weight with input 1:
   Convolution Layers, arXiv:1602.01407.
 """
 
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from flsuite.metrics.fisher.layers import LayerPass, unfolded
-from flsuite.state import State
+from flsuite.metrics.fisher.columns import Logits
+from flsuite.metrics.fisher.layers import LayerPass, recorded, uncovered, unfolded
+from flsuite.metrics.fisher.per_sample import Batch, sample_squares
+from flsuite.state import Layer, State
 
-__all__ = ["gradient_factor", "input_factor", "layer_squares"]
+__all__ = [
+    "Diagonal",
+    "Total",
+    "gradient_factor",
+    "gram_matrices",
+    "input_factor",
+    "summed_squares",
+]
 
 
 def layer_squares(part: LayerPass) -> State:
@@ -37,6 +49,31 @@ def layer_squares(part: LayerPass) -> State:
     if layer.bias is not None:
         found[f"{part.name}.bias"] = bias.sum(0)
     return found
+
+
+def summed_squares(
+    passes: Iterable[LayerPass], parameters: State, outputs: Any, batch: Batch, columns: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the sums over samples and columns of squared gradients, by parameter.
+
+    Args:
+        passes: What the batch leaves at the layers that qualify. They come first.
+        parameters: The parameters that are wanted.
+        outputs: As for :func:`~flsuite.metrics.fisher.per_sample.sample_squares`.
+        batch: Tensors with one row per sample.
+        columns: Gradients at the outputs, ``(columns, n, ...)``.
+    """
+    done: set[str] = set()
+    for part in passes:
+        if f"{part.name}.weight" in parameters:
+            squares = layer_squares(part)
+            done |= squares.keys()
+            yield from squares.items()
+
+    rest = {name: p.detach() for name, p in parameters.items() if name not in done}
+    if rest:
+        for squares in sample_squares(outputs, rest, batch, columns):
+            yield from squares.items()
 
 
 def input_factor(layer: nn.Linear | nn.Conv2d, input: Tensor, bias: bool) -> Tensor:
@@ -82,3 +119,102 @@ def _product(rows: Tensor) -> Tensor:
         return torch.bmm(rows, rows.mT).sum(0)
     joined = rows.transpose(0, 1).flatten(1)
     return joined @ joined.T
+
+
+# Terms that are added in float32 before their sum goes to float64. They are few enough to keep
+# seven digits.
+_AT_ONCE = 8
+
+
+class Total:
+    """A sum of float32 tensors, added a few at a time in float32 and then in float64.
+
+    Args:
+        like: A tensor of the shape and device of the terms.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._sum = torch.zeros_like(like, dtype=torch.float64)
+        self._few = torch.zeros_like(like, dtype=torch.float32)
+        self._added = 0
+
+    def add(self, term: Tensor) -> None:
+        """Add a term."""
+        self._few += term
+        self._added += 1
+        if self._added % _AT_ONCE == 0:
+            self._flush()
+
+    def value(self) -> Tensor:
+        """Return the sum in float64."""
+        self._flush()
+        return self._sum
+
+    def _flush(self) -> None:
+        self._sum += self._few
+        self._few.zero_()
+
+
+class Diagonal:
+    """The sums of squared gradients of named parameters of a module, which are its Fisher diagonal.
+
+    Tied weights have several names. Their Fisher is computed under the first of them.
+
+    Attributes:
+        trained: The parameters that are not frozen, each under one name.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        named = module.named_parameters(remove_duplicate=False)
+        self._named = {name: p for name, p in named if name in names}
+        self._first = {id(p): name for name, p in reversed(self._named.items())}
+        own = {name: p for name, p in self._named.items() if self._first[id(p)] == name}
+        self.trained: State = {name: p for name, p in own.items() if p.requires_grad}
+        self._totals = {name: Total(p) for name, p in own.items()}
+
+    def add(self, squares: Iterable[tuple[str, Tensor]]) -> None:
+        """Add squared gradients, by parameter."""
+        for name, square in squares:
+            self._totals[name].add(square)
+
+    def mean(self, count: int) -> State:
+        """Return the sums divided by the number of their terms, in float32, by every name."""
+        means = {name: (t.value() / max(count, 1)).float() for name, t in self._totals.items()}
+        return {name: means[self._first[id(p)]] for name, p in self._named.items()}
+
+
+def gram_matrices(
+    module: nn.Module, layers: Sequence[Layer], batches: Iterable[Batch], bias: bool = False
+) -> dict[str, Tensor]:
+    """Return ``X^T X / rows`` by layer, in float32, X the layer's inputs ``(rows, in)``.
+
+    A row is a position of a sample: one per sample for a linear layer on vectors, one per output
+    pixel for a convolution, whose inputs are unfolded. There are no gradients.
+
+    A layer without exactly one call in every forward pass is left out, and so are convolutions with
+    groups or with other paddings than zeros.
+
+    Args:
+        module: Gives logits ``(n, outputs)``, by its method ``logits`` or its forward pass.
+        layers: Layers of the module.
+        batches: Tuples of tensors with one row per sample. The first has the inputs.
+        bias: Whether the inputs of a layer with a bias have a last column of ones.
+    """
+    logits = Logits(module)
+    found = {layer.name: module.get_submodule(layer.name) for layer in layers}
+    known = {name: layer for name, layer in found.items() if uncovered(layer) is None}
+    totals: dict[str, Total] = {}
+    rows = dict.fromkeys(known, 0)
+
+    for batch in batches:
+        with torch.no_grad(), recorded(known) as calls:
+            logits(batch)
+        known = {name: layer for name, layer in known.items() if len(calls[name]) == 1}
+        for name, layer in known.items():
+            call = calls[name][0]
+            assert isinstance(layer, (nn.Linear, nn.Conv2d))
+            product = input_factor(layer, call.input, bias and layer.bias is not None)
+            totals.setdefault(name, Total(product)).add(product)
+            rows[name] += call.outputs // layer.weight.shape[0]
+
+    return {name: (totals[name].value() / rows[name]).float() for name in known if name in totals}

@@ -55,11 +55,7 @@ def known_to_server(aggregator: Aggregator | Rule, secure_sum: bool) -> tuple[Kn
     # K-FAC factors are the one thing that is never summed up.
     statistics = rule.statistics(StateLayout((), 0), {})
     sends_factors = any(not statistic.is_sum for statistic in statistics.values())
-    return (
-        *(() if secure_sum else ("client",)),
-        "mean",
-        *(("factors",) if sends_factors else ()),
-    )
+    return (*(() if secure_sum else ("client",)), "mean", *(("factors",) if sends_factors else ()))
 
 
 def kept_models(run_dir: str | Path, round: int = 1) -> dict[int, State]:

@@ -7,9 +7,8 @@ from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.fltrust import FLTrust
 from flsuite.aggregators.rules.robust.geometric_median import GeometricMedian
 from flsuite.aggregators.rules.robust.krum import Krum, MultiKrum
-from flsuite.aggregators.rules.robust.median import CoordinateMedian
+from flsuite.aggregators.rules.robust.median import CoordinateMedian, TrimmedMean
 from flsuite.aggregators.rules.robust.norm_clipping import NormClipping
-from flsuite.aggregators.rules.robust.trimmed_mean import TrimmedMean
 
 __all__ = [
     "Bucketing",

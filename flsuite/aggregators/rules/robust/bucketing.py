@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from flsuite.aggregators.part import Capability, Server
 from flsuite.aggregators.rules.base import CohortRule, Rule, RuleAround
 from flsuite.aggregators.rules.robust.base import refuse_few
-from flsuite.aggregators.rules.robust.bucket import bucket_of, place
+from flsuite.aggregators.rules.robust.cohort import bucket_of, place
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate

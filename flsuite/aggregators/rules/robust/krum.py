@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules.robust.base import (
-    Clients,
-    ParameterRule,
-    more_clients,
-    number_of,
-)
+from flsuite.aggregators.rules.robust.base import Clients, ParameterRule, more_clients, number_of
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.vectors import squared_distances
 from flsuite.arguments import PositiveInt

@@ -7,8 +7,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.rules.solvers.blocks import Block
-from flsuite.aggregators.rules.solvers.iterations import adam, conjugate_gradients, gradient_descent
+from flsuite.aggregators.rules.solvers.blocks import (
+    Block,
+    adam,
+    conjugate_gradients,
+    gradient_descent,
+)
 
 __all__ = [
     "Iterate",
@@ -83,7 +87,7 @@ def iterates(
         blocks: The blocks, which are solved side by side.
         solver: Its name. ``exact`` has a single step, to the limit.
         steps: The largest number of steps.
-        inside: See :func:`~flsuite.aggregators.rules.solvers.iterations.adam`.
+        inside: See :func:`~flsuite.aggregators.rules.solvers.blocks.adam`.
     """
     paths = [_path(block, solver, steps, inside) for block in blocks]
     current = [torch.zeros_like(block.mean) for block in blocks]
