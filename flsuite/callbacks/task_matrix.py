@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.data.task_data import TaskData
+from flsuite.data.tasks import TaskData
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.runs.run import Run
 

@@ -14,8 +14,8 @@ from flsuite.attacks import Attack
 from flsuite.client.own_steps import OwnSteps
 from flsuite.data.federated import FederatedData, RaggedIndex
 from flsuite.data.loader import SplitLoader
+from flsuite.data.map_style import StoredSplit
 from flsuite.data.spec import DataSplit
-from flsuite.data.stored import StoredSplit
 from flsuite.messages import OwnScores, Scores, Split
 from flsuite.metrics import class_accuracy, scores
 from flsuite.models.classifier import class_probabilities, classification_loss

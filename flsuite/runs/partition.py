@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData, RaggedIndex
-from flsuite.data.task_data import TaskData
+from flsuite.data.tasks import TaskData
 
 if TYPE_CHECKING:
     import pandas as pd

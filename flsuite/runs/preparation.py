@@ -11,8 +11,8 @@ from flsuite.aggregators import Aggregator
 from flsuite.attacks import Attack
 from flsuite.client.entries import BatchNorm, entries_of
 from flsuite.client.lr_decay import LRDecay
+from flsuite.data.datasets.from_data_module import as_federated
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.plain import as_federated
 from flsuite.errors import FlsuiteError, require_instance
 from flsuite.exchange.secure import SecureAggregation
 from flsuite.models.base import ClientModel

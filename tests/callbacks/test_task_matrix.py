@@ -14,7 +14,7 @@ from flsuite.analysis.tasks import task_figure
 from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
 from flsuite.data import Synthetic, TaskSequence
 from flsuite.data.federated import FederatedData
-from flsuite.data.task_data import TaskData
+from flsuite.data.tasks import TaskData
 from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer

@@ -11,12 +11,13 @@ from torch.utils.data import DataLoader
 from flsuite.data.datasets.from_dataset import MapStyleModule
 from flsuite.data.digest import described
 from flsuite.data.map_style import Field
+from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import Partition
 from flsuite.data.spec import PublishedSplits
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_instance
 from flsuite.random import seed_process
 
-__all__ = ["FromDataModule"]
+__all__ = ["FromDataModule", "as_federated"]
 
 log = logging.getLogger("flsuite")
 
@@ -121,3 +122,14 @@ class FromDataModule(MapStyleModule):
     def described(self) -> dict[str, Any]:
         """Return the arguments for the settings of a run, with datasets by their content."""
         return described(self)
+
+
+def as_federated(datamodule: LightningDataModule) -> FederatedDataModule:
+    """Return the data module itself if it is federated, else one that splits its samples.
+
+    A plain data module may name arguments of :class:`~flsuite.data.FromDataModule` as attributes.
+    """
+    if isinstance(datamodule, FederatedDataModule):
+        return datamodule
+    require_instance("fit", LightningDataModule, datamodule=datamodule)
+    return FromDataModule.of(datamodule)

@@ -14,11 +14,17 @@ from torch.utils.data import Dataset
 from flsuite.arguments import NonNegativeInt, at_least, check_init
 from flsuite.data.digest import described
 from flsuite.data.images import Scaling, Unscaled
-from flsuite.data.map_style import Field, Reading, read_field, read_split, require_map_style
+from flsuite.data.map_style import (
+    Field,
+    Reading,
+    StoredSplit,
+    read_field,
+    read_split,
+    require_map_style,
+)
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import Partition
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
-from flsuite.data.stored import StoredSplit
 from flsuite.errors import FlsuiteError
 
 __all__ = ["FromDataset", "MapStyleModule"]

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flsuite.data.datasets.csv_files import csv_frames
-from flsuite.data.datasets.numbers import has_numbers, is_number, missing_values, numeric_chunks
+from flsuite.data.datasets.csv_files import (
+    csv_frames,
+    has_numbers,
+    is_number,
+    missing_values,
+    numeric_chunks,
+)
 from flsuite.errors import FlsuiteError, one_line
 
 if TYPE_CHECKING:
