@@ -27,11 +27,10 @@ from flsuite.exchange import SecureAggregation
 from flsuite.models.traits import extra_epochs
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.hooks import Hooks
-from flsuite.runs.options import Budget, RunOptions
 from flsuite.runs.predictions import predict
 from flsuite.runs.preparation import Algorithm, make_evaluator, make_federation, make_ready
 from flsuite.runs.reuse import Reuse
-from flsuite.runs.run import Run
+from flsuite.runs.run import Budget, Run, RunOptions
 from flsuite.runs.session import opened, started
 from flsuite.runs.settings import own_settings, run_settings
 from flsuite.runs.summary import print_scores
@@ -272,8 +271,10 @@ class FederatedTrainer(Trainer):
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         settings = run_settings(options, model, data, callbacks, weights, **own_settings(self))
         config = self.config or settings
-        reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
         hooks, parts = Hooks(callbacks), (federation, evaluator, folder, options)
+        reuse = None
+        if self.keep_updates or self.from_updates:
+            reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
         self.run = Run(*parts, settings, config, hooks, self.loggers, reuse)
         self._model, self._datamodule = model, datamodule
         return self.run
@@ -281,7 +282,7 @@ class FederatedTrainer(Trainer):
     def worker_setup(self, run: Run) -> WorkerSetup:
         """Return what a worker needs to train any client of the run."""
         federation = run.federation
-        reads_updates = run.callbacks.read_updates or run.reuse.kept is not None
+        reads_updates = run.callbacks.read_updates or self.keep_updates
         may_sum = federation.uplink.sums_parts and not self.schedule.traits.is_asynchronous
         return WorkerSetup(
             model=run.evaluator.model,

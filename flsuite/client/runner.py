@@ -81,7 +81,8 @@ class ClientRunner:
         loss = MeanLoss()
         self._resident.restore()
         try:
-            return carry_out(request.fault, self._fit(request, loss))
+            result = self._fit(request, loss)
+            return result if request.fault is None else carry_out(request.fault, result)
         except NeedsLightningLoopError:
             # The whole fit starts again in Lightning's loop, from the same state and the same seed.
             self._use_local_loop, self._trainer = False, None

@@ -61,7 +61,7 @@ class FlowerStrategy(Strategy):
                 "round of Flower has one message to a node and one answer; leave out "
                 "trainer.secure_sum, or run it with flsuite fit"
             )
-        if run.reuse.source is not None or run.reuse.kept is not None:
+        if run.reuse is not None:
             raise FlsuiteError(
                 "under Flower the clients' models lie on their nodes; leave out keep_updates and "
                 "from_updates"

@@ -20,13 +20,12 @@ from flsuite.models.strides import slice_strides
 from flsuite.models.traits import has_step, require_trainable, to_channels_last
 from flsuite.random import seed_process
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.options import RunOptions
+from flsuite.runs.run import RunOptions
 from flsuite.schedules import Schedule
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
-from flsuite.server.own_fit import OwnFit
 from flsuite.server.stores import ClientStore, VersionStore
-from flsuite.server.tools import make_tools
+from flsuite.server.tools import OwnFit, make_tools
 
 __all__ = ["Algorithm", "make_evaluator", "make_federation", "make_ready"]
 
