@@ -84,7 +84,7 @@ def report(args: list[str]) -> None:
         write_page(path, groups, page, tuning, notes)
         print(path)
     if request.wandb:
-        from flsuite.publish.wandb_report import send_report
+        from flsuite.publish.wandb_charts import send_report
 
         send_report(
             request.wandb, request.metric[0], report_markdown(table, request.last, **target)
