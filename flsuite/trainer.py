@@ -24,6 +24,7 @@ from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine, InProcess
 from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.exchange import SecureAggregation
+from flsuite.messages import Split
 from flsuite.models.traits import extra_epochs
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.hooks import Hooks
@@ -35,7 +36,7 @@ from flsuite.runs.session import opened, started
 from flsuite.runs.settings import own_settings, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
-from flsuite.server.evaluation import GLOBAL, Split
+from flsuite.server.evaluation import GLOBAL
 from flsuite.server.federation import Federation
 
 __all__ = ["FederatedTrainer"]

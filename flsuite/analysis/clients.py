@@ -14,8 +14,6 @@ from flsuite.analysis.results import client_numbers, only
 from flsuite.analysis.scores import lower_is_better
 from flsuite.errors import FlsuiteError
 
-__all__ = ["client_gains", "clients_figure", "final_scores", "gain_figure"]
-
 
 def clients_figure(
     results: pd.DataFrame, metric: str = "accuracy", split: str = "test", clients: int = 100

@@ -15,8 +15,6 @@ from flsuite.analysis.results import only, require_results
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.errors import FlsuiteError
 
-__all__ = ["curves_figure", "draw_band", "label_axes", "seed_curves"]
-
 
 def curves_figure(
     runs: pd.DataFrame | Mapping[str, str | Path],

@@ -8,8 +8,6 @@ from flsuite.analysis.panels import by_experiment, legend_right, panel_grid
 from flsuite.analysis.results import only, require_results
 from flsuite.errors import FlsuiteError
 
-__all__ = ["GAMMA", "gamma_figure", "gamma_parts"]
-
 GAMMA = {
     "gamma": "gamma",
     "gamma_relative": "gamma / ||mean gradient||²",

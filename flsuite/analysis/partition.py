@@ -9,8 +9,6 @@ from flsuite.analysis.panels import panel_grid
 from flsuite.analysis.results import require_results
 from flsuite.analysis.runs import read_partition
 
-__all__ = ["class_counts", "label_skew", "partition_figure", "partitions_figure"]
-
 _MOST_CLIENTS = 200
 
 

@@ -12,15 +12,6 @@ from flsuite.analysis.scores import run_scores
 from flsuite.analysis.target import target_cell, target_columns, target_title
 from flsuite.errors import FlsuiteError
 
-__all__ = [
-    "group_row",
-    "report_figure",
-    "report_markdown",
-    "report_table",
-    "require_score",
-    "score_cell",
-]
-
 
 def report_table(
     groups: Sequence[Group],

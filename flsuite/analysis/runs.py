@@ -11,16 +11,6 @@ import pandas as pd
 
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = [
-    "curve",
-    "is_metrics",
-    "read_metrics",
-    "read_partition",
-    "read_table",
-    "score_rows",
-    "typed",
-]
-
 _LATER_COLUMNS = ("client_updates", "bytes")  # those that runs of earlier versions do not have
 _COLUMNS = ("round", "virtual_s", "wall_s", *_LATER_COLUMNS, "scope", "split", "metric", "value")
 _EARLIER_COLUMNS = tuple(name for name in _COLUMNS if name not in _LATER_COLUMNS)

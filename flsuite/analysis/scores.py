@@ -5,8 +5,6 @@ import pandas as pd
 from flsuite import metrics
 from flsuite.analysis.runs import curve
 
-__all__ = ["lower_is_better", "of_last_task", "run_scores"]
-
 _UP = (
     "accuracy",
     "f1_macro",

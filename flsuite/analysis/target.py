@@ -14,20 +14,6 @@ from flsuite.analysis.runs import curve, score_rows
 from flsuite.analysis.scores import lower_is_better, of_last_task
 from flsuite.errors import FlsuiteError
 
-__all__ = [
-    "amount_cell",
-    "first_to_target",
-    "own_target",
-    "point_of_target",
-    "reached_text",
-    "target_cell",
-    "target_columns",
-    "target_figure",
-    "target_points",
-    "target_table",
-    "target_title",
-]
-
 
 def point_of_target(scores: pd.Series, target: float, lower: bool) -> float | None:
     """Return the first point at which a score reaches a target, or ``None``.

@@ -10,8 +10,6 @@ from flsuite.analysis.panels import by_experiment, draw_matrix, panel_grid
 from flsuite.analysis.results import require_results
 from flsuite.errors import FlsuiteError
 
-__all__ = ["forgetting_figure", "task_figure", "task_plan_figure"]
-
 _MOST_CLIENTS = 100
 
 

@@ -17,17 +17,6 @@ from lightning.pytorch.loggers import Logger
 from flsuite.errors import one_line
 from flsuite.runs.run import Run
 
-__all__ = [
-    "CSVLink",
-    "LoggerLink",
-    "MLflowLink",
-    "RoundNumbers",
-    "TensorBoardLink",
-    "group_name",
-    "run_name",
-    "tags",
-]
-
 log = logging.getLogger("flsuite")
 
 _LONGEST = 64  # characters of a tag in W&B

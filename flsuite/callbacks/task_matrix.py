@@ -13,8 +13,6 @@ from flsuite.data.tasks import TaskData
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.runs.run import Run
 
-__all__ = ["TaskMatrix"]
-
 log = logging.getLogger("flsuite")
 
 

@@ -20,8 +20,6 @@ from flsuite.metrics import score_name
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe
 
-__all__ = ["WandbLink"]
-
 log = logging.getLogger("flsuite")
 
 # The argument of wandb.init, and the variable that means the same.

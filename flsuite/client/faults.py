@@ -12,8 +12,6 @@ from torch import Tensor
 
 from flsuite.messages import ClientResult, ClientUpdate, Fault
 
-__all__ = ["carry_out"]
-
 
 def carry_out(fault: Fault, result: ClientResult) -> ClientResult:
     """Let a fit fail as it was told to, and return what it sends, if it sends anything.

@@ -16,8 +16,6 @@ from flsuite.metrics import score_name
 from flsuite.models.modes import kept_modes
 from flsuite.models.traits import has_step
 
-__all__ = ["OwnSteps"]
-
 _SCORING_ARGUMENTS = (  # arguments of Lightning's Trainer that decide how a model is scored
     "accelerator",
     "benchmark",

@@ -46,8 +46,6 @@ from flsuite.models import traits
 from flsuite.random import seed_process
 from flsuite.state import State, Sums, clone, load_, nbytes
 
-__all__ = ["ClientRunner"]
-
 
 class ClientRunner:
     """Carries out the fits of one worker, one after another, on the same tensors.

@@ -24,8 +24,6 @@ from flsuite.models.traits import class_outputs, scores_by_columns, scores_by_st
 from flsuite.random import seed_process
 from flsuite.state import State, load_
 
-__all__ = ["Scorer"]
-
 
 class Scorer:
     """Scores models in big batches, off the clients' path.

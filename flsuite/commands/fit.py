@@ -23,8 +23,6 @@ from flsuite.errors import FlsuiteError, one_line, require_extra
 from flsuite.runs.folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
 
-__all__ = ["build", "complete_loggers", "run"]
-
 log = logging.getLogger("flsuite")
 
 _NOWHERE = (None, "", ".", "./mlruns")  # defaults of Lightning's loggers

@@ -15,8 +15,6 @@ from flsuite.data.tasks import TaskData
 from flsuite.files import make_folder
 from flsuite.runs.partition import partition_table, task_table
 
-__all__ = ["partition"]
-
 _MOST_SHOWN = 30
 
 

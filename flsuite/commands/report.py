@@ -35,8 +35,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 from flsuite.publish.page import PageRequest, require_page, write_page
 
-__all__ = ["report"]
-
 
 def report(args: list[str]) -> None:
     """Print the tables of the runs.

@@ -5,8 +5,6 @@ from typing import Any
 from flsuite.commands.arguments import CommandParser
 from flsuite.publish.wandb_charts import build_workspace, default_entity, panels, saved
 
-__all__ = ["workspace"]
-
 
 def workspace(args: list[str]) -> None:
     """Save a workspace, or print what it would be."""

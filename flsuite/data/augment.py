@@ -10,8 +10,6 @@ from torch.nn import functional as F
 from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.data.arguments import PlainArguments
 
-__all__ = ["Augment", "CropFlip"]
-
 
 class Augment(PlainArguments, ABC):
     """A random change of a training batch that keeps its shape.

@@ -15,8 +15,6 @@ from flsuite.data.map_style import StoredSplit
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSplit
 
-__all__ = ["described"]
-
 _PLAIN = (str, int, float, bool, type(None))
 _PROBED = 32  # samples of a split that stays in its dataset
 _LONGEST = 20  # items of a list that is described as it is

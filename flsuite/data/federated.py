@@ -19,8 +19,6 @@ from flsuite.data.rows import Rows
 from flsuite.data.spec import DataSpec, DataSplit
 from flsuite.messages import POOLED
 
-__all__ = ["FederatedData", "RaggedIndex", "Stage"]
-
 
 @dataclass
 class RaggedIndex:

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Scaling", "Unscaled", "channel_moments", "fit_scaling", "resize_images"]
-
 _CHUNK = 1024
 """Images that are resized at a time: as float32 they take four times the memory of their bytes."""
 

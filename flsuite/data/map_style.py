@@ -22,16 +22,6 @@ from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.random import seed_cpu, torch_generator
 
-__all__ = [
-    "Field",
-    "Reading",
-    "StoredSplit",
-    "fetch",
-    "read_field",
-    "read_split",
-    "require_map_style",
-]
-
 
 @dataclass
 class StoredSplit(DataSplit):

@@ -28,8 +28,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
 from flsuite.random import numpy_generator
 
-__all__ = ["FederatedDataModule"]
-
 _BATCH_ARGUMENTS = {"batch_size", "augment"}
 """The arguments that change batches and nothing else."""
 

@@ -18,8 +18,6 @@ from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
-__all__ = ["Arrangement", "TaskData", "TaskSequence"]
-
 Groups = tuple[tuple[int, ...], ...]
 """The classes of one client, task by task."""
 

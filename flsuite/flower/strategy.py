@@ -13,8 +13,9 @@ from flsuite.errors import FlsuiteError
 from flsuite.flower.engine import Mail, NodeEngine, NodeEvaluator, NodeStore, by_node
 from flsuite.flower.nodes import Nodes
 from flsuite.flower.records import ARRAYS, numbers_in, pack, to_arrays, to_state
+from flsuite.messages import OwnScores
 from flsuite.runs.run import Run
-from flsuite.server.evaluation import GLOBAL, OwnScores
+from flsuite.server.evaluation import GLOBAL
 from flsuite.state import mismatch
 
 __all__ = ["FlowerStrategy"]

@@ -9,16 +9,6 @@ from typing import Any
 
 from flsuite.errors import FlsuiteError, one_line, require_extra
 
-__all__ = [
-    "build_report",
-    "build_workspace",
-    "default_entity",
-    "panels",
-    "saved",
-    "sections",
-    "send_report",
-]
-
 _AXES = {  # as they are logged, see RoundLogger
     "round": "round",
     "bytes": "bytes sent and received",

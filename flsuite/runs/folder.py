@@ -28,8 +28,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["RunFolder", "new_run_dir"]
-
 log = logging.getLogger("flsuite")
 
 _FILES = (

@@ -16,15 +16,6 @@ from flsuite.data.tasks import TaskData
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "PARTITION_COLUMNS",
-    "TASK_COLUMNS",
-    "partition_table",
-    "task_rows",
-    "task_table",
-    "write_partition",
-]
-
 PARTITION_COLUMNS = ("client", "split", "class", "samples")
 TASK_COLUMNS = ("client", "task", "first_round", "class", "samples")
 _SPLITS = ("train", "val", "test")

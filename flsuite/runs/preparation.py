@@ -27,8 +27,6 @@ from flsuite.server.federation import Federation
 from flsuite.server.stores import ClientStore, VersionStore
 from flsuite.server.tools import OwnFit, make_tools
 
-__all__ = ["Algorithm", "make_evaluator", "make_federation", "make_ready"]
-
 _USED: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
 """Models that have been made ready for a run, whose weights a fit may have changed."""
 

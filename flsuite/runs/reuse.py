@@ -19,8 +19,6 @@ from flsuite.runs.settings import WEIGHTS
 from flsuite.server.federation import Federation
 from flsuite.state import plain
 
-__all__ = ["UPDATES", "Reuse", "UpdateStore"]
-
 UPDATES = "updates"
 """Where a run keeps its clients' trained models, in its folder."""
 

@@ -24,8 +24,6 @@ from flsuite.server.evaluation import GLOBAL, Evaluator
 from flsuite.server.federation import Federation
 from flsuite.state import State, clone
 
-__all__ = ["Budget", "Run", "RunOptions", "timeline_rows"]
-
 _MOST_AT_ONCE = 100  # rounds at one virtual second, beside the clients in flight
 
 Status = Literal["running", "success", "failed"]

@@ -12,8 +12,6 @@ from flsuite.runs.checkpoint import export_model
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.run import Run
 
-__all__ = ["opened", "started"]
-
 log = logging.getLogger("flsuite")
 
 

@@ -23,8 +23,6 @@ from flsuite.runs.settings import WEIGHTS, with_contents, without_derived
 from flsuite.runs.summary import RunSummary
 from flsuite.server.federation import Federation
 
-__all__ = ["RunStore", "StoredRun"]
-
 log = logging.getLogger("flsuite")
 
 # Settings that a resumed run may change.

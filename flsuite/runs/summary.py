@@ -10,11 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flsuite.messages import Scores
 from flsuite.metrics import lower_is_better
 from flsuite.server.arrivals import RoundLog
-from flsuite.server.evaluation import GLOBAL, Scores
-
-__all__ = ["RunSummary", "print_scores"]
+from flsuite.server.evaluation import GLOBAL
 
 log = logging.getLogger("flsuite")
 

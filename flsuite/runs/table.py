@@ -10,14 +10,6 @@ from typing import ClassVar, Literal, NamedTuple
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.schedules import Clock
 
-__all__ = [
-    "AppendedTable",
-    "MetricsRow",
-    "MetricsTable",
-    "TimelineRow",
-    "TimelineTable",
-]
-
 
 class AppendedTable:
     """A CSV file to which each round appends its rows.

@@ -24,8 +24,6 @@ from flsuite.random import seed_process
 from flsuite.server.federation import Federation
 from flsuite.state import State
 
-__all__ = ["GLOBAL", "Evaluator", "OwnScores", "Scores", "Split", "combine"]
-
 log = logging.getLogger("flsuite")
 
 GLOBAL = "global"

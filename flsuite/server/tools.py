@@ -27,8 +27,6 @@ from flsuite.random import seed_for
 from flsuite.server.evaluation import Evaluator
 from flsuite.state import State, StateLayout, load_
 
-__all__ = ["OwnFit", "make_tools"]
-
 
 class OwnFit:
     """Trains the model on the server's samples, as a client with these samples would.

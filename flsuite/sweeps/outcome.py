@@ -11,8 +11,6 @@ import yaml
 from flsuite.errors import FlsuiteError
 from flsuite.files import atomic_save
 
-__all__ = ["DONE", "Outcome", "measure", "read_outcome", "seconds_so_far", "write_outcome"]
-
 DONE = "done.json"
 """The file in a run's folder that marks its cell as done."""
 

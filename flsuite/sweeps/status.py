@@ -13,8 +13,6 @@ from flsuite.sweeps.outcome import Outcome
 from flsuite.sweeps.plan import Cell, label_of
 from flsuite.sweeps.queue import Queue
 
-__all__ = ["SweepProgress", "estimate", "failures", "print_cells", "print_status", "strangers"]
-
 
 def print_status(queue: Queue) -> None:
     """Print the grid: each cell's score, or its state."""

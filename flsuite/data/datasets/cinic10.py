@@ -12,8 +12,6 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["CINIC10"]
-
 FOLDER = "CINIC-10"
 CLASSES = (
     "airplane",

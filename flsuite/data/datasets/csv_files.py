@@ -14,15 +14,6 @@ from flsuite.errors import FlsuiteError, one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "csv_frames",
-    "csv_header",
-    "has_numbers",
-    "is_number",
-    "missing_values",
-    "numeric_chunks",
-]
-
 
 def csv_header(file: Path) -> list[str]:
     """Return the column names as they are in the file.

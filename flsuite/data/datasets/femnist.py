@@ -17,8 +17,6 @@ from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.random import numpy_generator
 
-__all__ = ["CLASSES", "FEMNIST", "SIDE", "read_femnist"]
-
 SIDE = 28
 CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 REMEDY = (

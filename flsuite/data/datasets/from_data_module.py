@@ -17,8 +17,6 @@ from flsuite.data.spec import PublishedSplits
 from flsuite.errors import FlsuiteError, require_instance
 from flsuite.random import seed_process
 
-__all__ = ["FromDataModule", "as_federated"]
-
 log = logging.getLogger("flsuite")
 
 _ATTRIBUTES = ("clients", "partition", "labels", "ids", "bins", "val_fraction")

@@ -27,8 +27,6 @@ from flsuite.data.partitions import Partition
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
 from flsuite.errors import FlsuiteError
 
-__all__ = ["FromDataset", "MapStyleModule"]
-
 
 class MapStyleModule(FederatedDataModule):
     """A base class of data modules whose samples are in map-style datasets.

@@ -21,17 +21,6 @@ from flsuite.data.splits import evenly_held_out
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
-__all__ = [
-    "DEVICES",
-    "FEATURES",
-    "GAFGYT",
-    "MIRAI",
-    "TRAFFIC",
-    "WITHOUT_MIRAI",
-    "NBaIoT",
-    "read_nbaiot",
-]
-
 DEVICES = (
     "Danmini_Doorbell",
     "Ecobee_Thermostat",

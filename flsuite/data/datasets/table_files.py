@@ -20,8 +20,6 @@ from flsuite.errors import FlsuiteError, one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Frames", "Rows", "feature_columns", "read_frames", "take_rows"]
-
 SUFFIXES = (".csv", ".parquet")
 MOST_NAMED = 8
 

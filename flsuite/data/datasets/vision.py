@@ -21,22 +21,6 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = [
-    "CIFAR10",
-    "CIFAR100",
-    "EMNIST",
-    "GTSRB",
-    "MNIST",
-    "READERS",
-    "SVHN",
-    "FashionMNIST",
-    "Reader",
-    "Unpacked",
-    "read_torchvision",
-    "split_of",
-    "stacked",
-]
-
 Unpacked = tuple[Any, Any, "list[str]"]
 """Images ``(n, height, width, channels)``, labels, class names."""
 

@@ -14,8 +14,6 @@ from flsuite.analysis.axes import AXES
 from flsuite.analysis.gamma import GAMMA
 from flsuite.publish.page.data import PageData
 
-__all__ = ["charts"]
-
 COLORS = (
     "#3b7dd8",
     "#e8833a",

@@ -17,8 +17,6 @@ from flsuite.analysis.runs import read_partition
 from flsuite.analysis.target import target_points
 from flsuite.errors import FlsuiteError
 
-__all__ = ["PageData", "gather"]
-
 # The page stays below 2 MB, of which the library of charts is 1.2 MB.
 _CURVE_ROWS = 6000
 _MAP_ROWS = 9000

@@ -21,8 +21,6 @@ from flsuite.files import replace_file
 from flsuite.publish.page.data import gather
 from flsuite.publish.page.reproduction import reproductions
 
-__all__ = ["PageRequest", "require_page", "write_page"]
-
 _ALSO_SHOWN = ("accuracy", "f1_macro", "loss", "balanced_accuracy", "auroc")
 _MOST_CURVES = 5
 

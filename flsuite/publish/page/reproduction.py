@@ -8,8 +8,6 @@ from pathlib import Path
 from flsuite.analysis.groups import Group, read_yaml
 from flsuite.analysis.results import short_path
 
-__all__ = ["Reproduction", "reproductions"]
-
 _MOST_CONFIGS = 40
 _LONGEST_CONFIG = 12_000  # characters
 

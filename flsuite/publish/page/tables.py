@@ -15,8 +15,6 @@ from flsuite.analysis.report import group_row
 from flsuite.analysis.scores import lower_is_better
 from flsuite.analysis.target import amount_cell, reached_text, target_table
 
-__all__ = ["Cell", "Table", "facts", "headline", "pairs", "scores", "settings", "targets", "tuning"]
-
 
 @dataclass(frozen=True)
 class Cell:
