@@ -91,7 +91,7 @@ class TaskMatrix(FederationCallback, Settings):
         for name, value in summarize(self.matrix).items():
             run.log_metric(name, value, split="test")
         if run.folder.path is not None:
-            from flsuite.analysis.tasks import task_figure
+            from flsuite.analysis.partition import task_figure
 
             figure = task_figure(self.matrix.mean(0)[1:].numpy())
             figure.savefig(run.folder.path / "tasks.png", dpi=150)

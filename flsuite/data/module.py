@@ -10,9 +10,8 @@ from lightning.pytorch import LightningDataModule
 
 from flsuite.arguments import BelowOne, NonNegativeInt, PositiveInt, Range, check_init
 from flsuite.data.arguments import PlainArguments, arguments, snapshot
-from flsuite.data.augment import Augment
 from flsuite.data.federated import FederatedData, RaggedIndex
-from flsuite.data.images import Scaling, fit_scaling, resize_images
+from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
 from flsuite.data.partitions import IID, Partition, partition_labels
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits

@@ -10,7 +10,7 @@ import torch
 from matplotlib.image import imread
 from torch import Tensor
 
-from flsuite.analysis.tasks import task_figure
+from flsuite.analysis.partition import task_figure
 from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
 from flsuite.data import Synthetic, TaskSequence
 from flsuite.data.federated import FederatedData

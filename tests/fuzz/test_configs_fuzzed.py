@@ -291,7 +291,7 @@ def _places() -> list[tuple[str, type]]:
         "trainer.lr_decay": ("flsuite.client.lr_decay", "LRDecay"),
         "trainer.callbacks": ("flsuite.callbacks", "FederationCallback"),
         "data.init_args.partition": ("flsuite.data", "Partition"),
-        "data.init_args.augment": ("flsuite.data.augment", "Augment"),
+        "data.init_args.augment": ("flsuite.data.images", "Augment"),
         "model": ("flsuite.models", "ClientModel"),
         "model.init_args.backbone": ("flsuite.models.backbones.base", "Backbone"),
     }
