@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from flsuite.analysis.results import only, require_results
-from flsuite.analysis.scores import run_scores
+from flsuite.analysis.runs import run_scores
 from flsuite.errors import FlsuiteError, require_one_of
 
 Score = Literal["last", "picked", "mean_last"]

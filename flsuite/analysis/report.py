@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.curves import draw_band, label_axes
 from flsuite.analysis.groups import Group
-from flsuite.analysis.scores import run_scores
+from flsuite.analysis.runs import run_scores
 from flsuite.analysis.target import target_cell, target_columns, target_title
 from flsuite.errors import FlsuiteError
 

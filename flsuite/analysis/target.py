@@ -10,8 +10,7 @@ from flsuite.analysis.axes import AXES, require_axis
 from flsuite.analysis.groups import Group
 from flsuite.analysis.panels import by_experiment, panel_grid
 from flsuite.analysis.results import only
-from flsuite.analysis.runs import curve, score_rows
-from flsuite.analysis.scores import lower_is_better, of_last_task
+from flsuite.analysis.runs import curve, lower_is_better, of_last_task, score_rows
 from flsuite.errors import FlsuiteError
 
 

@@ -1,8 +1,8 @@
 """Scores of a model, on a whole split and on a client's part of it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -161,14 +161,19 @@ class Scorer:
             return None
 
         self.load(state)
-        with isolate_rng():
-            # An evaluation may draw. It must not depend on what its process has drawn before.
-            seed_process(self.seed, f"score/{split}", client=client)
+        with self._seeded(split, client):
             whole, outputs = self._whole(samples, split)
             rows = self._rows(split)
             local = {} if rows is None else self._local(outputs, samples, rows, [client], split)
         classes = self._class_rows(outputs, samples) if details else {}
         return OwnScores(whole, local.get(str(client), {}), classes)
+
+    @contextmanager
+    def _seeded(self, split: Split, client: int = 0) -> Iterator[None]:
+        """Let an evaluation draw what depends on nothing that was drawn before it."""
+        with isolate_rng():
+            seed_process(self.seed, f"score/{split}", client=client)
+            yield
 
     def split(self, split: Split) -> DataSplit | None:
         """Return the samples of a split, or ``None`` where there is no validation data."""

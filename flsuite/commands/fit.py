@@ -75,9 +75,6 @@ def run(command: str, args: list[str]) -> None:
     """Parse the arguments, build trainer, model and data, and call the trainer's method."""
     _speak()
     sys.argv = ["flsuite", command, *args]  # LightningCLI warns when args and argv differ
-    logging.getLogger("lightning.fabric.utilities.seed").setLevel(
-        logging.WARNING
-    )  # "Seed set to 1", on stderr
     _FederatedCLI(command)
 
 
@@ -247,6 +244,7 @@ def _speak() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
+    # "Seed set to 1", on stderr.
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
 
 

@@ -63,8 +63,7 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
         FlsuiteError: If a file of the run is damaged.
     """
     # pandas and matplotlib are of no use before.
-    from flsuite.analysis.runs import curve, read_metrics
-    from flsuite.analysis.scores import lower_is_better, of_last_task
+    from flsuite.analysis.runs import curve, lower_is_better, of_last_task, read_metrics
 
     monitor = _monitor(run_dir / "config.yaml")
     is_lower = lower_is_better(monitor)

@@ -9,7 +9,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
 from flsuite.data.datasets.from_dataset import MapStyleModule
-from flsuite.data.digest import described
 from flsuite.data.map_style import Field
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import Partition
@@ -116,10 +115,6 @@ class FromDataModule(MapStyleModule):
                 f"map-style dataset, got {type(loader).__name__}"
             )
         return loader
-
-    def described(self) -> dict[str, Any]:
-        """Return the arguments for the settings of a run, with datasets by their content."""
-        return described(self)
 
 
 def as_federated(datamodule: LightningDataModule) -> FederatedDataModule:

@@ -63,6 +63,10 @@ class MapStyleModule(FederatedDataModule):
         self.in_memory = in_memory
         check_init(self, MapStyleModule)
 
+    def described(self) -> dict[str, Any]:
+        """Return the arguments for the settings of a run, with datasets by their content."""
+        return described(self)
+
     def _published(
         self, datasets: dict[str, Any], collate: Callable[[list[Any]], Any] | None
     ) -> PublishedSplits:
@@ -178,10 +182,6 @@ class FromDataset(MapStyleModule):
         datasets = {"train": self.train, "test": self.test, "val": self.val}
         given = {name: dataset for name, dataset in datasets.items() if dataset is not None}
         return self._published(given, self.collate)
-
-    def described(self) -> dict[str, Any]:
-        """Return the arguments for the settings of a run, with datasets by their content."""
-        return described(self)
 
 
 def _with(split: DataSplit, classes: Tensor | None, ids: Tensor | None, task: Task) -> DataSplit:

@@ -12,7 +12,7 @@ from flsuite.analysis.comparison import Score, shown_interval, shown_p
 from flsuite.analysis.groups import Group
 from flsuite.analysis.labels import differing, shown_value
 from flsuite.analysis.report import group_row, score_cell
-from flsuite.analysis.scores import lower_is_better
+from flsuite.analysis.runs import lower_is_better
 from flsuite.analysis.target import amount_cell, reached_text, target_table
 
 
