@@ -19,24 +19,23 @@ from flsuite.callbacks.defaults import moved_into, with_defaults
 from flsuite.client.entries import BatchNorm
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
-from flsuite.client.setup import WorkerSetup, client_arguments, fit_samples
+from flsuite.client.setup import WorkerSetup, client_arguments
 from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine, InProcess
 from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.exchange import SecureAggregation
-from flsuite.models.traits import extra_epochs
+from flsuite.messages import Split
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.hooks import Hooks
-from flsuite.runs.options import Budget, RunOptions
 from flsuite.runs.predictions import predict
-from flsuite.runs.preparation import Algorithm, make_evaluator, make_federation, make_ready
+from flsuite.runs.preparation import make_evaluator, make_federation, make_ready
 from flsuite.runs.reuse import Reuse
-from flsuite.runs.run import Run
+from flsuite.runs.run import Budget, Run, RunOptions
 from flsuite.runs.session import opened, started
 from flsuite.runs.settings import own_settings, run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
-from flsuite.server.evaluation import GLOBAL, Split
+from flsuite.server.evaluation import GLOBAL
 from flsuite.server.federation import Federation
 
 __all__ = ["FederatedTrainer"]
@@ -257,23 +256,18 @@ class FederatedTrainer(Trainer):
         data, weights = make_ready(*request)
         self.loggers = moved_into(folder.path if self._logs_into_run else None, self.loggers)
 
-        samples = fit_samples(self.client_kwargs, data.batch_size, extra_epochs(model))
         evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, self.attack)
         options = replace(options, monitor=evaluator.monitored(options.monitor))
-        algorithm = Algorithm(
-            with_attack(aggregator, self.attack),
-            self.schedule,
-            self.batchnorm,
-            self.secure_sum,
-            options.lr_decay,
-            samples,
-        )
-        federation = make_federation(evaluator, algorithm, folder, options)
+        attacked = with_attack(aggregator, self.attack)
+        algorithm = attacked, self.schedule, folder, options, self.batchnorm, self.secure_sum
+        federation = make_federation(evaluator, *algorithm)
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         settings = run_settings(options, model, data, callbacks, weights, **own_settings(self))
         config = self.config or settings
-        reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
         hooks, parts = Hooks(callbacks), (federation, evaluator, folder, options)
+        reuse = None
+        if self.keep_updates or self.from_updates:
+            reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
         self.run = Run(*parts, settings, config, hooks, self.loggers, reuse)
         self._model, self._datamodule = model, datamodule
         return self.run
@@ -281,7 +275,7 @@ class FederatedTrainer(Trainer):
     def worker_setup(self, run: Run) -> WorkerSetup:
         """Return what a worker needs to train any client of the run."""
         federation = run.federation
-        reads_updates = run.callbacks.read_updates or run.reuse.kept is not None
+        reads_updates = run.callbacks.read_updates or self.keep_updates
         may_sum = federation.uplink.sums_parts and not self.schedule.traits.is_asynchronous
         return WorkerSetup(
             model=run.evaluator.model,

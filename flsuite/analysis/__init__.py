@@ -4,16 +4,20 @@ from flsuite.analysis.clients import client_gains, clients_figure, gain_figure
 from flsuite.analysis.comparison import compare
 from flsuite.analysis.confusion import confusion_figure, confusion_matrix
 from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices, cross_table
-from flsuite.analysis.curves import curves_figure
-from flsuite.analysis.gamma import gamma_figure
+from flsuite.analysis.curves import curves_figure, gamma_figure
 from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.latent import flow_figure, latent_figure, load_model
-from flsuite.analysis.partition import label_skew, partition_figure, partitions_figure
+from flsuite.analysis.partition import (
+    forgetting_figure,
+    label_skew,
+    partition_figure,
+    partitions_figure,
+    task_plan_figure,
+)
 from flsuite.analysis.report import report_figure, report_markdown, report_table
 from flsuite.analysis.results import Results, load
 from flsuite.analysis.runs import read_metrics, read_partition
 from flsuite.analysis.target import target_figure, target_table
-from flsuite.analysis.tasks import forgetting_figure, task_plan_figure
 from flsuite.analysis.timeline import read_timeline, timeline_figure
 
 __all__ = [

@@ -7,8 +7,6 @@ import pandas as pd
 
 from flsuite.errors import FlsuiteError, require_one_of
 
-__all__ = ["AXES", "Axis", "aligned", "on_common_grid", "require_axis"]
-
 Name = TypeVar("Name", bound=Hashable)
 
 

@@ -11,10 +11,8 @@ from flsuite.analysis.panels import (
     panel_grid,
 )
 from flsuite.analysis.results import client_numbers, only
-from flsuite.analysis.scores import lower_is_better
+from flsuite.analysis.runs import lower_is_better
 from flsuite.errors import FlsuiteError
-
-__all__ = ["client_gains", "clients_figure", "final_scores", "gain_figure"]
 
 
 def clients_figure(

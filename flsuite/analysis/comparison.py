@@ -8,21 +8,8 @@ import numpy as np
 import pandas as pd
 
 from flsuite.analysis.results import only, require_results
-from flsuite.analysis.scores import run_scores
+from flsuite.analysis.runs import run_scores
 from flsuite.errors import FlsuiteError, require_one_of
-
-__all__ = [
-    "Score",
-    "compare",
-    "comparison_note",
-    "default_score",
-    "floor_of_rank_tests",
-    "holm",
-    "paired",
-    "seed_scores",
-    "shown_interval",
-    "shown_p",
-]
 
 Score = Literal["last", "picked", "mean_last"]
 _COLUMNS = ("partition", "method", "other", "seeds", "difference", "low", "high", "p", "p_holm")

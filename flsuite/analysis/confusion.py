@@ -11,8 +11,6 @@ from flsuite.analysis.results import require_results
 from flsuite.analysis.runs import read_partition, read_table
 from flsuite.errors import FlsuiteError
 
-__all__ = ["confusion_figure", "confusion_matrix"]
-
 
 def confusion_figure(results: pd.DataFrame) -> Figure:
     """Draw the share of each class that is taken for each class, one panel per method.

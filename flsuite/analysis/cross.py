@@ -13,8 +13,6 @@ from flsuite.analysis.panels import draw_matrix
 from flsuite.analysis.report import group_row, require_score, score_cell
 from flsuite.errors import FlsuiteError
 
-__all__ = ["cross_figure", "cross_markdown", "cross_matrices", "cross_table"]
-
 _SCORES = {"last": "last round", "picked": "picked on validation"}
 _PLACE = ["panel", "row", "column"]
 _PANEL_COLUMNS = 3

@@ -16,8 +16,6 @@ from flsuite.analysis.runs import curve, is_metrics, read_metrics
 from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["Group", "experiment_hash", "find_runs", "group_runs", "read_yaml"]
-
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
 """The folder of a sweep's cell: METHOD, the grid values if there are any, and a hash."""
 _LONGEST_POINT = 80

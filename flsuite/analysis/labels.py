@@ -3,18 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "Flat",
-    "Variation",
-    "differing",
-    "flatten",
-    "label_of",
-    "method_of",
-    "partition_of",
-    "setting_text",
-    "shown_value",
-]
-
 Flat = dict[str, Any]
 """Settings by path: ``model`` is a class, ``model.lr`` one of its parameters."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from sklearn.decomposition import PCA
 
-__all__ = ["flow_figure", "latent_figure", "load_model"]
-
 Color = tuple[float, float, float, float]  # red, green, blue, opacity
 
 

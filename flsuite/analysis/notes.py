@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from flsuite.analysis.groups import Group
 from flsuite.analysis.runs import curve
 
-__all__ = ["apart", "measured", "repeated", "uneven"]
-
 _MOST_LINES = 5  # of runs that are named one by one
 
 

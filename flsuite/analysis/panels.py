@@ -6,8 +6,6 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 
-__all__ = ["by_experiment", "draw_client_rounds", "draw_matrix", "legend_right", "panel_grid"]
-
 _COLUMNS = 3
 
 

@@ -8,18 +8,9 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.curves import draw_band, label_axes
 from flsuite.analysis.groups import Group
-from flsuite.analysis.scores import run_scores
+from flsuite.analysis.runs import run_scores
 from flsuite.analysis.target import target_cell, target_columns, target_title
 from flsuite.errors import FlsuiteError
-
-__all__ = [
-    "group_row",
-    "report_figure",
-    "report_markdown",
-    "report_table",
-    "require_score",
-    "score_cell",
-]
 
 
 def report_table(

@@ -11,16 +11,6 @@ import pandas as pd
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.errors import FlsuiteError
 
-__all__ = [
-    "Results",
-    "client_numbers",
-    "load",
-    "only",
-    "require_results",
-    "results_of",
-    "short_path",
-]
-
 _RUN_COLUMNS = ("run", "method", "partition", "seed")
 _ROUND_COLUMNS = ("round", "virtual_s", "wall_s", "client_updates", "bytes")
 _NAMES = ("scope", "split", "metric")

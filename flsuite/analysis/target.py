@@ -10,23 +10,8 @@ from flsuite.analysis.axes import AXES, require_axis
 from flsuite.analysis.groups import Group
 from flsuite.analysis.panels import by_experiment, panel_grid
 from flsuite.analysis.results import only
-from flsuite.analysis.runs import curve, score_rows
-from flsuite.analysis.scores import lower_is_better, of_last_task
+from flsuite.analysis.runs import curve, lower_is_better, of_last_task, score_rows
 from flsuite.errors import FlsuiteError
-
-__all__ = [
-    "amount_cell",
-    "first_to_target",
-    "own_target",
-    "point_of_target",
-    "reached_text",
-    "target_cell",
-    "target_columns",
-    "target_figure",
-    "target_points",
-    "target_table",
-    "target_title",
-]
 
 
 def point_of_target(scores: pd.Series, target: float, lower: bool) -> float | None:

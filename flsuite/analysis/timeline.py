@@ -20,8 +20,6 @@ from flsuite.analysis.axes import AXES
 from flsuite.analysis.runs import read_table, typed
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 
-__all__ = ["read_timeline", "timeline_figure"]
-
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("fit", "client", "version"), "int64"),
     **dict.fromkeys(("started_s", "ended_s", "merged_s", "weight"), float),

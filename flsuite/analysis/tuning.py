@@ -8,8 +8,6 @@ import pandas as pd
 from flsuite.analysis.runs import read_table
 from flsuite.errors import FlsuiteError
 
-__all__ = ["read_tuning"]
-
 _COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
 
 

@@ -5,11 +5,8 @@ from typing import ClassVar, Literal
 
 from lightning.pytorch import Callback
 
-from flsuite.messages import Outcome
+from flsuite.messages import Outcome, Scores
 from flsuite.runs.run import Run
-from flsuite.server.evaluation import Scores
-
-__all__ = ["Affects", "FederationCallback"]
 
 Affects = Literal["weights", "rounds", "nothing"]
 

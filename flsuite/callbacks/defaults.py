@@ -12,8 +12,6 @@ from flsuite.callbacks.progress import RoundProgress
 from flsuite.callbacks.task_matrix import TaskMatrix
 from flsuite.client.setup import refuse_callbacks
 
-__all__ = ["moved_into", "with_defaults"]
-
 
 def moved_into(folder: Path | None, loggers: Sequence[Logger]) -> list[Logger]:
     """Return Lightning's default logger anew, in the folder of a run, if there is one.

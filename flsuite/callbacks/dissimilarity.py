@@ -24,8 +24,6 @@ from flsuite.random import numpy_generator, seed_for, torch_generator
 from flsuite.runs.run import Run
 from flsuite.state import clone, load_
 
-__all__ = ["GradientDissimilarity"]
-
 
 @dataclass(eq=False)
 class GradientDissimilarity(FederationCallback, Settings):

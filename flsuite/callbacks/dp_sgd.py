@@ -26,8 +26,6 @@ from flsuite.random import torch_generator
 from flsuite.runs.run import Run
 from flsuite.server.federation import Federation
 
-__all__ = ["DPSGD"]
-
 _LEFT_OVER = {"activations", "max_batch_len"}
 
 

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 from flsuite.arguments import NonNegativeFloat, PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.errors import FlsuiteError
+from flsuite.messages import Scores
 from flsuite.metrics import lower_is_better, require_score, score_name
 from flsuite.runs.run import Run
-from flsuite.server.evaluation import GLOBAL, Scores
-
-__all__ = ["RoundEarlyStopping"]
+from flsuite.server.evaluation import GLOBAL
 
 log = logging.getLogger("flsuite")
 

@@ -20,8 +20,6 @@ from flsuite.random import numpy_generator, seed_process
 from flsuite.runs.run import Run
 from flsuite.state import State, Sums, cast, divided, matches
 
-__all__ = ["FlowMonitor"]
-
 
 @dataclass(eq=False)
 class FlowMonitor(FederationCallback, Settings):

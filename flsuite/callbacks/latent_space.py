@@ -16,8 +16,6 @@ from flsuite.models.protocols import PriorModel
 from flsuite.random import numpy_generator
 from flsuite.runs.run import Run
 
-__all__ = ["LatentSpace"]
-
 
 @dataclass(eq=False)
 class LatentSpace(FederationCallback, Settings):

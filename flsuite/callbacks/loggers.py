@@ -24,8 +24,6 @@ from flsuite.callbacks.logger_links import (
 from flsuite.callbacks.wandb_link import WandbLink
 from flsuite.runs.run import Run
 
-__all__ = ["RoundLogger"]
-
 _LINKS: tuple[tuple[type[Logger], type[LoggerLink]], ...] = (
     (WandbLogger, WandbLink),
     (CSVLogger, CSVLink),

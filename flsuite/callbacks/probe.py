@@ -12,8 +12,6 @@ from flsuite.models.protocols import LatentModel
 from flsuite.random import numpy_generator, seed_for
 from flsuite.runs.run import Run
 
-__all__ = ["ForestProbe"]
-
 
 @dataclass(eq=False)
 class ForestProbe(FederationCallback, Settings):

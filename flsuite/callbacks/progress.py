@@ -15,8 +15,6 @@ from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.messages import Outcome
 from flsuite.runs.run import Run
 
-__all__ = ["RoundProgress"]
-
 _SHOWN = (
     "train/loss",
     "val/accuracy",

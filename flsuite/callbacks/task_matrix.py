@@ -9,11 +9,9 @@ from torch import Tensor
 
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.data.task_data import TaskData
+from flsuite.data.tasks import TaskData
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.runs.run import Run
-
-__all__ = ["TaskMatrix"]
 
 log = logging.getLogger("flsuite")
 
@@ -93,7 +91,7 @@ class TaskMatrix(FederationCallback, Settings):
         for name, value in summarize(self.matrix).items():
             run.log_metric(name, value, split="test")
         if run.folder.path is not None:
-            from flsuite.analysis.tasks import task_figure
+            from flsuite.analysis.partition import task_figure
 
             figure = task_figure(self.matrix.mean(0)[1:].numpy())
             figure.savefig(run.folder.path / "tasks.png", dpi=150)

@@ -7,8 +7,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from flsuite.callbacks.experiment_names import group_name, run_name, tags
-from flsuite.callbacks.logger_links import LoggerLink, RoundNumbers
+from flsuite.callbacks.logger_links import LoggerLink, RoundNumbers, group_name, run_name, tags
 from flsuite.callbacks.stop_at import StopAt
 from flsuite.callbacks.wandb_media import (
     client_table,
@@ -20,8 +19,6 @@ from flsuite.errors import FlsuiteError, one_line
 from flsuite.metrics import score_name
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe
-
-__all__ = ["WandbLink"]
 
 log = logging.getLogger("flsuite")
 

@@ -11,15 +11,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = [
-    "client_figure",
-    "client_rounds",
-    "client_table",
-    "confusion_chart",
-    "final_pictures",
-    "partition_picture",
-]
-
 _MOST_CLASSES = 100  # W&B draws at most 10,000 cells
 
 

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import skips_step
 
-__all__ = ["CountSkips", "KeepOptimizers", "MeanLoss", "RoundLearningRate"]
-
 
 class MeanLoss(Callback):
     """The mean training loss over the steps of a fit, without a transfer or a log call per step.

@@ -10,8 +10,6 @@ from flsuite.models.layers import read_chain, read_layers
 from flsuite.models.traits import frozen_entries, own_entries, parameter_groups, training_only
 from flsuite.state import StateLayout, matches
 
-__all__ = ["BatchNorm", "Entries", "entries_of", "layout_of"]
-
 BatchNorm = Literal["average", "local", "reset"]
 
 

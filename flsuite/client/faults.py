@@ -12,10 +12,8 @@ from torch import Tensor
 
 from flsuite.messages import ClientResult, ClientUpdate, Fault
 
-__all__ = ["carry_out"]
 
-
-def carry_out(fault: Fault | None, result: ClientResult) -> ClientResult:
+def carry_out(fault: Fault, result: ClientResult) -> ClientResult:
     """Let a fit fail as it was told to, and return what it sends, if it sends anything.
 
     It is called after the training: all that the training has changed in this process is then in

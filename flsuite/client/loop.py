@@ -19,8 +19,6 @@ from torch import Tensor
 
 from flsuite.lightning_internals import enter_hook, scaler_of, set_train_loader, train_loader
 
-__all__ = ["LocalLoop", "NeedsLightningLoopError", "implements", "supports_local_loop"]
-
 _STEP_METHODS = (  # a model that overrides one of these takes Lightning's loop
     "backward",
     "configure_gradient_clipping",

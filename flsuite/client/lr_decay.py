@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from flsuite.arguments import Fraction, PositiveInt, Settings
 
-__all__ = ["CosineDecay", "ExponentialDecay", "LRDecay", "StepDecay"]
-
 
 class LRDecay(ABC):
     """Multiplies the learning rates of all clients' optimizers by one factor per round.

@@ -8,8 +8,6 @@ from lightning.pytorch import Trainer
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["gpus", "on_one_gpu", "require_one_device", "require_one_gpu"]
-
 
 def gpus(arguments: Mapping[str, Any], visible: int) -> list[int]:
     """Return the numbers of the GPUs that clients may train on.

@@ -9,8 +9,6 @@ from torchmetrics import Metric
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["Resident"]
-
 
 class Resident:
     """What a fit must neither leave to the next client nor change, beside the state dict.

@@ -46,8 +46,6 @@ from flsuite.models import traits
 from flsuite.random import seed_process
 from flsuite.state import State, Sums, clone, load_, nbytes
 
-__all__ = ["ClientRunner"]
-
 
 class ClientRunner:
     """Carries out the fits of one worker, one after another, on the same tensors.
@@ -81,7 +79,8 @@ class ClientRunner:
         loss = MeanLoss()
         self._resident.restore()
         try:
-            return carry_out(request.fault, self._fit(request, loss))
+            result = self._fit(request, loss)
+            return result if request.fault is None else carry_out(request.fault, result)
         except NeedsLightningLoopError:
             # The whole fit starts again in Lightning's loop, from the same state and the same seed.
             self._use_local_loop, self._trainer = False, None

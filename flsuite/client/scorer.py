@@ -1,30 +1,112 @@
 """Scores of a model, on a whole split and on a client's part of it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from flsuite.attacks import Attack
-from flsuite.client.own_steps import OwnSteps
+from flsuite.client.resident import Resident
+from flsuite.client.trainer import quiet_lightning
 from flsuite.data.federated import FederatedData, RaggedIndex
 from flsuite.data.loader import SplitLoader
+from flsuite.data.map_style import StoredSplit
 from flsuite.data.spec import DataSplit
-from flsuite.data.stored import StoredSplit
+from flsuite.errors import FlsuiteError
+from flsuite.lightning_internals import make_slim
 from flsuite.messages import OwnScores, Scores, Split
-from flsuite.metrics import class_accuracy, scores
+from flsuite.metrics import class_accuracy, score_name, scores
 from flsuite.models.classifier import class_probabilities, classification_loss
-from flsuite.models.modes import evaluating
-from flsuite.models.traits import class_outputs, scores_by_columns, scores_by_steps
+from flsuite.models.modes import evaluating, kept_modes
+from flsuite.models.traits import class_outputs, has_step, scores_by_columns, scores_by_steps
 from flsuite.random import seed_process
 from flsuite.state import State, load_
 
-__all__ = ["Scorer"]
+_SCORING_ARGUMENTS = (  # arguments of Lightning's Trainer that decide how a model is scored
+    "accelerator",
+    "benchmark",
+    "deterministic",
+    "devices",
+    "inference_mode",
+    "plugins",
+    "precision",
+    "strategy",
+)
+
+
+class OwnSteps:
+    """Runs a model's own steps, and returns what they log.
+
+    Lightning reduces the logged numbers as it always does: a mean over batches weighted by their
+    sizes, a metric's own reduction, or what the model's hooks make of them.
+
+    Args:
+        model: The resident model.
+        trainer_kwargs: Arguments of each client's Lightning Trainer.
+
+    Attributes:
+        names: The names of all numbers that were logged, in their order, as keys.
+    """
+
+    def __init__(self, model: LightningModule, trainer_kwargs: Mapping[str, Any]) -> None:
+        self.model = model
+        self._kwargs = {k: v for k, v in trainer_kwargs.items() if k in _SCORING_ARGUMENTS}
+        self._trainer: Trainer | None = None
+        self.names: dict[str, None] = {}
+
+    def metrics(self, split: Split, batches: SplitLoader) -> dict[str, float]:
+        """Return what the step logs, with names that are the same for both splits.
+
+        Args:
+            split: ``test`` takes ``test_step``, and ``val`` takes ``validation_step``. A model
+                that lacks the one takes the other.
+            batches: The samples.
+
+        Raises:
+            FlsuiteError: If the step logs nothing.
+        """
+        trainer, step = self._started_trainer(), self._step(split)
+        run = trainer.test if step == "test_step" else trainer.validate
+        # Neither modes nor what a step collects must reach the next fit.
+        resident = Resident(self.model)
+        with kept_modes(self.model):
+            run(self.model, dataloaders=batches, verbose=False)
+        resident.restore()
+
+        logged = {score_name(k): float(v) for k, v in trainer.callback_metrics.items()}
+        if not logged:
+            raise FlsuiteError(
+                f"model: {step} of {type(self.model).__name__} logs nothing to score by; call "
+                "self.log in it"
+            )
+        self.names.update(dict.fromkeys(logged))
+        # A number that is not defined on these samples is left out, as in the suite's own scores.
+        return {name: value for name, value in logged.items() if not math.isnan(value)}
+
+    def _step(self, split: Split) -> str:
+        own, other = "test_step", "validation_step"
+        if split == "val":
+            own, other = other, own
+        return own if has_step(self.model, own) else other
+
+    def _started_trainer(self) -> Trainer:
+        if self._trainer is None:
+            quiet_lightning()
+            self._trainer = Trainer(
+                **self._kwargs,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            make_slim(self._trainer)
+        return self._trainer
 
 
 class Scorer:
@@ -79,14 +161,19 @@ class Scorer:
             return None
 
         self.load(state)
-        with isolate_rng():
-            # An evaluation may draw. It must not depend on what its process has drawn before.
-            seed_process(self.seed, f"score/{split}", client=client)
+        with self._seeded(split, client):
             whole, outputs = self._whole(samples, split)
             rows = self._rows(split)
             local = {} if rows is None else self._local(outputs, samples, rows, [client], split)
         classes = self._class_rows(outputs, samples) if details else {}
         return OwnScores(whole, local.get(str(client), {}), classes)
+
+    @contextmanager
+    def _seeded(self, split: Split, client: int = 0) -> Iterator[None]:
+        """Let an evaluation draw what depends on nothing that was drawn before it."""
+        with isolate_rng():
+            seed_process(self.seed, f"score/{split}", client=client)
+            yield
 
     def split(self, split: Split) -> DataSplit | None:
         """Return the samples of a split, or ``None`` where there is no validation data."""

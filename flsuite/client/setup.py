@@ -18,14 +18,6 @@ from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.state import State, StateLayout
 
-__all__ = [
-    "WorkerSetup",
-    "client_arguments",
-    "fit_samples",
-    "has_lightning_hooks",
-    "refuse_callbacks",
-]
-
 _HOOKS = tuple(name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")))
 _UNUSED_ARGUMENTS = {  # arguments of Lightning's Trainer about what a client's fit does not have
     "check_val_every_n_epoch",

@@ -33,8 +33,6 @@ from flsuite.lightning_internals import (
     trainer_settings,
 )
 
-__all__ = ["ClientTrainer", "quiet_lightning"]
-
 
 class ClientTrainer(Trainer):
     """Lightning's Trainer without what belongs to the federation, reusable for many fits.

@@ -5,8 +5,6 @@ from typing import NoReturn
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["CommandParser"]
-
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line.

@@ -21,8 +21,6 @@ from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep
 from flsuite.sweeps.worker import die_with, fork, run_workers
 
-__all__ = ["check", "main"]
-
 
 def main() -> int:
     """Serve one sweep."""

@@ -18,15 +18,50 @@ import flsuite.engines.ray
 import flsuite.models
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
 from flsuite.arguments import renamed
-from flsuite.commands.loggers import complete_loggers
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors, refuse_nulls
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, one_line, require_extra
 from flsuite.runs.folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
 
-__all__ = ["build", "run"]
-
 log = logging.getLogger("flsuite")
+
+_NOWHERE = (None, "", ".", "./mlruns")  # defaults of Lightning's loggers
+# Class, packages of which one must be there, and the extra that installs it.
+_EXTRAS = {
+    "MLFlowLogger": (("mlflow",), "mlflow"),
+    "TensorBoardLogger": (("tensorboard", "tensorboardX"), "tensorboard"),
+}
+
+
+def complete_loggers(config: Any, run_dir: Path) -> None:
+    """Give loggers without a folder that of the run, and MLflow a database.
+
+    MLflow compares the runs of one database. It is ``mlflow.db`` in the working folder, or in the
+    ``save_dir`` of the config.
+
+    Args:
+        config: ``trainer.logger`` of the config, which is changed in place.
+        run_dir: The run's folder.
+
+    Raises:
+        FlsuiteError: If a package is not installed.
+    """
+    loggers = config if isinstance(config, list) else [config]
+    for logger in (logger for logger in loggers if hasattr(logger, "get")):
+        name = str(logger.class_path).rsplit(".", 1)[-1]
+        if name in _EXTRAS:
+            require_extra(f"trainer.logger: {name}", *_EXTRAS[name])
+
+        arguments = logger.get("init_args")
+        if arguments is None:
+            continue
+        is_open = arguments.get("save_dir", "") in _NOWHERE
+        if name == "MLFlowLogger":
+            folder = Path.cwd() if is_open else Path(arguments.save_dir).resolve()
+            arguments.tracking_uri = arguments.tracking_uri or f"sqlite:///{folder}/mlflow.db"
+        elif is_open:
+            arguments.save_dir = str(run_dir.resolve())
+
 
 _SKIP = {"model", "datamodule"}
 _STATUS = (
@@ -40,9 +75,6 @@ def run(command: str, args: list[str]) -> None:
     """Parse the arguments, build trainer, model and data, and call the trainer's method."""
     _speak()
     sys.argv = ["flsuite", command, *args]  # LightningCLI warns when args and argv differ
-    logging.getLogger("lightning.fabric.utilities.seed").setLevel(
-        logging.WARNING
-    )  # "Seed set to 1", on stderr
     _FederatedCLI(command)
 
 
@@ -212,6 +244,7 @@ def _speak() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
+    # "Seed set to 1", on stderr.
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
 
 

@@ -22,8 +22,6 @@ from flsuite import __version__
 from flsuite.commands.termination import TERMINATED, ending_on_sigterm
 from flsuite.errors import FederationError, FlsuiteError, one_line
 
-__all__ = ["console", "import_plugins", "main", "run_command"]
-
 _HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch Lightning
 
 usage: flsuite COMMAND --config FILE [--KEY VALUE ...]

@@ -16,8 +16,6 @@ from lightning.pytorch.loggers import Logger
 
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["OneLineParser", "config_name", "plain_errors", "refuse_nulls"]
-
 _LONGEST = 400
 _NO_CLASS = "Expected a dot import path string: "
 

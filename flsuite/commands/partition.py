@@ -10,12 +10,10 @@ from rich.table import Table
 
 from flsuite.analysis import partition_figure, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
-from flsuite.data.plain import as_federated
-from flsuite.data.task_data import TaskData
+from flsuite.data.datasets.from_data_module import as_federated
+from flsuite.data.tasks import TaskData
 from flsuite.files import make_folder
 from flsuite.runs.partition import partition_table, task_table
-
-__all__ = ["partition"]
 
 _MOST_SHOWN = 30
 

@@ -35,8 +35,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 from flsuite.publish.page import PageRequest, require_page, write_page
 
-__all__ = ["report"]
-
 
 def report(args: list[str]) -> None:
     """Print the tables of the runs.
@@ -84,7 +82,7 @@ def report(args: list[str]) -> None:
         write_page(path, groups, page, tuning, notes)
         print(path)
     if request.wandb:
-        from flsuite.publish.wandb_report import send_report
+        from flsuite.publish.wandb_charts import send_report
 
         send_report(
             request.wandb, request.metric[0], report_markdown(table, request.last, **target)

@@ -13,8 +13,6 @@ from flsuite.analysis.groups import Group
 from flsuite.analysis.notes import repeated, uneven
 from flsuite.files import make_folder
 
-__all__ = ["report_cross"]
-
 
 def report_cross(
     groups: Sequence[Group], rows: str, columns: str, metrics: Sequence[str], output: str | None

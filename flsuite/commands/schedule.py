@@ -14,8 +14,6 @@ from flsuite.files import make_folder
 from flsuite.runs.rehearsal import rehearse
 from flsuite.runs.table import TimelineTable
 
-__all__ = ["schedule"]
-
 
 def schedule(args: list[str]) -> None:
     """Write a picture and a table of who trains when, and print what it comes to."""

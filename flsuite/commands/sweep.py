@@ -24,8 +24,6 @@ from flsuite.sweeps.status import (
     strangers,
 )
 
-__all__ = ["sweep"]
-
 _PATIENCE = 30.0  # seconds that runs have to end after Ctrl-C
 _LOOK = 0.2  # seconds
 

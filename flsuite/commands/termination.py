@@ -5,8 +5,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["TERMINATED", "Termination", "ending_on_sigterm"]
-
 TERMINATED = 143
 """The exit status after SIGTERM, 128 + 15 by the convention of shells."""
 

@@ -3,10 +3,7 @@
 from typing import Any
 
 from flsuite.commands.arguments import CommandParser
-from flsuite.publish.wandb_panels import default_entity, panels, saved
-from flsuite.publish.wandb_workspace import build_workspace
-
-__all__ = ["workspace"]
+from flsuite.publish.wandb_charts import build_workspace, default_entity, panels, saved
 
 
 def workspace(args: list[str]) -> None:

@@ -1,6 +1,5 @@
 """Datasets as Lightning data modules, and the partitions that split them over clients."""
 
-from flsuite.data.augment import Augment, CropFlip
 from flsuite.data.datasets.cinic10 import CINIC10
 from flsuite.data.datasets.digits import Digits
 from flsuite.data.datasets.femnist import FEMNIST
@@ -20,6 +19,7 @@ from flsuite.data.datasets.vision import (
     FashionMNIST,
 )
 from flsuite.data.federated import FederatedData
+from flsuite.data.images import Augment, CropFlip
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import (
     IID,

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["PlainArguments", "arguments", "plain", "snapshot"]
-
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

@@ -11,11 +11,9 @@ from torch.utils.data import Dataset
 
 from flsuite.data.arguments import arguments
 from flsuite.data.federated import FederatedData
+from flsuite.data.map_style import StoredSplit
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSplit
-from flsuite.data.stored import StoredSplit
-
-__all__ = ["described"]
 
 _PLAIN = (str, int, float, bool, type(None))
 _PROBED = 32  # samples of a split that stays in its dataset

@@ -11,15 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.data.augment import Augment
-from flsuite.data.images import Scaling
+from flsuite.data.images import Augment, Scaling
 from flsuite.data.loader import Batch, TrainLoader, batch_bounds
+from flsuite.data.map_style import StoredSplit
 from flsuite.data.rows import Rows
 from flsuite.data.spec import DataSpec, DataSplit
-from flsuite.data.stored import StoredSplit
 from flsuite.messages import POOLED
-
-__all__ = ["FederatedData", "RaggedIndex", "Stage"]
 
 
 @dataclass

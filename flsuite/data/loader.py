@@ -10,8 +10,6 @@ from torch import Tensor
 from flsuite.data.spec import DataSplit
 from flsuite.random import torch_generator
 
-__all__ = ["Batch", "BatchSource", "SplitLoader", "SplitSource", "TrainLoader", "batch_bounds"]
-
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets. A dataset with a collate function may have batches of another structure."""
 

@@ -10,9 +10,8 @@ from lightning.pytorch import LightningDataModule
 
 from flsuite.arguments import BelowOne, NonNegativeInt, PositiveInt, Range, check_init
 from flsuite.data.arguments import PlainArguments, arguments, snapshot
-from flsuite.data.augment import Augment
 from flsuite.data.federated import FederatedData, RaggedIndex
-from flsuite.data.images import Scaling, fit_scaling, resize_images
+from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
 from flsuite.data.partitions import IID, Partition, partition_labels
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
@@ -27,8 +26,6 @@ from flsuite.data.splits import (
 from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
 from flsuite.random import numpy_generator
-
-__all__ = ["FederatedDataModule"]
 
 _BATCH_ARGUMENTS = {"batch_size", "augment"}
 """The arguments that change batches and nothing else."""

@@ -5,8 +5,6 @@ from typing import overload
 
 import numpy as np
 
-__all__ = ["Rows"]
-
 
 class Rows(Sequence[np.ndarray]):
     """One index array per client, all in one array: a million small ones would take a gigabyte.

@@ -6,8 +6,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["DataSpec", "DataSplit", "PublishedSplits", "Task"]
-
 Task = Literal["multiclass", "binary", "ordinal", "multilabel", "other"]
 """The kind of classification; ``binary`` and ``ordinal`` are trained as ``multiclass``.
 

@@ -10,16 +10,6 @@ from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
-__all__ = [
-    "assign_test_rows_by_owner",
-    "evenly_held_out",
-    "fixed_subset",
-    "hold_out",
-    "hold_out_for_server",
-    "owners_are_whole",
-    "split_test_like_train",
-]
-
 _SUBSET_SEED = 0
 """Fixed: the subset is part of the problem, not of a run."""
 

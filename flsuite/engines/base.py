@@ -15,8 +15,6 @@ from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.messages import ClientFailure, Fault, FitRequest, Outcome, OwnScores, ScoreRequest
 
-__all__ = ["Engine", "InProcess"]
-
 
 class Engine(ABC):
     """Says where clients train.

@@ -21,14 +21,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = [
-    "can_fork_later",
-    "interrupts_ignored",
-    "prepare_workers",
-    "prepare_workers_early",
-    "without_main",
-]
-
 _WORKER = "flsuite.engines.worker"
 _GPUS = ("nvidiactl", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and either under WSL
 

@@ -21,16 +21,6 @@ from flsuite.messages import (
     ScoreRequest,
 )
 
-__all__ = [
-    "Backlog",
-    "Job",
-    "Pool",
-    "Request",
-    "cores",
-    "named",
-    "without_broadcast",
-]
-
 _SCORES_AHEAD = 4  # per worker: bounds the clients' models in memory
 
 Request = FitRequest | ScoreRequest

@@ -17,8 +17,6 @@ from flsuite.engines.wire import dump_shared, dump_without_data, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, OwnScores, ScoreRequest
 
-__all__ = ["Processes"]
-
 log = logging.getLogger("flsuite")
 
 _AHEAD = 4  # outcomes per worker that may wait for their turn: bounds memory, hides uneven clients

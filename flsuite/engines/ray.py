@@ -25,8 +25,6 @@ from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.messages import Broadcast, ClientResult, ScoreRequest
 from flsuite.state import nbytes
 
-__all__ = ["Ray"]
-
 log = logging.getLogger("flsuite")
 
 _SECONDS = 0.1  # of training per call, at least: a call costs a millisecond or two

@@ -23,8 +23,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import Broadcast, FitRequest, ScoreRequest
 from flsuite.state import nbytes
 
-__all__ = ["SMALL", "Parts", "RayWorker", "pack", "unpack"]
-
 SMALL = 2**18
 """Bytes of a model up to which it travels whole."""
 

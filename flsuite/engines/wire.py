@@ -20,16 +20,6 @@ from torch import Tensor
 
 from flsuite.client.setup import WorkerSetup
 
-__all__ = [
-    "CANNOT_PICKLE",
-    "dump_shared",
-    "dump_without_data",
-    "dumps",
-    "load_shared",
-    "receive",
-    "send",
-]
-
 CANNOT_PICKLE = (TypeError, AttributeError, pickle.PicklingError)
 """The errors of an object that cannot be serialized."""
 

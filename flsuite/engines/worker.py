@@ -18,8 +18,6 @@ from flsuite.engines.wire import CANNOT_PICKLE, dumps, load_shared, receive, sen
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast
 
-__all__ = ["Fatal", "Ready", "sendable", "serve"]
-
 
 class Ready:
     """The first message of a worker: it has been set up and can train."""

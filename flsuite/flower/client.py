@@ -10,9 +10,8 @@ from flsuite.engines.base import InProcess
 from flsuite.errors import FlsuiteError
 from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
-from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Split
 from flsuite.models.base import ClientModel
-from flsuite.server.evaluation import Split
 from flsuite.state import State, mismatch
 from flsuite.trainer import FederatedTrainer
 

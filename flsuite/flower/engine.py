@@ -11,8 +11,8 @@ from flsuite.engines.base import Engine
 from flsuite.errors import FlsuiteError
 from flsuite.flower.nodes import REFUSED
 from flsuite.flower.records import read_update
-from flsuite.messages import ClientResult, FitRequest, Outcome
-from flsuite.server.evaluation import Evaluator, OwnScores, Scores, Split, combine
+from flsuite.messages import ClientResult, FitRequest, Outcome, OwnScores, Scores, Split
+from flsuite.server.evaluation import Evaluator, combine
 from flsuite.server.federation import Federation
 from flsuite.server.stores import ClientStore, Memory
 

@@ -13,8 +13,9 @@ from flsuite.errors import FlsuiteError
 from flsuite.flower.engine import Mail, NodeEngine, NodeEvaluator, NodeStore, by_node
 from flsuite.flower.nodes import Nodes
 from flsuite.flower.records import ARRAYS, numbers_in, pack, to_arrays, to_state
+from flsuite.messages import OwnScores
 from flsuite.runs.run import Run
-from flsuite.server.evaluation import GLOBAL, OwnScores
+from flsuite.server.evaluation import GLOBAL
 from flsuite.state import mismatch
 
 __all__ = ["FlowerStrategy"]
@@ -61,7 +62,7 @@ class FlowerStrategy(Strategy):
                 "round of Flower has one message to a node and one answer; leave out "
                 "trainer.secure_sum, or run it with flsuite fit"
             )
-        if run.reuse.source is not None or run.reuse.kept is not None:
+        if run.reuse is not None:
             raise FlsuiteError(
                 "under Flower the clients' models lie on their nodes; leave out keep_updates and "
                 "from_updates"

@@ -16,16 +16,6 @@ from flsuite.files import atomic_save, flush_to_disk, replace_file, require_whol
 from flsuite.runs.settings import describe, differences, init_args
 from flsuite.state import State, plain
 
-__all__ = [
-    "export_model",
-    "load_checkpoint",
-    "publish_checkpoint",
-    "read_frozen",
-    "refuse_mismatch",
-    "write_checkpoint",
-    "write_frozen",
-]
-
 _FORMAT = 3
 _FROZEN = "frozen.pt"
 

@@ -17,7 +17,7 @@ import yaml
 
 from flsuite.attacks import Attack
 from flsuite.data.federated import FederatedData
-from flsuite.data.task_data import TaskData
+from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.files import atomic_save, make_folder
 from flsuite.runs.partition import TASK_COLUMNS, task_rows, write_partition
@@ -27,8 +27,6 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
-
-__all__ = ["RunFolder", "new_run_dir"]
 
 log = logging.getLogger("flsuite")
 

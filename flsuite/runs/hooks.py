@@ -9,8 +9,6 @@ from lightning.pytorch import Callback
 from flsuite.client.setup import has_lightning_hooks
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["Hooks"]
-
 _HOOKS = (
     "on_federation_start",
     "on_round_start",

@@ -11,20 +11,10 @@ import torch
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData, RaggedIndex
-from flsuite.data.task_data import TaskData
+from flsuite.data.tasks import TaskData
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = [
-    "PARTITION_COLUMNS",
-    "TASK_COLUMNS",
-    "partition_rows",
-    "partition_table",
-    "task_rows",
-    "task_table",
-    "write_partition",
-]
 
 PARTITION_COLUMNS = ("client", "split", "class", "samples")
 TASK_COLUMNS = ("client", "task", "first_round", "class", "samples")
@@ -32,21 +22,11 @@ _SPLITS = ("train", "val", "test")
 _CLIENTS_AT_A_TIME = 10_000  # bounds memory
 
 
-def partition_rows(data: FederatedData) -> Iterator[tuple[int, str, str, int]]:
-    """Yield client, split, class name and number of samples.
+def write_partition(path: Path, data: FederatedData) -> None:
+    """Write ``partition.csv``: client, split, class name and number of samples.
 
     For multi-label data, the number is that of positive samples per label.
     """
-    names = _class_names(data)
-    cells = [(split, name) for split in _SPLITS for name in names]
-    for first, counts in _counts(data):
-        for client, own in enumerate(counts.tolist(), first):
-            for (split, name), count in zip(cells, own, strict=True):
-                yield client, split, name, count
-
-
-def write_partition(path: Path, data: FederatedData) -> None:
-    """Write ``partition.csv``: a header, and the rows of :func:`partition_rows`."""
     cells = [f",{split},{_quoted(name)}," for split in _SPLITS for name in _class_names(data)]
     # One template per client and not one call per row: a million clients have millions of rows.
     of_client = "".join("%d" + cell.replace("%", "%%") + "%d\n" for cell in cells)

@@ -14,8 +14,6 @@ from flsuite.random import seed_process
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
 
-__all__ = ["predict", "write_pictures", "write_predictions"]
-
 _PICTURED = 10  # test samples
 
 

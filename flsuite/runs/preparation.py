@@ -1,8 +1,7 @@
 """Model, data and federation, made ready for a run."""
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -10,25 +9,22 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from flsuite.aggregators import Aggregator
 from flsuite.attacks import Attack
 from flsuite.client.entries import BatchNorm, entries_of
-from flsuite.client.lr_decay import LRDecay
+from flsuite.client.setup import fit_samples
+from flsuite.data.datasets.from_data_module import as_federated
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.plain import as_federated
 from flsuite.errors import FlsuiteError, require_instance
 from flsuite.exchange.secure import SecureAggregation
 from flsuite.models.base import ClientModel
 from flsuite.models.strides import slice_strides
-from flsuite.models.traits import has_step, require_trainable, to_channels_last
+from flsuite.models.traits import extra_epochs, has_step, require_trainable, to_channels_last
 from flsuite.random import seed_process
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.options import RunOptions
+from flsuite.runs.run import RunOptions
 from flsuite.schedules import Schedule
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
-from flsuite.server.own_fit import OwnFit
 from flsuite.server.stores import ClientStore, VersionStore
-from flsuite.server.tools import make_tools
-
-__all__ = ["Algorithm", "make_evaluator", "make_federation", "make_ready"]
+from flsuite.server.tools import OwnFit, make_tools
 
 _USED: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
 """Models that have been made ready for a run, whose weights a fit may have changed."""
@@ -132,56 +128,44 @@ def make_evaluator(
     return evaluator
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """All that decides how clients train and what becomes of their updates.
-
-    Attributes:
-        aggregator: The four parts, with what compression and an attack add to them.
-        schedule: Who trains when.
-        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
-        secure_sum: How the clients' contributions are masked, if they are.
-        lr_decay: How learning rates change from round to round.
-        fit_samples: Returns the samples that a fit processes, given those of the client.
-    """
-
-    aggregator: Aggregator
-    schedule: Schedule
-    batchnorm: BatchNorm
-    secure_sum: SecureAggregation | None
-    lr_decay: LRDecay | None
-    fit_samples: Callable[[int], int]
-
-
 def make_federation(
-    evaluator: Evaluator, algorithm: Algorithm, folder: RunFolder, options: RunOptions
+    evaluator: Evaluator,
+    aggregator: Aggregator,
+    schedule: Schedule,
+    folder: RunFolder,
+    options: RunOptions,
+    batchnorm: BatchNorm,
+    secure_sum: SecureAggregation | None,
 ) -> Federation:
     """Return the federation of a run, as it is before the first round.
 
     Args:
         evaluator: It has the model and the data.
-        algorithm: How clients train and what becomes of their updates.
+        aggregator: The four parts, with what compression and an attack add to them.
+        schedule: Who trains when.
         folder: Where clients and versions are kept.
         options: The options of the run.
+        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        secure_sum: How the clients' contributions are masked, if they are.
 
     Raises:
         FlsuiteError: If the parts of the algorithm do not fit the model or each other.
     """
-    model, path, aggregator = evaluator.model, folder.path, algorithm.aggregator
-    entries = entries_of(model, aggregator, algorithm.batchnorm)
-    fit = OwnFit(evaluator, aggregator, algorithm.batchnorm, algorithm.lr_decay)
+    model, data, path = evaluator.model, evaluator.data, folder.path
+    entries = entries_of(model, aggregator, batchnorm)
+    fit = OwnFit(evaluator, aggregator, batchnorm, options.lr_decay)
     federation = Federation(
         model,
-        evaluator.data,
+        data,
         aggregator,
-        algorithm.schedule,
+        schedule,
         entries,
         ClientStore(path / "clients" if path else None),
         options.seed,
         VersionStore(path / "in_flight" if path else None),
-        algorithm.fit_samples,
+        fit_samples(evaluator.trainer_kwargs, data.batch_size, extra_epochs(model)),
         make_tools(evaluator, entries.private, options.seed, options.budget.rounds, fit),
-        algorithm.secure_sum,
+        secure_sum,
     )
     fit.initial, fit.layout = federation.initial, federation.server.layout
     return federation

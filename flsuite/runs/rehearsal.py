@@ -19,8 +19,6 @@ from flsuite.runs.run import Run, timeline_rows
 from flsuite.runs.table import TimelineRow
 from flsuite.schedules import Faults, Fit
 
-__all__ = ["rehearse"]
-
 
 def rehearse(run: Run) -> Iterator[TimelineRow]:
     """Yield the timeline that a run is going to have if no client fails and no callback stops it.

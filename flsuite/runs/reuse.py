@@ -19,8 +19,6 @@ from flsuite.runs.settings import WEIGHTS
 from flsuite.server.federation import Federation
 from flsuite.state import plain
 
-__all__ = ["UPDATES", "Reuse", "UpdateStore"]
-
 UPDATES = "updates"
 """Where a run keeps its clients' trained models, in its folder."""
 
@@ -113,16 +111,13 @@ class Reuse:
         self,
         federation: Federation,
         folder: RunFolder,
-        keep: bool = False,
-        source: str | None = None,
-        attack: Attack | None = None,
+        keep: bool,
+        source: str | None,
+        attack: Attack | None,
     ) -> None:
         self.source = None if source is None else Path(source)
         self.trained: UpdateStore | None = None
         self.kept: UpdateStore | None = None
-        if not self.source and not keep:
-            return
-
         _require_plain_training(federation)
         if attack is not None:
             raise FlsuiteError(

@@ -1,32 +1,96 @@
 """One run of a federation: it evaluates, records, saves and resumes."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
+from flsuite.arguments import PositiveFloat, PositiveInt, Settings
+from flsuite.client.lr_decay import LRDecay
 from flsuite.errors import FederationError
 from flsuite.files import replace_file, save_tensors
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
-from flsuite.runs.options import RunOptions
 from flsuite.runs.reuse import Reuse
 from flsuite.runs.scoring import score_round
 from flsuite.runs.store import RunStore
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.table import TimelineRow
-from flsuite.schedules import Fit
+from flsuite.schedules import Clock, Fit
 from flsuite.server.evaluation import GLOBAL, Evaluator
 from flsuite.server.federation import Federation
 from flsuite.state import State, clone
 
-__all__ = ["Run", "timeline_rows"]
-
 _MOST_AT_ONCE = 100  # rounds at one virtual second, beside the clients in flight
 
 Status = Literal["running", "success", "failed"]
+
+
+@dataclass(frozen=True)
+class Budget(Settings):
+    """The limits of a run, which ends with the first round that reaches one of them.
+
+    Attributes:
+        rounds: Rounds.
+        max_virtual_seconds: Virtual seconds.
+        max_client_updates: Aggregated client updates.
+    """
+
+    owner = "trainer"
+
+    rounds: PositiveInt | None = None
+    max_virtual_seconds: PositiveFloat | None = None
+    max_client_updates: PositiveInt | None = None
+
+    @classmethod
+    def of(cls, rounds: int | None, seconds: float | None, updates: int | None) -> "Budget":
+        """Return these limits, and 10 rounds where none is given."""
+        is_open = rounds is None and seconds is None and updates is None
+        return cls(10 if is_open else rounds, seconds, updates)
+
+    @property
+    def is_of_time_alone(self) -> bool:
+        """Return whether virtual time is the only limit."""
+        others = self.rounds, self.max_client_updates
+        return self.max_virtual_seconds is not None and others == (None, None)
+
+    def is_spent(self, clock: Clock) -> bool:
+        """Return whether a limit is reached."""
+        return any(limit is not None and spent >= limit for spent, limit in self._pairs(clock))
+
+    def share(self, clock: Clock) -> float:
+        """Return the share that is spent of the limit that comes first, in [0, 1]."""
+        shares = [spent / limit for spent, limit in self._pairs(clock) if limit is not None]
+        return min(max(shares, default=0.0), 1.0)
+
+    def __str__(self) -> str:
+        given = {name: limit for name, limit in vars(self).items() if limit is not None}
+        return ", ".join(f"trainer.{name} (now {limit})" for name, limit in given.items())
+
+    def _pairs(self, clock: Clock) -> list[tuple[float, float | None]]:
+        return [
+            (clock.round, self.rounds),
+            (clock.seconds, self.max_virtual_seconds),
+            (clock.client_updates, self.max_client_updates),
+        ]
+
+
+@dataclass(frozen=True)
+class RunOptions(Settings):
+    """The options of a run beside training, see :class:`~flsuite.FederatedTrainer`."""
+
+    owner = "trainer"
+
+    budget: Budget
+    seed: int
+    evaluate_every: PositiveInt = 1
+    monitor: str | None = None
+    score_clients: PositiveInt = 100
+    lr_decay: LRDecay | None = None
+    show: bool = False
 
 
 class Run:
@@ -41,7 +105,7 @@ class Run:
         config: The request of the user, as text or plain data.
         callbacks: What looks on, or acts too.
         loggers: Lightning loggers.
-        reuse: The clients' trained models that are kept, and those that it starts from.
+        reuse: The clients' trained models that are kept, and those that it starts from, if any.
 
     Attributes:
         summary: The scores of the last round and of the picked round, and what they cost.
@@ -59,7 +123,7 @@ class Run:
         config: dict[str, Any] | str,
         callbacks: Hooks,
         loggers: Sequence[Logger],
-        reuse: Reuse,
+        reuse: Reuse | None = None,
     ) -> None:
         self.federation = federation
         self.evaluator = evaluator
@@ -114,7 +178,7 @@ class Run:
             clients = [fit.client for fit in starting if fit.version == self.round]
             self.callbacks.notify("on_round_start", self, self.round + 1, clients)
         requests = self.federation.requests(starting, self.callbacks.for_clients)
-        return [self.reuse.with_trained(request) for request in requests]
+        return [self.reuse.with_trained(r) for r in requests] if self.reuse else requests
 
     def accept(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
         """Return the updates that may reach the aggregator, in the order of the outcomes.
@@ -183,7 +247,8 @@ class Run:
         for outcome in self.federation.accept(outcomes):
             self.callbacks.notify("on_client_end", self, outcome)
             if isinstance(outcome, ClientResult):
-                self.reuse.keep(outcome)
+                if self.reuse:
+                    self.reuse.keep(outcome)
                 yield outcome.update
 
     def _refuse_standstill(self) -> None:

@@ -3,13 +3,12 @@
 import logging
 from typing import Any, Protocol
 
+from flsuite.messages import Split
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.summary import RunSummary
-from flsuite.server.evaluation import GLOBAL, Evaluator, Split
+from flsuite.server.evaluation import GLOBAL, Evaluator
 from flsuite.server.federation import Federation
-
-__all__ = ["ScoredRun", "score_round"]
 
 _SPLITS: tuple[Split, ...] = ("val", "test")
 _MOST_SCORED = 10_000

@@ -12,8 +12,6 @@ from flsuite.runs.checkpoint import export_model
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.run import Run
 
-__all__ = ["opened", "started"]
-
 log = logging.getLogger("flsuite")
 
 
@@ -32,7 +30,8 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
     with ExitStack() as stack:
         stack.enter_context(_naming_the_disk(folder))
         if folder.find_checkpoint(ckpt_path) is None:
-            run.reuse.read(run.settings)
+            if run.reuse:
+                run.reuse.read(run.settings)
             folder.make()
         stack.enter_context(folder.locked())
         # Only with the lock: until then another process may write the first checkpoint.
@@ -43,8 +42,8 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
             run.store.resume(checkpoint)
             # The other run may be gone. Clients of the first version that are still in flight then
             # train, which leads to the same models.
-            source = run.reuse.source
-            if source and source.exists() and 0 in run.store.versions_in_flight:
+            source = run.reuse and run.reuse.source
+            if run.reuse and source and source.exists() and 0 in run.store.versions_in_flight:
                 run.reuse.read(run.settings)
         yield from _running(run, is_resumed=checkpoint is not None)
 

@@ -19,24 +19,6 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
-__all__ = [
-    "TRAINER_SETTINGS",
-    "WEIGHTS",
-    "class_name",
-    "defaults",
-    "describe",
-    "describe_callbacks",
-    "describe_chosen",
-    "describe_data",
-    "differences",
-    "init_args",
-    "own_settings",
-    "run_settings",
-    "weights_digest",
-    "with_contents",
-    "without_derived",
-]
-
 TRAINER_SETTINGS = (
     "aggregator",
     "schedule",

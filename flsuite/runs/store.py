@@ -19,17 +19,14 @@ from flsuite.runs.checkpoint import (
 )
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
-from flsuite.runs.options import Budget
 from flsuite.runs.settings import WEIGHTS, with_contents, without_derived
 from flsuite.runs.summary import RunSummary
 from flsuite.server.federation import Federation
 
-__all__ = ["RunStore", "StoredRun"]
-
 log = logging.getLogger("flsuite")
 
 # Settings that a resumed run may change.
-_MAY_DIFFER = (*vars(Budget()), "stopping", *WEIGHTS)
+_MAY_DIFFER = ("rounds", "max_virtual_seconds", "max_client_updates", "stopping", *WEIGHTS)
 _DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # of a given state
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
+from flsuite.messages import Scores
 from flsuite.metrics import lower_is_better
 from flsuite.server.arrivals import RoundLog
-from flsuite.server.evaluation import GLOBAL, Scores
-
-__all__ = ["RunSummary", "print_scores"]
+from flsuite.server.evaluation import GLOBAL
 
 log = logging.getLogger("flsuite")
 
@@ -152,7 +152,7 @@ class RunSummary:
             if name in self.privacy:
                 delta = self.privacy[_delta(name)]
                 table.add_row(f"{label}, delta {delta:.3g}", f"{self.privacy[name]:.4g}")
-        traffic = f"{_size(self.bytes_up)} / {_size(self.bytes_down)}"
+        traffic = f"{decimal(self.bytes_up)} / {decimal(self.bytes_down)}"
         table.add_row("bytes sent, up / down", traffic)
         table.add_row("seconds", f"{self.wall_seconds:.1f}")
 
@@ -187,11 +187,3 @@ def print_scores(scores: Scores, split: str, round: int) -> None:
 def _delta(epsilon: str) -> str:
     """Return the name of the delta that belongs to an epsilon."""
     return epsilon.replace("epsilon", "delta")
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"

@@ -10,40 +10,6 @@ from typing import ClassVar, Literal, NamedTuple
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.schedules import Clock
 
-__all__ = [
-    "COLUMNS",
-    "TIMELINE_COLUMNS",
-    "AppendedTable",
-    "MetricsRow",
-    "MetricsTable",
-    "TimelineRow",
-    "TimelineTable",
-]
-
-COLUMNS = (
-    "round",
-    "virtual_s",
-    "wall_s",
-    "client_updates",
-    "bytes",
-    "scope",
-    "split",
-    "metric",
-    "value",
-)
-TIMELINE_COLUMNS = (
-    "fit",
-    "client",
-    "version",
-    "started_s",
-    "ended_s",
-    "outcome",
-    "round",
-    "merged_s",
-    "staleness",
-    "weight",
-)
-
 
 class AppendedTable:
     """A CSV file to which each round appends its rows.
@@ -152,7 +118,7 @@ class _Rows:
 class MetricsTable(AppendedTable):
     """All numbers of a run, one per row."""
 
-    columns = COLUMNS
+    columns = MetricsRow._fields
 
     def __init__(self, path: Path | None) -> None:
         super().__init__(path)
@@ -243,7 +209,7 @@ class TimelineTable(AppendedTable):
     Rows are forgotten once they are written, because a long run has many of them.
     """
 
-    columns = TIMELINE_COLUMNS
+    columns = TimelineRow._fields
 
     def add(self, rows: Iterable[TimelineRow]) -> None:
         """Add the fits that ended in the round in progress."""

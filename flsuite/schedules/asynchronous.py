@@ -15,8 +15,6 @@ from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule,
 from flsuite.schedules.launcher import Launcher
 from flsuite.schedules.speeds import Measured, Speeds, Stragglers
 
-__all__ = ["Asynchronous"]
-
 _MOST_LOST = 1000  # ends in a row without an update, per place, after which none can be expected
 
 

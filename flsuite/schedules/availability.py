@@ -13,8 +13,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 from flsuite.schedules.traces import check_clients, client_bounds, read_trace, trace_digest
 
-__all__ = ["Always", "Availability", "Bernoulli", "OnOff"]
-
 
 class Availability(ABC):  # noqa: B024  (every hook has a default)
     """Says which clients can start a fit, and which drop out of one.

@@ -11,8 +11,6 @@ from flsuite.messages import Fault, FitRequest, Outcome
 from flsuite.metrics.privacy import RandomDraw
 from flsuite.schedules.speeds import Work
 
-__all__ = ["Clock", "Fit", "MakeRequests", "MakeWork", "Schedule", "Traits"]
-
 
 @dataclass
 class Clock:

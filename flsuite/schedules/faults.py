@@ -13,8 +13,6 @@ from flsuite.messages import ClientFailure, ClientResult, ClientUpdate, Fault, F
 from flsuite.random import numpy_generator
 from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule, Traits
 
-__all__ = ["Faults"]
-
 _FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 

@@ -13,8 +13,6 @@ from flsuite.schedules.availability import Always, Availability
 from flsuite.schedules.base import Clock, Fit, MakeWork
 from flsuite.schedules.speeds import Speeds, Work
 
-__all__ = ["Launcher"]
-
 
 class Launcher:
     """Draws clients and starts their fits on the virtual clock.

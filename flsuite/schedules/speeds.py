@@ -10,8 +10,6 @@ import numpy as np
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, Range, Settings, Share
 from flsuite.random import numpy_generator
 
-__all__ = ["LogNormal", "Measured", "PerSample", "Speeds", "Stragglers", "Work"]
-
 _Seconds = Annotated[
     tuple[float, float],
     Range(

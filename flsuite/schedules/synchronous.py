@@ -18,8 +18,6 @@ from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule,
 from flsuite.schedules.launcher import Launcher
 from flsuite.schedules.speeds import Measured, Speeds
 
-__all__ = ["Synchronous"]
-
 _Participation = Annotated[
     int | float,
     Range(

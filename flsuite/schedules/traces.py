@@ -15,8 +15,6 @@ from flsuite.schedules.speeds import Speeds, Work
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Trace", "check_clients", "client_bounds", "read_trace", "trace_digest"]
-
 
 class Trace(Speeds):
     """Seconds of fits from a CSV file with a header and one of two sets of columns.

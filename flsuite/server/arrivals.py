@@ -18,8 +18,6 @@ from flsuite.schedules import Schedule
 from flsuite.server.devices import Devices
 from flsuite.state import nbytes
 
-__all__ = ["Arrivals", "RoundLog"]
-
 log = logging.getLogger("flsuite")
 
 

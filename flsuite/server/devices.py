@@ -7,8 +7,6 @@ from flsuite.exchange import Parties, SecureAggregation, SumReport
 from flsuite.messages import ClientFailure, ClientResult, Outcome
 from flsuite.state import State
 
-__all__ = ["Devices"]
-
 
 class Devices:
     """Holds the clients' contributions until all of a round are masked.

@@ -1,12 +1,11 @@
 """Scores of the global model and of every client."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import get_args
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from flsuite.client.scorer import Scorer
@@ -20,11 +19,8 @@ from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import LatentModel
 from flsuite.models.traits import pictures
-from flsuite.random import seed_process
 from flsuite.server.federation import Federation
 from flsuite.state import State
-
-__all__ = ["GLOBAL", "Evaluator", "OwnScores", "Scores", "Split", "combine"]
 
 log = logging.getLogger("flsuite")
 
@@ -89,13 +85,6 @@ class Evaluator(Scorer):
                 # A fault in the model's own step shows here, and not after a round of training.
                 names |= dict.fromkeys(self._whole(few, split)[0])
         return list(names)
-
-    @contextmanager
-    def _seeded(self, split: Split) -> Iterator[None]:
-        """Let an evaluation draw what depends on nothing that was drawn before it."""
-        with isolate_rng():
-            seed_process(self.seed, f"score/{split}")
-            yield
 
     def scores(
         self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False

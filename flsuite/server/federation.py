@@ -23,8 +23,6 @@ from flsuite.server.devices import Devices
 from flsuite.server.stores import ClientStore, CopyCallbacks, VersionStore
 from flsuite.state import State, StateLayout, clone, load_, mismatch, nbytes, non_finite
 
-__all__ = ["Federation"]
-
 
 class Federation:
     """The global model, what server and clients remember, and the rules that change them.

@@ -17,8 +17,6 @@ from flsuite.files import load_tensors, replace_file, save_tensors
 from flsuite.messages import Broadcast
 from flsuite.state import State, nbytes, plain
 
-__all__ = ["ClientStore", "CopyCallbacks", "Memory", "VersionStore"]
-
 Memory = dict[str, Any]
 
 CopyCallbacks = Callable[[], tuple[Callback, ...]]

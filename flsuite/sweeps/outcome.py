@@ -11,8 +11,6 @@ import yaml
 from flsuite.errors import FlsuiteError
 from flsuite.files import atomic_save
 
-__all__ = ["DONE", "Outcome", "measure", "read_outcome", "seconds_so_far", "write_outcome"]
-
 DONE = "done.json"
 """The file in a run's folder that marks its cell as done."""
 
@@ -65,8 +63,7 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
         FlsuiteError: If a file of the run is damaged.
     """
     # pandas and matplotlib are of no use before.
-    from flsuite.analysis.runs import curve, read_metrics
-    from flsuite.analysis.scores import lower_is_better, of_last_task
+    from flsuite.analysis.runs import curve, lower_is_better, of_last_task, read_metrics
 
     monitor = _monitor(run_dir / "config.yaml")
     is_lower = lower_is_better(monitor)

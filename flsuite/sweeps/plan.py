@@ -12,16 +12,6 @@ from typing import Any
 from flsuite.errors import FlsuiteError
 from flsuite.sweeps.reading import Overrides, Sweep
 
-__all__ = [
-    "Cell",
-    "cell",
-    "fit_arguments",
-    "grid_points",
-    "label_of",
-    "require_distinct",
-    "samples_of",
-]
-
 # Parts of a config that do not decide a result. A cell stays the same one if they change.
 _OPEN = (
     "seed_everything",

@@ -24,8 +24,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["CellState", "Queue", "locked"]
-
 _FAILED = "failed.txt"
 
 CellState = Literal["done", "failed", "running", "waiting"]

@@ -11,8 +11,6 @@ import yaml
 
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = ["Overrides", "Sweep", "Tuning", "read_sweep"]
-
 Overrides = dict[str, Any]
 """Dotted keys of a config, without ``init_args``, to values."""
 

@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterable
 from datetime import timedelta
+from statistics import fmean
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,8 +12,6 @@ from rich.table import Table
 from flsuite.sweeps.outcome import Outcome
 from flsuite.sweeps.plan import Cell, label_of
 from flsuite.sweeps.queue import Queue
-
-__all__ = ["SweepProgress", "estimate", "failures", "print_cells", "print_status", "strangers"]
 
 
 def print_status(queue: Queue) -> None:
@@ -179,7 +177,7 @@ def _seconds_left(queue: Queue) -> float | None:
             seconds.setdefault(cell.method, []).append(outcome.seconds)
     if not seconds:
         return None
-    overall = _mean(second for times in seconds.values() for second in times)
+    overall = fmean(second for times in seconds.values() for second in times)
 
     left = 0.0
     for contest in queue.contests:
@@ -190,13 +188,8 @@ def _seconds_left(queue: Queue) -> float | None:
             - sum(queue.outcome(cell) is not None for cell in cells)
         )
         times = seconds.get(contest.method)
-        left += number * (_mean(times) if times else overall)
+        left += number * (fmean(times) if times else overall)
     return left / queue.sweep.workers
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
 
 
 def _counts(queue: Queue) -> str:

@@ -20,8 +20,6 @@ from flsuite.sweeps.outcome import Outcome
 from flsuite.sweeps.plan import Cell, cell, grid_points, label_of
 from flsuite.sweeps.reading import Overrides, Sweep
 
-__all__ = ["COLUMNS", "Contest", "Trial", "contests", "draw", "write_tuning"]
-
 COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
 
 _MOST_COMBINATIONS = 100_000

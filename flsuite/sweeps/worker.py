@@ -22,8 +22,6 @@ from flsuite.sweeps.outcome import measure, seconds_so_far
 from flsuite.sweeps.plan import Cell, fit_arguments
 from flsuite.sweeps.queue import Queue
 
-__all__ = ["die_with", "fork", "run_workers"]
-
 Fit = Callable[[list[str]], int]
 """Runs ``flsuite fit`` with these arguments, and returns its exit status."""
 

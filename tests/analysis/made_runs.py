@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from flsuite.runs.table import COLUMNS
+from flsuite.runs.table import MetricsTable
 
 __all__ = ["Row", "made_grid", "made_run", "settings"]
 
@@ -40,7 +40,9 @@ def made_run(folder: Path, content: dict[str, Any], rows: Iterable[Row]) -> Path
         for scope, split, metric, values in rows
         for n, value in enumerate(values, start=1)
     ]
-    pd.DataFrame(table, columns=list(COLUMNS)).to_csv(folder / "metrics.csv", index=False)
+    pd.DataFrame(table, columns=list(MetricsTable.columns)).to_csv(
+        folder / "metrics.csv", index=False
+    )
     (folder / "partition.csv").write_text(
         "client,split,class,samples\n0,train,cat,30\n0,train,dog,10\n1,train,cat,0\n1,train,dog,40\n"
     )

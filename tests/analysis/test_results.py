@@ -25,7 +25,7 @@ from flsuite.analysis import (
     target_table,
 )
 from flsuite.errors import FlsuiteError
-from flsuite.runs.table import COLUMNS
+from flsuite.runs.table import MetricsTable
 from tests.analysis.made_runs import made_grid, made_run, settings
 
 SHARP, MILD = "Dirichlet(alpha=0.05)", "Dirichlet(alpha=0.3)"
@@ -43,7 +43,7 @@ def drawn(figure: Figure) -> list[float]:
 
 
 def test_the_table_is_tidy(results: Results) -> None:
-    assert list(results.columns) == ["run", "method", "partition", "seed", *COLUMNS]
+    assert list(results.columns) == ["run", "method", "partition", "seed", *MetricsTable.columns]
     assert len(results) == 2 * 2 * 3 * 3 * (2 * 3 + 1 + 3)
     assert set(results["method"]) == {"FedAvg", "LocalOnly"}
     assert set(results["partition"]) == {SHARP, MILD}

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from flsuite.commands.main import main
 from flsuite.data import Digits, TaskSequence
-from flsuite.data.task_data import TaskData
+from flsuite.data.tasks import TaskData
 from tests.conftest import classifier, trainer
 
 COLUMNS = ["client", "task", "first_round", "class", "samples"]

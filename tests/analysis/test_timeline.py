@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 
 from flsuite.analysis import read_timeline, timeline_figure
 from flsuite.errors import FlsuiteError
-from flsuite.runs.table import TIMELINE_COLUMNS, TimelineRow
+from flsuite.runs.table import TimelineRow, TimelineTable
 
 # A round that gives up its last client after 2 seconds, and a round of those that remain.
 SYNCHRONOUS = [
@@ -34,7 +34,7 @@ ASYNCHRONOUS = [
 
 
 def frame(rows: list[TimelineRow]) -> pd.DataFrame:
-    table = pd.DataFrame(rows, columns=list(TIMELINE_COLUMNS))
+    table = pd.DataFrame(rows, columns=list(TimelineTable.columns))
     return table.astype({"round": "Int64", "staleness": "Int64", "weight": float})
 
 

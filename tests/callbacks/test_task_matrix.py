@@ -10,11 +10,11 @@ import torch
 from matplotlib.image import imread
 from torch import Tensor
 
-from flsuite.analysis.tasks import task_figure
+from flsuite.analysis.partition import task_figure
 from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
 from flsuite.data import Synthetic, TaskSequence
 from flsuite.data.federated import FederatedData
-from flsuite.data.task_data import TaskData
+from flsuite.data.tasks import TaskData
 from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer

@@ -8,9 +8,7 @@ import pytest
 import yaml
 
 from flsuite import errors
-from flsuite.publish.wandb_panels import sections
-from flsuite.publish.wandb_report import build_report
-from flsuite.publish.wandb_workspace import build_workspace
+from flsuite.publish.wandb_charts import build_report, build_workspace, sections
 from tests.callbacks.wandb_files import recorded
 from tests.callbacks.wandb_server import WandbServer
 from tests.commands.command import QUICKSTART, cli, refused

@@ -20,7 +20,7 @@ from flsuite.commands.fit import build
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
-from flsuite.runs.table import COLUMNS
+from flsuite.runs.table import MetricsTable
 from flsuite.trainer import FederatedTrainer
 from tests.commands.command import QUICKSTART, cli, files, refused
 from tests.conftest import equal_states
@@ -81,7 +81,7 @@ def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
         "checkpoints/model.ckpt",
     }
     header, *rows = (finished / "metrics.csv").read_text().splitlines()
-    assert header == ",".join(COLUMNS)
+    assert header == ",".join(MetricsTable.columns)
     assert {row.split(",")[0] for row in rows} == {"1", "2", "3"}
     assert f"torch {torch.__version__.split('+')[0]}" in (finished / "versions.txt").read_text()
     for picture in ("curves.png", "partition.png"):

@@ -18,7 +18,7 @@ from flsuite.commands.main import main
 from flsuite.data import FederatedDataModule, TaskSequence
 from flsuite.engines import InProcess
 from flsuite.errors import FlsuiteError
-from flsuite.runs.table import COLUMNS
+from flsuite.runs.table import MetricsTable
 from tests.conftest import classifier, digits, trainer
 
 
@@ -358,7 +358,9 @@ def timed(
         for split, scores in splits.items()
         for n, (at, score) in enumerate(zip(times, scores, strict=True))
     ]
-    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(folder / "metrics.csv", index=False)
+    pd.DataFrame(rows, columns=list(MetricsTable.columns)).to_csv(
+        folder / "metrics.csv", index=False
+    )
 
 
 @pytest.fixture

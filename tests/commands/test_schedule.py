@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from flsuite.runs.table import TIMELINE_COLUMNS
+from flsuite.runs.table import TimelineTable
 from tests.commands.command import CONFIGS, QUICKSTART, cli, refused
 
 ASYNCHRONOUS = str(CONFIGS / "asynchronous" / "quickstart.yaml")
@@ -78,7 +78,7 @@ def test_the_fits_are_those_of_the_run(
     assert cli("fit", "--config", config, *options, *silent, "--run_dir", "run") == 0
     drawn = pd.read_csv(tmp_path / "drawn" / "quickstart-timeline.csv")
     run = pd.read_csv(tmp_path / "run" / "timeline.csv")
-    assert tuple(drawn.columns) == tuple(run.columns) == TIMELINE_COLUMNS
+    assert tuple(drawn.columns) == tuple(run.columns) == TimelineTable.columns
     pd.testing.assert_frame_equal(drawn[drawn.columns[:6]], run[run.columns[:6]])
     pd.testing.assert_frame_equal(drawn[["round", "staleness"]], run[["round", "staleness"]])
     assert run["weight"].notna().any() == (config == ASYNCHRONOUS) and drawn["weight"].isna().all()
@@ -151,6 +151,6 @@ def test_a_request_that_cannot_be_met_is_one_line(
 def test_a_pooled_run_has_a_timeline_without_rows_and_no_picture(tmp_path: Path) -> None:
     options = ("--trainer.aggregator", "Centralized", "--trainer.rounds", "1", "--run_dir", "run")
     assert cli("fit", "--config", QUICKSTART, *options) == 0
-    assert (tmp_path / "run" / "timeline.csv").read_text() == ",".join(TIMELINE_COLUMNS) + "\n"
+    assert (tmp_path / "run" / "timeline.csv").read_text() == ",".join(TimelineTable.columns) + "\n"
     assert (tmp_path / "run" / "curves.png").exists()
     assert not (tmp_path / "run" / "timeline.png").exists()

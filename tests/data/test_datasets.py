@@ -18,7 +18,6 @@ from flsuite.data.datasets.cinic10 import CINIC10, CLASSES
 from flsuite.data.datasets.digits import Digits, read_digits
 from flsuite.data.datasets.medmnist import MedMNIST, read_medmnist
 from flsuite.data.datasets.synthetic import Synthetic, bayes_accuracy, make_mixture, simplex_means
-from flsuite.data.datasets.torchvision_files import read_torchvision
 from flsuite.data.datasets.vision import (
     CIFAR10,
     CIFAR100,
@@ -27,6 +26,7 @@ from flsuite.data.datasets.vision import (
     MNIST,
     SVHN,
     FashionMNIST,
+    read_torchvision,
 )
 from flsuite.data.images import resize_images
 from flsuite.data.spec import DataSplit, PublishedSplits

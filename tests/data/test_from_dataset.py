@@ -19,7 +19,7 @@ from flsuite.data import (
     Natural,
     Pathological,
 )
-from flsuite.data.stored import StoredSplit
+from flsuite.data.map_style import StoredSplit
 from flsuite.errors import FlsuiteError
 from tests.plain import Blobs, Sentences, blobs, pad, slope
 

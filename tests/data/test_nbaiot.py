@@ -11,8 +11,7 @@ import torch
 
 from flsuite.commands.main import main
 from flsuite.data import Dirichlet, Natural, NBaIoT, PublishedSplits
-from flsuite.data.datasets.nbaiot import read_nbaiot
-from flsuite.data.datasets.nbaiot_files import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI
+from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI, read_nbaiot
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 

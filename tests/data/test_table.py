@@ -11,8 +11,7 @@ import torch
 from flsuite.commands.main import main
 from flsuite.data import Natural, PublishedSplits, Table
 from flsuite.data.datasets.column_scale import fit_scale
-from flsuite.data.datasets.csv_files import csv_frames
-from flsuite.data.datasets.numbers import numeric_chunks
+from flsuite.data.datasets.csv_files import csv_frames, numeric_chunks
 from flsuite.data.datasets.table import read_table
 from flsuite.data.splits import evenly_held_out
 from flsuite.errors import FlsuiteError

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jsonargparse._typehints import get_all_subclass_paths
 
 from flsuite.commands.main import main
-from flsuite.runs.options import Budget
+from flsuite.runs.run import Budget
 from tests.fuzz.settings import fuzzed
 
 BASE: dict[str, Any] = {
@@ -291,7 +291,7 @@ def _places() -> list[tuple[str, type]]:
         "trainer.lr_decay": ("flsuite.client.lr_decay", "LRDecay"),
         "trainer.callbacks": ("flsuite.callbacks", "FederationCallback"),
         "data.init_args.partition": ("flsuite.data", "Partition"),
-        "data.init_args.augment": ("flsuite.data.augment", "Augment"),
+        "data.init_args.augment": ("flsuite.data.images", "Augment"),
         "model": ("flsuite.models", "ClientModel"),
         "model.init_args.backbone": ("flsuite.models.backbones.base", "Backbone"),
     }

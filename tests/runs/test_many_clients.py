@@ -1,7 +1,5 @@
 """A round touches its cohort alone, however many clients are registered."""
 
-import csv
-import io
 import logging
 import tracemalloc
 from pathlib import Path
@@ -19,7 +17,7 @@ from flsuite.data.federated import RaggedIndex
 from flsuite.data.rows import Rows
 from flsuite.models import MLP, Classifier
 from flsuite.runs import scoring
-from flsuite.runs.partition import PARTITION_COLUMNS, partition_rows, write_partition
+from flsuite.runs.partition import partition_table, write_partition
 from flsuite.schedules import Synchronous
 
 ROWS = torch.arange(20)
@@ -134,7 +132,7 @@ def test_the_last_round_scores_all_clients_up_to_a_number(
 
 
 @pytest.mark.parametrize("is_multilabel", [False, True])
-def test_the_fast_table_is_the_one_of_the_csv_module(is_multilabel: bool, tmp_path: Path) -> None:
+def test_the_fast_table_is_the_one_of_pandas(is_multilabel: bool, tmp_path: Path) -> None:
     module = Synthetic(samples=400, classes=3, clients=7, val_fraction=0.2)
     module.setup()
     data = module.federated
@@ -144,12 +142,9 @@ def test_the_fast_table_is_the_one_of_the_csv_module(is_multilabel: bool, tmp_pa
         data.test.y = torch.nn.functional.one_hot(data.test.y, 3)
     write_partition(tmp_path / "partition.csv", data)
 
-    expected = io.StringIO()
-    writer = csv.writer(expected, lineterminator="\n")
-    writer.writerow(PARTITION_COLUMNS)
-    writer.writerows(partition_rows(data))
-    assert (tmp_path / "partition.csv").read_text() == expected.getvalue()
-    assert sum(row[3] for row in partition_rows(data)) == 400
+    table = partition_table(data)
+    assert (tmp_path / "partition.csv").read_text() == table.to_csv(index=False)
+    assert table["samples"].sum() == 400
 
 
 def test_rows_are_a_sequence_of_index_arrays() -> None:

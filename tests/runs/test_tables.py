@@ -9,8 +9,6 @@ import pytest
 from flsuite.analysis import read_metrics, read_timeline
 from flsuite.errors import FlsuiteError
 from flsuite.runs.table import (
-    COLUMNS,
-    TIMELINE_COLUMNS,
     AppendedTable,
     MetricsTable,
     TimelineRow,
@@ -54,7 +52,7 @@ def test_metrics_are_read_as_they_were_noted(tmp_path: Path) -> None:
         "2,2.5,1.000,10,20000000000,3,train,loss,0.333333333",
     ]
     read = read_metrics(tmp_path)
-    assert tuple(read.columns) == COLUMNS
+    assert tuple(read.columns) == MetricsTable.columns
     assert read["bytes"].tolist() == [row.bytes for row in table.rows]
     assert read["scope"].tolist() == ["global", "3"] * 2
 
@@ -94,7 +92,7 @@ def test_a_timeline_is_read_as_it_was_added(tmp_path: Path) -> None:
     assert table.append() == (tmp_path / "timeline.csv").stat().st_size
 
     read = read_timeline(tmp_path)
-    assert tuple(read.columns) == TIMELINE_COLUMNS
+    assert tuple(read.columns) == TimelineTable.columns
     for got, row in zip(read.itertuples(index=False), ROWS, strict=True):
         assert [None if pd.isna(value) else value for value in got] == list(row)
     assert str(read["staleness"].dtype) == "Int64"

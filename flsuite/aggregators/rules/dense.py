@@ -32,7 +32,7 @@ from flsuite.arguments import (
     Range,
     Settings,
 )
-from flsuite.data.augment import CropFlip
+from flsuite.data.images import CropFlip
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.random import seed_process, torch_generator

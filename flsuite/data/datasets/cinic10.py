@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flsuite.arguments import check_init
-from flsuite.data.datasets.torchvision_files import split_of, stacked
-from flsuite.data.datasets.vision import DEFAULT_ROOT
+from flsuite.data.datasets.vision import DEFAULT_ROOT, split_of, stacked
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
-
-__all__ = ["CINIC10"]
 
 FOLDER = "CINIC-10"
 CLASSES = (

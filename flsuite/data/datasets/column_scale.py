@@ -5,8 +5,6 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["ColumnScale", "ScaleName", "fit_scale"]
-
 ScaleName = Literal["minmax", "standard", "none"]
 LOW, HIGH = 0.1, 0.9
 

@@ -1,15 +1,18 @@
-"""CSV files with a header: their column names, and their rows in frames."""
+"""CSV files with a header: their column names, and their rows as frames or as checked numbers.
 
-from collections.abc import Iterator
+In error messages, rows are counted from 1 below the header.
+"""
+
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from flsuite.errors import FlsuiteError, one_line
 
-if TYPE_CHECKING:  # pandas takes half a second to import, which only users of tables should pay
+if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["csv_frames", "csv_header"]
 
 
 def csv_header(file: Path) -> list[str]:
@@ -73,3 +76,115 @@ def csv_frames(file: Path, rows: int | None = None) -> "Iterator[pd.DataFrame]":
 
 def _unreadable(file: Path, error: Exception) -> FlsuiteError:
     return FlsuiteError(f"{file} cannot be read as CSV ({one_line(error)}); fix or remove it")
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def numeric_chunks(frames: "Iterable[pd.DataFrame]", file: Path) -> Iterator[np.ndarray]:
+    """Yield each frame as float64 ``(rows, columns)``.
+
+    Missing values are counted to the end, so that the message can say how many there are. The
+    earlier chunks are therefore known to be valid only after the last one.
+
+    Raises:
+        FlsuiteError: If a cell is missing, not a number, infinite or too large for float32.
+    """
+    names: list[str] = []
+    gaps = first_gap = np.zeros(0, np.int64)
+    row = 1
+    for frame in frames:
+        if not names:
+            names = [str(name) for name in frame.columns]
+            gaps = first_gap = np.zeros(len(names), np.int64)
+
+        x = _numbers(frame, file, row)
+        _check_size(x, names, file, row)
+        # argmax is the first missing row of a column, if there is one.
+        missing = np.isnan(x)
+        first_gap = np.where((gaps == 0) & missing.any(0), row + missing.argmax(0), first_gap)
+        gaps = gaps + missing.sum(0)
+        row += len(x)
+        yield x
+
+    if gaps.any():
+        column = int(np.flatnonzero(gaps)[0])
+        others = int((gaps > 0).sum()) - 1
+        raise missing_values(file, names[column], int(gaps[column]), int(first_gap[column]), others)
+
+
+def missing_values(file: Path, column: str, rows: int, first: int, others: int = 0) -> FlsuiteError:
+    """Return the error for a column with missing values.
+
+    Args:
+        file: The file.
+        column: The first column with missing values.
+        rows: Rows without a value in that column.
+        first: The first of these rows.
+        others: Further columns with missing values.
+    """
+    also = f", and in {others} other column{'s' * (others > 1)}" if others else ""
+    return FlsuiteError(
+        f"{file}: row {first}, column {column!r}: the value is missing (in {rows} "
+        f"row{'s' * (rows > 1)} of this column{also}); fill in or remove those rows"
+    )
+
+
+def is_number(column: "pd.Series") -> bool:
+    """Return whether a column was read as numbers throughout.
+
+    Truth values count as 0 and 1.
+    """
+    from pandas.api.types import is_numeric_dtype
+
+    return is_numeric_dtype(column.dtype)
+
+
+def has_numbers(column: "pd.Series") -> bool:
+    """Return whether a column has at least one number."""
+    return bool(is_number(column) or _parsed(column).notna().any())
+
+
+def _parsed(column: "pd.Series") -> "pd.Series":
+    """Return a column of text as float64, NaN where a value is missing or not a number."""
+    import pandas as pd
+
+    return pd.to_numeric(column.astype(str), errors="coerce")
+
+
+def _numbers(frame: "pd.DataFrame", file: Path, row: int) -> np.ndarray:
+    """Return float64 ``(rows, columns)``, NaN where a value is missing.
+
+    The first row of ``frame`` is ``row`` of the file.
+    """
+    texts = [name for name in frame.columns if not is_number(frame[name])]
+    if texts:
+        frame = frame.assign(**{name: _all_parsed(frame[name], file, row) for name in texts})
+    return frame.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _all_parsed(column: "pd.Series", file: Path, row: int) -> "pd.Series":
+    """Return a column of text as float64.
+
+    A value that is not a number is refused.
+    """
+    values = _parsed(column)
+    wrong = (values.isna() & column.notna()).to_numpy()
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise FlsuiteError(
+            f"{file}: row {row + at}, column {column.name!r}: expected a number, "
+            f"got {str(column.iloc[at])!r}; correct it, or leave the column out"
+        )
+    return values
+
+
+def _check_size(x: np.ndarray, names: list[str], file: Path, row: int) -> None:
+    """Refuse a number that is infinite in float32."""
+    large = np.abs(x) > LARGEST
+    if large.any():
+        at, column = np.argwhere(large)[0].tolist()
+        raise FlsuiteError(
+            f"{file}: row {row + at}, column {names[column]!r}: expected a finite float32 number, "
+            f"got {x[at, column]:g}; correct it or remove the row"
+        )

@@ -6,8 +6,6 @@ import torch
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 
-__all__ = ["Digits", "read_digits"]
-
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
 

@@ -9,14 +9,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
 from flsuite.data.datasets.from_dataset import MapStyleModule
-from flsuite.data.digest import described
 from flsuite.data.map_style import Field
+from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import Partition
 from flsuite.data.spec import PublishedSplits
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_instance
 from flsuite.random import seed_process
-
-__all__ = ["FromDataModule"]
 
 log = logging.getLogger("flsuite")
 
@@ -118,6 +116,13 @@ class FromDataModule(MapStyleModule):
             )
         return loader
 
-    def described(self) -> dict[str, Any]:
-        """Return the arguments for the settings of a run, with datasets by their content."""
-        return described(self)
+
+def as_federated(datamodule: LightningDataModule) -> FederatedDataModule:
+    """Return the data module itself if it is federated, else one that splits its samples.
+
+    A plain data module may name arguments of :class:`~flsuite.data.FromDataModule` as attributes.
+    """
+    if isinstance(datamodule, FederatedDataModule):
+        return datamodule
+    require_instance("fit", LightningDataModule, datamodule=datamodule)
+    return FromDataModule.of(datamodule)

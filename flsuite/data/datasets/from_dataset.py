@@ -14,14 +14,18 @@ from torch.utils.data import Dataset
 from flsuite.arguments import NonNegativeInt, at_least, check_init
 from flsuite.data.digest import described
 from flsuite.data.images import Scaling, Unscaled
-from flsuite.data.map_style import Field, Reading, read_field, read_split, require_map_style
+from flsuite.data.map_style import (
+    Field,
+    Reading,
+    StoredSplit,
+    read_field,
+    read_split,
+    require_map_style,
+)
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import Partition
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
-from flsuite.data.stored import StoredSplit
 from flsuite.errors import FlsuiteError
-
-__all__ = ["FromDataset", "MapStyleModule"]
 
 
 class MapStyleModule(FederatedDataModule):
@@ -58,6 +62,10 @@ class MapStyleModule(FederatedDataModule):
         self.workers = workers
         self.in_memory = in_memory
         check_init(self, MapStyleModule)
+
+    def described(self) -> dict[str, Any]:
+        """Return the arguments for the settings of a run, with datasets by their content."""
+        return described(self)
 
     def _published(
         self, datasets: dict[str, Any], collate: Callable[[list[Any]], Any] | None
@@ -174,10 +182,6 @@ class FromDataset(MapStyleModule):
         datasets = {"train": self.train, "test": self.test, "val": self.val}
         given = {name: dataset for name, dataset in datasets.items() if dataset is not None}
         return self._published(given, self.collate)
-
-    def described(self) -> dict[str, Any]:
-        """Return the arguments for the settings of a run, with datasets by their content."""
-        return described(self)
 
 
 def _with(split: DataSplit, classes: Tensor | None, ids: Tensor | None, task: Task) -> DataSplit:

@@ -20,8 +20,6 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
 from flsuite.errors import FlsuiteError, one_line, require_one_of
 
-__all__ = ["MedMNIST", "read_medmnist"]
-
 DEFAULT_ROOT = "~/.medmnist"
 SIZES = (28, 64, 128, 224)
 SPLITS = ("train", "val", "test")

@@ -12,8 +12,6 @@ from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.random import torch_generator
 
-__all__ = ["Synthetic", "bayes_accuracy", "make_mixture", "simplex_means"]
-
 TEST_FRACTION = 0.2
 
 

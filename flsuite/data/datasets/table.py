@@ -16,8 +16,6 @@ from flsuite.data.splits import evenly_held_out
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
-__all__ = ["Table", "read_table"]
-
 SPLIT_SEED = 0
 
 _Columns = Annotated[

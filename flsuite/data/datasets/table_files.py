@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flsuite.data.datasets.csv_files import csv_frames
-from flsuite.data.datasets.numbers import has_numbers, is_number, missing_values, numeric_chunks
+from flsuite.data.datasets.csv_files import (
+    csv_frames,
+    has_numbers,
+    is_number,
+    missing_values,
+    numeric_chunks,
+)
 from flsuite.errors import FlsuiteError, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["Frames", "Rows", "feature_columns", "read_frames", "take_rows"]
 
 SUFFIXES = (".csv", ".parquet")
 MOST_NAMED = 8

@@ -12,8 +12,6 @@ from flsuite.data.rows import Rows
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 
-__all__ = ["AssignedPartition", "Partition", "partition_labels"]
-
 Array = np.ndarray
 
 

@@ -9,8 +9,6 @@ from flsuite.arguments import Settings
 from flsuite.data.partitions.base import Array, AssignedPartition
 from flsuite.errors import FlsuiteError
 
-__all__ = ["CountPartition", "apportion", "apportion_by_client", "assign_by_counts"]
-
 
 class CountPartition(AssignedPartition, Settings):
     """A partition that is a table of counts: a number of samples per class and client.

@@ -7,8 +7,6 @@ import numpy as np
 from flsuite.arguments import NonNegativeInt, PositiveFloat, PositiveInt
 from flsuite.data.partitions.counts import CountPartition, apportion
 
-__all__ = ["Dirichlet"]
-
 
 @dataclass
 class Dirichlet(CountPartition):

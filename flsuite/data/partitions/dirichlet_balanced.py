@@ -7,8 +7,6 @@ import numpy as np
 from flsuite.arguments import PositiveFloat
 from flsuite.data.partitions.counts import CountPartition
 
-__all__ = ["DirichletBalanced"]
-
 
 @dataclass
 class DirichletBalanced(CountPartition):

@@ -7,8 +7,6 @@ import numpy as np
 from flsuite.data.partitions.counts import apportion_by_client
 from flsuite.data.partitions.dirichlet import Dirichlet
 
-__all__ = ["DirichletProportions"]
-
 
 @dataclass
 class DirichletProportions(Dirichlet):

@@ -4,8 +4,6 @@ import numpy as np
 
 from flsuite.data.partitions.counts import CountPartition
 
-__all__ = ["IID"]
-
 
 class IID(CountPartition):
     """A random split into clients of nearly equal size (McMahan et al. 2017, arXiv:1602.05629).

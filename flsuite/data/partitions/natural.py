@@ -8,8 +8,6 @@ from numpy.random import Generator
 from flsuite.data.partitions.base import Array, AssignedPartition
 from flsuite.errors import FlsuiteError
 
-__all__ = ["Natural"]
-
 
 class Natural(AssignedPartition):
     """Each owner in the data (a writer, a device) is a client, as in FEMNIST.

@@ -8,8 +8,6 @@ from flsuite.arguments import PositiveInt
 from flsuite.data.partitions.counts import CountPartition
 from flsuite.errors import FlsuiteError
 
-__all__ = ["Pathological"]
-
 
 @dataclass
 class Pathological(CountPartition):

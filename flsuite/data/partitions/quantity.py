@@ -8,8 +8,6 @@ import numpy as np
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt
 from flsuite.data.partitions.counts import CountPartition, apportion
 
-__all__ = ["QuantitySkew"]
-
 
 @dataclass
 class QuantitySkew(CountPartition):

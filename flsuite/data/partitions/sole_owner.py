@@ -9,8 +9,6 @@ from flsuite.arguments import BelowOne, NonNegativeInt, Settings
 from flsuite.data.partitions.base import Array, AssignedPartition
 from flsuite.errors import FlsuiteError
 
-__all__ = ["SoleOwner"]
-
 
 @dataclass
 class SoleOwner(AssignedPartition, Settings):

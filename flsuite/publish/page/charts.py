@@ -11,10 +11,8 @@ import altair as alt
 import pandas as pd
 
 from flsuite.analysis.axes import AXES
-from flsuite.analysis.gamma import GAMMA
+from flsuite.analysis.curves import GAMMA
 from flsuite.publish.page.data import PageData
-
-__all__ = ["charts"]
 
 COLORS = (
     "#3b7dd8",

@@ -9,15 +9,12 @@ import pandas as pd
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.clients import client_gains, final_scores
 from flsuite.analysis.comparison import compare
-from flsuite.analysis.curves import seed_curves
-from flsuite.analysis.gamma import gamma_parts
+from flsuite.analysis.curves import gamma_parts, seed_curves
 from flsuite.analysis.partition import class_counts
 from flsuite.analysis.results import client_numbers, only
 from flsuite.analysis.runs import read_partition
 from flsuite.analysis.target import target_points
 from flsuite.errors import FlsuiteError
-
-__all__ = ["PageData", "gather"]
 
 # The page stays below 2 MB, of which the library of charts is 1.2 MB.
 _CURVE_ROWS = 6000

@@ -11,11 +11,9 @@ from flsuite.analysis.axes import AXES
 from flsuite.analysis.comparison import Score, shown_interval, shown_p
 from flsuite.analysis.groups import Group
 from flsuite.analysis.labels import differing, shown_value
-from flsuite.analysis.report import group_row
-from flsuite.analysis.scores import lower_is_better
+from flsuite.analysis.report import group_row, score_cell
+from flsuite.analysis.runs import lower_is_better
 from flsuite.analysis.target import amount_cell, reached_text, target_table
-
-__all__ = ["Cell", "Table", "facts", "headline", "pairs", "scores", "settings", "targets", "tuning"]
 
 
 @dataclass(frozen=True)
@@ -56,15 +54,7 @@ class Table:
 
 def facts(results: pd.DataFrame) -> list[tuple[str, str]]:
     """Return what the report is about, as numbers with their names."""
-    counts = {
-        name: results[column].nunique()
-        for name, column in (
-            ("run", "run"),
-            ("method", "method"),
-            ("partition", "partition"),
-            ("seed", "seed"),
-        )
-    }
+    counts = {name: results[name].nunique() for name in ("run", "method", "partition", "seed")}
     pairs = [(f"{count}", name if count == 1 else f"{name}s") for name, count in counts.items()]
     hours = results.groupby("run", observed=True)["wall_s"].max().sum() / 3600
     spent = f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
@@ -90,10 +80,8 @@ def headline(groups: Sequence[Group], metric: str, score: Score) -> list[str]:
         }
         if len(means) > 1:
             best = (min if lower else max)(means, key=lambda name: means[name])
-            spread = rows[best].get(f"{score}_std", math.nan)
-            lines.append(
-                f"{best} has the best mean {metric} on {partition}: {_mean(means[best], spread)}"
-            )
+            shown = score_cell(rows[best], score)
+            lines.append(f"{best} has the best mean {metric} on {partition}: {shown}")
     return lines
 
 
@@ -201,7 +189,7 @@ def _score_cell(
     lower = lower_is_better(metric)
     is_best = len(values) > 1 and lower is not None and value == (min if lower else max)(values)
     bar = 100 * value if 0 <= value <= 1 else None
-    return Cell(_mean(value, row.get(f"{name}_std", math.nan)), value, bar, is_best)
+    return Cell(score_cell(row, name), value, bar, is_best)
 
 
 def _costs(group: Group) -> list[Cell]:
@@ -215,10 +203,6 @@ def _costs(group: Group) -> list[Cell]:
 
 def _known(value: float) -> float | None:
     return None if pd.isna(value) else float(value)
-
-
-def _mean(mean: float, spread: float) -> str:
-    return f"{mean:.3f}" if math.isnan(spread) else f"{mean:.3f} ± {spread:.3f}"
 
 
 def _number(text: str) -> float | None:

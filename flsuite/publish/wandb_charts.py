@@ -1,4 +1,4 @@
-"""The charts of a federation in Weights & Biases, for a workspace and for a report.
+"""The charts of a federation in Weights & Biases, in a report and in a workspace of a project.
 
 They are built without any network call. The package ``wandb-workspaces`` checks them.
 """
@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from flsuite.errors import FlsuiteError, one_line, require_extra
-
-__all__ = ["default_entity", "panels", "saved", "sections"]
 
 _AXES = {  # as they are logged, see RoundLogger
     "round": "round",
@@ -115,3 +113,60 @@ def saved(what: str, request: Callable[[], Any]) -> Any:
             f"W&B: no answer to the request for {what} ({one_line(error, longest=200)}); log in "
             "with wandb login, and name --entity"
         ) from error
+
+
+def send_report(project: str, metric: str, table: str) -> None:
+    """Save a report in W&B, and print its address.
+
+    Args:
+        project: The project of the runs, as ``PROJECT`` or ``ENTITY/PROJECT``.
+        metric: The score to compare.
+        table: The table of the runs, as Markdown.
+    """
+    panels()  # before W&B is asked for anything
+    entity, _, name = project.rpartition("/")
+    made = build_report(default_entity(entity), name, metric, table)
+    saved("the report", made.save)
+    print(made.url)
+
+
+def build_report(entity: str, project: str, metric: str, table: str) -> Any:
+    """Return the report, without any network call. Its charts are of all runs of the project."""
+    wr = panels()
+    runset = wr.Runset(entity=entity, project=project, name="runs", groupby=["group"])
+
+    blocks = [wr.TableOfContents(), wr.H1(text="Scores"), wr.MarkdownBlock(text=table)]
+    for title, charts in sections(metric).items():
+        blocks += [wr.H1(text=title), wr.PanelGrid(runsets=[runset], panels=charts)]
+    return wr.Report(
+        entity=entity,
+        project=project,
+        title=f"Comparison of {metric.replace('_', ' ')}",
+        description="Mean and spread over seeds, by flsuite report.",
+        blocks=blocks,
+    )
+
+
+def build_workspace(entity: str, project: str, name: str, metric: str) -> Any:
+    """Return the workspace, without any network call.
+
+    Args:
+        entity: The user or team that owns the project.
+        project: The project of the runs.
+        name: The title of the workspace.
+        metric: The score to compare.
+    """
+    import wandb_workspaces.workspaces as ws
+
+    made = [
+        ws.Section(name=title, panels=charts, is_open=True)
+        for title, charts in sections(metric).items()
+    ]
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=made,
+        settings=ws.WorkspaceSettings(x_axis="round", max_runs=50),
+        runset_settings=ws.RunsetSettings(groupby=[ws.Metric("Group")]),
+    )
