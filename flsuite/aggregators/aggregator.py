@@ -11,7 +11,7 @@ With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and stale
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
 from typing import Any, ClassVar, final
@@ -29,7 +29,7 @@ from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.arguments import check_init
-from flsuite.errors import FlsuiteError, require_instance
+from flsuite.errors import FederationError, FlsuiteError, require_instance
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Sums, Tree, cast, divided, scaled
 
@@ -129,8 +129,10 @@ class Aggregator:
         """
         for name, part in self._by_name().items():
             part.prepare(server.of(name))
+        self._refuse_unbounded()
         if self.server_optimizer is not None:
-            require_step(self.server_optimizer)
+            parameters = [server.state[k] for k in server.layout.parameters if k in server.state]
+            require_step(self.server_optimizer, parameters)
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         """Return what clients send beside their change, by name."""
@@ -225,6 +227,12 @@ class Aggregator:
 
     def _concluded(self, server: Server, model: State, sums: Tree) -> State:
         count, statistics = round(sums.get("count", 0)), sums.get("statistics", {})
+        if fault := _incomplete(model, server.state):
+            owner = type(self.rule).__name__
+            raise FederationError(
+                f"round {server.round}: {owner} returned a faulty state: {fault}; the state of "
+                f"round {server.round - 1} is kept"
+            )
         means = divided(statistics, sums["weight"]) if count and sums["weight"] > 0 else {}
         self.objective.conclude(server.of("objective"), means, count)
         for name, part in self._placed().items():
@@ -233,11 +241,33 @@ class Aggregator:
             return cast(model, server.state)
         return stepped(self.server_optimizer, server.of("server_optimizer"), model)
 
+    def _refuse_unbounded(self) -> None:
+        """Refuse a transform that the server undoes after a mechanism has bounded the change."""
+        undone: list[str] = []
+        for part in self.transforms:
+            name = type(part).__name__
+            if undone and "changes alone" in part.needs:
+                raise FlsuiteError(
+                    f"trainer.aggregator.transforms: the server undoes {undone[0]} after {name} "
+                    f"has clipped, which may make a change longer than its noise is for; put "
+                    f"{undone[0]} behind {name}, or set its shortens to True"
+                )
+            if type(part).decode is not Transform.decode and not part.shortens:
+                undone.append(name)
+
     def _placed(self) -> dict[str, Transform]:
         return {f"transforms/{place}": part for place, part in enumerate(self.transforms)}
 
     def _by_name(self) -> dict[str, Part]:
         return {"rule": self.rule, "objective": self.objective, **self._placed()}
+
+
+def _incomplete(model: Any, state: State) -> str | None:
+    """Return why the model of a rule cannot be the next one, or ``None`` if it can."""
+    if not isinstance(model, Mapping):
+        return f"it is a {type(model).__name__}, and no dict of tensors"
+    missing = [name for name in state if name not in model]
+    return f"it has no {missing[0]}" if missing else None
 
 
 @cache

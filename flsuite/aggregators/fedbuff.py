@@ -9,6 +9,7 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.rules import Mean, MixedMean, Normalize, Rule, Weighting
 from flsuite.aggregators.staleness import Staleness, StalenessName
 from flsuite.arguments import NonNegativeFloat, check_init
+from flsuite.errors import FlsuiteError
 
 __all__ = ["FedBuff"]
 
@@ -57,4 +58,10 @@ class FedBuff(Aggregator):
         elif rule is None:
             rate = 1.0 if eta is None else eta
             rule = Mean(weighting, staleness or "polynomial", normalize, rate)
+        elif mode == "mix" or eta not in (None, 1.0):  # it would silently do nothing
+            raise FlsuiteError(
+                f"FedBuff: mode {mode!r} and eta {eta} are those of its own rules, and rule is "
+                f"{type(rule).__name__}; leave mode and eta out, and set server_optimizer to "
+                "torch.optim.SGD with a learning rate for another step"
+            )
         super().__init__(rule=rule, **parts)

@@ -7,7 +7,13 @@ from lightning.pytorch import LightningModule
 
 from flsuite.aggregators import Aggregator
 from flsuite.models.layers import read_chain, read_layers
-from flsuite.models.traits import frozen_entries, own_entries, parameter_groups, training_only
+from flsuite.models.traits import (
+    frozen_entries,
+    own_entries,
+    parameter_groups,
+    refuse_unused,
+    training_only,
+)
 from flsuite.state import StateLayout, matches
 
 BatchNorm = Literal["average", "local", "reset"]
@@ -54,6 +60,7 @@ def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchN
     # The pooled fit is not a client, so there is nowhere to keep an entry.
     if not aggregator.pools:
         private = {*own, *(unlearned if batchnorm == "local" else ())}
+        refuse_unused(model, "trainer.aggregator.private", aggregator.private, names)
         private |= {name for name in names if matches(name, aggregator.private)}
 
     # What nobody trains is not kept once per client, unless the model says that it is private.

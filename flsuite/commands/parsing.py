@@ -131,7 +131,19 @@ def plain_errors() -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, FlsuiteError):
             cause = cause.__cause__ or cause.__context__
-        raise (cause or FlsuiteError(one_line(error, _LONGEST))) from None
+        raise (cause or FlsuiteError(_reading(error) or one_line(error, _LONGEST))) from None
+
+
+def _reading(error: Exception) -> str:
+    """Return the reason of the class that refused its arguments, where a key takes several kinds.
+
+    The parser lists one reason per kind, and all but one of them say that the class is of another
+    kind. It returns nothing where no reason is left.
+    """
+    listed = str(error).partition("\nErrors:\n")[2].partition("\nGiven value type:")[0]
+    reasons = [line.strip()[2:] for line in listed.splitlines() if line.strip().startswith("- ")]
+    own = [text for text in reasons if not text.startswith(("Import path", "Expected a"))]
+    return own[0] if own else ""
 
 
 def refuse_nulls(chosen: Any, path: str) -> None:

@@ -69,7 +69,7 @@ class PairwiseMasks(SecureAggregation):
             counts, and a client with a value outside its range is left out.
     """
 
-    needs = frozenset({"a cohort of known size", "current models", "shared parameters"})
+    needs = frozenset({"clients", "a cohort of known size", "current models", "shared parameters"})
     withholds = {
         "each update": "shows the server a sum alone",
         "plain updates": "shows the server a sum alone",

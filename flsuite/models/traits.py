@@ -24,6 +24,7 @@ __all__ = [
     "own_entries",
     "parameter_groups",
     "pictures",
+    "refuse_unused",
     "require_trainable",
     "scores_by_columns",
     "scores_by_steps",
@@ -50,8 +51,8 @@ def own_entries(model: LightningModule) -> list[str]:
             f"{type(model).__name__} has both shared and private; keep one of them: the entries "
             "that it does not name are of the other kind"
         )
-    _refuse_unused(model, "shared", shared, names)
-    _refuse_unused(model, "private", private, names)
+    refuse_unused(model, "model.shared", shared, names)
+    refuse_unused(model, "model.private", private, names)
     if shared:
         return [name for name in names if not matches(name, shared)]
     return [name for name in names if matches(name, private)]
@@ -168,17 +169,26 @@ def _patterns(model: LightningModule, name: str) -> tuple[str, ...]:
     return tuple(value) if is_declared else ()
 
 
-def _refuse_unused(
-    model: LightningModule, what: str, patterns: Sequence[str], names: Sequence[str]
+def refuse_unused(
+    model: LightningModule, key: str, patterns: Sequence[str], names: Sequence[str]
 ) -> None:
     """Refuse a pattern that matches nothing.
 
     With a mistyped pattern, the method would silently be another one.
+
+    Args:
+        model: The model.
+        key: The key of a config that has the patterns.
+        patterns: Prefixes and wildcards.
+        names: The entries of the model.
+
+    Raises:
+        FlsuiteError: If there is one.
     """
     for pattern in patterns:
         if not any(matches(name, (pattern,)) for name in names):
             prefixes = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
             raise FlsuiteError(
-                f"model.{what}: {pattern!r} matches no entry of {type(model).__name__}; it has "
+                f"{key}: {pattern!r} matches no entry of {type(model).__name__}; it has "
                 f"{prefixes[:300]}"
             )

@@ -546,3 +546,18 @@ def test_a_class_that_is_half_given_is_named(
         main(["fit", "--config", QUICKSTART, *arguments])
     assert done.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("Krum", "--trainer.aggregator.byzantine", "-1"), "Krum: byzantine must be at least 0"),
+        (("Bucketing",), "Bucketing: exactly one of rule and aggregator"),
+    ],
+)
+def test_a_rule_that_is_named_alone_gives_its_own_reason(
+    options: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The key takes an algorithm too, and the parser lists a reason for each of the two."""
+    line = refused(capsys, *SHORT, "--trainer.aggregator", *options)
+    assert line.startswith(f"flsuite: error: {reason}")

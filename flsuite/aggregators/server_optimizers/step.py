@@ -40,21 +40,33 @@ def stepped(
     return cast({**model, **parameters}, server.state)
 
 
-def require_step(make_optimizer: Callable[[Iterable[Tensor]], Optimizer]) -> None:
-    """Refuse an optimizer that cannot step with a gradient alone.
+def require_step(
+    make_optimizer: Callable[[Iterable[Tensor]], Optimizer], parameters: Iterable[Tensor]
+) -> None:
+    """Refuse an optimizer that does not take these parameters, or needs more than a gradient.
 
     Raises:
-        FlsuiteError: If it cannot, such as LBFGS, which asks for the loss.
+        FlsuiteError: If it does, such as Muon, which takes matrices alone, or LBFGS, which asks
+            for the loss.
     """
+    key = "trainer.aggregator.server_optimizer"
+    shapes = [torch.empty(p.shape, dtype=torch.float64, device="meta") for p in parameters]
+    try:
+        if shapes:
+            make_optimizer(shapes)
+    except Exception as error:
+        raise FlsuiteError(
+            f"{key} refuses its arguments or the model's parameters ({one_line(error, 200)}); "
+            "change them, or take another one, such as torch.optim.SGD"
+        ) from error
     parameter = torch.zeros(2, 2, dtype=torch.float64)
     parameter.grad = torch.ones_like(parameter)
     try:
         make_optimizer([parameter]).step()
     except Exception as error:
         raise FlsuiteError(
-            "trainer.aggregator.server_optimizer cannot step with a gradient alone "
-            f"({type(error).__name__}: {one_line(error, 200)}); take another one, such as "
-            "torch.optim.SGD"
+            f"{key} cannot step with a gradient alone ({type(error).__name__}: "
+            f"{one_line(error, 200)}); take another one, such as torch.optim.SGD"
         ) from error
 
 

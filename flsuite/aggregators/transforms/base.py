@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from flsuite.aggregators.part import Part, Server
 from flsuite.state import State, Tree
@@ -57,7 +57,13 @@ class Transform(Part, ABC):
     effect in one or more of three places: on a client (:meth:`encode`), on each update that arrives
     (:meth:`decode`), and on what the rule has made of them (:meth:`on_aggregate`). Buffers are no
     direction and pass by.
+
+    Attributes:
+        shortens: Whether :meth:`decode` never makes a change longer. A bound that a later transform
+            has put on it, such as that of a privacy mechanism, then still holds.
     """
+
+    shortens: ClassVar[bool] = False
 
     def broadcast(self, server: Server) -> dict[str, Any]:
         """Return what every client of the round receives for this transform."""

@@ -81,6 +81,7 @@ class GaussianMechanism(Transform, Settings):
     count_noise: NonNegativeFloat | None = None
     secure_rng: bool = False
 
+    shortens = True
     needs = frozenset(
         {"random cohorts", "a plain sum", "parameters alone", "changes alone", "dense changes"}
     )
@@ -102,6 +103,11 @@ class GaussianMechanism(Transform, Settings):
         return payload._replace(statistics={**payload.statistics, WITHIN: float(norm <= clip)})
 
     def template(self, template: Payload) -> Payload:
+        if sent := sorted(template.statistics):
+            raise FlsuiteError(
+                f"GaussianMechanism: clients send {sent[0]} beside their change, which no noise "
+                "covers; change the part of trainer.aggregator that sends it"
+            )
         if self.quantile is None:
             return template
         return template._replace(statistics={**template.statistics, WITHIN: 0.0})

@@ -1,0 +1,113 @@
+"""Algorithms that would silently be others, or fail without a reason, are refused in one line."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import (
+    Aggregator,
+    Centralized,
+    ClipUpdates,
+    CohortRule,
+    CoordinateMedian,
+    DPFedAvg,
+    FedAvg,
+    FedBuff,
+    Objective,
+    Server,
+    Transform,
+)
+from flsuite.aggregators.part import Statistic
+from flsuite.aggregators.transforms import FitView, Payload
+from flsuite.errors import FederationError
+from flsuite.exchange import PairwiseMasks
+from flsuite.messages import ClientUpdate
+from flsuite.state import State, StateLayout
+from tests.aggregators.federations import run
+
+
+class Tenfold(Transform):
+    """The server multiplies what it reads by ten."""
+
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        return payload._replace(change={k: v / 10 for k, v in payload.change.items()})
+
+    def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
+        return payload._replace(change={k: v * 10 for k, v in payload.change.items()})
+
+
+class Sends(Objective):
+    """Clients send a number that they measure."""
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        return {"measured": Statistic(torch.zeros(()))}
+
+
+class Incomplete(CohortRule):
+    """A rule that forgets an entry, or everything."""
+
+    def __init__(self, returns_none: bool) -> None:
+        self.returns_none = returns_none
+
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> Any:
+        state = dict(next(updates).state)
+        del state[next(iter(state))]
+        return None if self.returns_none else state
+
+
+class Matrices(SGD):
+    """As torch.optim.Muon: it takes matrices alone."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        if any(p.ndim != 2 for group in self.param_groups for p in group["params"]):
+            raise ValueError("only 2D parameters")
+
+
+private = partial(DPFedAvg, noise_multiplier=1.0, delta=1e-5)
+
+
+def test_a_change_must_not_grow_after_a_mechanism_has_clipped_it() -> None:
+    with pytest.raises(FlsuiteError, match="undoes Tenfold after GaussianMechanism"):
+        run(private(transforms=[Tenfold()]), batchnorm="local")
+    run(private(transforms=[ClipUpdates(2.0)]), rounds=1, batchnorm="local")
+
+
+def test_a_mechanism_refuses_what_no_noise_covers() -> None:
+    with pytest.raises(FlsuiteError, match="send measured beside their change"):
+        run(private(objective=Sends()), batchnorm="local")
+
+
+def test_a_private_entry_that_is_nowhere_is_refused() -> None:
+    with pytest.raises(FlsuiteError, match=r"trainer\.aggregator\.private: 'head'"):
+        run(FedAvg(private=["head"]))
+
+
+def test_pooled_data_has_nobody_to_mask() -> None:
+    with pytest.raises(FlsuiteError, match="PairwiseMasks needs clients"):
+        run(Centralized(), secure_sum=PairwiseMasks())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"), [(Matrices, "only 2D parameters"), (partial(SGD, lr=-1.0), "-1.0")]
+)
+def test_a_server_optimizer_that_refuses_the_model(optimizer: type[Optimizer], reason: str) -> None:
+    with pytest.raises(FlsuiteError, match=rf"server_optimizer refuses .*{reason}"):
+        run(FedAvg(server_optimizer=optimizer))
+
+
+@pytest.mark.parametrize("settings", [{"eta": 0.1}, {"mode": "mix"}])
+def test_fedbuff_with_another_rule_has_no_rate_of_its_own(settings: dict[str, Any]) -> None:
+    with pytest.raises(FlsuiteError, match="rule is CoordinateMedian"):
+        FedBuff(rule=CoordinateMedian(), **settings)
+
+
+@pytest.mark.parametrize(("returns_none", "fault"), [(True, "a NoneType"), (False, "it has no")])
+def test_a_rule_that_returns_no_whole_model(returns_none: bool, fault: str) -> None:
+    with pytest.raises(FederationError, match=f"round 1: Incomplete returned .*{fault}"):
+        run(Aggregator(Incomplete(returns_none)))
