@@ -1,4 +1,4 @@
-"""The replay of :class:`~flsuite.models.NFClassifier`: its losses, and the state of earlier tasks."""
+"""The replay of :class:`~flsuite.models.NFClassifier`: losses, and the state of earlier tasks."""
 
 from collections.abc import Sequence
 from copy import deepcopy
