@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flsuite.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from flsuite.attacks.base import Attack, Attacker, Trial
-from flsuite.attacks.labelled import labelled, require_classes, with_parts
+from flsuite.attacks.label_flip import labelled, require_classes, with_parts
 from flsuite.attacks.scaled_update import boosted
 from flsuite.data.federated import FederatedData
 from flsuite.data.images import Unscaled

@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["client_app", "make_client_app", "server_app"]
 
 _ON_A_NODE = (
-    "--trainer.logger",
-    "false",
-    "--trainer.enable_checkpointing",
-    "false",
-    "--trainer.enable_progress_bar",
-    "false",
+    *("--trainer.logger", "false", "--trainer.enable_checkpointing", "false"),
+    *("--trainer.enable_progress_bar", "false"),
 )
 
 

@@ -15,50 +15,7 @@ and fusion lowers the dissimilarity if ``R + Phi < 0``, the calibration conditio
 import torch
 from torch import Tensor
 
-from flsuite.models.protocols import FusedModel
-
-__all__ = [
-    "FusedModel",
-    "RunningDissimilarity",
-    "decompose",
-    "gradient_dissimilarity",
-    "relative_dissimilarity",
-]
-
-
-def gradient_dissimilarity(gradients: Tensor) -> float:
-    """Return ``Gamma`` of stacked gradients ``(clients, d)``."""
-    return float(_centred(gradients).square().sum(1).mean())
-
-
-def relative_dissimilarity(gradients: Tensor) -> float:
-    """Return ``Gamma / ||m||^2`` of gradients ``(clients, d)``, invariant to the loss's scale."""
-    return _relative(
-        gradient_dissimilarity(gradients), float(gradients.double().mean(0).square().sum())
-    )
-
-
-def decompose(original: Tensor, fused: Tensor) -> dict[str, float]:
-    """Decompose the dissimilarity of gradients at the plain and at the fused inputs.
-
-    Args:
-        original: Gradients at the plain inputs, ``(clients, d)``.
-        fused: Gradients at the fused inputs, ``(clients, d)``.
-
-    Returns:
-        ``gamma_orig``, ``R``, ``Phi`` and ``gamma_fused``, each from its own definition, and
-        ``calibrated``: 1 if ``R + Phi < 0``, else 0.
-    """
-    # float64 before the difference, as plain and fused gradients are nearly equal.
-    plain, change = _centred(original), _centred(fused.double() - original.double())
-    spread, cross = float(change.square().sum(1).mean()), 2 * float((plain * change).sum(1).mean())
-    return {
-        "gamma_orig": gradient_dissimilarity(original),
-        "R": spread,
-        "Phi": cross,
-        "gamma_fused": gradient_dissimilarity(fused),
-        "calibrated": float(spread + cross < 0),
-    }
+__all__ = ["RunningDissimilarity"]
 
 
 class RunningDissimilarity:
@@ -133,11 +90,6 @@ class _Moments:
     def spread(self) -> float:
         """Return the mean squared distance to the mean."""
         return self.squares / self.count
-
-
-def _centred(gradients: Tensor) -> Tensor:
-    gradients = gradients.double()
-    return gradients - gradients.mean(0)
 
 
 def _relative(gamma: float, square: float) -> float:

@@ -33,21 +33,9 @@ _LOW = {
     *("loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "rmse", "smape", "wer"),
 }
 _HIGH = {
-    *(
-        "acc",
-        "accuracy",
-        "ap",
-        "auc",
-        "auprc",
-        "auroc",
-        "bleu",
-        "corr",
-        "correlation",
-        "dice",
-        "f1",
-    ),
-    *("iou", "jaccard", "kappa", "map", "mcc", "mrr", "ndcg", "pearson", "precision", "psnr", "r2"),
-    *("recall", "rouge", "sensitivity", "spearman", "specificity", "ssim", "variance"),
+    *("acc", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "corr", "correlation", "dice"),
+    *("f1", "iou", "jaccard", "kappa", "map", "mcc", "mrr", "ndcg", "pearson", "precision", "psnr"),
+    *("r2", "recall", "rouge", "sensitivity", "spearman", "specificity", "ssim", "variance"),
 }
 
 

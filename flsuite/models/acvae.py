@@ -31,8 +31,7 @@ from flsuite.models.autoencoders import (
     TableDecoder,
     TableEncoder,
 )
-from flsuite.models.backbones.base import Widths
-from flsuite.models.backbones.norms import Norm
+from flsuite.models.backbones.base import Norm, Widths
 from flsuite.models.base import ClientModel
 from flsuite.models.gaussians import kl_divergence, log_density, sample
 
@@ -51,8 +50,6 @@ class ACVAE(ClientModel):
 
     The prior of class c is N(mu_c, sigma_c^2). The loss of a sample, in nats, with z drawn from
     q(z|x), is the sum of
-
-    The loss of a sample, in nats, with z drawn from q(z|x), is the sum of
 
     - ``reconstruction_weight E(D(H(z)), x)``, where E is a sum over the features: half the squared
       error, or the binary cross-entropy;

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from flsuite.models.backbones.norms import Norm, make_norm
+from flsuite.models.backbones.base import Norm, make_norm
 
 __all__ = [
     "SMALLEST",

@@ -28,7 +28,7 @@ from flsuite.models.autoencoders import (
     UNetEncoder,
 )
 from flsuite.models.backbones import Backbone, ResNet20
-from flsuite.models.backbones.norms import Norm
+from flsuite.models.backbones.base import Norm
 from flsuite.models.base import ClientModel
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating

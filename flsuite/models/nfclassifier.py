@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import flsuite.models.nf_losses as nf_losses
+import flsuite.models.replay as replay
 from flsuite.arguments import (
     NonNegativeFloat,
     PositiveFloat,
@@ -26,7 +26,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.models.backbones import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel
 from flsuite.models.flows import ConditionalFlow
-from flsuite.models.replay import Previous, draw_classes, frozen_copy
 
 __all__ = ["NFClassifier"]
 
@@ -41,7 +40,7 @@ class NFClassifier(ClientModel):
     1. the flow, on ``-log p_g(h_a(x) | y) - k_flow_last log p_g(z' | y')``, z' drawn from the flow
        of the previous task;
     2. the hidden layer of h_b, on replay: cross-entropy at samples of the flow of classes that the
-       client has met, each weighted by its :func:`~flsuite.models.nf_losses.credibility`, and all
+       client has met, each weighted by its :func:`~flsuite.models.replay.credibility`, and all
        of them by ``k_replay ((1 - theta) p + theta)``, p the batch's mean density
        ``exp(log p_g / feature_dim)``;
     3. h_a and h_b, on cross-entropy and on distillation from the classifier of the previous task
@@ -160,7 +159,7 @@ class NFClassifier(ClientModel):
             self.feature_dim, spec.num_classes, self.couplings, self.flow_width
         )
         # Without its weight a copy is never read: it would only cost memory at every client.
-        self.previous = Previous(
+        self.previous = replay.Previous(
             spec.num_classes,
             {"flow": self.flow} if self.k_flow_last else {},
             {"extractor": self.extractor, "head": self.head} if self.k_last else {},
@@ -188,7 +187,7 @@ class NFClassifier(ClientModel):
 
         # The flow learns the features' density and teaches the features nothing.
         codes, log_density = self.flow.density(z.detach(), y)
-        flow_loss = nf_losses.flow_loss(log_density) + self.rehearsal_loss(len(y))
+        flow_loss = replay.flow_loss(log_density) + self.rehearsal_loss(len(y))
 
         # Replay must not train the flow: that would bend the density to the classifier.
         loss = F.cross_entropy(logits.float(), y) + self.distillation_loss(x, z, logits)
@@ -215,9 +214,9 @@ class NFClassifier(ClientModel):
         # The previous flow is a sampler only; the gradient comes from this flow's density.
         with torch.no_grad():
             flow: Any = self.previous.get_submodule("flow")
-            y = draw_classes(self.previous.past, n)
+            y = replay.draw_classes(self.previous.past, n)
             z = flow.generate(torch.randn(n, self.feature_dim, device=y.device), y)
-        return self.k_flow_last * nf_losses.flow_loss(self.flow.density(z, y)[1])
+        return self.k_flow_last * replay.flow_loss(self.flow.density(z, y)[1])
 
     def replay_loss(self, codes: Tensor, log_density: Tensor, y: Tensor) -> Tensor:
         """Return the weighted replay loss.
@@ -230,14 +229,14 @@ class NFClassifier(ClientModel):
         with torch.no_grad():
             # Per dimension: the density of hundreds of numbers under- or overflows.
             density = (log_density / self.feature_dim).exp().mean()
-            classes = draw_classes(self._replayed(), len(y))
+            classes = replay.draw_classes(self._replayed(), len(y))
             # A sample's code is what it is drawn from: comparing codes needs no inverse of the
             # flow.
             drawn = torch.randn_like(codes)
             z = self.flow.generate(drawn, classes)
-            weights = nf_losses.credibility(codes, y, drawn, classes, density)
+            weights = replay.credibility(codes, y, drawn, classes, density)
 
-        loss = nf_losses.replay_loss(self.head.hidden_only(z), classes, weights)
+        loss = replay.replay_loss(self.head.hidden_only(z), classes, weights)
         for name, value in (
             ("density", density),
             ("credibility", weights.mean()),
@@ -264,7 +263,7 @@ class NFClassifier(ClientModel):
             with torch.no_grad():
                 teacher_z = extractor(x)
                 teacher_logits = head(teacher_z)
-            loss = loss + weight * nf_losses.distillation_loss(
+            loss = loss + weight * replay.distillation_loss(
                 z, logits, teacher_z, teacher_logits, self.k_feature, self.k_output
             )
         return loss
@@ -338,7 +337,7 @@ class NFClassifier(ClientModel):
         # For the fit only: Lightning warns of modules that are in evaluation mode when it starts.
         self.previous.eval()
         if self.k_global:
-            self._received = frozen_copy(self.extractor), frozen_copy(self.head)
+            self._received = replay.frozen_copy(self.extractor), replay.frozen_copy(self.head)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient after callbacks have added to it.

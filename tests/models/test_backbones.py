@@ -20,7 +20,7 @@ from flsuite.models.backbones import (
     ResNet20,
     make_norm,
 )
-from flsuite.models.backbones.norms import Norm
+from flsuite.models.backbones.base import Norm
 
 GREY, COLOUR, LARGE, TINY = (1, 28, 28), (3, 32, 32), (3, 64, 64), (1, 8, 8)
 FEDFISHER_CNN = CNN(bias=False, hidden=(512, 128), padding=False)

@@ -17,8 +17,8 @@ from flsuite.data import DataSpec, Dirichlet, Synthetic
 from flsuite.engines import Processes
 from flsuite.models import Classifier, NFClassifier
 from flsuite.models.backbones import MLP, Backbone, ResNet20, StridedCNN
-from flsuite.models.nf_losses import credibility, soft_cross_entropy
 from flsuite.models.nfclassifier import _Head
+from flsuite.models.replay import credibility, soft_cross_entropy
 from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from tests.conftest import digits, equal_states, trainer

@@ -2,7 +2,6 @@
 
 import pytest
 
-from flsuite.metrics import FusedModel as FusedModelOfMetrics
 from flsuite.models import ACVAE, Classifier, FusedSpaceFed, NFClassifier
 from flsuite.models.protocols import (
     FlowModel,
@@ -26,7 +25,3 @@ PROTOCOLS = (FlowModel, FusedModel, LatentModel, LikelihoodModel, PriorModel)
 )
 def test_each_model_offers_its_protocols_and_no_other(model: type, offered: set[type]) -> None:
     assert {protocol for protocol in PROTOCOLS if isinstance(model(), protocol)} == offered
-
-
-def test_the_protocol_of_fusion_is_one_class_under_both_names() -> None:
-    assert FusedModelOfMetrics is FusedModel

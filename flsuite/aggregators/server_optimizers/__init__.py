@@ -5,6 +5,5 @@ from flsuite.aggregators.server_optimizers.adaptive import (
     AdaptiveAdam,
     AdaptiveYogi,
 )
-from flsuite.aggregators.server_optimizers.step import require_step, stepped
 
-__all__ = ["AdaptiveAdagrad", "AdaptiveAdam", "AdaptiveYogi", "require_step", "stepped"]
+__all__ = ["AdaptiveAdagrad", "AdaptiveAdam", "AdaptiveYogi"]

@@ -1,13 +1,11 @@
 """The networks that models are built from, each a recipe that is built for the data's shape."""
 
-from flsuite.models.backbones.base import Backbone
-from flsuite.models.backbones.cnn import CNN
+from flsuite.models.backbones.base import Backbone, make_norm
+from flsuite.models.backbones.cnn import CNN, StridedCNN
 from flsuite.models.backbones.lenet import LeNet5
 from flsuite.models.backbones.mlp import MLP
-from flsuite.models.backbones.norms import make_norm
 from flsuite.models.backbones.resnet18 import ResNet18
 from flsuite.models.backbones.resnet20 import PreActResNet, ResNet20
-from flsuite.models.backbones.strided import StridedCNN
 
 __all__ = [
     "CNN",

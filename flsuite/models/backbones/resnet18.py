@@ -7,9 +7,8 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from flsuite.arguments import PositiveInt, Settings
-from flsuite.models.backbones.base import Backbone, Widths
+from flsuite.models.backbones.base import Backbone, Norm, Widths, make_norm
 from flsuite.models.backbones.cnn import image_shape
-from flsuite.models.backbones.norms import Norm, make_norm
 
 __all__ = ["ResNet18"]
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from flsuite.arguments import PositiveInt, Settings
-from flsuite.models.backbones.base import Backbone
+from flsuite.models.backbones.base import Backbone, Norm, make_norm
 from flsuite.models.backbones.cnn import image_shape
-from flsuite.models.backbones.norms import Norm, make_norm
 
 __all__ = ["PreActResNet", "ResNet20"]
 

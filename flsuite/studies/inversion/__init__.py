@@ -8,9 +8,9 @@ from flsuite.studies.inversion.knowledge import (
     kept_models,
     known_to_server,
     mean_model,
+    public_images,
     sent_factors,
 )
-from flsuite.studies.inversion.scenario import public_images
 from flsuite.studies.inversion.target import Target
 
 __all__ = [

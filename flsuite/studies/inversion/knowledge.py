@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flsuite.aggregators import Aggregator, LinearRule, Rule
 from flsuite.analysis.runs import read_partition
@@ -14,6 +15,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher import kfac_factors, measuring
 from flsuite.models.layers import read_layers
 from flsuite.models.protocols import LogitModel
+from flsuite.random import torch_generator
 from flsuite.runs.reuse import UPDATES, UpdateStore
 from flsuite.state import State, StateLayout, cast, mean_of
 
@@ -23,9 +25,11 @@ __all__ = [
     "kept_models",
     "known_to_server",
     "mean_model",
+    "public_images",
     "require_logits",
     "sent_factors",
 ]
+
 
 Knowledge = Literal["client", "mean", "factors"]
 """``client`` is the client's model, ``mean`` the mean of all clients' models, and ``factors`` that
@@ -123,3 +127,38 @@ def require_logits(model: nn.Module) -> None:
             f"the inversion attack needs the logits of the model, and {type(model).__name__} has "
             "none: add a method logits(x) -> (n, outputs)"
         )
+
+
+def public_images(
+    data: FederatedData, owner: int, label: int, samples: int, seed: int = 0
+) -> Tensor:
+    """Return images of the other clients, none of them of the owner's class.
+
+    They are what the server has, and what its generator is trained on.
+
+    Args:
+        data: The data of all clients.
+        owner: The client under attack.
+        label: Its class, which the server has no image of.
+        samples: Number of images.
+        seed: Picks them.
+
+    Returns:
+        Images within [0, 1], ``(samples, channels, height, width)``.
+
+    Raises:
+        FlsuiteError: If the data are no images, or the other clients have too few.
+    """
+    if data.train.x.dtype != torch.uint8 or data.train.y.ndim != 1:
+        raise FlsuiteError("the inversion attack needs images with one class each")
+    rows = torch.cat([data.train_rows(c) for c in range(data.clients) if c != owner])
+    rows = rows[data.train.y[rows] != label]
+    if not 1 <= samples <= len(rows):
+        raise FlsuiteError(
+            f"public_images: samples must be within 1 and {len(rows)}, the images of the other "
+            f"clients without class {label}, got {samples}"
+        )
+
+    draws = torch_generator(seed, "inversion/public")
+    chosen = rows[torch.randperm(len(rows), generator=draws)[:samples]]
+    return data.train.x[chosen].permute(0, 3, 1, 2).float() / 255
