@@ -15,7 +15,7 @@ from flsuite.aggregators import Aggregator, FedAvg, Rule
 from flsuite.aggregators.transforms import Transform
 from flsuite.attacks import Attack
 from flsuite.attacks.compose import with_attack
-from flsuite.callbacks.defaults import moved_into, with_defaults
+from flsuite.callbacks.defaults import moved_into, with_defaults, with_task_matrix
 from flsuite.client.entries import BatchNorm
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
@@ -261,7 +261,8 @@ class FederatedTrainer(Trainer):
         attacked = with_attack(aggregator, self.attack)
         algorithm = attacked, self.schedule, folder, options, self.batchnorm, self.secure_sum
         federation = make_federation(evaluator, *algorithm)
-        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        given: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        callbacks = with_task_matrix(given, federation.data)
         settings = run_settings(options, model, data, callbacks, weights, **own_settings(self))
         config = self.config or settings
         hooks, parts = Hooks(callbacks), (federation, evaluator, folder, options)

@@ -1,14 +1,13 @@
 """The folder of a run, readable without flsuite."""
 
 import contextlib
-import csv
 import json
 import logging
 import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.files import atomic_save, make_folder
-from flsuite.runs.partition import TASK_COLUMNS, task_rows, write_partition
+from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.table import MetricsTable, TimelineTable
 
 try:
@@ -205,7 +204,7 @@ class RunFolder:
         (self.path / "versions.txt").write_text(_versions())
         write_partition(self.path / "partition.csv", data)
         if isinstance(data, TaskData):
-            _write_csv(self.path / "tasks.csv", TASK_COLUMNS, task_rows(data))
+            task_table(data).to_csv(self.path / "tasks.csv", index=False)
         if attack is not None:
             who = {"attack": type(attack).__name__, "attackers": attack.attackers}
             text = json.dumps({**who, "clients": data.clients})
@@ -277,13 +276,6 @@ class RunFolder:
 
 def _write_text(path: Path, text: str) -> None:
     atomic_save(lambda temporary: temporary.write_text(text), path)
-
-
-def _write_csv(path: Path, header: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(rows)
 
 
 def _versions() -> str:

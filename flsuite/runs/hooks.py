@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from flsuite.client.setup import has_lightning_hooks
 from flsuite.errors import FlsuiteError, one_line
 
+_BASE = "flsuite.callbacks.base"  # whose hooks do nothing
 _HOOKS = (
     "on_federation_start",
     "on_round_start",
@@ -41,7 +42,8 @@ class Hooks:
     def notify(self, hook: str, *args: Any) -> None:
         """Call a hook of the federation on every callback that has it."""
         for callback in self.federation:
-            if method := getattr(callback, hook, None):
+            method = getattr(callback, hook, None)
+            if method and getattr(method, "__module__", "") != _BASE:
                 method(*args)
 
     def for_clients(self) -> tuple[Callback, ...]:
@@ -65,9 +67,7 @@ def _reads_updates(callback: Callback) -> bool:
     for kind in type(callback).__mro__:
         # A subclass with a hook of its own must say for itself that it reads nothing.
         if "on_client_end" in vars(kind) or "reads_updates" in vars(kind):
-            return kind.__module__ != "flsuite.callbacks.base" and vars(kind).get(
-                "reads_updates", True
-            )
+            return kind.__module__ != _BASE and vars(kind).get("reads_updates", True)
     return False
 
 

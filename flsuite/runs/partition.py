@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PARTITION_COLUMNS = ("client", "split", "class", "samples")
-TASK_COLUMNS = ("client", "task", "first_round", "class", "samples")
 _SPLITS = ("train", "val", "test")
 _CLIENTS_AT_A_TIME = 10_000  # bounds memory
 
@@ -39,16 +38,6 @@ def write_partition(path: Path, data: FederatedData) -> None:
             file.write(of_client * len(counts) % tuple(numbers))
 
 
-def task_rows(data: TaskData) -> Iterator[tuple[int, int, int, str, int]]:
-    """Yield client, task, first round of the task, class name and number of training samples."""
-    names = data.spec.class_names or tuple(str(c) for c in range(data.spec.num_classes))
-    for client, groups in enumerate(data.sequences):
-        counts = data.class_counts(client).tolist()
-        for task, (group, start) in enumerate(zip(groups, data.starts, strict=True)):
-            for c in group:
-                yield client, task, start, names[c], counts[c]
-
-
 def partition_table(data: FederatedData) -> "pd.DataFrame":
     """Return the content of a run's ``partition.csv``."""
     import pandas as pd
@@ -66,10 +55,19 @@ def partition_table(data: FederatedData) -> "pd.DataFrame":
 
 
 def task_table(data: TaskData) -> "pd.DataFrame":
-    """Return the content of a run's ``tasks.csv``."""
+    """Return the content of a run's ``tasks.csv``.
+
+    Its columns are client, task, first round of the task, class name and number of training
+    samples.
+    """
     import pandas as pd
 
-    return pd.DataFrame(task_rows(data), columns=list(TASK_COLUMNS))
+    names, rows = _class_names(data), []
+    for client, groups in enumerate(data.sequences):
+        counts = data.class_counts(client).tolist()
+        for task, (group, start) in enumerate(zip(groups, data.starts, strict=True)):
+            rows += [(client, task, start, names[c], counts[c]) for c in group]
+    return pd.DataFrame(rows, columns=["client", "task", "first_round", "class", "samples"])
 
 
 def _class_names(data: FederatedData) -> tuple[str, ...]:

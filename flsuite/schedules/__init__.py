@@ -1,10 +1,19 @@
 """Who trains when, and how long it takes on the virtual clock."""
 
 from flsuite.schedules.asynchronous import Asynchronous
-from flsuite.schedules.availability import Always, Availability, Bernoulli, OnOff
-from flsuite.schedules.base import Clock, Fit, Schedule
+from flsuite.schedules.availability import Bernoulli, OnOff
+from flsuite.schedules.base import (
+    Always,
+    Availability,
+    Clock,
+    Fit,
+    Measured,
+    Schedule,
+    Speeds,
+    Work,
+)
 from flsuite.schedules.faults import Faults
-from flsuite.schedules.speeds import LogNormal, Measured, PerSample, Speeds, Stragglers, Work
+from flsuite.schedules.speeds import LogNormal, PerSample, Stragglers
 from flsuite.schedules.synchronous import Synchronous
 from flsuite.schedules.traces import Trace
 

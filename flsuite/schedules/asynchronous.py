@@ -10,10 +10,19 @@ from flsuite.arguments import PositiveFloat, PositiveInt, Settings
 from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientResult, Outcome
-from flsuite.schedules.availability import Availability
-from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule, Traits
+from flsuite.schedules.base import (
+    Availability,
+    Clock,
+    Fit,
+    MakeRequests,
+    MakeWork,
+    Measured,
+    Schedule,
+    Speeds,
+    Traits,
+)
 from flsuite.schedules.launcher import Launcher
-from flsuite.schedules.speeds import Measured, Speeds, Stragglers
+from flsuite.schedules.speeds import Stragglers
 
 _MOST_LOST = 1000  # ends in a row without an update, per place, after which none can be expected
 

@@ -1,15 +1,16 @@
-"""The interface of a schedule: the clock, a fit on it, and who trains when."""
+"""The interfaces of a schedule: the clock, a fit on it, who trains when, and for how long."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from flsuite.aggregators.part import Capability
 from flsuite.engines.base import Engine
 from flsuite.messages import Fault, FitRequest, Outcome
 from flsuite.metrics.privacy import RandomDraw
-from flsuite.schedules.speeds import Work
 
 
 @dataclass
@@ -107,6 +108,96 @@ class Traits:
         if self.client_sampling is None:
             withheld["random cohorts"] = "draws them by data, speed or availability"
         return withheld
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one fit.
+
+    Attributes:
+        client: The client's number.
+        number: Number of the fit in the run, from 0.
+        started: Virtual seconds at its start.
+        samples: Training samples that the client processes, over all local epochs.
+        bytes_down: Bytes that the client receives.
+        bytes_up: Bytes that the client sends.
+    """
+
+    client: int
+    number: int
+    started: float
+    samples: int
+    bytes_down: int
+    bytes_up: int
+
+
+class Speeds(ABC):
+    """Says how long a fit takes on the virtual clock.
+
+    The answer is a function of the run's seed and of the work, never of the machine or of the order
+    of calls.
+    """
+
+    def configure(self, clients: int, seed: int) -> None:
+        """Prepare for a run with this number of clients and this seed."""
+        return
+
+    @abstractmethod
+    def seconds(self, work: Work) -> float | None:
+        """Return the virtual seconds of a fit, or ``None`` if they must be measured."""
+
+
+class Measured(Speeds):
+    """The seconds that the fit takes on this machine.
+
+    They differ from run to run, and so does everything that depends on them.
+    """
+
+    def seconds(self, work: Work) -> float | None:
+        return None
+
+
+class Availability(ABC):  # noqa: B024  (every hook has a default)
+    """Says which clients can start a fit, and which drop out of one.
+
+    A client that drops out keeps nothing of that fit, and the server never hears of it.
+
+    The answers are functions of the run's seed, the virtual time, the client and the number of the
+    fit.
+    """
+
+    def configure(self, clients: int, seed: int) -> None:
+        """Prepare for a run with this number of clients and this seed."""
+        return
+
+    def available(self, seconds: float) -> np.ndarray | None:
+        """Return which clients can start a fit at this virtual time, bool ``(clients,)``.
+
+        ``None`` stands for all clients, so that a large federation needs no array.
+        """
+        return None
+
+    def next_start(self, seconds: float) -> float | None:
+        """Return the first virtual time after this one at which a client becomes available.
+
+        ``None`` means never.
+        """
+        return None
+
+    def leaves(self, client: int, number: int, started: float, seconds: float) -> float | None:
+        """Return the virtual time at which a client drops out of a fit, ``None`` if it does not.
+
+        Args:
+            client: The client's number.
+            number: Number of the fit in the run, from 0.
+            started: Virtual seconds at the start of the fit.
+            seconds: Virtual seconds that the whole fit would take, 0 if they are measured.
+        """
+        return None
+
+
+class Always(Availability):
+    """All clients are available at any time, and none drops out."""
 
 
 MakeRequests = Callable[[Sequence[Fit]], list[FitRequest]]

@@ -9,9 +9,7 @@ import numpy as np
 
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
-from flsuite.schedules.availability import Always, Availability
-from flsuite.schedules.base import Clock, Fit, MakeWork
-from flsuite.schedules.speeds import Speeds, Work
+from flsuite.schedules.base import Always, Availability, Clock, Fit, MakeWork, Speeds, Work
 
 
 class Launcher:

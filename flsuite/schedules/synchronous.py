@@ -13,10 +13,18 @@ from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientResult, Outcome
 from flsuite.metrics.privacy import RandomDraw
 from flsuite.random import numpy_generator
-from flsuite.schedules.availability import Availability
-from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule, Traits
+from flsuite.schedules.base import (
+    Availability,
+    Clock,
+    Fit,
+    MakeRequests,
+    MakeWork,
+    Measured,
+    Schedule,
+    Speeds,
+    Traits,
+)
 from flsuite.schedules.launcher import Launcher
-from flsuite.schedules.speeds import Measured, Speeds
 
 _Participation = Annotated[
     int | float,

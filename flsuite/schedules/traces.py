@@ -10,7 +10,7 @@ import numpy as np
 from flsuite.data.datasets.csv_files import csv_frames
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
-from flsuite.schedules.speeds import Speeds, Work
+from flsuite.schedules.base import Speeds, Work
 
 if TYPE_CHECKING:
     import pandas as pd
