@@ -14,27 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from flsuite.errors import FlsuiteError
 
-__all__ = [
-    "BelowOne",
-    "Bits",
-    "Fraction",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "PositiveFloat",
-    "PositiveInt",
-    "Radius",
-    "Range",
-    "Settings",
-    "Share",
-    "SmallProbability",
-    "Threads",
-    "at_least",
-    "at_most",
-    "check_arguments",
-    "check_init",
-    "renamed",
-]
-
 
 class Range(NamedTuple):
     """The values that an argument may have.

@@ -4,19 +4,6 @@ import math
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-__all__ = [
-    "FederationError",
-    "FlsuiteError",
-    "one_line",
-    "require_at_least",
-    "require_below_one",
-    "require_extra",
-    "require_instance",
-    "require_one_of",
-    "require_positive",
-    "require_whole",
-]
-
 
 class FlsuiteError(Exception):
     """A request that cannot be met.

@@ -12,18 +12,6 @@ from typing import Any
 
 from flsuite.errors import FlsuiteError, one_line
 
-__all__ = [
-    "BackgroundTask",
-    "atomic_save",
-    "flush_to_disk",
-    "is_disk_error",
-    "load_tensors",
-    "make_folder",
-    "replace_file",
-    "require_whole",
-    "save_tensors",
-]
-
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks, of a folder
 _FULL_DISK_BYTES = 1 << 16  # left at most: what torch could not write is longer

@@ -15,25 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 
-__all__ = [
-    "INTERNALS",
-    "attach_to_fit",
-    "detached",
-    "detects_anomalies",
-    "enter_hook",
-    "leave_hooks",
-    "make_slim",
-    "restore_settings",
-    "rewind",
-    "run_stage",
-    "scaler_of",
-    "set_train_loader",
-    "skips_step",
-    "steps_taken",
-    "train_loader",
-    "trainer_settings",
-]
-
 INTERNALS = (
     "GradScaler._found_inf_per_device",
     "Trainer._run_stage",

@@ -12,23 +12,6 @@ from torch import Tensor
 
 from flsuite.state import State, StateLayout, Sums, mismatch, non_finite
 
-__all__ = [
-    "POOLED",
-    "Broadcast",
-    "ClientContext",
-    "ClientFailure",
-    "ClientResult",
-    "ClientUpdate",
-    "Fault",
-    "FitRequest",
-    "Outcome",
-    "OwnScores",
-    "ScoreRequest",
-    "Scores",
-    "Split",
-    "TrainedFit",
-]
-
 POOLED = -1
 """The number of the virtual client that holds the training samples of all clients."""
 

@@ -12,15 +12,6 @@ import zlib
 import numpy as np
 import torch
 
-__all__ = [
-    "numpy_generator",
-    "secure_normal",
-    "seed_cpu",
-    "seed_for",
-    "seed_process",
-    "torch_generator",
-]
-
 
 def seed_for(seed: int, stream: str, round: int = 0, client: int = 0) -> int:
     """Return a 63-bit seed for one use of randomness.

@@ -16,31 +16,6 @@ from torch import Tensor
 
 from flsuite.errors import FlsuiteError
 
-__all__ = [
-    "Layer",
-    "LayerKind",
-    "State",
-    "StateLayout",
-    "Sums",
-    "Tree",
-    "add",
-    "cast",
-    "clone",
-    "difference",
-    "divided",
-    "flatten_tree",
-    "load_",
-    "matches",
-    "mean_of",
-    "mismatch",
-    "nbytes",
-    "nested_like",
-    "non_finite",
-    "plain",
-    "scaled",
-    "wide",
-]
-
 State = dict[str, Tensor]
 Tree = dict[str, Any]
 """Nested dicts of tensors and numbers."""

@@ -38,8 +38,6 @@ from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.evaluation import GLOBAL
 from flsuite.server.federation import Federation
 
-__all__ = ["FederatedTrainer"]
-
 log = logging.getLogger("flsuite")
 
 

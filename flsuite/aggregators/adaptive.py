@@ -19,8 +19,6 @@ from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.server_optimizers import AdaptiveAdagrad, AdaptiveAdam, AdaptiveYogi
 from flsuite.arguments import BelowOne, PositiveFloat
 
-__all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi"]
-
 
 class FedAvgM(FedAvg):
     """Server momentum, ``v <- momentum * v + D``, ``w <- w + lr * v``.

@@ -33,8 +33,6 @@ from flsuite.errors import FederationError, FlsuiteError, require_instance
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Sums, Tree, cast, divided, scaled
 
-__all__ = ["Aggregator"]
-
 OptimizerCallable = Callable[[Iterable[Tensor]], Optimizer]
 
 

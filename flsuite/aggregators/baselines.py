@@ -2,8 +2,6 @@
 
 from flsuite.aggregators.aggregator import Aggregator
 
-__all__ = ["Centralized", "LocalOnly"]
-
 
 class LocalOnly(Aggregator):
     """The lower baseline: every entry is private, so that every client trains alone."""

@@ -13,8 +13,6 @@ from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, mismatch, nbytes
 
-__all__ = ["Chain", "template_of"]
-
 
 class Chain:
     """The way of an update from the client to the server.

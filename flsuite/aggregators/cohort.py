@@ -5,8 +5,6 @@ not each of them. What a sum rounds to depends on the order of its terms, so tha
 from the cohort alone.
 """
 
-__all__ = ["part_size"]
-
 _PARTS = 20  # a number that few workers can share evenly: 1, 2, 4, 5, 10
 _LARGEST = 16  # clients, so that a retry after a worker's death repeats few of them
 

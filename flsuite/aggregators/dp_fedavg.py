@@ -11,8 +11,6 @@ from flsuite.aggregators.rules import Mean
 from flsuite.aggregators.transforms import GaussianMechanism, Transform
 from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius
 
-__all__ = ["DPFedAvg"]
-
 
 class DPFedAvg(Aggregator):
     """FedAvg of all clients alike, with a :class:`~flsuite.aggregators.GaussianMechanism`.

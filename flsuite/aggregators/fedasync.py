@@ -10,8 +10,6 @@ from flsuite.aggregators.rules import Mixing, Weighting
 from flsuite.aggregators.staleness import Staleness, StalenessName
 from flsuite.arguments import Fraction
 
-__all__ = ["FedAsync"]
-
 
 class FedAsync(Aggregator):
     """The server mixes each client's model into the global one as soon as it arrives.

@@ -9,8 +9,6 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.rules import Mean, Rule, Weighting
 from flsuite.aggregators.staleness import Staleness, StalenessName
 
-__all__ = ["FedAvg"]
-
 
 class FedAvg(Aggregator):
     """The mean of the clients' models.

@@ -11,8 +11,6 @@ from flsuite.aggregators.staleness import Staleness, StalenessName
 from flsuite.arguments import NonNegativeFloat, check_init
 from flsuite.errors import FlsuiteError
 
-__all__ = ["FedBuff"]
-
 Mode = Literal["delta", "mix"]
 
 

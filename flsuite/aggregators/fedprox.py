@@ -10,8 +10,6 @@ from flsuite.aggregators.objectives import Proximal
 from flsuite.aggregators.rules import Weighting
 from flsuite.arguments import NonNegativeFloat
 
-__all__ = ["FedProx"]
-
 
 class FedProx(FedAvg):
     """FedAvg with a :class:`~flsuite.aggregators.Proximal` term.

@@ -10,8 +10,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.metrics.privacy import RandomDraw
 from flsuite.state import State, StateLayout
 
-__all__ = ["Capability", "Named", "Part", "Server", "ServerTools", "Statistic", "refuse_conflicts"]
-
 Capability = Literal[
     "each update",
     "current models",

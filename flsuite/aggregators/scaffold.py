@@ -14,8 +14,6 @@ from flsuite.aggregators.objectives import Control, ControlVariates
 from flsuite.aggregators.rules import Weighting
 from flsuite.arguments import PositiveFloat
 
-__all__ = ["SCAFFOLD"]
-
 
 class SCAFFOLD(FedAvg):
     """FedAvg with :class:`~flsuite.aggregators.ControlVariates`.

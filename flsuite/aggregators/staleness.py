@@ -17,18 +17,6 @@ from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 
-__all__ = [
-    "Constant",
-    "Hinge",
-    "Hyperbolic",
-    "Polynomial",
-    "Staleness",
-    "StalenessName",
-    "rebased",
-    "require_mixture",
-    "staleness_weight",
-]
-
 
 class Staleness(ABC):
     """The weight ``s(tau)`` of an update, which must not grow with its staleness."""

@@ -13,8 +13,6 @@ from flsuite.errors import one_line
 from flsuite.messages import Broadcast, ClientFailure, ClientUpdate, Outcome
 from flsuite.state import State, StateLayout, Sums, Tree, flatten_tree, nbytes, nested_like
 
-__all__ = ["Uplink"]
-
 
 class Uplink:
     """Packs an update where a client trains, and reads it on the server.

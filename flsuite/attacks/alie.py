@@ -8,8 +8,6 @@ from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.collusion import Collusion
 from flsuite.state import State, add
 
-__all__ = ["ALittleIsEnough", "largest_hidden"]
-
 _MOST = (
     0.999  # of clients that are nearer to the mean: without a bound, a majority would be infinite
 )

@@ -16,8 +16,6 @@ from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.state import State
 
-__all__ = ["PixelBackdoor"]
-
 
 @dataclass(eq=False)
 class PixelBackdoor(Attack):

@@ -19,8 +19,6 @@ from flsuite.messages import ClientContext
 from flsuite.random import numpy_generator, torch_generator
 from flsuite.state import State
 
-__all__ = ["Attack", "Attacker", "Trial"]
-
 
 @dataclass(frozen=True)
 class Attacker:

@@ -10,8 +10,6 @@ from flsuite.attacks.base import Attack
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, Sums, Tree, wide
 
-__all__ = ["Collusion", "Known", "collude", "mean_and_std"]
-
 Known = Literal["attackers", "honest", "all"]
 """The clients whose updates attackers know: their own, those of all honest clients, or all."""
 

@@ -13,8 +13,6 @@ from flsuite.messages import ClientUpdate
 from flsuite.random import torch_generator
 from flsuite.state import State, add, difference, wide
 
-__all__ = ["with_attack"]
-
 
 def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
     """Return an algorithm whose attackers attack, once they have been chosen.

@@ -7,8 +7,6 @@ from flsuite.attacks.base import Attack, Attacker
 from flsuite.attacks.noise import noisy
 from flsuite.state import State, add, difference
 
-__all__ = ["FreeRider"]
-
 
 @dataclass(eq=False)
 class FreeRider(Attack):

@@ -7,8 +7,6 @@ from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.collusion import Collusion
 from flsuite.state import State
 
-__all__ = ["InnerProduct"]
-
 
 @dataclass(eq=False)
 class InnerProduct(Collusion):

@@ -10,8 +10,6 @@ from flsuite.attacks.base import Attack
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FlsuiteError
 
-__all__ = ["LabelFlip", "labelled", "require_classes", "with_parts"]
-
 
 @dataclass(eq=False)
 class LabelFlip(Attack):

@@ -8,8 +8,6 @@ from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.base import Attack, Attacker
 from flsuite.state import State
 
-__all__ = ["GaussianNoise", "noisy"]
-
 
 @dataclass(eq=False)
 class GaussianNoise(Attack):

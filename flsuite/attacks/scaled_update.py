@@ -6,8 +6,6 @@ from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.base import Attack, Attacker
 from flsuite.state import State, add, difference
 
-__all__ = ["ScaledUpdate", "boosted"]
-
 
 @dataclass(eq=False)
 class ScaledUpdate(Attack):

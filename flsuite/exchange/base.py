@@ -11,16 +11,6 @@ from flsuite.aggregators.part import Capability
 from flsuite.aggregators.transforms.base import Payload
 from flsuite.state import mismatch, non_finite
 
-__all__ = [
-    "WITHHELD",
-    "TreeCode",
-    "empty",
-    "finite_payload",
-    "require_finite",
-    "require_keys",
-    "require_match",
-]
-
 _REASON = "makes a code of them"
 WITHHELD: Mapping[Capability, str] = {"dense changes": _REASON, "plain updates": _REASON}
 """What every codec withholds."""

@@ -9,17 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "KEY_BYTES",
-    "SEAL_BYTES",
-    "add_keystream",
-    "agree",
-    "new_private_key",
-    "public_key",
-    "seal",
-    "unseal",
-]
-
 KEY_BYTES = 32
 SEAL_BYTES = 16  # a sealed message is so much longer
 

@@ -16,16 +16,6 @@ from torch import Tensor
 
 from flsuite.exchange.base import empty, require_keys, require_match
 
-__all__ = [
-    "decode_codes",
-    "decode_tensor",
-    "empty_codes",
-    "encode_codes",
-    "encode_tensor",
-    "quantize",
-]
-
-
 _CHUNK = 8 * 2**15  # numbers at a time, a multiple of eight: every chunk ends with a whole byte
 
 

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["bits_per_number", "decode_sum", "encode_values", "step"]
-
 
 def bits_per_number(clients: int) -> int:
     """Return B."""

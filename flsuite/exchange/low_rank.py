@@ -28,8 +28,6 @@ from flsuite.exchange.codes import decode_codes, empty_codes, encode_codes, quan
 from flsuite.exchange.quantize import TreeQuantizer
 from flsuite.state import nbytes
 
-__all__ = ["LowRank"]
-
 
 @dataclass(frozen=True)
 class LowRank(Transform, Settings):

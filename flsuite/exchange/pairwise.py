@@ -28,8 +28,6 @@ from flsuite.exchange.secure import Parties, PartyCost, SecureAggregation, SumRe
 from flsuite.exchange.shamir import SHARE_BYTES
 from flsuite.state import State, matches
 
-__all__ = ["PairwiseMasks"]
-
 
 class PairwiseMasks(SecureAggregation):
     """Every pair of clients agrees on a mask that one adds and the other subtracts.

@@ -24,20 +24,6 @@ from flsuite.exchange.fixed_point import encode_values
 from flsuite.exchange.shamir import SHARE_BYTES, split_secret
 from flsuite.state import State, mismatch, non_finite
 
-__all__ = [
-    "MaskedVector",
-    "Maxima",
-    "Message",
-    "PairwiseClient",
-    "PublicKeys",
-    "RevealedShares",
-    "SealedShares",
-    "mask_purpose",
-    "mask_sign",
-    "point_of",
-    "size_of",
-]
-
 
 @dataclass(frozen=True)
 class PublicKeys:

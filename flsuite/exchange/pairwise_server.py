@@ -20,8 +20,6 @@ from flsuite.exchange.pairwise_client import (
 )
 from flsuite.exchange.shamir import SHARE_BYTES, combine, weights_at_zero
 
-__all__ = ["PairwiseServer"]
-
 
 class PairwiseServer:
     """All that the server knows in one round of secure aggregation.

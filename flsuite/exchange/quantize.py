@@ -21,8 +21,6 @@ from flsuite.exchange.base import (
 from flsuite.exchange.codes import decode_tensor, empty_codes, encode_tensor, quantize
 from flsuite.state import nbytes
 
-__all__ = ["Quantize", "TreeQuantizer"]
-
 
 @dataclass(frozen=True)
 class Quantize(Transform, Settings):

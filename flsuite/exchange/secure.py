@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from flsuite.state import State
 
-__all__ = ["Parties", "PartyCost", "SecureAggregation", "SumReport"]
-
 
 @dataclass
 class PartyCost:

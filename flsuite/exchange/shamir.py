@@ -8,8 +8,6 @@ its value at a point.
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["SECRET_BYTES", "SHARE_BYTES", "combine", "split_secret", "weights_at_zero"]
-
 PRIME = 2**256 + 297
 """The smallest prime above all secrets of 32 bytes."""
 

@@ -16,8 +16,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.exchange.base import WITHHELD, empty, require_finite, require_match
 from flsuite.state import State
 
-__all__ = ["TopK"]
-
 
 @dataclass(frozen=True)
 class TopK(Transform, Settings):

@@ -33,8 +33,6 @@ from flsuite.flower.nodes import REFUSED, introduce
 if TYPE_CHECKING:
     from flsuite.flower.client import Site
 
-__all__ = ["client_app", "make_client_app", "server_app"]
-
 _ON_A_NODE = (
     *("--trainer.logger", "false", "--trainer.enable_checkpointing", "false"),
     *("--trainer.enable_progress_bar", "false"),

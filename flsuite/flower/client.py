@@ -15,8 +15,6 @@ from flsuite.models.base import ClientModel
 from flsuite.state import State, mismatch
 from flsuite.trainer import FederatedTrainer
 
-__all__ = ["Site"]
-
 log = logging.getLogger("flsuite")
 
 _MEMORY = "flsuite"

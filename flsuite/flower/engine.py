@@ -16,8 +16,6 @@ from flsuite.server.evaluation import Evaluator, combine
 from flsuite.server.federation import Federation
 from flsuite.server.stores import ClientStore, Memory
 
-__all__ = ["Mail", "NodeEngine", "NodeEvaluator", "NodeStore", "by_node"]
-
 log = logging.getLogger("flsuite")
 
 

@@ -11,8 +11,6 @@ from flwr.serverapp import Grid
 
 from flsuite.errors import FlsuiteError
 
-__all__ = ["FAILED", "REFUSED", "Nodes", "introduce", "own_client"]
-
 log = logging.getLogger("flsuite")
 
 FAILED = 1000

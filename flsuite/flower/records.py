@@ -18,18 +18,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.state import State
 
-__all__ = [
-    "ARRAYS",
-    "METRICS",
-    "numbers_in",
-    "pack",
-    "read_update",
-    "to_arrays",
-    "to_state",
-    "unpack",
-    "write_update",
-]
-
 ARRAYS, METRICS = "arrays", "metrics"
 """Where Flower's own strategies and mods look for a model and for numbers."""
 SAMPLES = "num-examples"

@@ -11,8 +11,6 @@ from flsuite.models.base import ClientModel
 from flsuite.runs.session import opened
 from flsuite.trainer import FederatedTrainer
 
-__all__ = ["serve"]
-
 
 def serve(
     grid: Grid,

@@ -18,8 +18,6 @@ from flsuite.runs.run import Run
 from flsuite.server.evaluation import GLOBAL
 from flsuite.state import mismatch
 
-__all__ = ["FlowerStrategy"]
-
 log = logging.getLogger("flsuite")
 
 

@@ -12,8 +12,6 @@ Lopez-Paz and Ranzato 2017, Gradient Episodic Memory for Continual Learning, arX
 import torch
 from torch import Tensor
 
-__all__ = ["average_accuracy", "backward_transfer", "forgetting", "forward_transfer"]
-
 
 def average_accuracy(matrix: Tensor) -> Tensor:
     """Return the mean accuracy over the tasks done, after the last of them."""

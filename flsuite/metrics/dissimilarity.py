@@ -15,8 +15,6 @@ and fusion lowers the dissimilarity if ``R + Phi < 0``, the calibration conditio
 import torch
 from torch import Tensor
 
-__all__ = ["RunningDissimilarity"]
-
 
 class RunningDissimilarity:
     """The dissimilarity of gradients that arrive one client at a time.

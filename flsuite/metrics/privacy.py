@@ -19,15 +19,6 @@ from flsuite.errors import FlsuiteError
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = [
-    "RandomDraw",
-    "calibrated_noise",
-    "default_delta",
-    "epsilon",
-    "kept_logging",
-    "noise_beside_count",
-]
-
 _ORDERS_OF_FIXED_SIZE = (1.5, 1.75, *range(2, 21), 24, 32, 48, 64, 128)  # each takes milliseconds
 _TOLERANCE, _LEAST_NOISE, _MOST_NOISE = 1e-4, 0.05, 1e6
 

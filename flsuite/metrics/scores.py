@@ -10,16 +10,6 @@ from torchmetrics.functional import classification as tm
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 
-__all__ = [
-    "HIGHER_IS_BETTER",
-    "class_accuracy",
-    "lower_is_better",
-    "require_score",
-    "score_name",
-    "scores",
-    "summary",
-]
-
 HIGHER_IS_BETTER = {
     "accuracy": True,
     "f1_macro": True,

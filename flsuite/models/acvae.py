@@ -35,8 +35,6 @@ from flsuite.models.backbones.base import Norm, Widths
 from flsuite.models.base import ClientModel
 from flsuite.models.gaussians import kl_divergence, log_density, sample
 
-__all__ = ["ACVAE"]
-
 Reconstruction = Literal["mse", "bce"]
 Negatives = Literal["all", "present"]
 

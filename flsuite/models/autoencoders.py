@@ -13,16 +13,6 @@ from torch import Tensor, nn
 
 from flsuite.models.backbones.base import Norm, make_norm
 
-__all__ = [
-    "SMALLEST",
-    "BottleneckDecoder",
-    "BottleneckEncoder",
-    "TableDecoder",
-    "TableEncoder",
-    "UNetDecoder",
-    "UNetEncoder",
-]
-
 SMALLEST = 4
 """Pixels per side: the U-Net halves an image twice."""
 

@@ -12,8 +12,6 @@ from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 from flsuite.models.strides import slice_strides
 
-__all__ = ["ClientModel"]
-
 _SPEC_KEY = "data_spec"
 
 

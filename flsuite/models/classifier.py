@@ -13,8 +13,6 @@ from flsuite.models.backbones import Backbone, LeNet5
 from flsuite.models.base import ClientModel
 from flsuite.models.pretrained import file_digest, load_weights, read_weights
 
-__all__ = ["Classifier", "class_probabilities", "classification_loss", "mean_classification_loss"]
-
 
 def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     """Return the loss of each sample, ``(n,)``.

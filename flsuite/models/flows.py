@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ConditionalCoupling", "ConditionalFlow"]
-
 
 class ConditionalCoupling(nf.flows.Flow):
     """An affine coupling ``z2 -> z2 exp(s) + t``, where s and t depend on z1 and on a context.

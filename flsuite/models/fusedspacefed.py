@@ -33,8 +33,6 @@ from flsuite.models.base import ClientModel
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
 
-__all__ = ["FusedSpaceFed", "reconstruction_error"]
-
 Autoencoder = Literal["unet", "bottleneck"]
 Fusion = Literal["sum", "concat"]
 

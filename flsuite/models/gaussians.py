@@ -8,8 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["kl_divergence", "log_density", "sample"]
-
 _LOG_2PI = math.log(2 * math.pi)
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from flsuite.models.modes import evaluating
 from flsuite.state import Layer
 
-__all__ = ["read_chain", "read_layers"]
-
 _ELEMENTWISE = (  # they treat all channels alike, so that channels may change places before them
     nn.ReLU,
     nn.LeakyReLU,

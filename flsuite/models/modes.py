@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["evaluating", "kept_modes"]
-
 
 @contextmanager
 def kept_modes(module: nn.Module) -> Iterator[None]:

@@ -27,8 +27,6 @@ from flsuite.models.backbones import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel
 from flsuite.models.flows import ConditionalFlow
 
-__all__ = ["NFClassifier"]
-
 ReplayClasses = Literal["all", "own"]
 
 

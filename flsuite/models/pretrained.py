@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import require_whole
 
-__all__ = ["file_digest", "load_weights", "read_weights"]
-
 log = logging.getLogger("flsuite")
 
 _MUST_HOLD = (

@@ -9,8 +9,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["FlowModel", "FusedModel", "LatentModel", "LikelihoodModel", "LogitModel", "PriorModel"]
-
 
 @runtime_checkable
 class LatentModel(Protocol):

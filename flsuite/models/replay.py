@@ -9,17 +9,6 @@ from torch.nn import functional as F
 
 from flsuite.state import load_
 
-__all__ = [
-    "Previous",
-    "credibility",
-    "distillation_loss",
-    "draw_classes",
-    "flow_loss",
-    "frozen_copy",
-    "replay_loss",
-    "soft_cross_entropy",
-]
-
 
 class Previous(nn.Module):
     """The state that a client keeps from one task to the next.

@@ -13,8 +13,6 @@ channels_last even through ``contiguous()``, and then the convolution converts i
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["slice_strides"]
-
 _BLOCK = 8  # channels that oneDNN processes at once with AVX2; a smaller number is affected
 
 

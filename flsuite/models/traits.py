@@ -15,23 +15,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.models.base import ClientModel
 from flsuite.state import matches
 
-__all__ = [
-    "begin_task",
-    "class_outputs",
-    "extra_epochs",
-    "frozen_entries",
-    "has_step",
-    "own_entries",
-    "parameter_groups",
-    "pictures",
-    "refuse_unused",
-    "require_trainable",
-    "scores_by_columns",
-    "scores_by_steps",
-    "to_channels_last",
-    "training_only",
-]
-
 _OVERRIDES = ("training_step", "configure_optimizers")
 _STEPS = ("validation_step", "test_step")
 

@@ -24,21 +24,6 @@ from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.files import make_folder
 from flsuite.random import numpy_generator
 
-__all__ = [
-    "Clients",
-    "Network",
-    "draw_clients",
-    "draw_network",
-    "fuse",
-    "jacobian",
-    "outputs",
-    "summary",
-    "synthetic_figure",
-    "synthetic_table",
-    "train",
-    "training_error",
-]
-
 WIDTHS = (16, 64, 256, 1024, 4096)
 STEPS = (1, 4, 16, 64, 256, 1024, 4096)
 # With the smaller weights, neurons turn on and off more often while a client trains.

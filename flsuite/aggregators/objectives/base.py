@@ -8,8 +8,6 @@ from flsuite.aggregators.part import Part, Server, Statistic
 from flsuite.messages import ClientContext
 from flsuite.state import State, StateLayout, Tree
 
-__all__ = ["Objective"]
-
 
 class Objective(Part):
     """What a client minimises beside its own loss.

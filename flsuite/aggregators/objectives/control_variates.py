@@ -22,8 +22,6 @@ from flsuite.lightning_internals import skips_step
 from flsuite.messages import ClientContext
 from flsuite.state import State, StateLayout, Tree, add, clone, difference
 
-__all__ = ["Control", "ControlVariates"]
-
 Control = Literal["displacement", "mean_gradient"]
 
 

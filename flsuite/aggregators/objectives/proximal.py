@@ -14,8 +14,6 @@ from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.messages import ClientContext
 from flsuite.state import State
 
-__all__ = ["Proximal"]
-
 
 @dataclass(frozen=True)
 class Proximal(Objective, Settings):

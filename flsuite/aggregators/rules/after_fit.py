@@ -15,8 +15,6 @@ from flsuite.metrics.fisher import measuring
 from flsuite.models.protocols import LogitModel
 from flsuite.random import torch_generator
 
-__all__ = ["AfterFit", "LogitPass"]
-
 Measure = Callable[[Any, Iterator[Batch], torch.Generator], Any]
 """Measures a trained :class:`~flsuite.models.protocols.LogitModel` on batches on its device, with
 the client's own randomness in this round."""

@@ -14,8 +14,6 @@ from flsuite.aggregators.staleness import rebased
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Sums, Tree
 
-__all__ = ["CohortRule", "LinearRule", "Rule", "RuleAround", "sum_by_parts", "timed"]
-
 
 class Rule(Part, ABC):
     """How the updates of a round become one model, which the server then moves to.

@@ -19,9 +19,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, StateLayout, Tree, divided, scaled
 
-__all__ = ["CMGA"]
-
-
 MEANS, LOG_VARIANCES = "prior_mean", "prior_log_variance"
 """The groups of parameters that a model declares, each one tensor ``(classes, latent)``."""
 

@@ -38,8 +38,6 @@ from flsuite.messages import ClientUpdate
 from flsuite.random import seed_process, torch_generator
 from flsuite.state import State, cast, clone, mean_of
 
-__all__ = ["DENSE"]
-
 log = logging.getLogger("flsuite")
 
 Precision = Literal["32-true", "bf16-mixed"]

@@ -8,16 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = [
-    "CHANNELS",
-    "Ensemble",
-    "ImageGenerator",
-    "adversarial_loss",
-    "batch_norm_distances",
-    "distillation_loss",
-]
-
-
 CHANNELS = (128, 64)
 """Channels of the first and of the second convolution at width 1."""
 

@@ -35,8 +35,6 @@ from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Expectation, measuring
 from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
 
-__all__ = ["FedFisher"]
-
 log = logging.getLogger("flsuite")
 
 

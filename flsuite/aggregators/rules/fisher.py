@@ -32,8 +32,6 @@ from flsuite.metrics.fisher import (
 from flsuite.models.protocols import LikelihoodModel
 from flsuite.state import State, StateLayout, Tree, clone, divided, scaled
 
-__all__ = ["FisherAveraging", "FisherMerge"]
-
 
 class FisherMean(LinearRule, Settings):
     """FedAvg with ``sum_k q_k F_k w_k / sum_k q_k F_k`` for the named groups of parameters.

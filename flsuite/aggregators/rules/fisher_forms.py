@@ -21,8 +21,6 @@ from flsuite.metrics.fisher import (
 )
 from flsuite.state import State, StateLayout, Tree, clone
 
-__all__ = ["FORMS", "FisherForm", "FormName", "Sampled"]
-
 
 class Sampled(NamedTuple):
     """What a client measures its Fisher on, and how.

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from flsuite.state import Layer, State
 
-__all__ = ["columns", "entries", "matrix", "names"]
-
 
 def names(layer: Layer, bias: bool = True) -> tuple[str, ...]:
     """Return the entries of the state that the matrix of a layer holds.

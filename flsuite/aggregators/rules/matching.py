@@ -12,8 +12,6 @@ from torch import Tensor
 from flsuite.errors import FlsuiteError
 from flsuite.state import Layer, State, StateLayout
 
-__all__ = ["Places", "assign", "move", "move_inputs", "neurons", "read_layer", "require_chain"]
-
 
 class Places(NamedTuple):
     """The places where the neurons of a layer go.

@@ -19,8 +19,6 @@ from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, StateLayout, Tree, divided, scaled
 
-__all__ = ["Mean", "Normalize", "Weighting", "weight_terms"]
-
 Weighting = Literal["samples", "uniform"]
 Normalize = Literal["buffer", "weights"]
 

@@ -23,8 +23,6 @@ from flsuite.errors import FederationError
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, mean_of
 
-__all__ = ["MixedMean", "Mixing"]
-
 
 @dataclass(frozen=True)
 class Mixing(CohortRule, Settings):

@@ -24,8 +24,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.state import Layer, State, mean_of
 
-__all__ = ["OTFusion", "align", "transport_plan"]
-
 
 @dataclass(frozen=True)
 class OTFusion(CohortRule, Settings):

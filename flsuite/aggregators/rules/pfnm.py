@@ -24,8 +24,6 @@ from flsuite.messages import ClientUpdate
 from flsuite.random import numpy_generator
 from flsuite.state import Layer, State
 
-__all__ = ["PFNM"]
-
 
 @dataclass(frozen=True)
 class PFNM(CohortRule, Settings):

@@ -21,8 +21,6 @@ from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import gram_matrices
 from flsuite.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
 
-__all__ = ["RegMean"]
-
 log = logging.getLogger("flsuite")
 
 _ALPHAS = (0.1, 0.9)

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from flsuite.errors import require_below_one, require_positive
 
-__all__ = ["Adaptive", "AdaptiveAdagrad", "AdaptiveAdam", "AdaptiveYogi"]
-
 
 class Adaptive(Optimizer):
     """``w <- w - lr m / (sqrt(v) + tau)`` with ``m <- beta1 m + (1 - beta1) g``.

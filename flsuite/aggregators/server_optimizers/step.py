@@ -11,8 +11,6 @@ from flsuite.aggregators.part import Server
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.state import State, cast
 
-__all__ = ["require_step", "stepped"]
-
 
 def stepped(
     make_optimizer: Callable[[Iterable[Tensor]], Optimizer], server: Server, model: State

@@ -7,8 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 from flsuite.aggregators.part import Part, Server
 from flsuite.state import State, Tree
 
-__all__ = ["FitView", "Payload", "Transform"]
-
 
 class Payload(NamedTuple):
     """What a client sends, at one place of the chain of transforms.

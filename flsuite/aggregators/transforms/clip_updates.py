@@ -8,8 +8,6 @@ from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.arguments import Radius, Settings
 from flsuite.state import State
 
-__all__ = ["ClipUpdates", "clipped"]
-
 
 @dataclass(frozen=True)
 class ClipUpdates(Transform, Settings):

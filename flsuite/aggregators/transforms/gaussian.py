@@ -28,8 +28,6 @@ from flsuite.metrics.privacy import (
 from flsuite.random import secure_normal, torch_generator
 from flsuite.state import State, Tree
 
-__all__ = ["GaussianMechanism"]
-
 log = logging.getLogger("flsuite")
 
 WITHIN = "within_clip"

@@ -18,8 +18,6 @@ from flsuite.data.spec import Task
 from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.models.protocols import LogitModel
 
-__all__ = ["Expectation", "Logits", "PredictionTask", "columns", "task_of"]
-
 Expectation = Literal["exact", "sampled"]
 """``exact`` has one column per output. ``sampled`` has one, of a target drawn from the prediction:
 its squares have the same expectation."""

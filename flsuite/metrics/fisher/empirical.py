@@ -16,8 +16,6 @@ from flsuite.metrics.fisher.per_sample import Batch
 from flsuite.metrics.fisher.products import Diagonal, summed_squares
 from flsuite.state import State
 
-__all__ = ["Estimator", "fisher_diagonal"]
-
 Estimator = Literal["exact", "batch"]
 
 

@@ -9,9 +9,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
 from flsuite.metrics.fisher.per_sample import Batch, sample_gradients
 
-__all__ = ["full_fisher", "gradient_rows"]
-
-
 # The matrix of as many parameters has 1.6 GB in float32.
 _LARGEST = 20_000
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["LayerPass", "ProductLayers", "recorded", "uncovered", "unfolded"]
-
 
 class Call(NamedTuple):
     """One call of a layer.

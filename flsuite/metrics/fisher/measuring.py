@@ -9,8 +9,6 @@ from torch import nn
 
 from flsuite.models import modes
 
-__all__ = ["fast_formats", "measuring"]
-
 
 @contextmanager
 def measuring(module: nn.Module) -> Iterator[None]:

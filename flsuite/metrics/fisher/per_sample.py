@@ -10,8 +10,6 @@ from torch.func import functional_call, vjp, vmap
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.state import State
 
-__all__ = ["Batch", "sample_gradients", "sample_squares"]
-
 Batch = tuple[Tensor, ...]
 
 # Elements of per-sample gradients at a time, 64 MiB. More at once is far beyond a cache, and

@@ -26,8 +26,6 @@ from flsuite.metrics.fisher.products import (
 )
 from flsuite.state import Layer, State
 
-__all__ = ["diagonal_and_kfac", "kfac_factors", "predictive_diagonal", "require_kfac"]
-
 Factors = dict[str, dict[str, Tensor]]
 
 # Elements at a time of a layer's gradients over all columns, 16 MiB. More would leave the cache.

@@ -21,15 +21,6 @@ from flsuite.metrics.fisher.layers import LayerPass, recorded, uncovered, unfold
 from flsuite.metrics.fisher.per_sample import Batch, sample_squares
 from flsuite.state import Layer, State
 
-__all__ = [
-    "Diagonal",
-    "Total",
-    "gradient_factor",
-    "gram_matrices",
-    "input_factor",
-    "summed_squares",
-]
-
 
 def layer_squares(part: LayerPass) -> State:
     """Return the sums over samples and columns of squared gradients, by parameter."""

@@ -9,9 +9,6 @@ from torch import nn
 from flsuite.arguments import Range
 from flsuite.errors import require_one_of
 
-__all__ = ["Backbone", "Norm", "TwoWidths", "Widths", "make_norm"]
-
-
 Widths = Annotated[tuple[int, ...], Range("widths of at least 1", lambda w: min(w, default=1) >= 1)]
 TwoWidths = Annotated[
     tuple[int, ...],

@@ -8,8 +8,6 @@ from flsuite.arguments import PositiveInt, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.models.backbones.base import Backbone, TwoWidths, Widths
 
-__all__ = ["CNN", "StridedCNN", "image_shape"]
-
 
 def image_shape(backbone: Backbone, shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
     """Return ``shape`` as ``(channels, height, width)``.

@@ -8,8 +8,6 @@ from flsuite.arguments import Settings
 from flsuite.models.backbones.base import Backbone, TwoWidths, Widths
 from flsuite.models.backbones.cnn import image_shape
 
-__all__ = ["LeNet5"]
-
 
 @dataclass(frozen=True)
 class LeNet5(Backbone, Settings):

@@ -9,8 +9,6 @@ from flsuite.arguments import BelowOne, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.models.backbones.base import Backbone, Widths
 
-__all__ = ["MLP"]
-
 
 @dataclass(frozen=True)
 class MLP(Backbone, Settings):

@@ -10,8 +10,6 @@ from flsuite.arguments import PositiveInt, Settings
 from flsuite.models.backbones.base import Backbone, Norm, Widths, make_norm
 from flsuite.models.backbones.cnn import image_shape
 
-__all__ = ["ResNet18"]
-
 _FEATURES = 512  # channels of the last stage
 _SMALL = 64  # pixels per side from which the stem reduces the image fourfold
 

@@ -8,8 +8,6 @@ from flsuite.arguments import PositiveInt, Settings
 from flsuite.models.backbones.base import Backbone, Norm, make_norm
 from flsuite.models.backbones.cnn import image_shape
 
-__all__ = ["PreActResNet", "ResNet20"]
-
 _GROUPS = 8  # groups of GroupNorm: two channels each in the first stage, eight in the last
 
 

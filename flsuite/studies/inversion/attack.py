@@ -23,8 +23,6 @@ from flsuite.random import torch_generator
 from flsuite.studies.inversion.gan import GAN
 from flsuite.studies.inversion.target import Target
 
-__all__ = ["Inversion", "Reconstructions", "share_recognised"]
-
 
 class Reconstructions(NamedTuple):
     """What an attack has found.

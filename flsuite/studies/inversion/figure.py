@@ -7,8 +7,6 @@ from torch import Tensor
 
 from flsuite.errors import require_at_least
 
-__all__ = ["reconstruction_figure"]
-
 
 def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figure:
     """Draw images in labelled rows.

@@ -14,8 +14,6 @@ from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, Sett
 from flsuite.errors import FlsuiteError
 from flsuite.random import seed_process, torch_generator
 
-__all__ = ["GAN", "Critic", "GANTraining", "Generator", "critic_loss", "gradient_penalty"]
-
 
 class Generator(nn.Sequential):
     """A network from latents ``(n, latent)`` to images ``(n, *shape)`` within [0, 1].

@@ -19,18 +19,6 @@ from flsuite.random import torch_generator
 from flsuite.runs.reuse import UPDATES, UpdateStore
 from flsuite.state import State, StateLayout, cast, mean_of
 
-__all__ = [
-    "Factors",
-    "Knowledge",
-    "kept_models",
-    "known_to_server",
-    "mean_model",
-    "public_images",
-    "require_logits",
-    "sent_factors",
-]
-
-
 Knowledge = Literal["client", "mean", "factors"]
 """``client`` is the client's model, ``mean`` the mean of all clients' models, and ``factors`` that
 mean and the client's K-FAC factors."""

@@ -17,8 +17,6 @@ from flsuite.models.layers import read_layers
 from flsuite.state import Layer, State, load_
 from flsuite.studies.inversion.knowledge import Factors, require_logits
 
-__all__ = ["Target", "batch_factors"]
-
 _TINY = torch.finfo(torch.float32).tiny
 
 

@@ -16,8 +16,6 @@ from flsuite.errors import FederationError
 from flsuite.messages import ClientUpdate
 from flsuite.state import State
 
-__all__ = ["Clients", "ParameterRule", "more_clients", "number_of", "refuse_few"]
-
 log = logging.getLogger("flsuite")
 
 _NAMED = 20  # clients in a line of the log

@@ -17,8 +17,6 @@ from flsuite.messages import ClientUpdate
 from flsuite.random import numpy_generator
 from flsuite.state import State
 
-__all__ = ["Bucketing"]
-
 
 @dataclass(frozen=True)
 class Bucketing(RuleAround, Settings):

@@ -15,8 +15,6 @@ from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.norm_clipping import clip_factors
 from flsuite.arguments import PositiveInt, Radius
 
-__all__ = ["CenteredClipping"]
-
 Centre = Literal["previous", "zero"]
 
 

@@ -13,8 +13,6 @@ from flsuite.aggregators.staleness import rebased
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, cast, flatten_tree, mean_of, nested_like
 
-__all__ = ["Cohort", "bucket_of", "place"]
-
 
 class Cohort:
     """The models of a round as flat vectors, in the order of the clients' numbers.

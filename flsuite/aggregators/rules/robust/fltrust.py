@@ -13,8 +13,6 @@ from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
 
-__all__ = ["FLTrust"]
-
 log = logging.getLogger("flsuite")
 
 

@@ -16,8 +16,6 @@ from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.vectors import squared_distances
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt
 
-__all__ = ["GeometricMedian", "weiszfeld"]
-
 
 @dataclass(frozen=True)
 class GeometricMedian(ParameterRule):

@@ -15,8 +15,6 @@ from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.vectors import squared_distances
 from flsuite.arguments import PositiveInt
 
-__all__ = ["Krum", "MultiKrum", "krum_scores"]
-
 
 @dataclass(frozen=True)
 class MultiKrum(ParameterRule):

@@ -13,8 +13,6 @@ from flsuite.aggregators.rules.robust.base import Clients, ParameterRule, more_c
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.vectors import Vectors
 
-__all__ = ["CoordinateMedian", "TrimmedMean"]
-
 
 @dataclass(frozen=True)
 class CoordinateMedian(ParameterRule):

@@ -13,8 +13,6 @@ from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.arguments import Radius
 
-__all__ = ["NormClipping", "clip_factors"]
-
 
 @dataclass(frozen=True)
 class NormClipping(ParameterRule):

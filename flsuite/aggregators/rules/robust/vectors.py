@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flsuite.state import State
 
-__all__ = ["Vectors", "flatten", "one_thread", "row_dtype", "squared_distances", "unflatten"]
-
 _BLOCK = 4096  # coordinates, so that a block of a hundred clients stays in the cache
 
 Reduce = Callable[[np.ndarray], np.ndarray]

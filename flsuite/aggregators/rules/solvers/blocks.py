@@ -22,18 +22,6 @@ from torch import Tensor
 
 from flsuite.random import torch_generator
 
-__all__ = [
-    "Block",
-    "Dense",
-    "Diagonal",
-    "Factors",
-    "Kronecker",
-    "adam",
-    "conjugate_gradients",
-    "gradient_descent",
-]
-
-
 Product = Callable[[Tensor], Tensor]
 """Maps ``x`` to ``S x``, in the shape of ``x``."""
 

@@ -14,16 +14,6 @@ from flsuite.aggregators.rules.solvers.blocks import (
     gradient_descent,
 )
 
-__all__ = [
-    "Iterate",
-    "SolverName",
-    "best_iterate",
-    "default_steps",
-    "is_scored",
-    "iterates",
-    "solvers",
-]
-
 SolverName = Literal["cg+gd", "cg", "gd", "adam", "exact"]
 
 Corrections = Sequence[Tensor]
