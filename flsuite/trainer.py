@@ -275,7 +275,7 @@ class FederatedTrainer(Trainer):
         """Return what a worker needs to train any client of the run."""
         federation = run.federation
         reads_updates = run.callbacks.read_updates or self.keep_updates
-        may_sum = federation.uplink.sums_parts and not self.schedule.traits.is_asynchronous
+        may_sum = federation.uplink.sums_parts and not self.schedule.declarations.is_asynchronous
         return WorkerSetup(
             model=run.evaluator.model,
             data=federation.data,
@@ -299,7 +299,8 @@ class FederatedTrainer(Trainer):
         aggregator = Aggregator(chosen) if isinstance(chosen, Rule) else chosen
         if self.compression is None:
             return aggregator
-        return aggregator.with_parts(transforms=[*aggregator.transforms, self.compression])
+        transforms = [*aggregator.transforms, self.compression]
+        return aggregator.with_parts(transforms=transforms, compression=self.compression)
 
     def _restored(
         self,

@@ -11,9 +11,11 @@ With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and stale
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
+from numbers import Real
 from typing import Any, ClassVar, final
 
 from jsonargparse import ArgumentParser
@@ -56,6 +58,8 @@ class Aggregator:
 
     pools: ClassVar[bool] = False
     """Whether one fit on the samples of all clients replaces those of a cohort."""
+    compression: Transform | None = None
+    """The transform that ``trainer.compression`` has added."""
     added: tuple[Named, ...] = ()
     """What else of the run acts through the parts, such as an attack."""
 
@@ -116,7 +120,9 @@ class Aggregator:
         key = "trainer.aggregator"
         named = [Named(key, self), Named(f"{key}.rule", self.rule)]
         named.append(Named(f"{key}.objective", self.objective))
-        named += [Named(f"{key}.transforms", part) for part in self.transforms]
+        for part in self.transforms:
+            of_trainer = part is self.compression
+            named.append(Named("trainer.compression" if of_trainer else f"{key}.transforms", part))
         return [*named, *self.added]
 
     def prepare(self, server: Server) -> None:
@@ -155,8 +161,16 @@ class Aggregator:
             update: The update, as the server reads it.
             summed: Names of its statistics that are summed.
             layout: Names and groups of the entries that travel.
+
+        Raises:
+            FlsuiteError: If the rule gives the client a weight that is none.
         """
         weight = self.rule.weight(update)
+        if not (isinstance(weight, Real) and 0 <= weight < math.inf):
+            raise FlsuiteError(
+                f"{type(self.rule).__name__}: the weight of client {update.client} must be a "
+                f"finite number of at least 0, got {weight!r}; change its method weight"
+            )
         tree: Tree = {"count": 1.0, "weight": weight}
         if statistics := {name: update.extras[name] for name in summed}:
             tree["statistics"] = scaled(statistics, weight)

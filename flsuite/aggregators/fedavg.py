@@ -3,11 +3,12 @@
 Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv:1602.05629.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.rules import Mean, Rule, Weighting
 from flsuite.aggregators.staleness import Staleness, StalenessName
+from flsuite.errors import FlsuiteError
 
 
 class FedAvg(Aggregator):
@@ -21,6 +22,8 @@ class FedAvg(Aggregator):
         parts: As for :class:`~flsuite.aggregators.Aggregator`.
     """
 
+    _weighting: ClassVar[Weighting] = "samples"  # the default
+
     def __init__(
         self,
         weighting: Weighting = "samples",
@@ -29,4 +32,10 @@ class FedAvg(Aggregator):
         **parts: Any,
     ) -> None:
         self.weighting, self.staleness = weighting, staleness
+        if rule is not None and (weighting, staleness) != (self._weighting, "polynomial"):
+            name = type(rule).__name__
+            raise FlsuiteError(
+                f"{type(self).__name__}: weighting and staleness are those of the mean, and rule "
+                f"is {name}; leave them out, or set them as arguments of {name} if it has them"
+            )
         super().__init__(rule=rule or Mean(weighting, staleness), **parts)

@@ -52,10 +52,18 @@ class FedBuff(Aggregator):
         check_init(self)  # before a rule, which calls eta its rate
         if rule is None and mode == "mix":
             rate = 0.5 if eta is None else eta
+            if rate > 1:
+                raise FlsuiteError(f"FedBuff: eta must be at most 1 in mode mix, got {eta}")
             rule = MixedMean(rate, staleness or "constant", weighting, normalize)
         elif rule is None:
             rate = 1.0 if eta is None else eta
             rule = Mean(weighting, staleness or "polynomial", normalize, rate)
+        elif (staleness, weighting, normalize) != (None, "uniform", "buffer"):
+            name = type(rule).__name__
+            raise FlsuiteError(
+                "FedBuff: staleness, weighting and normalize are those of its own rules, and rule "
+                f"is {name}; leave them out, or set them as arguments of {name} if it has them"
+            )
         elif mode == "mix" or eta not in (None, 1.0):  # it would silently do nothing
             raise FlsuiteError(
                 f"FedBuff: mode {mode!r} and eta {eta} are those of its own rules, and rule is "

@@ -202,5 +202,5 @@ def refuse_conflicts(parts: Iterable[Named]) -> None:
                 remedy = f" ({remedy})" if remedy else ""
                 raise FlsuiteError(
                     f"{one.name} needs {capability}, and {other.name} {reason}; "
-                    f"change {one.key} or {other.key}{remedy}"
+                    f"change {' or '.join(dict.fromkeys((one.key, other.key)))}{remedy}"
                 )

@@ -13,6 +13,7 @@ from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives import Control, ControlVariates
 from flsuite.aggregators.rules import Weighting
 from flsuite.arguments import PositiveFloat
+from flsuite.errors import FlsuiteError
 
 
 class SCAFFOLD(FedAvg):
@@ -26,9 +27,11 @@ class SCAFFOLD(FedAvg):
             samples. ``c`` is then the weighted mean of the ``c_i`` if all clients take part, and
             near it otherwise.
         control: As for :class:`~flsuite.aggregators.ControlVariates`.
-        server_optimizer: Another step in place of that with ``lr``.
+        server_optimizer: Another step, in place of ``lr``.
         parts: As for FedAvg.
     """
+
+    _weighting = "uniform"
 
     def __init__(
         self,
@@ -39,6 +42,8 @@ class SCAFFOLD(FedAvg):
         **parts: Any,
     ) -> None:
         self.lr, self.control = lr, control
+        if server_optimizer is not None and lr != 1.0:
+            raise FlsuiteError("SCAFFOLD: server_optimizer has a learning rate; leave out lr")
         step = None if lr == 1.0 else partial(SGD, lr=lr)
         super().__init__(
             weighting=weighting,

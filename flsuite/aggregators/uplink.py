@@ -137,7 +137,7 @@ class Uplink:
             fault = fault or outcome.fault()
         except ValueError as error:
             fault = one_line(error)
-        except (AttributeError, TypeError, RuntimeError) as error:  # tensors of a foreign kind
+        except (AttributeError, TypeError, LookupError, RuntimeError) as error:  # of a foreign kind
             fault = f"it cannot be read ({one_line(error, 200)})"
         if fault is None:
             return outcome

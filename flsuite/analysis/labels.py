@@ -50,6 +50,9 @@ def _names(items: Sequence[Any]) -> list[str]:
     return names
 
 
+_PLAIN = {"Mean", "MixedMean", "Objective"}  # parts that an algorithm has unless it is given others
+
+
 class Variation:
     """The settings in which groups differ.
 
@@ -74,7 +77,20 @@ class Variation:
     def texts(self, own: Flat, keep: Callable[[str], bool] = lambda key: True) -> list[str]:
         """Return the settings in which a group differs, as text, of those whose path is kept."""
         keys = [key for key in self.keys if keep(key) and self.differs(key, own)]
-        return [setting_text(key, own.get(key), keys) for key in keys]
+        return [
+            self.algorithm(own) if key == "aggregator" else setting_text(key, own.get(key), keys)
+            for key in keys
+        ]
+
+    def algorithm(self, own: Flat) -> str:
+        """Return the aggregator with the parts that it was given, unless they are named apart."""
+        names = [_last(own.get("aggregator", "run"))]
+        for key, value in own.items():
+            owner, _, part = key.partition(".")
+            is_part = owner == "aggregator" and part.removeprefix("transforms.").isidentifier()
+            if is_part and isinstance(value, _Class) and not self.differs(key, own):
+                names += [_last(value)] if _last(value) not in _PLAIN else []
+        return " + ".join(names)
 
     def _peers(self, key: str, own: Flat) -> tuple[str, ...]:
         return (key, *(repr(own.get(owner)) for owner in self._owners[key]))
@@ -88,7 +104,7 @@ def label_of(own: Flat, variation: Variation) -> str:
 def method_of(own: Flat, variation: Variation) -> str:
     """Return the aggregator, and what else differs between groups outside of their data."""
     parts = variation.texts(own, lambda key: key != "aggregator" and not _is_data(key))
-    return ", ".join([_last(own.get("aggregator", "run")), *parts])
+    return ", ".join([variation.algorithm(own), *parts])
 
 
 def partition_of(own: Flat, variation: Variation) -> str:

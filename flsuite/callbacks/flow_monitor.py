@@ -13,9 +13,9 @@ from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientFailure, Outcome
+from flsuite.models.declarations import parameter_groups
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import FlowModel
-from flsuite.models.traits import parameter_groups
 from flsuite.random import numpy_generator, seed_process
 from flsuite.runs.run import Run
 from flsuite.state import State, Sums, cast, divided, matches

@@ -78,7 +78,7 @@ class RoundProgress(FederationCallback):
         self._ended, self._updates_before = 0, run.federation.clock.client_updates
         if self._bar is not None:
             # Of an asynchronous round it is not known who will be part of it.
-            is_cohort = not run.federation.schedule.traits.is_asynchronous
+            is_cohort = not run.federation.schedule.declarations.is_asynchronous
             self._bar.reset(self._clients, total=len(clients) if is_cohort else None)
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
@@ -86,7 +86,7 @@ class RoundProgress(FederationCallback):
         if self._bar is not None:
             schedule = run.federation.schedule
             in_flight = f"{len(schedule.in_flight)} in flight"
-            flying = in_flight if schedule.traits.is_asynchronous else ""
+            flying = in_flight if schedule.declarations.is_asynchronous else ""
             note = ", ".join(filter(None, (_failed(run), flying)))
             self._bar.update(self._clients, advance=1, done=f"{self._ended}", note=note)
 
@@ -134,7 +134,7 @@ def _failed(run: Run) -> str:
 def _clock(run: Run, metrics: Mapping[str, float]) -> str:
     """Return virtual time, work and staleness, where the schedule gives them a meaning."""
     schedule, clock = run.federation.schedule, run.federation.clock
-    if not schedule.traits.is_virtual:
+    if not schedule.declarations.is_virtual:
         return ""
     parts = [f"{clock.seconds:.1f} virtual s", f"{clock.client_updates} client updates"]
     if "train/staleness" in metrics:

@@ -60,7 +60,7 @@ def final_pictures(run: Run) -> dict[str, Any]:
             pictures["clients/heatmap"] = _image(client_figure(scores, title))
             break
 
-    if run.folder.path is not None and run.federation.schedule.traits.is_virtual:
+    if run.folder.path is not None and run.federation.schedule.declarations.is_virtual:
         from flsuite.analysis import read_timeline, timeline_figure
 
         timeline = read_timeline(run.folder.path)

@@ -6,14 +6,14 @@ from typing import Literal, NamedTuple
 from lightning.pytorch import LightningModule
 
 from flsuite.aggregators import Aggregator
-from flsuite.models.layers import read_chain, read_layers
-from flsuite.models.traits import (
+from flsuite.models.declarations import (
     frozen_entries,
     own_entries,
     parameter_groups,
     refuse_unused,
     training_only,
 )
+from flsuite.models.layers import read_chain, read_layers
 from flsuite.state import StateLayout, matches
 
 BatchNorm = Literal["average", "local", "reset"]

@@ -42,7 +42,7 @@ from flsuite.messages import (
     ScoreRequest,
     TrainedFit,
 )
-from flsuite.models import traits
+from flsuite.models import declarations
 from flsuite.random import seed_process
 from flsuite.state import State, Sums, clone, load_, nbytes
 
@@ -60,7 +60,7 @@ class ClientRunner:
         self.trainer_kwargs = on_one_gpu(setup.trainer_kwargs, worker)
         self.model = setup.model
         if setup.channels_last:
-            traits.to_channels_last(self.model)
+            declarations.to_channels_last(self.model)
         self.entries = entries_of(setup.model, setup.aggregator, setup.batchnorm)
         self._resident = Resident(self.model, self.entries.frozen)
         self._use_local_loop = True
@@ -198,7 +198,7 @@ class ClientRunner:
         self._swap_in(broadcast.state, request.memory.get("model", {}))
         self._resident.mark()
         if view.stage is not None:
-            traits.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
+            declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
         keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
         callbacks = self._callbacks(request, client, keeper, loss, skips)
         trainer, data = self._rewound_trainer(callbacks)
@@ -351,7 +351,7 @@ class ClientRunner:
         trainer = self._started_trainer()
         if self._data is None:
             self._data = self.setup.data.to(trainer.strategy.root_device)
-        trainer.rewind(traits.extra_epochs(self.model))
+        trainer.rewind(declarations.extra_epochs(self.model))
         return trainer, self._data
 
     def _started_trainer(self) -> ClientTrainer:

@@ -23,8 +23,8 @@ from flsuite.lightning_internals import make_slim
 from flsuite.messages import OwnScores, Scores, Split
 from flsuite.metrics import class_accuracy, score_name, scores
 from flsuite.models.classifier import class_probabilities, classification_loss
+from flsuite.models.declarations import class_outputs, has_step, scores_by_columns, scores_by_steps
 from flsuite.models.modes import evaluating, kept_modes
-from flsuite.models.traits import class_outputs, has_step, scores_by_columns, scores_by_steps
 from flsuite.random import seed_process
 from flsuite.state import State, load_
 

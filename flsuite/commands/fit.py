@@ -189,7 +189,7 @@ class _FederatedCLI(LightningCLI):
         if folder is None:
             return
         # Measured times say more about this machine than about the federation.
-        is_virtual = self.trainer.schedule.traits.is_virtual
+        is_virtual = self.trainer.schedule.declarations.is_virtual
         axis = "virtual_s" if is_virtual else "round"
         pictures: dict[str, Callable[[], Any]] = {
             "curves.png": lambda: curves_figure({"run": folder}, x=axis),

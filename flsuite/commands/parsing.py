@@ -192,7 +192,12 @@ def _takes_null(cls: Any, name: str) -> bool:
 
 
 def _suggest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    # A path that many keys share says nothing about which of them is meant.
+    path = name.rpartition(".")[0]
+    near = [key for key in known if key.rpartition(".")[0] == path] or known
+    ends = {key.rpartition(".")[2]: key for key in reversed(near)}
+    close = difflib.get_close_matches(name.rpartition(".")[2], ends, n=1, cutoff=0.6)
+    close = [ends[end] for end in close] or difflib.get_close_matches(name, known, n=1, cutoff=0.9)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -43,13 +43,13 @@ class FlowerStrategy(Strategy):
                 f"{federation.aggregator.name} trains on everybody's data, which no node "
                 "of Flower holds"
             )
-        traits = federation.schedule.traits
-        if traits.is_asynchronous or traits.may_lose:
+        declarations = federation.schedule.declarations
+        if declarations.is_asynchronous or declarations.may_lose:
             raise FlsuiteError(
                 "under Flower rounds are synchronous, and nodes come and go by themselves: set "
                 "trainer.schedule to Synchronous without availability, over_selection and deadline"
             )
-        if traits.may_be_empty:
+        if declarations.may_be_empty:
             raise FlsuiteError(
                 "under Flower a round without a client would end the run; set "
                 "trainer.schedule.sampling to uniform"

@@ -15,8 +15,8 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.errors import FlsuiteError, require_instance
 from flsuite.exchange.secure import SecureAggregation
 from flsuite.models.base import ClientModel
+from flsuite.models.declarations import extra_epochs, has_step, require_trainable, to_channels_last
 from flsuite.models.strides import slice_strides
-from flsuite.models.traits import extra_epochs, has_step, require_trainable, to_channels_last
 from flsuite.random import seed_process
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.run import RunOptions

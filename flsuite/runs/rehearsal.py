@@ -35,7 +35,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
     """
     federation, clock = run.federation, run.federation.clock
     schedule, engine = federation.schedule, _NoTraining()
-    if not schedule.traits.is_virtual:
+    if not schedule.declarations.is_virtual:
         inner = "schedule." if isinstance(schedule, Faults) else ""
         raise FlsuiteError(
             f"the times of {type(schedule).__name__} are measured while clients train; set "

@@ -13,13 +13,13 @@ from flsuite.messages import ClientResult, Outcome
 from flsuite.schedules.base import (
     Availability,
     Clock,
+    Declarations,
     Fit,
     MakeRequests,
     MakeWork,
     Measured,
     Schedule,
     Speeds,
-    Traits,
 )
 from flsuite.schedules.launcher import Launcher
 from flsuite.schedules.speeds import Stragglers
@@ -55,7 +55,7 @@ class Asynchronous(Schedule, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.traits = Traits(
+        self.declarations = Declarations(
             type(self).__name__,
             is_asynchronous=True,
             is_virtual=not isinstance(self.speeds, Measured),

@@ -60,8 +60,8 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Traits:
-    """The traits of a schedule that other parts of a run depend on.
+class Declarations:
+    """The declarations of a schedule that other parts of a run depend on.
 
     Attributes:
         name: The schedule's name in errors.
@@ -216,10 +216,10 @@ class Schedule(ABC):
     virtual clock. Neither depends on the engine or on the order in which fits finish.
 
     Attributes:
-        traits: What other parts of a run depend on. It is complete after :meth:`configure`.
+        declarations: What other parts of a run depend on. It is complete after :meth:`configure`.
     """
 
-    traits: Traits
+    declarations: Declarations
 
     @abstractmethod
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:

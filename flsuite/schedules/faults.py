@@ -11,7 +11,7 @@ from flsuite.engines.base import Engine
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientFailure, ClientResult, ClientUpdate, Fault, FitRequest, Outcome
 from flsuite.random import numpy_generator
-from flsuite.schedules.base import Clock, Fit, MakeRequests, MakeWork, Schedule, Traits
+from flsuite.schedules.base import Clock, Declarations, Fit, MakeRequests, MakeWork, Schedule
 
 _FAULTS: tuple[Fault, ...] = get_args(Fault)
 
@@ -55,7 +55,7 @@ class Faults(Schedule, Settings):
                 "Faults: schedule is a Faults too, and a fit fails in one way only; set all "
                 "probabilities in one of them"
             )
-        self.traits = self._traits()
+        self.declarations = self._declarations()
         self._bounds = np.cumsum([getattr(self, name) for name in _FAULTS])
         if (total := round(float(self._bounds[-1]), 9)) >= 1:  # 0.1 ten times is 1
             raise FlsuiteError(
@@ -64,7 +64,7 @@ class Faults(Schedule, Settings):
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
         self.schedule.configure(sizes, seed, work)
-        self.traits = self._traits()
+        self.declarations = self._declarations()
         self._seed = seed
         self._mishandled: dict[int, Fit] = {}  # in flight, whose messages come late or twice
         self._held: list[ClientUpdate] = []  # their rounds are over
@@ -121,9 +121,9 @@ class Faults(Schedule, Settings):
         self._mishandled = {}
         self._note(self.schedule.in_flight)
 
-    def _traits(self) -> Traits:
+    def _declarations(self) -> Declarations:
         return replace(
-            self.schedule.traits,
+            self.schedule.declarations,
             name=type(self).__name__,
             may_lose=True,
             may_be_gone=self.gone > 0,

@@ -16,13 +16,13 @@ from flsuite.random import numpy_generator
 from flsuite.schedules.base import (
     Availability,
     Clock,
+    Declarations,
     Fit,
     MakeRequests,
     MakeWork,
     Measured,
     Schedule,
     Speeds,
-    Traits,
 )
 from flsuite.schedules.launcher import Launcher
 
@@ -71,19 +71,19 @@ class Synchronous(Schedule, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_limited = self.over_selection > 1 or self.deadline is not None
-        self.traits = Traits(
+        self.declarations = Declarations(
             type(self).__name__,
             is_virtual=not isinstance(self.speeds, Measured | None),
             may_lose=is_limited or self.availability is not None,
             may_be_empty=self.sampling == "poisson",
         )
-        if self.traits.may_be_empty and self.traits.may_lose:
+        if self.declarations.may_be_empty and self.declarations.may_lose:
             raise FlsuiteError(
                 "Synchronous: sampling poisson draws clients independently of speed and "
                 "availability; leave out over_selection, deadline and availability, or set "
                 "sampling to uniform"
             )
-        if is_limited and not self.traits.is_virtual:
+        if is_limited and not self.declarations.is_virtual:
             raise FlsuiteError(
                 "Synchronous: over_selection and deadline need times that do not depend on the "
                 "machine; set schedule.speeds, for example to Stragglers"
@@ -96,7 +96,7 @@ class Synchronous(Schedule, Settings):
         is_share = isinstance(self.participation, float)
         self._number = share_as_number if is_share else int(self.participation)
         self._clients, self._seed = clients, seed
-        may_be_empty = self.traits.may_be_empty
+        may_be_empty = self.declarations.may_be_empty
         # Independent draws have a probability, which need not come to a whole number of clients.
         is_mean = is_share and may_be_empty
         self._expected = float(self.participation * clients if is_mean else self._number)
@@ -115,10 +115,10 @@ class Synchronous(Schedule, Settings):
                 f"there are {clients}; lower it, or lower participation"
             )
 
-        is_random = self.sampling != "size" and not self.traits.may_lose
+        is_random = self.sampling != "size" and not self.declarations.may_lose
         draw = RandomDraw(clients, self._expected, may_be_empty) if is_random else None
-        self.traits = replace(
-            self.traits, cohort=started, expected_updates=self._number, client_sampling=draw
+        self.declarations = replace(
+            self.declarations, cohort=started, expected_updates=self._number, client_sampling=draw
         )
 
         self._weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
@@ -145,8 +145,8 @@ class Synchronous(Schedule, Settings):
         """
         if clock.round != self._round:
             self._round, self._ended, self._lost = clock.round, [], 0
-        traits = self.traits
-        number = self._draw_size(clock) if traits.may_be_empty else traits.cohort
+        declarations = self.declarations
+        number = self._draw_size(clock) if declarations.may_be_empty else declarations.cohort
         clients = self._launcher.draw(number, clock, self._lost, weights=self._weights)
         self._cohort = [self._launcher.launch(client, clock) for client in clients]
         return self._taken(clock.seconds)
@@ -157,7 +157,7 @@ class Synchronous(Schedule, Settings):
         A cohort without any update, because all of it has dropped out or was late, is followed by
         another one.
         """
-        while not engine.pending and not self.traits.may_be_empty:
+        while not engine.pending and not self.declarations.may_be_empty:
             self._end_lost_cohort(clock)
             self._lost += 1
             if self._lost > _MOST_EMPTY_COHORTS:
@@ -180,7 +180,7 @@ class Synchronous(Schedule, Settings):
         self._end_round(clock, measured)
 
     def metrics(self) -> dict[str, float]:
-        if not self.traits.may_lose:
+        if not self.declarations.may_lose:
             return {}
         outcomes = [fit.outcome for fit in self._ended]
         return {name: float(outcomes.count(name)) for name in ("dropped", "late")}
@@ -205,11 +205,11 @@ class Synchronous(Schedule, Settings):
         """Decide which updates the round takes, and when it ends."""
         arriving = [fit for fit in self._cohort if fit.outcome == "arrived"]
         self._ends = None
-        if not self.traits.is_virtual:
+        if not self.declarations.is_virtual:
             return arriving
 
         # The first ones by the clock. Ties go to the lower number of the client.
-        wanted = len(self._cohort) if self.traits.may_be_empty else self._number
+        wanted = len(self._cohort) if self.declarations.may_be_empty else self._number
         deadline = math.inf if self.deadline is None else now + self.deadline
         in_time = [fit for fit in arriving if _end(fit) <= deadline]
         first = sorted(in_time, key=lambda fit: (_end(fit), fit.client))[:wanted]

@@ -182,7 +182,7 @@ class Arrivals:
             yield start, outcome
 
         # At the end: until the last outcome, a usable update may still come.
-        if not record.updates and (record.failures or not self.schedule.traits.may_be_empty):
+        if not record.updates and (record.failures or not self.schedule.declarations.may_be_empty):
             raise self._failure(record)
 
     def _is_awaited(self, sender: ClientUpdate | ClientFailure, record: RoundLog) -> bool:

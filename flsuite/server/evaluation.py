@@ -16,9 +16,9 @@ from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.messages import Broadcast, ClientFailure, OwnScores, ScoreRequest, Scores, Split
 from flsuite.metrics import HIGHER_IS_BETTER, lower_is_better, score_name, scores, summary
 from flsuite.models.classifier import class_probabilities, classification_loss
+from flsuite.models.declarations import pictures
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import LatentModel
-from flsuite.models.traits import pictures
 from flsuite.server.federation import Federation
 from flsuite.state import State
 

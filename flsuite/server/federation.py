@@ -83,11 +83,11 @@ class Federation:
         sizes = data.train_index.lengths().tolist()
         layout = layout_of(model, self.state, data.spec.shape, sizes)
         schedule.configure(sizes, seed, self._work)
-        tools = replace(tools or ServerTools(), sampling=schedule.traits.client_sampling)
+        tools = replace(tools or ServerTools(), sampling=schedule.declarations.client_sampling)
         self._server = Server({}, layout, tools)  # its state and round: those of the moment
         self._refuse_conflicts(secure_sum)
         aggregator.prepare(self.server)
-        rule, expected = aggregator.rule, schedule.traits.expected_updates
+        rule, expected = aggregator.rule, schedule.declarations.expected_updates
         fault = rule.too_few(expected) if expected and isinstance(rule, CohortRule) else None
         if fault is not None:
             raise FlsuiteError(fault)
@@ -99,7 +99,7 @@ class Federation:
         self._devices = None if secure_sum is None else Devices(secure_sum)
         if secure_sum is not None:
             held = self.uplink.held(self.state)
-            secure_sum.configure(held, schedule.traits.cohort)
+            secure_sum.configure(held, schedule.declarations.cohort)
             self._bytes_up = self.uplink.bytes_clear + secure_sum.size()
         self._arrivals = Arrivals(self.uplink, schedule, self._devices)
 
@@ -240,7 +240,7 @@ class Federation:
         """Begin the record of the next round, unless it has begun."""
         if self.log.round == self.round + 1:
             return
-        self.log = RoundLog(self.round + 1, self.schedule.traits.is_asynchronous)
+        self.log = RoundLog(self.round + 1, self.schedule.declarations.is_asynchronous)
         self._extras = self.aggregator.broadcast(self.server)
         size = nbytes(self.state)
         self._traffic = size + nbytes(self._extras), self._bytes_up
@@ -259,7 +259,10 @@ class Federation:
         if self.aggregator.pools:
             return [self._pooled_request(fits, broadcast)]
         size = part_size(len(fits))
-        is_asynchronous, memory = self.schedule.traits.is_asynchronous, self.clients.request_memory
+        is_asynchronous, memory = (
+            self.schedule.declarations.is_asynchronous,
+            self.clients.request_memory,
+        )
         return [
             FitRequest(
                 fit.number,
@@ -283,7 +286,7 @@ class Federation:
     def _refuse_conflicts(self, secure_sum: SecureAggregation | None) -> None:
         """Refuse parts of the run that do not go together."""
         parts = [
-            Named("trainer.schedule", self.schedule.traits),
+            Named("trainer.schedule", self.schedule.declarations),
             *self.aggregator.parts(),
             Named("model", _Travelling(self._server.layout)),
         ]

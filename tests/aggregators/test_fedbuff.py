@@ -278,7 +278,7 @@ def test_small_buffers_stay_near_the_mean_optimum(buffer: int, staleness: Any) -
         (lambda: FedBuff(eta=-0.1), "eta must be at least 0"),
         (lambda: FedBuff(eta=float("nan")), "eta must be at least 0"),
         (lambda: FedBuff(eta=float("inf")), "eta must be at least 0"),
-        (lambda: FedBuff("mix", eta=1.5), "MixedMean: rate must be .*, got 1.5"),
+        (lambda: FedBuff("mix", eta=1.5), "FedBuff: eta must be at most 1 in mode mix"),
         (lambda: FedBuff("mix", staleness=Hyperbolic(3.0)), r"at most 1, got 0.5 \* 3.0"),
     ],
 )

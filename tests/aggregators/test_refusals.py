@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import (
+    SCAFFOLD,
     Aggregator,
     Centralized,
     ClipUpdates,
@@ -18,6 +19,9 @@ from flsuite.aggregators import (
     DPFedAvg,
     FedAvg,
     FedBuff,
+    GaussianMechanism,
+    Krum,
+    Mean,
     Objective,
     Server,
     Transform,
@@ -25,8 +29,9 @@ from flsuite.aggregators import (
 from flsuite.aggregators.part import Statistic
 from flsuite.aggregators.transforms import FitView, Payload
 from flsuite.errors import FederationError
-from flsuite.exchange import PairwiseMasks
+from flsuite.exchange import PairwiseMasks, Quantize, TopK
 from flsuite.messages import ClientUpdate
+from flsuite.schedules import Synchronous
 from flsuite.state import State, StateLayout
 from tests.aggregators.federations import run
 
@@ -111,3 +116,50 @@ def test_fedbuff_with_another_rule_has_no_rate_of_its_own(settings: dict[str, An
 def test_a_rule_that_returns_no_whole_model(returns_none: bool, fault: str) -> None:
     with pytest.raises(FederationError, match=f"round 1: Incomplete returned .*{fault}"):
         run(Aggregator(Incomplete(returns_none)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FedAvg("uniform", rule=Krum(1)),
+        lambda: FedAvg(staleness="constant", rule=CoordinateMedian()),
+        lambda: SCAFFOLD(weighting="samples", rule=CoordinateMedian()),
+        lambda: FedBuff(weighting="samples", rule=CoordinateMedian()),
+        lambda: SCAFFOLD(lr=0.5, server_optimizer=partial(SGD, lr=1.0)),
+        lambda: FedBuff("mix", eta=2.0),
+    ],
+)
+def test_an_argument_that_would_do_nothing_is_refused(make: Any) -> None:
+    with pytest.raises(FlsuiteError, match=r"^(FedAvg|SCAFFOLD|FedBuff): .*(weighting|lr|eta)"):
+        make()
+    SCAFFOLD(rule=CoordinateMedian())
+
+
+def test_a_second_mechanism_is_refused() -> None:
+    mechanism = GaussianMechanism(1.0, noise_multiplier=1.0, delta=1e-5)
+    with pytest.raises(FlsuiteError, match=r"GaussianMechanism adds noise .*; change \S+$"):
+        run(private(transforms=[mechanism]), batchnorm="local", schedule=Synchronous(3))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), None])
+def test_a_weight_that_is_none_is_refused(weight: Any) -> None:
+    class Weighs(Mean):
+        def weight(self, update: ClientUpdate) -> float:
+            return weight
+
+    with pytest.raises(FlsuiteError, match="Weighs: the weight of client 0 must be a finite"):
+        run(Aggregator(Weighs()))
+
+
+def test_a_change_that_cannot_be_decoded_is_a_failure_of_the_client() -> None:
+    class Forgets(Tenfold):
+        def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
+            raise KeyError("scale")
+
+    with pytest.raises(FederationError, match=r"cannot be read .*scale"):
+        run(Aggregator(transforms=[Forgets()]))
+
+
+def test_a_conflict_names_the_key_that_was_set() -> None:
+    with pytest.raises(FlsuiteError, match=r"TopK .*trainer\.compression"):
+        run(Aggregator(transforms=[Quantize(8)]), compression=TopK(0.5))

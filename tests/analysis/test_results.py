@@ -24,6 +24,7 @@ from flsuite.analysis import (
     target_figure,
     target_table,
 )
+from flsuite.analysis.labels import Flat, Variation, flatten, label_of, method_of
 from flsuite.errors import FlsuiteError
 from flsuite.runs.table import MetricsTable
 from tests.analysis.made_runs import made_grid, made_run, settings
@@ -288,3 +289,18 @@ def test_wrong_requests_of_figures_are_one_line(results: Results) -> None:
         curves_figure(results[results["seed"] == 99])
     with pytest.raises(FlsuiteError, match="target must be a number, got 'accuracy'"):
         target_figure(results, "accuracy", 0.7)  # type: ignore[arg-type]
+
+
+def test_a_method_is_named_with_the_parts_that_it_was_given() -> None:
+    def chosen(name: str, **parts: str) -> Flat:
+        given = {part: {"class_path": f"flsuite.aggregators.{p}"} for part, p in parts.items()}
+        aggregator = {"class_path": f"flsuite.aggregators.{name}", "init_args": given}
+        return dict(flatten({"aggregator": aggregator, "seed": 1}))
+
+    plain, mixed = chosen("FedAvg", rule="Mean"), chosen("FedAvg", rule="Krum")
+    adam = chosen("FedAdam", rule="TrimmedMean", objective="Proximal")
+    variation = Variation([plain, adam])
+    assert label_of(plain, variation) == "FedAvg"
+    assert label_of(adam, variation) == "FedAdam + TrimmedMean + Proximal"
+    assert method_of(mixed, Variation([mixed, adam])) == "FedAvg + Krum"
+    assert method_of(mixed, Variation([plain, mixed])) == "FedAvg, Krum"

@@ -123,7 +123,7 @@ def test_in_process_the_run_equals_one_without_these_clients(kwargs: dict[str, A
     assert equal_states(states(faulty), states(absent))
     assert not equal_states(states(faulty), states(whole))
     clocks = faulty.federation.clock, absent.federation.clock
-    assert clocks[0].seconds == clocks[1].seconds or not inner.traits.is_virtual
+    assert clocks[0].seconds == clocks[1].seconds or not inner.declarations.is_virtual
 
 
 @pytest.mark.parametrize("engine", [InProcess(), Processes(workers=2)])
@@ -207,7 +207,7 @@ def test_a_resumed_run_goes_on_with_the_same_faults(
 
 @pytest.mark.parametrize("inner", [Synchronous(), Asynchronous(4, 2, speeds=Stragglers())])
 def test_a_late_client_has_received_the_model_once(inner: Schedule) -> None:
-    aggregator = FedBuff() if inner.traits.is_asynchronous else FedAvg()
+    aggregator = FedBuff() if inner.declarations.is_asynchronous else FedAvg()
     made = fit(Faults(inner, late=0.3), rounds=6, aggregator=aggregator)
     rows = [row for row in made.run.folder.table.rows if row.scope == "global"]
     down, came, failed = (

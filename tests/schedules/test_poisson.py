@@ -46,7 +46,7 @@ def test_clients_are_drawn_independently() -> None:
 )
 def test_participation_is_a_mean(participation: float, clients: int, expected: float) -> None:
     schedule = configured(participation, clients)
-    assert schedule.traits.client_sampling == RandomDraw(clients, expected, True)
+    assert schedule.declarations.client_sampling == RandomDraw(clients, expected, True)
     assert np.mean([len(c) for c in cohorts(schedule)]) == pytest.approx(expected, abs=0.12)
 
 
@@ -110,7 +110,7 @@ def test_other_cohorts_say_how_they_are_drawn() -> None:
     def sampling(**kwargs: Any) -> RandomDraw | None:
         schedule = Synchronous(5, **kwargs)
         schedule.configure([10] * 20, seed=0)
-        return schedule.traits.client_sampling
+        return schedule.declarations.client_sampling
 
     assert sampling() == RandomDraw(20, 5, False)
     assert sampling(speeds=Stragglers()) == RandomDraw(20, 5, False)

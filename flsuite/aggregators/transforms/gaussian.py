@@ -176,7 +176,10 @@ class GaussianMechanism(Transform, Settings):
 
     @property
     def withholds(self) -> dict[Capability, str]:  # type: ignore[override]
-        withheld: dict[Capability, str] = {"plain updates": "clips every update that arrives"}
+        withheld: dict[Capability, str] = {
+            "plain updates": "clips every update that arrives",
+            "a plain sum": "adds noise to the sum",  # a second mechanism would not cover the first
+        }
         if self.quantile is not None:
             withheld["changes alone"] = "sends whether its change was within the clip"
         return withheld
