@@ -61,7 +61,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Declarations:
-    """The declarations of a schedule that other parts of a run depend on.
+    """What a schedule declares about itself, on which other parts of a run depend.
 
     Attributes:
         name: The schedule's name in errors.
