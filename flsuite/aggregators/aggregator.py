@@ -133,7 +133,6 @@ class Aggregator:
         """
         for name, part in self._by_name().items():
             part.prepare(server.of(name))
-        self._refuse_unbounded()
         if self.server_optimizer is not None:
             parameters = [server.state[k] for k in server.layout.parameters if k in server.state]
             require_step(self.server_optimizer, parameters)
@@ -252,20 +251,6 @@ class Aggregator:
         if self.server_optimizer is None:
             return cast(model, server.state)
         return stepped(self.server_optimizer, server.of("server_optimizer"), model)
-
-    def _refuse_unbounded(self) -> None:
-        """Refuse a transform that the server undoes after a mechanism has bounded the change."""
-        undone: list[str] = []
-        for part in self.transforms:
-            name = type(part).__name__
-            if undone and "changes alone" in part.needs:
-                raise FlsuiteError(
-                    f"trainer.aggregator.transforms: the server undoes {undone[0]} after {name} "
-                    f"has clipped, which may make a change longer than its noise is for; put "
-                    f"{undone[0]} behind {name}, or set its shortens to True"
-                )
-            if type(part).decode is not Transform.decode and not part.shortens:
-                undone.append(name)
 
     def _placed(self) -> dict[str, Transform]:
         return {f"transforms/{place}": part for place, part in enumerate(self.transforms)}

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from flsuite.aggregators.part import Part, Server
 from flsuite.state import State, Tree
@@ -56,12 +56,14 @@ class Transform(Part, ABC):
     (:meth:`decode`), and on what the rule has made of them (:meth:`on_aggregate`). Buffers are no
     direction and pass by.
 
-    Attributes:
-        shortens: Whether :meth:`decode` never makes a change longer. A bound that a later transform
-            has put on it, such as that of a privacy mechanism, then still holds.
+    A transform with a :meth:`decode` is taken to make changes longer than a transform behind it has
+    clipped them to. One that never does declares ``withholds`` itself.
     """
 
-    shortens: ClassVar[bool] = False
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "decode" in vars(cls) and "withholds" not in vars(cls):
+            cls.withholds = {"dense changes": "is undone by the server after it has clipped"}
 
     def broadcast(self, server: Server) -> dict[str, Any]:
         """Return what every client of the round receives for this transform."""

@@ -22,7 +22,6 @@ class ClipUpdates(Transform, Settings):
 
     norm: Radius = 1.0
 
-    shortens = True
     needs = frozenset({"dense changes"})
     withholds = {"plain updates": "clips every update that arrives"}
 

@@ -79,7 +79,6 @@ class GaussianMechanism(Transform, Settings):
     count_noise: NonNegativeFloat | None = None
     secure_rng: bool = False
 
-    shortens = True
     needs = frozenset(
         {"random cohorts", "a plain sum", "parameters alone", "changes alone", "dense changes"}
     )
