@@ -35,11 +35,13 @@ def test_nothing_is_lost_at_the_end(thread: bool, tmp_path: Path) -> None:
     assert (tmp_path / "both.bin").read_bytes() == b"kept too"
 
 
+@pytest.mark.long
 def test_who_watches_the_process_sees_it_end(tmp_path: Path) -> None:
     done = ended(tmp_path, f"import cProfile; cProfile.run({END!r})")
     assert "function calls" in done.stdout
 
 
+@pytest.mark.long
 def test_the_command_does_not_take_modules_apart(tmp_path: Path) -> None:
     late = "class Late:\n    def __del__(self): print('apart')\nlate = Late()\n"
     assert "apart" not in ended(tmp_path, late + END).stdout

@@ -175,6 +175,7 @@ def test_a_workspace_of_no_project_is_refused(capsys: pytest.CaptureFixture[str]
     )
 
 
+@pytest.mark.long
 def test_a_server_that_is_not_there_is_one_line(
     server: WandbServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

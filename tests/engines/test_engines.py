@@ -350,6 +350,7 @@ print("rounds", trainer.round)
 """
 
 
+@pytest.mark.long
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(

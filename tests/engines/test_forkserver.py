@@ -147,6 +147,7 @@ print(json.dumps([is_fork, fit(engine) == fit(InProcess())]))
 """
 
 
+@pytest.mark.long
 @LINUX
 @pytest.mark.parametrize("forks", [True, False])
 def test_both_ways_give_the_weights_of_one_process_in_a_script_without_a_guard(
