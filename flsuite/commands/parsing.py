@@ -68,7 +68,7 @@ class OneLineParser(LightningArgumentParser):
             reason = reason.__cause__
         text = one_line(reason, _LONGEST) if reason else message
         if not message.startswith('Parser key "'):
-            return _RefusedError(text)
+            return _RefusedError(text + self._accepted(text))
 
         key = message.split('"')[1]
         inner = next((refused for refused in reversed(_refused) if str(refused) in message), None)
@@ -76,6 +76,16 @@ class OneLineParser(LightningArgumentParser):
             return _RefusedError(inner.reason, f"{key}.{inner.key}" if inner.key else key)
         hint = next((getattr(a, "_typehint", None) for a in self._actions if a.dest == key), None)
         return _RefusedError(text if hint is None else _expected(hint, text, message), key)
+
+    def _accepted(self, text: str) -> str:
+        """Return the options of a class where it was given one that it does not have."""
+        if not text.startswith("Option ") or not text.endswith(" is not accepted"):
+            return ""
+        dests = (action.dest for action in self._actions)
+        options = [name for name in dests if name != "help" and not name.endswith(".help")]
+        is_part = text.split("'")[1] in ("rule", "objective", "transforms", "server_optimizer")
+        other = "; class_path Aggregator takes all four parts of an algorithm" if is_part else ""
+        return f"; there are: {', '.join(options) or 'none'}{other}"
 
 
 def _needs_save_dir(class_type: Any) -> bool:

@@ -305,6 +305,10 @@ def test_a_users_own_classes_go_by_their_short_names(tmp_path: Path) -> None:
 
 BAD_ARGUMENTS = {
     "unknown_key": (("--trainer.rouns", "3"), "did you mean --trainer.rounds"),
+    "part_of_a_rule": (
+        ("--trainer.aggregator", "Krum", "--trainer.aggregator.objective", "Proximal"),
+        "Option 'objective' is not accepted; there are: byzantine; class_path Aggregator takes all",
+    ),
     "unknown_key_of_data": (("--data.alfa", "3"), "data: Option 'alfa' is not accepted"),
     "unknown_nested_key": (
         ("--data.partition.alfa", "3"),
