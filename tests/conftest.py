@@ -1,7 +1,7 @@
 """Small federations, and the published data, for all tests."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
 from flsuite.schedules import Clock, Fit, Synchronous
 from flsuite.trainer import FederatedTrainer
+from tests.callbacks.wandb_server import WandbServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +31,23 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+@pytest.fixture
+def wandb_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    """Return a local W&B server that W&B in this process, and in processes it starts, uses."""
+    import wandb
+
+    server = WandbServer()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    # W&B reads the environment once for a process. Without these it would keep the settings of the
+    # test before, and the test after would look for this server.
+    wandb.teardown()
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
+    yield server
+    wandb.teardown()
+    server.close()
 
 
 def published(*files: str) -> Path:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,18 +237,6 @@ def test_no_confusion_matrix_for_several_labels_per_sample() -> None:
 # Online, with the local server
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    made = WandbServer()
-    for name, value in made.environment.items():
-        monkeypatch.setenv(name, value)
-    # A test before may have started W&B's own process. A command would share it through this
-    # variable, and the run of a killed command would stay in use there.
-    monkeypatch.delenv("WANDB_SERVICE", raising=False)
-    yield made
-    made.close()
-
-
 def command(folder: Path, rounds: int, *more: str) -> list[str]:
     """Return the command of a small online run, as a process of its own."""
     return [
@@ -262,14 +249,14 @@ def command(folder: Path, rounds: int, *more: str) -> list[str]:
 
 @pytest.mark.long
 def test_a_killed_online_run_goes_on_with_increasing_steps(
-    server: WandbServer, tmp_path: Path
+    wandb_server: WandbServer, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     process = subprocess.Popen(
         command(folder, 100_000), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL
     )
     try:
-        assert server.wait_for_rows(4), "no rows arrived"
+        assert wandb_server.wait_for_rows(4), "no rows arrived"
         helpers = psutil.Process(process.pid).children(recursive=True)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -277,22 +264,22 @@ def test_a_killed_online_run_goes_on_with_increasing_steps(
     # W&B's own process outlives the run, and sends what it has.
     psutil.wait_procs(helpers, timeout=120)
 
-    (run,) = server.runs
-    before = server.steps(run)
+    (run,) = wandb_server.runs
+    before = wandb_server.steps(run)
     done = last_round(folder)
     resume = command(folder, done + 3, "--ckpt_path", "last")
     subprocess.run(resume, cwd=tmp_path, check=True, timeout=300)
 
-    assert set(server.runs) == {run}, "one run id"
-    steps = server.steps(run)
+    assert set(wandb_server.runs) == {run}, "one run id"
+    steps = wandb_server.steps(run)
     assert len(steps) > len(before)
     assert all(earlier < later for earlier, later in pairwise(steps)), steps
-    rounds = [row["round"] for row in server.history[run] if "train/loss" in row]
+    rounds = [row["round"] for row in wandb_server.history[run] if "train/loss" in row]
     assert rounds[-3:] == [done + 1, done + 2, done + 3]
-    assert server.summaries[run]["last/round"] == done + 3
+    assert wandb_server.summaries[run]["last/round"] == done + 3
 
     # What the command leaves open has its default, as in Python.
-    sent = server.runs[run]
+    sent = wandb_server.runs[run]
     assert sent["groupName"].startswith("FedAvg-") and sent["displayName"] == "FedAvg-1"
     assert sent["jobType"] == "fit" and "Digits" in sent["tags"]
 

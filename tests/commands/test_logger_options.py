@@ -1,7 +1,6 @@
 """Loggers by short name in the command and in YAML, and the charts that W&B is asked to make."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,13 +89,9 @@ def test_a_missing_package_is_one_line(
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+def server(wandb_server: WandbServer) -> WandbServer:
     pytest.importorskip("wandb_workspaces")
-    made = WandbServer()
-    for name, value in made.environment.items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.close()
+    return wandb_server
 
 
 def test_a_workspace_is_saved(server: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
