@@ -1,18 +1,34 @@
 """Small federations, and the published data, for all tests."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
 from flsuite.schedules import Clock, Fit, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.callbacks.wandb_server import WandbServer
+
+# Modules of helpers whose asserts explain themselves like those of a test.
+pytest.register_assert_rewrite(
+    "tests.aggregators.federations",
+    "tests.aggregators.stale_updates",
+    "tests.commands.command",
+    "tests.composition.cells",
+    "tests.exchange.compressions",
+    "tests.flower.grid",
+    "tests.flower.processes",
+    "tests.runs.killing",
+    "tests.sweeps.sweeping",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_ray_cluster.py")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _packages_read_once() -> Iterator[None]:
+    """Read what is installed once. Lightning does it for each Trainer, and we make thousands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", cache(entry_points))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use one thread, no seed of another test, and no Weights & Biases account."""
@@ -31,6 +55,15 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+def mostly_long(choices: Mapping[str, Any], *fast: str) -> list[Any]:
+    """Return the parameters of a test, named: these are fast tests, and all others long ones."""
+    assert choices.keys() >= set(fast)
+    return [
+        pytest.param(choice, id=name, marks=[] if name in fast else pytest.mark.long)
+        for name, choice in choices.items()
+    ]
 
 
 @pytest.fixture

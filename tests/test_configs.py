@@ -25,10 +25,12 @@ from flsuite.data import (
     PublishedSplits,
 )
 from flsuite.trainer import FederatedTrainer
+from tests.conftest import mostly_long
 
 ROOT = Path(__file__).parent.parent
 # A sweep is no config of a run. tests/sweeps has the tests of the shipped ones.
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "sweeps")
+NAMED = {str(path.relative_to(ROOT / "configs")): path for path in CONFIGS}
 SHORT = [
     "--trainer.rounds",
     "1",
@@ -43,16 +45,13 @@ SHORT = [
 
 # One of each family, run by the fast tests too.
 FIRST = [
-    Path(name)
-    for name in (
-        "quickstart.yaml",
-        "asynchronous/quickstart.yaml",
-        "cmga/breastmnist.yaml",
-        "fusedspacefed/breastmnist.yaml",
-        "nf_fisher/fashionmnist.yaml",
-        "one_shot/fashionmnist.yaml",
-        "trust/quickstart.yaml",
-    )
+    "quickstart.yaml",
+    "asynchronous/quickstart.yaml",
+    "cmga/breastmnist.yaml",
+    "fusedspacefed/breastmnist.yaml",
+    "nf_fisher/fashionmnist.yaml",
+    "one_shot/fashionmnist.yaml",
+    "trust/quickstart.yaml",
 ]
 
 # The stand-ins have fewer images than the server holds for itself.
@@ -179,21 +178,11 @@ def test_a_config_is_complete(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert len(prepared) == 1
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            path,
-            id=str(path.relative_to(ROOT)),
-            marks=[] if path.relative_to(ROOT / "configs") in FIRST else pytest.mark.long,
-        )
-        for path in CONFIGS
-    ],
-)
+@pytest.mark.parametrize("path", mostly_long(NAMED, *FIRST))
 def test_a_config_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # One of each family runs in its own precision: bfloat16 is slow on many CPUs.
-    is_first = path.relative_to(ROOT / "configs") in FIRST
+    is_first = str(path.relative_to(ROOT / "configs")) in FIRST
     fit(path, *([] if is_first else ["--trainer.precision", "32-true"]))
     assert (tmp_path / "run" / "metrics.csv").read_text().count(",test,accuracy,") >= 1
 

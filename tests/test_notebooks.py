@@ -9,6 +9,8 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from tests.conftest import mostly_long
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PICTURES = {
@@ -50,13 +52,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     ).execute()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[] if path.stem in FIRST else pytest.mark.long)
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.parametrize("path", mostly_long({path.stem: path for path in NOTEBOOKS}, *FIRST))
 def test_a_notebook_runs_and_draws(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from flsuite.engines import Processes
 from flsuite.exchange import PairwiseMasks
 from flsuite.models import CNN, MLP, Classifier, ResNet20
 from flsuite.models.backbones import Backbone
+from tests.conftest import mostly_long
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 EVERY: dict[str, Callable[[], Aggregator | Rule]] = {
@@ -64,7 +65,7 @@ def assert_equal(a: FederatedTrainer, b: FederatedTrainer) -> None:
     )
 
 
-@pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("make", mostly_long(EVERY, "diag", "otfusion", "dense"))
 def test_workers_and_kept_models_give_the_same_weights(
     make: Callable[[], Aggregator | Rule], tmp_path: Path
 ) -> None:

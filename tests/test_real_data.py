@@ -56,6 +56,7 @@ def test_lenet_learns_mnist(real_data: Path) -> None:
     assert made.test()[0]["accuracy"] > 0.97
 
 
+@pytest.mark.long
 def test_cifar10_and_fashion_mnist_train(real_data: Path) -> None:
     made = trainer(rounds=1, max_steps=3)
     made.fit(

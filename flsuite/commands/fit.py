@@ -1,7 +1,6 @@
 """``flsuite fit | validate | test | predict``: a LightningCLI around the federated trainer."""
 
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,7 @@ _STATUS = (
 def run(command: str, args: list[str]) -> None:
     """Parse the arguments, build trainer, model and data, and call the trainer's method."""
     _speak()
-    sys.argv = ["flsuite", command, *args]  # LightningCLI warns when args and argv differ
-    _FederatedCLI(command)
+    _FederatedCLI(command, args=[command, *args])
 
 
 def build(args: list[str]) -> tuple[FederatedTrainer, LightningModule, LightningDataModule]:
@@ -85,11 +83,7 @@ def build(args: list[str]) -> tuple[FederatedTrainer, LightningModule, Lightning
         FlsuiteError: If the request cannot be met.
     """
     _speak()
-    argv, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI warns when args and argv differ
-    try:
-        cli = _Builder("fit", args=["fit", *args])
-    finally:
-        sys.argv = argv
+    cli = _Builder("fit", args=["fit", *args])
     return cli.trainer, cli.model, cli.datamodule
 
 
@@ -119,6 +113,11 @@ class _FederatedCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """Return only the subcommand in use, because each costs a parser of its own."""
         return {_FederatedCLI._command: _SKIP}
+
+    # Lightning's own warns of arguments that are not those of this process.
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        assert isinstance(parser, OneLineParser)
+        self.config = parser.parse_command(args)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.epilog = _STATUS

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from jsonargparse import Namespace
 from jsonargparse._typehints import get_all_subclass_paths, type_to_str
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
@@ -33,8 +34,8 @@ class _RefusedError(FlsuiteError, ValueError):
         self.key, self.reason = key, reason
 
 
-# Of the parsers of nested classes. The parser around tries every reading of a type, and its own
-# error leads to the first of them alone.
+# Of the parsers of nested classes, in this parse. The parser around tries every reading of a type,
+# and its own error leads to the first of them alone.
 _refused: deque[_RefusedError] = deque(maxlen=100)
 
 
@@ -51,6 +52,11 @@ class OneLineParser(LightningArgumentParser):
         added = super().add_class_arguments(class_type, *args, **kwargs)
         self.add_argument("--save_dir", type=str | Path, default="", help="Default: the run's.")
         return [*added, "save_dir"]
+
+    def parse_command(self, args: list[str] | None = None) -> Namespace:
+        """Parse the arguments of a command, as ``parse_args`` does of a nested class too."""
+        _refused.clear()
+        return self.parse_args(args)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         _refused.append(self._refusal(message, ex))

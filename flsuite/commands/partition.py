@@ -30,7 +30,7 @@ def partition(args: list[str]) -> None:
         parser.add_argument(f"--{ignored}", type=Any)
     parser.add_subclass_arguments(LightningDataModule, "data", required=True)
 
-    config = parser.parse_args(args)
+    config = parser.parse_command(args)
     name = config_name(config.config, "data")
     with plain_errors():
         data = as_federated(parser.instantiate_classes(Namespace(data=config.data)).data)

@@ -246,6 +246,7 @@ def test_encoders_never_leave() -> None:
     assert not torch.equal(encoders[0], encoders[1])
 
 
+@pytest.mark.long
 def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) -> None:
     half = Synchronous(participation=0.5)
     whole = fit(CMGA(), rounds=4, schedule=half, run_dir=str(tmp_path / "a"))

@@ -141,6 +141,7 @@ def test_held_out_are_the_classes_met_so_far() -> None:
     )
 
 
+@pytest.mark.long
 def test_samples_of_a_trained_flow_are_told_apart() -> None:
     made = trainer(rounds=4, max_epochs=6, callbacks=[FlowMonitor(every=4)], aggregator=FedAvg())
     data = Synthetic(features=5, classes=3, samples=600, clients=2, batch_size=16)

@@ -106,6 +106,7 @@ def mlflow_logger(folder: Path, **kwargs: Any) -> MLFlowLogger:
     )
 
 
+@pytest.mark.long
 def test_mlflow_goes_on_in_one_run(tmp_path: Path) -> None:
     run_in_parts(tmp_path, lambda: mlflow_logger(tmp_path), 2, 4)
     from mlflow.tracking import MlflowClient

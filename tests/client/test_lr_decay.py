@@ -58,7 +58,7 @@ class Rates(Callback):
         Rates.seen.append((trainer.train_dataloader.round, [group["lr"] for group in groups]))
 
 
-@pytest.mark.parametrize("keep_optimizers", [False, True])
+@pytest.mark.parametrize("keep_optimizers", [pytest.param(False, marks=pytest.mark.long), True])
 def test_every_group_steps_with_its_own_rate_times_the_factor(keep_optimizers: bool) -> None:
     """Check that factors do not compound: kept optimizers come back with a scaled rate."""
     Rates.seen = []

@@ -22,7 +22,7 @@ from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier
 from flsuite.state import clone
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 
 
 class LastBatchCounts(Callback):
@@ -65,9 +65,9 @@ def state(engine: Any, *callbacks: Callback, rounds: int = 2) -> dict[str, torch
     return made.federation.state
 
 
-@pytest.mark.parametrize("name", STOCK)
-def test_every_fit_honours_it_on_every_engine(name: str) -> None:
-    ours, theirs = state(InProcess(), STOCK[name]()), state(Processes(workers=2), STOCK[name]())
+@pytest.mark.parametrize("make", mostly_long(STOCK, "swa", "freezes"))
+def test_every_fit_honours_it_on_every_engine(make: Any) -> None:
+    ours, theirs = state(InProcess(), make()), state(Processes(workers=2), make())
     assert equal_states(ours, theirs)
     assert not equal_states(ours, state(InProcess()))
 

@@ -24,7 +24,7 @@ def ended(folder: Path, code: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("thread", [pytest.param(False, marks=pytest.mark.long), True])
 def test_nothing_is_lost_at_the_end(thread: bool, tmp_path: Path) -> None:
     work = "threading.Thread(target=lambda: time.sleep(0.2) or print('thread')).start()\n"
     done = ended(tmp_path, (work if thread else "") + END)

@@ -7,6 +7,7 @@ import pytest
 
 from flsuite.runs.table import TimelineTable
 from tests.commands.command import CONFIGS, QUICKSTART, cli, refused
+from tests.conftest import mostly_long
 
 ASYNCHRONOUS = str(CONFIGS / "asynchronous" / "quickstart.yaml")
 SHORT = ("--trainer.max_client_updates", "60")
@@ -60,10 +61,11 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(("config", "options"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("run", mostly_long(RUNS, "asynchronous", "clients_are_lost"))
 def test_the_fits_are_those_of_the_run(
-    config: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: tuple[str, tuple[str, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config, options = run
     assert cli("schedule", "--config", config, *options, "--output", "drawn") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert {path.name for path in tmp_path.iterdir()} == {"drawn"}

@@ -36,7 +36,7 @@ from flsuite.flower.records import to_arrays, to_state
 from flsuite.flower.server import serve
 from flsuite.flower.strategy import FlowerStrategy
 from flsuite.schedules import Synchronous
-from tests.conftest import classifier, equal_states, trainer
+from tests.conftest import classifier, equal_states, mostly_long, trainer
 from tests.flower.grid import (
     Nodes,
     autoencoder,
@@ -53,91 +53,77 @@ from tests.flower.grid import (
 )
 from tests.test_plain_models import sentences
 
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "fedavg": (classifier, FedAvg, {}),
+    "fedadam": (classifier, lambda: FedAdam(lr=0.01), {}),
+    "fedprox": (classifier, lambda: FedProx(mu=0.1), {"evaluate_every": 2}),
+    "scaffold_three_of_five": (classifier, SCAFFOLD, {"rounds": 3, "schedule": Synchronous(0.6)}),
+    "fedbuff": (classifier, FedBuff, {}),
+    "local_only": (classifier, LocalOnly, {}),
+    "local_buffers": (convolution, FedAvg, {"batchnorm": "local"}),
+    "kept_optimizers_falling_rate": (
+        convolution,
+        FedAvg,
+        {
+            "batchnorm": "reset",
+            "keep_optimizers": True,
+            "lr_decay": ExponentialDecay(gamma=0.5),
+        },
+    ),
+    "private_encoder_and_scaffold": (fused, lambda: SCAFFOLD(control="mean_gradient"), {}),
+    "private_encoder_two_of_five": (
+        fused,
+        FedAvg,
+        {"rounds": 3, "schedule": Synchronous(2), "score_clients": 3, "evaluate_every": 2},
+    ),
+    "cmga": (autoencoder, CMGA, {}),
+    "tasks": (classifier, FedAvg, {"data": tasks}),
+    "sums_of_parts": (classifier, FedAvg, {"data": many, "clients": 46}),
+    "any_module": (plain, FedAvg, {"data": lambda: sentences(clients=5)}),
+    "fedfisher": (classifier, FedFisher, {}),
+    "fedfisher_sampled": (
+        classifier,
+        lambda: FedFisher("diag", samples=100, expectation="sampled"),
+        {},
+    ),
+    "regmean": (classifier, lambda: RegMean(alpha=0.9), {}),
+    "otfusion": (classifier, OTFusion, {}),
+    "pfnm": (classifier, PFNM, {}),
+    "fisher_merge": (classifier, FisherMerge, {}),
+    "dense": (
+        classifier,
+        lambda: DENSE(epochs=1, generator_steps=2, batch_size=8, latent=8, width=0.1),
+        {},
+    ),
+    "multi_krum": (classifier, lambda: MultiKrum(1), {}),
+    "bucketing": (classifier, lambda: Bucketing(CenteredClipping()), {"rounds": 3}),
+    "quantized_scaffold": (classifier, SCAFFOLD, {"compression": Quantize(16)}),
+    "top_k": (classifier, FedAvg, {"rounds": 3, "compression": TopK(0.1)}),
+    "low_rank": (classifier, FedFisher, {"rounds": 1, "compression": LowRank()}),
+    "dp_fedavg_three_of_five": (
+        classifier,
+        lambda: DPFedAvg(clip=0.3, noise_multiplier=1.0, quantile=0.5),
+        {"rounds": 3, "schedule": Synchronous(3)},
+    ),
+}
+
 
 @pytest.mark.parametrize(
-    ("model", "algorithm", "kwargs"),
-    [
-        (classifier, FedAvg, {}),
-        (classifier, lambda: FedAdam(lr=0.01), {}),
-        (classifier, lambda: FedProx(mu=0.1), {"evaluate_every": 2}),
-        (classifier, SCAFFOLD, {"rounds": 3, "schedule": Synchronous(0.6)}),
-        (classifier, FedBuff, {}),
-        (classifier, LocalOnly, {}),
-        (convolution, FedAvg, {"batchnorm": "local"}),
-        (
-            convolution,
-            FedAvg,
-            {
-                "batchnorm": "reset",
-                "keep_optimizers": True,
-                "lr_decay": ExponentialDecay(gamma=0.5),
-            },
-        ),
-        (fused, lambda: SCAFFOLD(control="mean_gradient"), {}),
-        (
-            fused,
-            FedAvg,
-            {"rounds": 3, "schedule": Synchronous(2), "score_clients": 3, "evaluate_every": 2},
-        ),
-        (autoencoder, CMGA, {}),
-        (classifier, FedAvg, {"data": tasks}),
-        (classifier, FedAvg, {"data": many, "clients": 46}),
-        (plain, FedAvg, {"data": lambda: sentences(clients=5)}),
-        (classifier, FedFisher, {}),
-        (classifier, lambda: FedFisher("diag", samples=100, expectation="sampled"), {}),
-        (classifier, lambda: RegMean(alpha=0.9), {}),
-        (classifier, OTFusion, {}),
-        (classifier, PFNM, {}),
-        (classifier, FisherMerge, {}),
-        (
-            classifier,
-            lambda: DENSE(epochs=1, generator_steps=2, batch_size=8, latent=8, width=0.1),
-            {},
-        ),
-        (classifier, lambda: MultiKrum(1), {}),
-        (classifier, lambda: Bucketing(CenteredClipping()), {"rounds": 3}),
-        (classifier, SCAFFOLD, {"compression": Quantize(16)}),
-        (classifier, FedAvg, {"rounds": 3, "compression": TopK(0.1)}),
-        (classifier, FedFisher, {"rounds": 1, "compression": LowRank()}),
-        (
-            classifier,
-            lambda: DPFedAvg(clip=0.3, noise_multiplier=1.0, quantile=0.5),
-            {"rounds": 3, "schedule": Synchronous(3)},
-        ),
-    ],
-    ids=[
-        "fedavg",
+    "case",
+    mostly_long(
+        CASES,
         "fedadam",
-        "fedprox",
         "scaffold_three_of_five",
-        "fedbuff",
-        "local_only",
-        "local_buffers",
-        "kept_optimizers_falling_rate",
-        "private_encoder_and_scaffold",
-        "private_encoder_two_of_five",
-        "cmga",
-        "tasks",
-        "sums_of_parts",
-        "any_module",
         "fedfisher",
-        "fedfisher_sampled",
-        "regmean",
-        "otfusion",
-        "pfnm",
-        "fisher_merge",
-        "dense",
-        "multi_krum",
         "bucketing",
-        "quantized_scaffold",
         "top_k",
-        "low_rank",
         "dp_fedavg_three_of_five",
-    ],
+    ),
 )
 def test_the_same_weights_and_scores_as_our_own_engine(
-    model: Any, algorithm: Any, kwargs: dict[str, Any]
+    case: tuple[Any, Any, dict[str, Any]],
 ) -> None:
+    model, algorithm, kwargs = case
     ours, theirs, _ = both(model, algorithm, **kwargs)
     assert equal_states(state(ours), state(theirs))
     mine, yours = table(ours), table(theirs)

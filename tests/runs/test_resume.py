@@ -22,7 +22,7 @@ from flsuite.runs.checkpoint import write_checkpoint
 from flsuite.schedules import Synchronous
 from flsuite.server.stores import ClientStore
 from flsuite.trainer import FederatedTrainer
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 from tests.runs.killing import kill_and_resume, rounds_on_disk, table_of
 
 ROUNDS = 40
@@ -75,7 +75,9 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, engine: Any, ki
     assert table_of(folder, "virtual_s").equals(whole_table)
 
 
-@pytest.mark.parametrize("buffers", ["average", "local", "reset"])
+@pytest.mark.parametrize(
+    "buffers", mostly_long({name: name for name in ("average", "local", "reset")}, "local")
+)
 def test_statistics_resume_under_every_policy(buffers: str, tmp_path: Path) -> None:
     def fit(rounds: int, folder: str, ckpt_path: str | None = None) -> FederatedTrainer:
         made = trainer(

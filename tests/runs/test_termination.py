@@ -71,7 +71,7 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.mark.usefixtures("_in_folder")
-@pytest.mark.parametrize("engine", ["InProcess", "Processes"])
+@pytest.mark.parametrize("engine", [pytest.param("InProcess", marks=pytest.mark.long), "Processes"])
 def test_sigterm_keeps_the_rounds_done_and_has_a_status_of_its_own(
     engine: str, tmp_path: Path
 ) -> None:

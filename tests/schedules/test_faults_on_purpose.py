@@ -16,7 +16,7 @@ from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import PairwiseMasks, Quantize, TopK
 from flsuite.runs.rehearsal import rehearse
 from flsuite.schedules import Asynchronous, Clock, Faults, Fit, Schedule, Stragglers, Synchronous
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 
 IN_PROCESS = {"raises": 0.05, "nan": 0.05, "shapes": 0.05, "late": 0.05, "twice": 0.05}
 ALL = {**IN_PROCESS, "dies": 0.03, "hangs": 0.01}
@@ -84,31 +84,23 @@ def test_a_run_under_all_faults_equals_one_without_these_clients(
     assert any("was refused: it came too late" in line for line in said)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"aggregator": FedBuff(), "schedule": Asynchronous(4, 2, speeds=Stragglers())},
-        {"schedule": Synchronous(6, speeds=Stragglers(), over_selection=1.5)},
-        {"compression": Quantize(bits=8)},
-        {"compression": TopK(0.1)},
-        {"secure_sum": PairwiseMasks(), "rounds": 6},
-        {"aggregator": SCAFFOLD()},
-        {"aggregator": LocalOnly()},
-        {"aggregator": MultiKrum(0.1), "attack": FreeRider(fraction=0.3, last_change=True)},
-    ],
-    ids=[
-        "plain",
-        "asynchronous",
-        "over_selection",
-        "quantized",
-        "top_k",
-        "secure_sum",
-        "scaffold",
-        "nothing_is_shared",
-        "attacked",
-    ],
-)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "asynchronous": {"aggregator": FedBuff(), "schedule": Asynchronous(4, 2, speeds=Stragglers())},
+    "over_selection": {"schedule": Synchronous(6, speeds=Stragglers(), over_selection=1.5)},
+    "quantized": {"compression": Quantize(bits=8)},
+    "top_k": {"compression": TopK(0.1)},
+    "secure_sum": {"secure_sum": PairwiseMasks(), "rounds": 6},
+    "scaffold": {"aggregator": SCAFFOLD()},
+    "nothing_is_shared": {"aggregator": LocalOnly()},
+    "attacked": {
+        "aggregator": MultiKrum(0.1),
+        "attack": FreeRider(fraction=0.3, last_change=True),
+    },
+}
+
+
+@pytest.mark.parametrize("kwargs", mostly_long(SETTINGS, "asynchronous", "top_k", "attacked"))
 def test_in_process_the_run_equals_one_without_these_clients(kwargs: dict[str, Any]) -> None:
     def states(made: Any) -> dict[str, torch.Tensor]:
         own = [made.federation.client_state(client) for client in range(CLIENTS)]

@@ -22,7 +22,7 @@ from flsuite.sweeps.plan import fit_arguments, samples_of
 from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep, read_sweep
 from tests.commands.command import cli, files, refused
-from tests.conftest import equal_states
+from tests.conftest import equal_states, mostly_long
 from tests.sweeps.sweeping import (
     SWEEPS,
     results_of,
@@ -130,6 +130,7 @@ def edited_quickstart() -> str:
     return "quickstart.yaml"
 
 
+@pytest.mark.long
 def test_an_edited_sweep_runs_the_new_cells_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,7 +233,9 @@ def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixt
 # What is shipped
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", mostly_long({path.stem: path for path in SHIPPED}, "quickstart", "trust")
+)
 def test_a_shipped_sweep_can_be_built(path: Path) -> None:
     name = f"configs/sweeps/{path.name}"
     assert path.read_text().startswith(f"# flsuite sweep --config {name}\n")
@@ -240,6 +243,7 @@ def test_a_shipped_sweep_can_be_built(path: Path) -> None:
     assert answer["workers"] == 1  # the cells have the cores for themselves
 
 
+@pytest.mark.long
 def test_a_wandb_sweep_gives_commands_that_are_understood(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
