@@ -25,17 +25,17 @@ def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
     """
     if attack is None or not attack.attackers:
         return aggregator
-    added = (*aggregator.added, Named("trainer.attack", attack))
+    given = Named("trainer.attack", attack)
     if isinstance(attack, Collusion):
-        return aggregator.with_parts(rule=_Colluding(aggregator.rule, attack), added=added)
+        return aggregator.with_parts(given, rule=_Colluding(aggregator.rule, attack))
     if type(attack).alter is Attack.alter:
-        return aggregator.with_parts(added=added)
+        return aggregator.with_parts(given)
 
     # After the algorithm's own transforms, and before the codecs, which see what attackers send.
     transforms = list(aggregator.transforms)
     is_codec = ["dense changes" in transform.withholds for transform in transforms]
     transforms.insert(is_codec.index(True) if any(is_codec) else len(transforms), _Altering(attack))
-    return aggregator.with_parts(transforms=transforms, added=added)
+    return aggregator.with_parts(given, transforms=transforms)
 
 
 @dataclass(frozen=True)
