@@ -41,16 +41,7 @@ class DPFedAvg(Aggregator):
         transforms: list[Transform] | None = None,
         **parts: Any,
     ) -> None:
-        own: dict[str, Any] = {
-            "clip": clip,
-            "noise_multiplier": noise_multiplier,
-            "target_epsilon": target_epsilon,
-            "delta": delta,
-            "quantile": quantile,
-            "clip_lr": clip_lr,
-            "count_noise": count_noise,
-            "secure_rng": secure_rng,
-        }
-        vars(self).update(own, _transforms=transforms or [])
-        mechanism = GaussianMechanism(**own)
+        noise = noise_multiplier, target_epsilon, delta
+        mechanism = GaussianMechanism(clip, *noise, quantile, clip_lr, count_noise, secure_rng)
+        vars(self).update(vars(mechanism), _transforms=transforms or [])
         super().__init__(rule=Mean("uniform"), transforms=[*(transforms or ()), mechanism], **parts)

@@ -7,12 +7,21 @@ from typing import Any
 import torch
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.chain import Chain, template_of
+from flsuite.aggregators.chain import Chain
 from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.errors import one_line
 from flsuite.messages import Broadcast, ClientFailure, ClientUpdate, Outcome
-from flsuite.state import State, StateLayout, Sums, Tree, flatten_tree, nbytes, nested_like
+from flsuite.state import (
+    State,
+    StateLayout,
+    Sums,
+    Tree,
+    flatten_tree,
+    nbytes,
+    nested_like,
+    template_of,
+)
 
 _PARTS = 20  # a number that few workers can share evenly: 1, 2, 4, 5, 10
 _LARGEST = 16  # clients in a part, so that a retry after a worker's death repeats few of them

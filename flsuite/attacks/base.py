@@ -81,7 +81,6 @@ class Attack(ABC):
     clients: list[int] | None = None
     fraction: Share | None = None
     attackers: tuple[int, ...] = field(default=(), init=False)
-    _members: frozenset[int] = field(default=frozenset(), init=False)
 
     @abstractmethod
     def __init__(self, clients: list[int] | None = None, fraction: Share | None = None) -> None:
@@ -116,20 +115,15 @@ class Attack(ABC):
             FlsuiteError: If a client does not exist, or the attack does not go with the data.
         """
         self.attackers = self._chosen(data.clients, seed)
-        self._members = frozenset(self.attackers)
         self.prepare(data)
 
     def prepare(self, data: FederatedData) -> None:
         """Note what the attack needs of the data, or refuse data that it cannot attack."""
         return
 
-    def has(self, client: int) -> bool:
-        """Return whether a client is an attacker."""
-        return client in self._members
-
     def callbacks(self, client: ClientContext) -> list[Callback]:
         """Return the callbacks of one client's fit, which come before those of the algorithm."""
-        poisons = self.has(client.id) and type(self).poison is not Attack.poison
+        poisons = client.id in self.attackers and type(self).poison is not Attack.poison
         return [PoisonBatches(self.poison)] if poisons else []
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:

@@ -49,7 +49,7 @@ class _Altering(Transform):
     attack: Attack
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
-        if not self.attack.has(fit.client):
+        if fit.client not in self.attack.attackers:
             return payload
         again = f"/{fit.repeat}" if fit.repeat else ""
         generator = torch_generator(fit.seed, f"attack/update{again}", fit.round, fit.client)

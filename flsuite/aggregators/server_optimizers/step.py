@@ -1,7 +1,6 @@
 """The server's step: any optimizer of torch, whose gradient is the negative change of the round."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,9 @@ def stepped(
         if server.memory:
             optimizer.load_state_dict(dict(server.memory))
         optimizer.step()
-        server.memory.update(_plain(optimizer.state_dict()))
+        kept = optimizer.state_dict()
+        # Plain dicts and lists, as a checkpoint holds them.
+        server.memory.update(state=dict(kept["state"]), param_groups=list(kept["param_groups"]))
     return cast({**model, **parameters}, server.state)
 
 
@@ -66,8 +67,3 @@ def require_step(
             f"{key} cannot step with a gradient alone ({type(error).__name__}: "
             f"{one_line(error, 200)}); take another one, such as torch.optim.SGD"
         ) from error
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as a checkpoint can hold it."""
-    return {"state": dict(state["state"]), "param_groups": list(state["param_groups"])}

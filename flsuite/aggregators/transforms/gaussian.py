@@ -91,10 +91,8 @@ class GaussianMechanism(Transform, Settings):
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         clip = fit.received["clip"]
-        change, norm = clipped(payload.change, clip)
+        payload, norm = clipped(payload, clip)
         fit.metrics["update_norm"] = norm
-        if change is not payload.change:
-            payload = payload._replace(change=change)
         if self.quantile is None:
             return payload
         return payload._replace(statistics={**payload.statistics, WITHIN: float(norm <= clip)})
@@ -113,9 +111,7 @@ class GaussianMechanism(Transform, Settings):
 
     def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
         # Not to be believed: a client may send anything.
-        change, _ = clipped(payload.change, received["clip"])
-        if change is not payload.change:
-            payload = payload._replace(change=change)
+        payload, _ = clipped(payload, received["clip"])
         if self.quantile is None:
             return payload
         bit = min(max(float(payload.statistics[WITHIN]), 0.0), 1.0)
