@@ -12,7 +12,7 @@ With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and stale
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache, partial
 from itertools import islice
 from numbers import Real
@@ -20,8 +20,7 @@ from typing import Any, ClassVar, final
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
-from torch import Tensor
-from torch.optim import Optimizer
+from lightning.pytorch.cli import OptimizerCallable
 
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Named, Part, Server, Statistic
@@ -33,8 +32,6 @@ from flsuite.arguments import check_init
 from flsuite.errors import FederationError, FlsuiteError, require_instance
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Sums, Tree, cast, divided, scaled
-
-OptimizerCallable = Callable[[Iterable[Tensor]], Optimizer]
 
 
 class Aggregator:

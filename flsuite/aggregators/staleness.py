@@ -112,15 +112,14 @@ def staleness_weight(staleness: StalenessName | Staleness, tau: int) -> float:
     return weight
 
 
-def require_mixture(owner: str, staleness: StalenessName | Staleness, **rates: float) -> None:
-    """Refuse a mixing rate that exceeds 1 for a fresh update."""
+def require_mixture(name: str, rate: float, staleness: StalenessName | Staleness) -> None:
+    """Refuse a mixing rate, by its name, that exceeds 1 for a fresh update."""
     fresh = staleness_weight(staleness, 0)
-    for name, rate in rates.items():
-        if rate * fresh > 1:
-            raise FlsuiteError(
-                f"{owner}: {name} times the weight of a fresh update must be at most 1, got {rate} "
-                f"* {fresh}; lower one of them"
-            )
+    if rate * fresh > 1:
+        raise FlsuiteError(
+            f"{name} times the weight of a fresh update must be at most 1, got {rate} * {fresh}; "
+            "lower one of them"
+        )
 
 
 def rebased(update: ClientUpdate, server: Server) -> ClientUpdate:

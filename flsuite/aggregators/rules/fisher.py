@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Generator, Tensor, nn
 
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules.after_fit import LogitPass
-from flsuite.aggregators.rules.base import LinearRule
+from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import Weighting
 from flsuite.arguments import NonNegativeFloat, PositiveInt, Settings
 from flsuite.data.loader import Batch
@@ -51,7 +51,7 @@ class FisherMean(LinearRule, Settings):
     weighting: Weighting
 
     needs = frozenset({"current models"})
-    _sends = "Fisher information"
+    withholds = withheld_by("Fisher information")
 
     @abstractmethod
     def least(self, clients: float) -> float:
@@ -261,7 +261,7 @@ class FisherMerge(FisherMean):
             client.metrics["fisher_mass"] = _mass(fisher)
             return fisher
 
-        return [LogitPass(client, "FisherMerge", self.samples, "fisher", statistic)]
+        return [AfterFit(client, "FisherMerge", self.samples, "fisher", statistic)]
 
     def least(self, clients: float) -> float:
         # The sums are of n_i F_i, N times those of p_i F_i.

@@ -1,19 +1,17 @@
 """The server's step: any optimizer of torch, whose gradient is the negative change of the round."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
-from torch.optim import Optimizer
 
 from flsuite.aggregators.part import Server
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.state import State, cast
 
 
-def stepped(
-    make_optimizer: Callable[[Iterable[Tensor]], Optimizer], server: Server, model: State
-) -> State:
+def stepped(make_optimizer: OptimizerCallable, server: Server, model: State) -> State:
     """Return the global state after a step of the optimizer, with gradient ``w - model``.
 
     It steps float64 copies of the parameters, and the result is rounded once. Buffers are no
@@ -39,9 +37,7 @@ def stepped(
     return cast({**model, **parameters}, server.state)
 
 
-def require_step(
-    make_optimizer: Callable[[Iterable[Tensor]], Optimizer], parameters: Iterable[Tensor]
-) -> None:
+def require_step(make_optimizer: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
     """Refuse an optimizer that does not take these parameters, or needs more than a gradient.
 
     Raises:
