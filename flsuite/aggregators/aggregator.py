@@ -14,7 +14,6 @@ import copy
 import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache, partial
-from itertools import islice
 from numbers import Real
 from typing import Any, ClassVar, final
 
@@ -24,14 +23,20 @@ from lightning.pytorch.cli import OptimizerCallable
 
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Named, Part, Server, Statistic
-from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule, sum_by_parts
+from flsuite.aggregators.rules.base import (
+    CohortRule,
+    LinearRule,
+    Rule,
+    combine_and_sum,
+    sum_by_parts,
+)
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.arguments import check_init
 from flsuite.errors import FederationError, FlsuiteError, require_instance
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Sums, Tree, cast, divided, scaled
+from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
 
 
 class Aggregator:
@@ -117,8 +122,8 @@ class Aggregator:
         key = "trainer.aggregator"
         named = [Named(key, self), Named(f"{key}.rule", self.rule)]
         named.append(Named(f"{key}.objective", self.objective))
-        given = [one.part for one in self._given]
-        own = [part for part in self.transforms if not any(part is other for other in given)]
+        given = {id(one.part) for one in self._given}
+        own = [part for part in self.transforms if id(part) not in given]
         return [*named, *(Named(f"{key}.transforms", part) for part in own), *self._given]
 
     def prepare(self, server: Server) -> None:
@@ -189,38 +194,23 @@ class Aggregator:
         Raises:
             FederationError: If there are too few updates for the rule.
         """
-        rule, model = self.rule, server.state
+        rule = self.rule
         own = rule.statistics(server.layout, server.state)
         contribution = partial(self.contribution, layout=server.layout, own=own)
         if isinstance(rule, LinearRule):
             sums, seen = sum_by_parts(rule, server, updates, contribution)
             # They are empty in a round without clients.
-            if sums:
-                model = rule.result(server.of("rule"), sums["rule"], seen)
-            return self._concluded(server, model, sums)
-
-        total = Sums()
-
-        def passing() -> Iterator[ClientUpdate]:
-            for update in updates:
-                total.add(contribution(update))
-                yield update
-
-        assert isinstance(rule, CohortRule)
-        arriving = passing()
-        first = list(islice(arriving, 1))
-        if first:
-            model = rule.combine(server.of("rule"), _chained(first, arriving))
-        return self._concluded(server, model, total.values)
-
-    def _concluded(self, server: Server, model: State, sums: Tree) -> State:
-        count, statistics = round(sums.get("count", 0)), sums.get("statistics", {})
+            model = rule.result(server.of("rule"), sums["rule"], seen) if sums else server.state
+        else:
+            assert isinstance(rule, CohortRule)
+            model, sums = combine_and_sum(rule, server, updates, contribution)
         if fault := _incomplete(model, server.state):
-            owner = type(self.rule).__name__
             raise FederationError(
-                f"round {server.round}: {owner} returned a faulty state: {fault}; the state of "
-                f"round {server.round - 1} is kept"
+                f"round {server.round}: {type(rule).__name__} returned a faulty state: {fault}; "
+                f"the state of round {server.round - 1} is kept"
             )
+
+        count, statistics = round(sums.get("count", 0)), sums.get("statistics", {})
         means = divided(statistics, sums["weight"]) if count and sums["weight"] > 0 else {}
         self.objective.conclude(server.of("objective"), means, count)
         for name, part in self._placed().items():
@@ -245,8 +235,3 @@ def _incomplete(model: Any, state: State) -> str | None:
 def _settable(cls: type) -> list[str]:
     """Return the names of the arguments that a class takes from a config."""
     return ArgumentParser().add_class_arguments(cls, fail_untyped=False)
-
-
-def _chained(first: list[ClientUpdate], others: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
-    yield first.pop()  # nobody here holds it while the others arrive
-    yield from others

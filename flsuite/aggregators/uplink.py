@@ -23,9 +23,6 @@ from flsuite.state import (
     template_of,
 )
 
-_PARTS = 20  # a number that few workers can share evenly: 1, 2, 4, 5, 10
-_LARGEST = 16  # clients in a part, so that a retry after a worker's death repeats few of them
-
 
 class Uplink:
     """Packs an update where a client trains, and reads it on the server.
@@ -74,8 +71,8 @@ class Uplink:
             counts = torch.zeros(classes, dtype=torch.int64)
             update = ClientUpdate(0, 1, 1, 1, counts, state, extras)
             self._example = template_of(self.contribution(update))
-        self.held = _floats(self._example)
-        self._clear = _integers(self._example), {n: self.statistics[n] for n in self._single}
+        self.held, integers = _by_kind(self._example)
+        self._clear = integers, {name: self.statistics[name] for name in self._single}
         self.bytes_clear = nbytes(self._clear)
 
     @property
@@ -102,13 +99,11 @@ class Uplink:
         held: State = {}
         if self.masks:
             read = self.chain.unpack(packed, base, fit.received)
-            contribution = self.contribution(read)
-            held = _floats(contribution)
+            held, integers = _by_kind(self.contribution(read))
             clear = {name: read.extras[name] for name in self._single}
             # Nothing that an algorithm of sums needs: the counts say what a client's data is.
             unknown = update.class_counts.new_zeros(0)
-            state = _integers(contribution)
-            packed = replace(update, state=state, extras=clear, class_counts=unknown)
+            packed = replace(update, state=integers, extras=clear, class_counts=unknown)
         # The size of what is sent, as if the client were on another machine.
         packed.bytes_up = nbytes(packed.state) + nbytes(packed.extras)
         return packed, held
@@ -176,9 +171,15 @@ class Uplink:
             yield replace(update, state={}, partial=total if place == last else Sums())
 
 
-def _floats(tree: Tree) -> State:
-    """Return the floating-point leaves of nested data, by their paths."""
-    return {name: value for name, value in flatten_tree(tree).items() if value.is_floating_point()}
+def _by_kind(tree: Tree) -> tuple[State, State]:
+    """Return the floating-point leaves of nested data, and the integer ones, by their paths."""
+    flat = flatten_tree(tree)
+    floats = {name: value for name, value in flat.items() if value.is_floating_point()}
+    return floats, {name: value for name, value in flat.items() if name not in floats}
+
+
+_PARTS = 20  # a number that few workers can share evenly: 1, 2, 4, 5, 10
+_LARGEST = 16  # clients in a part, so that a retry after a worker's death repeats few of them
 
 
 def part_size(cohort: int) -> int:
@@ -188,9 +189,3 @@ def part_size(cohort: int) -> int:
     rounds to depends on the order of its terms, so that the parts follow from the cohort alone.
     """
     return min(max(cohort // _PARTS, 1), _LARGEST)
-
-
-def _integers(tree: Tree) -> State:
-    """Return the integer leaves of nested data, by their paths."""
-    floats = _floats(tree)
-    return {name: value for name, value in flatten_tree(tree).items() if name not in floats}

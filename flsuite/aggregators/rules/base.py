@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from lightning.pytorch import Callback
 
@@ -184,6 +185,33 @@ def sum_by_parts(
     if own is not sums:
         sums.merge(own)
     return sums.values, seen
+
+
+def combine_and_sum(
+    rule: CohortRule,
+    server: Server,
+    updates: Iterator[ClientUpdate],
+    contribution: Callable[[ClientUpdate], Tree],
+) -> tuple[State, Tree]:
+    """Return the model that a rule makes of a round, and the sums of what clients contribute.
+
+    In a round without clients it is the global model, and the sums are empty.
+    """
+    sums = Sums()
+
+    def passing() -> Iterator[ClientUpdate]:
+        for update in updates:
+            sums.add(contribution(update))
+            yield update
+
+    def rejoined() -> Iterator[ClientUpdate]:
+        yield first.pop()  # nobody here holds it while the others arrive
+        yield from arriving
+
+    arriving = passing()
+    first = list(islice(arriving, 1))
+    model = rule.combine(server.of("rule"), rejoined()) if first else server.state
+    return model, sums.values
 
 
 @contextmanager
