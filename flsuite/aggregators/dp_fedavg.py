@@ -9,7 +9,7 @@ from typing import Any
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.rules import Mean
 from flsuite.aggregators.transforms import GaussianMechanism, Transform
-from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius
+from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius, SmallProbability
 
 
 class DPFedAvg(Aggregator):
@@ -33,7 +33,7 @@ class DPFedAvg(Aggregator):
         clip: Radius = 1.0,
         noise_multiplier: NonNegativeFloat | None = None,
         target_epsilon: PositiveFloat | None = None,
-        delta: PositiveFloat | None = None,
+        delta: SmallProbability | None = None,
         quantile: Fraction | None = None,
         clip_lr: PositiveFloat = 0.2,
         count_noise: NonNegativeFloat | None = None,

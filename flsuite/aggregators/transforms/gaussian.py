@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.part import Capability, Server
+from flsuite.aggregators.rules.mean import mixed
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.aggregators.transforms.clip_updates import clipped
-from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius, Settings
-from flsuite.errors import FlsuiteError, require_below_one
+from flsuite.arguments import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    Radius,
+    Settings,
+    SmallProbability,
+)
+from flsuite.errors import FlsuiteError
 from flsuite.metrics.privacy import (
     RandomDraw,
     calibrated_noise,
@@ -73,7 +81,7 @@ class GaussianMechanism(Transform, Settings):
     clip: Radius = 1.0
     noise_multiplier: NonNegativeFloat | None = None
     target_epsilon: PositiveFloat | None = None
-    delta: PositiveFloat | None = None
+    delta: SmallProbability | None = None
     quantile: Fraction | None = None
     clip_lr: PositiveFloat = 0.2
     count_noise: NonNegativeFloat | None = None
@@ -126,7 +134,8 @@ class GaussianMechanism(Transform, Settings):
         deviation = on_changes and on_changes * memory["clip"] / expected
 
         # Who is missing counts as a client without a change.
-        model = _scaled(server.state, model, updates / expected)
+        share = updates / expected
+        model = {name: mixed(value, model[name], share) for name, value in server.state.items()}
         if deviation:
             model = {
                 name: torch.add(value, normal(value.numel()).view(value.shape), alpha=deviation)
@@ -184,7 +193,7 @@ class GaussianMechanism(Transform, Settings):
             raise FlsuiteError(
                 "GaussianMechanism: target_epsilon needs the number of rounds; set trainer.rounds"
             )
-        require_below_one("GaussianMechanism", delta=self._delta(server))
+        self._delta(server)  # it refuses a single client without one
 
     def _begin(self, server: Server) -> None:
         """Set the noise of a run before its first round.
@@ -256,7 +265,6 @@ class GaussianMechanism(Transform, Settings):
             raise FlsuiteError(
                 "GaussianMechanism: give either noise_multiplier, or target_epsilon, which sets it"
             )
-        require_below_one("GaussianMechanism", delta=self.delta)
         if self.clip == math.inf and (self.noise_multiplier != 0 or self.quantile is not None):
             raise FlsuiteError(
                 "GaussianMechanism: an infinite clip bounds nobody's change; give a number"
@@ -266,13 +274,3 @@ class GaussianMechanism(Transform, Settings):
 def _sampling(server: Server) -> RandomDraw:
     assert server.tools.sampling is not None  # random cohorts are declared as a need
     return server.tools.sampling
-
-
-def _scaled(state: State, model: State, factor: float) -> State:
-    """Return ``w + factor (model - w)``, the model itself for a factor of 1."""
-    if factor == 1.0:
-        return model
-    return {
-        name: torch.lerp(value.double(), model[name].double(), factor)
-        for name, value in state.items()
-    }
