@@ -105,7 +105,7 @@ class FedFisher(LinearRule, Settings):
     # The client half
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_FisherPass(client, self)]
+        return [_FisherPass(client, self, self._form(client.layout))]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         template = self._form(layout).template(state)
@@ -194,8 +194,8 @@ def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
 class _FisherPass(AfterFit):
     """The client half, which refuses a model that the form does not cover."""
 
-    def __init__(self, client: ClientContext, rule: FedFisher) -> None:
-        self.form = form = rule._form(client.layout)
+    def __init__(self, client: ClientContext, rule: FedFisher, form: FisherForm) -> None:
+        self.form = form
 
         def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> Any:
             return form.measure(module, (batches, rule.expectation, generator))

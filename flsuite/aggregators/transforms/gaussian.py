@@ -203,10 +203,12 @@ class GaussianMechanism(Transform, Settings):
         """
         memory, rounds = server.memory, server.tools.rounds
         if not memory:
-            noise = self._multiplier(server)
-            memory.update(rounds=0, noise_multiplier=noise, clip=self.clip)
+            noise = self.noise_multiplier
             if self.target_epsilon is not None:
-                memory["planned"] = rounds
+                assert rounds is not None  # prepare has refused
+                target = self.target_epsilon, rounds, self._delta(server)
+                noise, memory["planned"] = calibrated_noise(_sampling(server), *target), rounds
+            memory.update(rounds=0, noise_multiplier=noise, clip=self.clip)
             self._announce(server)
         planned = memory.get("planned", math.inf)
         if max(rounds or 0, memory["rounds"] + 1) > planned:
@@ -221,14 +223,6 @@ class GaussianMechanism(Transform, Settings):
                 f"GaussianMechanism: count_noise must be above {noise / 2:.4g}, half of the noise "
                 f"multiplier, got {self.count_noise}"
             )
-
-    def _multiplier(self, server: Server) -> float:
-        """Return the noise multiplier that is accounted for."""
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier
-        assert self.target_epsilon is not None and server.tools.rounds is not None
-        target = self.target_epsilon, server.tools.rounds
-        return calibrated_noise(_sampling(server), *target, self._delta(server))
 
     def _announce(self, server: Server) -> None:
         noise, rounds = server.memory["noise_multiplier"], server.tools.rounds
