@@ -104,11 +104,9 @@ def load_(resident: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
             resident[name].copy_(value)
 
 
-def difference(
-    a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str] | None = None
-) -> State:
-    """Return ``a - b`` over ``names`` (default: all entries of ``a``)."""
-    return {name: a[name] - b[name] for name in (a if names is None else names)}
+def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> State:
+    """Return ``a - b`` over the entries of ``a``."""
+    return {name: value - b[name] for name, value in a.items()}
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:

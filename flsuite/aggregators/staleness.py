@@ -112,16 +112,6 @@ def staleness_weight(staleness: StalenessName | Staleness, tau: int) -> float:
     return weight
 
 
-def require_mixture(name: str, rate: float, staleness: StalenessName | Staleness) -> None:
-    """Refuse a mixing rate, by its name, that exceeds 1 for a fresh update."""
-    fresh = staleness_weight(staleness, 0)
-    if rate * fresh > 1:
-        raise FlsuiteError(
-            f"{name} times the weight of a fresh update must be at most 1, got {rate} * {fresh}; "
-            "lower one of them"
-        )
-
-
 def rebased(update: ClientUpdate, server: Server) -> ClientUpdate:
     """Return an update whose state is ``w + (w_k - base_k)``, in float64 unless it is fresh.
 

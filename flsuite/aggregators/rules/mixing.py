@@ -9,14 +9,9 @@ from dataclasses import dataclass
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import CohortRule
 from flsuite.aggregators.rules.mean import Normalize, Weighting, mixed
-from flsuite.aggregators.staleness import (
-    Staleness,
-    StalenessName,
-    require_mixture,
-    staleness_weight,
-)
+from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_weight
 from flsuite.arguments import Fraction, Settings, Share
-from flsuite.errors import FederationError
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, cast, mean_of
 
@@ -41,7 +36,7 @@ class Mixing(CohortRule, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_mixture(f"{type(self).__name__}: mixing", self.mixing, self.staleness)
+        _require_mixture(f"{type(self).__name__}: mixing", self.mixing, self.staleness)
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         state = server.state
@@ -91,7 +86,7 @@ class MixedMean(CohortRule, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.normalize == "buffer":
-            require_mixture(f"{type(self).__name__}: rate", self.rate, self.staleness)
+            _require_mixture(f"{type(self).__name__}: rate", self.rate, self.staleness)
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         given: list[tuple[dict[str, float], float]] = []
@@ -119,3 +114,13 @@ class MixedMean(CohortRule, Settings):
 def _mixed(old: State, new: State, rate: float) -> State:
     """Return ``(1 - rate) old + rate new``, in the dtypes of ``old``."""
     return cast({name: mixed(value, new[name], rate) for name, value in old.items()}, old)
+
+
+def _require_mixture(name: str, rate: float, staleness: StalenessName | Staleness) -> None:
+    """Refuse a mixing rate, by its name, that exceeds 1 for a fresh update."""
+    fresh = staleness_weight(staleness, 0)
+    if rate * fresh > 1:
+        raise FlsuiteError(
+            f"{name} times the weight of a fresh update must be at most 1, got {rate} * {fresh}; "
+            "lower one of them"
+        )
