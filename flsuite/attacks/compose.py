@@ -7,10 +7,9 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.part import Named, Server
 from flsuite.aggregators.rules.base import Rule, RuleAround
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
-from flsuite.attacks.base import Attack, Attacker
+from flsuite.attacks.base import Attack
 from flsuite.attacks.collusion import Collusion, collude
 from flsuite.messages import ClientUpdate
-from flsuite.random import torch_generator
 from flsuite.state import State, add, difference, wide
 
 
@@ -51,15 +50,11 @@ class _Altering(Transform):
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         if fit.client not in self.attack.attackers:
             return payload
-        again = f"/{fit.repeat}" if fit.repeat else ""
-        generator = torch_generator(fit.seed, f"attack/update{again}", fit.round, fit.client)
-        attacker = Attacker(fit.client, fit.round, generator, fit.memory)
-
         received = {name: fit.base[name] for name in payload.change}
         exact = wide(received)
         moved = add(exact, payload.change)
         trained = {name: value.to(received[name].dtype) for name, value in moved.items()}
-        altered = self.attack.alter(trained, received, attacker)
+        altered = self.attack.alter(trained, received, fit)
         return payload._replace(change=difference(wide(altered), exact))
 
 
