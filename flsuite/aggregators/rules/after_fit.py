@@ -1,6 +1,7 @@
 """A client half that measures the trained model and leaves it as it is."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,32 +20,37 @@ Measure = Callable[[Any, Iterator[Batch], torch.Generator], Any]
 the client's own randomness in this round."""
 
 
-class AfterFit(Callback):
-    """One pass over the client's samples at the end of its fit, in evaluation mode and float32.
+class AfterFit(Callback, ABC):
+    """Measures the trained model at the end of a client's fit.
 
-    The samples are not augmented. It changes neither the weights nor the generators of random
-    numbers. A fit whose weights are known already can therefore be measured without training again:
-    its result depends on the weights, the client's samples, the seed and the round alone.
+    It changes neither the weights nor the generators of random numbers. A fit whose weights are
+    known already can therefore be measured without training again: its result depends on the
+    weights, the client's samples, the seed and the round alone.
 
     Its seconds are logged as ``after_fit_seconds``.
 
     Args:
         client: The fit. The result goes into ``client.extras``.
-        owner: Name of the aggregator, for messages and for the client's own randomness.
-        samples: The largest number of samples. Default: all.
-        name: Name of the statistic that the client sends beside its model.
-        statistic: Returns it.
     """
 
-    def __init__(
-        self, client: ClientContext, owner: str, samples: int | None, name: str, statistic: Measure
-    ) -> None:
+    def __init__(self, client: ClientContext) -> None:
         self.client = client
-        self.owner, self.samples = owner, samples
-        self.name, self.statistic = name, statistic
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._require_logits(pl_module)
+    @abstractmethod
+    def after_fit(self, module: LightningModule, loader: TrainLoader) -> None:
+        """Measure the model on the client's samples.
+
+        Args:
+            module: The trained model.
+            loader: The client's training batches, see
+                :meth:`~flsuite.data.loader.TrainLoader.plain_batches`.
+        """
+
+    def measure(self, module: LightningModule, loader: TrainLoader) -> None:
+        """Measure the model, and the seconds that this takes."""
+        started = time.perf_counter()
+        self.after_fit(module, loader)
+        self.client.metrics["after_fit_seconds"] = time.perf_counter() - started
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader = trainer.train_dataloader
@@ -55,17 +61,37 @@ class AfterFit(Callback):
             )
         self.measure(pl_module, loader)
 
-    def measure(self, module: LightningModule, loader: TrainLoader) -> None:
-        """Measure the trained model on the client's samples, and the seconds that this takes."""
-        started = time.perf_counter()
+
+class LogitPass(AfterFit):
+    """One pass over the client's samples without augmentation, in evaluation mode and float32.
+
+    Args:
+        client: The fit.
+        owner: Name of the aggregator, for messages and for the client's own randomness.
+        samples: The largest number of samples. Default: all.
+        name: Name of the statistic that the client sends beside its model.
+        statistic: Returns it.
+    """
+
+    def __init__(
+        self, client: ClientContext, owner: str, samples: int | None, name: str, statistic: Measure
+    ) -> None:
+        super().__init__(client)
+        self.owner, self.samples = owner, samples
+        self.name, self.statistic = name, statistic
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._require_logits(pl_module)
+
+    def after_fit(self, module: LightningModule, loader: TrainLoader) -> None:
         # Here too: a fit that is known already has no start.
         self._require_logits(module)
         generator = torch_generator(loader.seed, self.owner, loader.round, loader.client)
         device = module.device
         batches = ((x.to(device), y.to(device)) for x, y in loader.plain_batches(self.samples))
+
         with measuring(module):
             self.client.extras[self.name] = self.statistic(module, batches, generator)
-        self.client.metrics["after_fit_seconds"] = time.perf_counter() - started
 
     def _require_logits(self, module: LightningModule) -> None:
         if not isinstance(module, LogitModel):

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Generator, nn
 
 from flsuite.aggregators.part import Capability, Server, Statistic
-from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
 from flsuite.aggregators.rules.solvers.blocks import Block
@@ -191,7 +191,7 @@ def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
     return metrics
 
 
-class _FisherPass(AfterFit):
+class _FisherPass(LogitPass):
     """The client half, which refuses a model that the form does not cover."""
 
     def __init__(self, client: ClientContext, rule: FedFisher, form: FisherForm) -> None:

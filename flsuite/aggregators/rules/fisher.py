@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Generator, Tensor, nn
 
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import Weighting
 from flsuite.arguments import NonNegativeFloat, PositiveInt, Range, Settings
@@ -259,7 +259,7 @@ class FisherMerge(FisherMean):
             client.metrics["fisher_mass"] = _mass(fisher)
             return fisher
 
-        return [AfterFit(client, "FisherMerge", self.samples, "fisher", statistic)]
+        return [LogitPass(client, "FisherMerge", self.samples, "fisher", statistic)]
 
     def least(self, clients: float) -> float:
         # The sums are of n_i F_i, N times those of p_i F_i.

@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.arguments import PositiveInt, Settings, Share
 from flsuite.data.loader import Batch
@@ -80,7 +80,7 @@ class RegMean(LinearRule, Settings):
                 grams.setdefault(layer.name, torch.zeros(size, size))
             return grams
 
-        return [AfterFit(client, "RegMean", self.samples, "gram", statistic)]
+        return [LogitPass(client, "RegMean", self.samples, "gram", statistic)]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         sizes = {
