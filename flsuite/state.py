@@ -5,7 +5,7 @@ change their arguments, unless their name ends in an underscore, and never retur
 their arguments, unless they say so.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -104,11 +104,9 @@ def load_(resident: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
             resident[name].copy_(value)
 
 
-def difference(
-    a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str] | None = None
-) -> State:
-    """Return ``a - b`` over ``names`` (default: all entries of ``a``)."""
-    return {name: a[name] - b[name] for name in (a if names is None else names)}
+def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> State:
+    """Return ``a - b`` over the entries of ``a``."""
+    return {name: value - b[name] for name, value in a.items()}
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
@@ -174,7 +172,8 @@ def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
         name: The name of ``got`` in the answer.
     """
     if isinstance(expected, Mapping):
-        return _mismatch_of_entries(got, expected, name)
+        faults = (mismatch(got[key], value, _join(name, key)) for key, value in expected.items())
+        return mismatch_of_keys(got, expected, name) or next(filter(None, faults), None)
 
     what = name or "value"
     if not isinstance(expected, Tensor):
@@ -192,16 +191,16 @@ def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
     return None
 
 
-def _mismatch_of_entries(got: Any, expected: Mapping[str, Any], name: str) -> str | None:
+def mismatch_of_keys(got: Any, expected: Iterable[str], name: str = "") -> str | None:
+    """Return how ``got`` differs from a dict with these keys, or ``None``."""
     prefix = f"{name} " if name else ""
     if not isinstance(got, Mapping):
         return f"{name or 'value'} is a {type(got).__name__}; a dict is expected"
-    if missing := expected.keys() - got.keys():
+    if missing := set(expected) - got.keys():
         return f"{prefix}lacks {', '.join(sorted(missing)[:3])}"
-    if unknown := got.keys() - expected.keys():
+    if unknown := got.keys() - set(expected):
         return f"{prefix}has unknown entries {', '.join(sorted(map(str, unknown))[:3])}"
-    faults = (mismatch(got[key], value, _join(name, key)) for key, value in expected.items())
-    return next((fault for fault in faults if fault is not None), None)
+    return None
 
 
 def plain(tree: Any, name: str) -> Any:
@@ -285,16 +284,34 @@ def _add_(sums: Tree, tree: Mapping[str, Any], scale: float) -> None:
             sums[name] = torch.zeros_like(value, dtype=torch.float64).add_(value, alpha=scale)
 
 
-def scaled(tree: Mapping[str, Any], factor: float) -> Tree:
-    """Return nested data times a number, in float64. Integer tensors are passed on as they are."""
+def mapped(tree: Mapping[str, Any], function: Callable[[Any], Any]) -> Tree:
+    """Return nested data with what a function returns for each tensor and number."""
     return {
-        name: scaled(value, factor)
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, Tensor) and not value.is_floating_point()
-        else (value.double() if isinstance(value, Tensor) else value) * factor
+        name: mapped(value, function) if isinstance(value, Mapping) else function(value)
         for name, value in tree.items()
     }
+
+
+def template_of(tree: Mapping[str, Any]) -> Tree:
+    """Return nested data whose tensors have a shape and a dtype, and no numbers."""
+
+    def empty(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+    return mapped(tree, empty)
+
+
+def scaled(tree: Mapping[str, Any], factor: float) -> Tree:
+    """Return nested data times a number, in float64. Integer tensors are passed on as they are."""
+
+    def times(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf * factor
+        return leaf.double() * factor if leaf.is_floating_point() else leaf
+
+    return mapped(tree, times)
 
 
 def divided(sums: Mapping[str, Any], by: float) -> Tree:
@@ -305,14 +322,12 @@ def divided(sums: Mapping[str, Any], by: float) -> Tree:
     """
     if by <= 0:
         raise ZeroDivisionError("no weight to average over")
-    return {
-        name: divided(value, by)
-        if isinstance(value, Mapping)
-        else value.clone()
-        if isinstance(value, Tensor) and not value.is_floating_point()
-        else value / by
-        for name, value in sums.items()
-    }
+
+    def quotient(leaf: Any) -> Any:
+        is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        return leaf.clone() if is_integer else leaf / by
+
+    return mapped(sums, quotient)
 
 
 def mean_of(states: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.loggers import Logger
 
 from flsuite.aggregators import Aggregator, FedAvg, Rule
+from flsuite.aggregators.part import Named
 from flsuite.aggregators.transforms import Transform
 from flsuite.attacks import Attack
 from flsuite.attacks.compose import with_attack
@@ -300,7 +301,8 @@ class FederatedTrainer(Trainer):
         if self.compression is None:
             return aggregator
         transforms = [*aggregator.transforms, self.compression]
-        return aggregator.with_parts(transforms=transforms, compression=self.compression)
+        given = Named("trainer.compression", self.compression)
+        return aggregator.with_parts(given, transforms=transforms)
 
     def _restored(
         self,

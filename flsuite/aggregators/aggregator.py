@@ -12,30 +12,31 @@ With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and stale
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache, partial
-from itertools import islice
 from numbers import Real
 from typing import Any, ClassVar, final
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
-from torch import Tensor
-from torch.optim import Optimizer
+from lightning.pytorch.cli import OptimizerCallable
 
-from flsuite.aggregators.chain import Chain
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Named, Part, Server, Statistic
-from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule, sum_by_parts
+from flsuite.aggregators.rules.base import (
+    CohortRule,
+    LinearRule,
+    Rule,
+    combine_and_sum,
+    sum_by_parts,
+)
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.arguments import check_init
 from flsuite.errors import FederationError, FlsuiteError, require_instance
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Sums, Tree, cast, divided, scaled
-
-OptimizerCallable = Callable[[Iterable[Tensor]], Optimizer]
+from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
 
 
 class Aggregator:
@@ -58,10 +59,7 @@ class Aggregator:
 
     pools: ClassVar[bool] = False
     """Whether one fit on the samples of all clients replaces those of a cohort."""
-    compression: Transform | None = None
-    """The transform that ``trainer.compression`` has added."""
-    added: tuple[Named, ...] = ()
-    """What else of the run acts through the parts, such as an attack."""
+    _given: tuple[Named, ...] = ()  # what of the run acts through the parts, such as an attack
 
     def __init__(
         self,
@@ -81,14 +79,13 @@ class Aggregator:
         if not isinstance(self.rule, (LinearRule, CohortRule)):
             kind = type(self.rule).__name__
             raise FlsuiteError(f"{owner}: rule must be a LinearRule or a CohortRule, got {kind}")
-        require_instance(owner, Objective, objective=self.objective)
         for transform in self.transforms:
             require_instance(owner, Transform, transforms=transform)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # An override would silently miss workers' sums and secure aggregation.
-        if own := sorted({"aggregate", "aggregate_sums", "contribution"} & vars(cls).keys()):
+        if own := sorted({"aggregate", "contribution"} & vars(cls).keys()):
             raise FlsuiteError(
                 f"{cls.__name__} overrides Aggregator.{own[0]}; write a LinearRule or a "
                 "CohortRule, and pass it as rule"
@@ -109,10 +106,15 @@ class Aggregator:
         names = (name for name in _settable(cls) if hasattr(self, name))
         return {name: vars(self).get(f"_{name}", getattr(self, name)) for name in names}
 
-    def with_parts(self, **parts: Any) -> "Aggregator":
-        """Return a copy with other parts, by their names."""
+    def with_parts(self, given: Named, **parts: Any) -> "Aggregator":
+        """Return a copy with other parts, by their names.
+
+        Args:
+            given: What of the run asks for them, such as an attack.
+            parts: The other parts.
+        """
         new = copy.copy(self)
-        vars(new).update(parts)
+        vars(new).update(parts, _given=(*self._given, given))
         return new
 
     def parts(self) -> list[Named]:
@@ -120,10 +122,9 @@ class Aggregator:
         key = "trainer.aggregator"
         named = [Named(key, self), Named(f"{key}.rule", self.rule)]
         named.append(Named(f"{key}.objective", self.objective))
-        for part in self.transforms:
-            of_trainer = part is self.compression
-            named.append(Named("trainer.compression" if of_trainer else f"{key}.transforms", part))
-        return [*named, *self.added]
+        given = {id(one.part) for one in self._given}
+        own = [part for part in self.transforms if id(part) not in given]
+        return [*named, *(Named(f"{key}.transforms", part) for part in own), *self._given]
 
     def prepare(self, server: Server) -> None:
         """Refuse a model or a server on which a part cannot work.
@@ -131,7 +132,8 @@ class Aggregator:
         Raises:
             FlsuiteError: If there is one.
         """
-        for name, part in self._by_name().items():
+        parts: dict[str, Part] = {"rule": self.rule, "objective": self.objective}
+        for name, part in (parts | self._placed()).items():
             part.prepare(server.of(name))
         if self.server_optimizer is not None:
             parameters = [server.state[k] for k in server.layout.parameters if k in server.state]
@@ -147,19 +149,13 @@ class Aggregator:
         """Return the callbacks of one client's fit."""
         return [*self.objective.callbacks(client), *self.rule.callbacks(client)]
 
-    def chain(self, layout: StateLayout, state: State) -> Chain:
-        """Return the transforms, for this model."""
-        return Chain(self.transforms, layout.parameters, state, self.statistics(layout, state))
-
-    def contribution(
-        self, update: ClientUpdate, summed: Iterable[str], layout: StateLayout
-    ) -> Tree:
+    def contribution(self, update: ClientUpdate, layout: StateLayout, own: Collection[str]) -> Tree:
         """Return what a client adds to the sums of a round.
 
         Args:
             update: The update, as the server reads it.
-            summed: Names of its statistics that are summed.
             layout: Names and groups of the entries that travel.
+            own: Names of the rule's statistics, which its terms read. The others are summed.
 
         Raises:
             FlsuiteError: If the rule gives the client a weight that is none.
@@ -171,7 +167,7 @@ class Aggregator:
                 f"finite number of at least 0, got {weight!r}; change its method weight"
             )
         tree: Tree = {"count": 1.0, "weight": weight}
-        if statistics := {name: update.extras[name] for name in summed}:
+        if statistics := {k: v for k, v in update.extras.items() if k not in own}:
             tree["statistics"] = scaled(statistics, weight)
         if isinstance(self.rule, LinearRule):
             tree["rule"] = self.rule.terms(update, layout)
@@ -187,63 +183,34 @@ class Aggregator:
         return {name: content for name, content in sent.items() if content}
 
     @final
-    def aggregate(
-        self, server: Server, updates: Iterator[ClientUpdate], summed: Sequence[str] = ()
-    ) -> State:
+    def aggregate(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         """Return the next global state.
 
         Args:
             server: What the server knows.
-            updates: The checked updates, in a fixed order. The iterator can be consumed once.
-            summed: Names of the statistics that are summed.
+            updates: The checked updates, in a fixed order. The iterator can be consumed once. Of a
+                linear rule they may be partial sums alone.
 
         Raises:
             FederationError: If there are too few updates for the rule.
         """
-        if isinstance(self.rule, LinearRule):
-            contribution = partial(self.contribution, summed=summed, layout=server.layout)
-            sums, seen = sum_by_parts(self.rule, server, updates, contribution)
-            return self.aggregate_sums(server, sums, seen)
-
-        total = Sums()
-
-        def passing() -> Iterator[ClientUpdate]:
-            for update in updates:
-                total.add(self.contribution(update, summed, server.layout))
-                yield update
-
         rule = self.rule
-        assert isinstance(rule, CohortRule)
-        arriving = passing()
-        first = list(islice(arriving, 1))
-        model = server.state
-        if first:
-            model = rule.combine(server.of("rule"), _chained(first, arriving))
-        return self._concluded(server, model, total.values)
-
-    @final
-    def aggregate_sums(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
-        """Return the next global state from sums over clients.
-
-        Args:
-            server: What the server knows.
-            sums: The sums of :meth:`contribution`. They are empty in a round without clients.
-            updates: The updates without their models.
-        """
-        assert isinstance(self.rule, LinearRule)
-        model = server.state
-        if sums:
-            model = self.rule.result(server.of("rule"), sums["rule"], updates)
-        return self._concluded(server, model, sums)
-
-    def _concluded(self, server: Server, model: State, sums: Tree) -> State:
-        count, statistics = round(sums.get("count", 0)), sums.get("statistics", {})
+        own = rule.statistics(server.layout, server.state)
+        contribution = partial(self.contribution, layout=server.layout, own=own)
+        if isinstance(rule, LinearRule):
+            sums, seen = sum_by_parts(rule, server, updates, contribution)
+            # They are empty in a round without clients.
+            model = rule.result(server.of("rule"), sums["rule"], seen) if sums else server.state
+        else:
+            assert isinstance(rule, CohortRule)
+            model, sums = combine_and_sum(rule, server, updates, contribution)
         if fault := _incomplete(model, server.state):
-            owner = type(self.rule).__name__
             raise FederationError(
-                f"round {server.round}: {owner} returned a faulty state: {fault}; the state of "
-                f"round {server.round - 1} is kept"
+                f"round {server.round}: {type(rule).__name__} returned a faulty state: {fault}; "
+                f"the state of round {server.round - 1} is kept"
             )
+
+        count, statistics = round(sums.get("count", 0)), sums.get("statistics", {})
         means = divided(statistics, sums["weight"]) if count and sums["weight"] > 0 else {}
         self.objective.conclude(server.of("objective"), means, count)
         for name, part in self._placed().items():
@@ -254,9 +221,6 @@ class Aggregator:
 
     def _placed(self) -> dict[str, Transform]:
         return {f"transforms/{place}": part for place, part in enumerate(self.transforms)}
-
-    def _by_name(self) -> dict[str, Part]:
-        return {"rule": self.rule, "objective": self.objective, **self._placed()}
 
 
 def _incomplete(model: Any, state: State) -> str | None:
@@ -271,8 +235,3 @@ def _incomplete(model: Any, state: State) -> str | None:
 def _settable(cls: type) -> list[str]:
     """Return the names of the arguments that a class takes from a config."""
     return ArgumentParser().add_class_arguments(cls, fail_untyped=False)
-
-
-def _chained(first: list[ClientUpdate], others: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
-    yield first.pop()  # nobody here holds it while the others arrive
-    yield from others

@@ -6,12 +6,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flsuite.aggregators.part import Statistic
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.messages import ClientUpdate
-from flsuite.state import State, mismatch, nbytes
+from flsuite.state import State, Tree, mismatch, mismatch_of_keys, nbytes, template_of
 
 
 class Chain:
@@ -22,6 +21,11 @@ class Chain:
         parameters: Names of the entries that are parameters. The others pass by.
         state: The shared state, as a template.
         statistics: What clients send beside it.
+
+    Attributes:
+        packs: Whether the change travels as a code. Otherwise the model itself does.
+        added: Templates of the statistics that transforms add.
+        bytes_up: The largest number of bytes of an update.
     """
 
     def __init__(
@@ -32,22 +36,27 @@ class Chain:
         statistics: Mapping[str, Statistic],
     ) -> None:
         self.transforms = list(transforms)
-        self._names = [
-            name for name in parameters if name in state and state[name].is_floating_point()
-        ]
         self._state = template_of(state)
-        self._statistics = {name: template_of(s.template) for name, s in statistics.items()}
-        self._psd = frozenset(name for name, s in statistics.items() if s.is_psd)
-        self._templates = self._all_templates(statistics)
-        last = self._templates[-1]
-        # Whether the change travels as a code. Otherwise the model itself does.
-        self.packs = last.change is not self._templates[0].change
-        self.added = self._added()
+        floats = (name for name in parameters if name in state and state[name].is_floating_point())
+        change = {name: torch.empty(state[name].shape, device="meta") for name in floats}
+        self._names = list(change)
+        own = template_of({name: statistic.template for name, statistic in statistics.items()})
+        psd = frozenset(name for name, statistic in statistics.items() if statistic.is_psd)
 
-    @property
-    def bytes_up(self) -> int:
-        """Return the largest number of bytes of an update."""
-        return nbytes(self._message()) if self.packs else nbytes([self._state, self._statistics])
+        # What each transform is given, and what the last one returns.
+        self._templates = [Payload(change, own, psd)]
+        for transform in self.transforms:
+            self._templates.append(transform.template(self._templates[-1]))
+        self._last = self._templates[-1]
+        self.added: Tree = {}
+        for old, new in pairwise(self._templates):
+            if new.change is old.change:  # a codec packs the statistics, and adds none
+                self.added |= {k: v for k, v in new.statistics.items() if k not in old.statistics}
+
+        self.packs = self._last.change is not change
+        self._others = {name: v for name, v in self._state.items() if name not in change}
+        packed = self._last.change, self._last.statistics, self._others
+        self.bytes_up = nbytes(packed if self.packs else (self._state, own))
 
     def pack(
         self, update: ClientUpdate, base: State, fit: FitView, notes: dict[str, Any]
@@ -66,18 +75,14 @@ class Chain:
         if not self.transforms:
             return update
         change = {name: update.state[name].double() - base[name].double() for name in self._names}
-        first = payload = Payload(change, update.extras, self._psd)
+        first = payload = Payload(change, update.extras, self._templates[0].psd)
         for place, transform in enumerate(self.transforms):
-            key = str(place)
-            own = replace(
-                fit,
-                received=fit.received.get(f"transforms/{place}", {}),
-                memory=notes.setdefault(key, {}),
-                base=base,
-            )
+            received = fit.received.get(f"transforms/{place}", {})
+            memory = notes.setdefault(str(place), {})
+            own = replace(fit, received=received, memory=memory, base=base)
             payload = transform.encode(payload, own)
         if self.packs:
-            others = {k: v for k, v in update.state.items() if k not in self._names}
+            others = {name: update.state[name] for name in self._others}
             message = {"change": payload.change, "statistics": payload.statistics}
             return replace(update, state=others, extras=message)
         if payload is not first:
@@ -102,8 +107,7 @@ class Chain:
             first = payload = Payload(change, update.extras)
         for place in reversed(range(len(self.transforms))):
             own = received.get(f"transforms/{place}", {})
-            template = self._templates[place]
-            payload = self.transforms[place].decode(payload, template, own)
+            payload = self.transforms[place].decode(payload, self._templates[place], own)
         if payload is first:
             return update
         start = None if self.packs else first.change
@@ -126,37 +130,7 @@ class Chain:
     def _fault(self, update: ClientUpdate) -> str | None:
         """Return why a message is not one of this chain, before any transform reads it."""
         if not self.packs:
-            return update.mismatch(self._state, self._templates[-1].statistics)
-        others = {k: v for k, v in self._state.items() if k not in self._names}
-        keys = {"change": 0, "statistics": 0}
-        got = dict.fromkeys(update.extras, 0) if isinstance(update.extras, dict) else update.extras
-        return mismatch(got, keys, "message") or mismatch(update.state, others)
-
-    def _added(self) -> dict[str, Any]:
-        """Return templates of the statistics that transforms add."""
-        added: dict[str, Any] = {}
-        for before, after in pairwise(self._templates):
-            if after.change is before.change:  # a codec packs the statistics, and adds none
-                added |= {k: v for k, v in after.statistics.items() if k not in before.statistics}
-        return added
-
-    def _message(self) -> dict[str, Any]:
-        last = self._templates[-1]
-        others = {k: v for k, v in self._state.items() if k not in self._names}
-        return {"change": last.change, "statistics": last.statistics, "others": others}
-
-    def _all_templates(self, statistics: Mapping[str, Statistic]) -> list[Payload]:
-        change = {k: torch.empty(self._state[k].shape, device="meta") for k in self._names}
-        templates = [Payload(change, dict(self._statistics), self._psd)]
-        for transform in self.transforms:
-            templates.append(transform.template(templates[-1]))
-        return templates
-
-
-def template_of(tree: Any) -> Any:
-    """Return nested data whose tensors have a shape and a dtype, and no numbers."""
-    if isinstance(tree, Tensor):
-        return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
-    if isinstance(tree, Mapping):
-        return {key: template_of(value) for key, value in tree.items()}
-    return tree
+            return update.mismatch(self._state, self._last.statistics)
+        keys = ("change", "statistics")
+        fault = mismatch_of_keys(update.extras, keys, "message")
+        return fault or mismatch(update.state, self._others)

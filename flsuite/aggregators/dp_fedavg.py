@@ -9,7 +9,7 @@ from typing import Any
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.rules import Mean
 from flsuite.aggregators.transforms import GaussianMechanism, Transform
-from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius
+from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius, SmallProbability
 
 
 class DPFedAvg(Aggregator):
@@ -33,7 +33,7 @@ class DPFedAvg(Aggregator):
         clip: Radius = 1.0,
         noise_multiplier: NonNegativeFloat | None = None,
         target_epsilon: PositiveFloat | None = None,
-        delta: PositiveFloat | None = None,
+        delta: SmallProbability | None = None,
         quantile: Fraction | None = None,
         clip_lr: PositiveFloat = 0.2,
         count_noise: NonNegativeFloat | None = None,
@@ -41,16 +41,7 @@ class DPFedAvg(Aggregator):
         transforms: list[Transform] | None = None,
         **parts: Any,
     ) -> None:
-        own: dict[str, Any] = {
-            "clip": clip,
-            "noise_multiplier": noise_multiplier,
-            "target_epsilon": target_epsilon,
-            "delta": delta,
-            "quantile": quantile,
-            "clip_lr": clip_lr,
-            "count_noise": count_noise,
-            "secure_rng": secure_rng,
-        }
-        vars(self).update(own, _transforms=transforms or [])
-        mechanism = GaussianMechanism(**own)
+        noise = noise_multiplier, target_epsilon, delta
+        mechanism = GaussianMechanism(clip, *noise, quantile, clip_lr, count_noise, secure_rng)
+        vars(self).update(vars(mechanism), _transforms=transforms or [])
         super().__init__(rule=Mean("uniform"), transforms=[*(transforms or ()), mechanism], **parts)

@@ -112,17 +112,6 @@ def staleness_weight(staleness: StalenessName | Staleness, tau: int) -> float:
     return weight
 
 
-def require_mixture(owner: str, staleness: StalenessName | Staleness, **rates: float) -> None:
-    """Refuse a mixing rate that exceeds 1 for a fresh update."""
-    fresh = staleness_weight(staleness, 0)
-    for name, rate in rates.items():
-        if rate * fresh > 1:
-            raise FlsuiteError(
-                f"{owner}: {name} times the weight of a fresh update must be at most 1, got {rate} "
-                f"* {fresh}; lower one of them"
-            )
-
-
 def rebased(update: ClientUpdate, server: Server) -> ClientUpdate:
     """Return an update whose state is ``w + (w_k - base_k)``, in float64 unless it is fresh.
 

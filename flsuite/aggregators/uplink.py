@@ -1,17 +1,27 @@
 """The way of an update from the client to the server: transforms, sums, and masks."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.chain import Chain, template_of
+from flsuite.aggregators.chain import Chain
 from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.errors import one_line
 from flsuite.messages import Broadcast, ClientFailure, ClientUpdate, Outcome
-from flsuite.state import State, StateLayout, Sums, Tree, flatten_tree, nbytes, nested_like
+from flsuite.state import (
+    State,
+    StateLayout,
+    Sums,
+    Tree,
+    flatten_tree,
+    nbytes,
+    nested_like,
+    template_of,
+)
 
 
 class Uplink:
@@ -29,8 +39,10 @@ class Uplink:
         masks: Whether the server learns sums alone.
 
     Attributes:
-        summed: Names of the statistics of objective and transforms.
+        chain: The transforms, for this model.
         statistics: Templates of what an update carries once it is read.
+        held: What a client keeps to be masked, of which names and shapes count.
+        bytes_clear: The bytes of what is sent in the clear beside masked sums.
     """
 
     def __init__(
@@ -43,36 +55,31 @@ class Uplink:
     ) -> None:
         self.aggregator = aggregator
         self.layout = layout
-        self.classes = classes
         self.masks = masks
+        own = aggregator.rule.statistics(layout, state)
+        self._own = frozenset(own)
+        self._single = [name for name, statistic in own.items() if not statistic.is_sum]
         statistics = aggregator.statistics(layout, state)
-        self.chain: Chain = aggregator.chain(layout, state)
-        added = self.chain.added
-        own = aggregator.objective.statistics(layout, state)
-        self.summed = (*own, *added)
-        self.statistics = {n: template_of(s.template) for n, s in statistics.items()} | added
-        self._single = [n for n, s in statistics.items() if not s.is_sum and n not in own]
-        self._templates = statistics
-        self._clear = _integers(self._example(state)) if masks else {}
+        self.chain = Chain(aggregator.transforms, layout.parameters, state, statistics)
+        templates = {name: statistic.template for name, statistic in statistics.items()}
+        self.statistics = template_of(templates) | self.chain.added
+
+        # A contribution, of which names and shapes count.
+        self._example: Tree = {}
+        if masks:
+            extras = templates | dict.fromkeys(self.chain.added, 0.0)
+            counts = torch.zeros(classes, dtype=torch.int64)
+            update = ClientUpdate(0, 1, 1, 1, counts, state, extras)
+            self._example = template_of(self.contribution(update))
+        self.held, integers = _by_kind(self._example)
+        self._clear = integers, {name: self.statistics[name] for name in self._single}
+        self.bytes_clear = nbytes(self._clear)
 
     @property
     def sums_parts(self) -> bool:
         """Return whether a worker may add up what the clients of a part contribute."""
         is_linear = isinstance(self.aggregator.rule, LinearRule)
         return is_linear and not (self.masks or self.chain.packs or self._single)
-
-    def held(self, state: State) -> State:
-        """Return what a client keeps to be masked. Names and shapes count."""
-        flat = flatten_tree(self._example(state))
-        return {name: value for name, value in flat.items() if value.is_floating_point()}
-
-    def _example(self, state: State) -> Tree:
-        """Return a contribution, of which names and shapes count."""
-        extras = {name: statistic.template for name, statistic in self._templates.items()}
-        extras |= dict.fromkeys(self.chain.added, 0.0)
-        counts = torch.zeros(self.classes, dtype=torch.int64)
-        update = ClientUpdate(0, 1, 1, 1, counts, state, extras)
-        return self.aggregator.contribution(update, self.summed, self.layout)
 
     def pack(
         self, update: ClientUpdate, base: State, fit: FitView, notes: dict[str, Any]
@@ -92,14 +99,11 @@ class Uplink:
         held: State = {}
         if self.masks:
             read = self.chain.unpack(packed, base, fit.received)
-            contribution = self.contribution(read)
-            flat = flatten_tree(contribution)
-            held = {name: value for name, value in flat.items() if value.is_floating_point()}
+            held, integers = _by_kind(self.contribution(read))
             clear = {name: read.extras[name] for name in self._single}
             # Nothing that an algorithm of sums needs: the counts say what a client's data is.
             unknown = update.class_counts.new_zeros(0)
-            state = _integers(contribution)
-            packed = replace(update, state=state, extras=clear, class_counts=unknown)
+            packed = replace(update, state=integers, extras=clear, class_counts=unknown)
         # The size of what is sent, as if the client were on another machine.
         packed.bytes_up = nbytes(packed.state) + nbytes(packed.extras)
         return packed, held
@@ -111,8 +115,7 @@ class Uplink:
             ValueError: If it cannot be read. The text says why.
         """
         if self.masks:
-            clear = {name: self.statistics[name] for name in self._single}
-            if fault := update.mismatch(self._clear, clear):
+            if fault := update.mismatch(*self._clear):
                 raise ValueError(fault)
             return update
         return self.chain.unpack(update, base, received)
@@ -149,28 +152,40 @@ class Uplink:
 
     def contribution(self, update: ClientUpdate) -> Tree:
         """Return what a client adds to the sums of a round with others."""
-        return self.aggregator.contribution(replace(update, part=0), self.summed, self.layout)
+        return self.aggregator.contribution(replace(update, part=0), self.layout, self._own)
 
-    def sums(self, masked: State, updates: list[ClientUpdate], state: State) -> Tree:
-        """Return the sums of a round, from the sums of what was masked.
+    def summed(self, masked: State, updates: Sequence[ClientUpdate]) -> Iterator[ClientUpdate]:
+        """Return the updates of a round with the sums of what they have kept to be masked.
 
         Args:
             masked: The sums of the held tensors, by name.
             updates: The updates, with their integer tensors.
-            state: The shared state, as a template.
         """
-        integers = Sums()
+        total, integers = Sums(), Sums()
         for update in updates:
             integers.add(dict(update.state))
-        return nested_like(self._example(state), masked | integers.values)
+        total.add(nested_like(self._example, masked | integers.values))
+        # As if one worker had added them up: the last of them has the sums.
+        last = len(updates) - 1
+        for place, update in enumerate(updates):
+            yield replace(update, state={}, partial=total if place == last else Sums())
 
-    @property
-    def bytes_clear(self) -> int:
-        """Return the bytes of what is sent in the clear beside masked sums."""
-        return nbytes(self._clear) + nbytes({n: self.statistics[n] for n in self._single})
 
-
-def _integers(tree: Tree) -> State:
-    """Return the integer tensors of nested data, by their paths."""
+def _by_kind(tree: Tree) -> tuple[State, State]:
+    """Return the floating-point leaves of nested data, and the integer ones, by their paths."""
     flat = flatten_tree(tree)
-    return {name: value for name, value in flat.items() if not value.is_floating_point()}
+    floats = {name: value for name, value in flat.items() if value.is_floating_point()}
+    return floats, {name: value for name, value in flat.items() if name not in floats}
+
+
+_PARTS = 20  # a number that few workers can share evenly: 1, 2, 4, 5, 10
+_LARGEST = 16  # clients in a part, so that a retry after a worker's death repeats few of them
+
+
+def part_size(cohort: int) -> int:
+    """Return the number of clients in each part of a cohort.
+
+    A worker that trains a whole part sends the sum of its models, and not each of them. What a sum
+    rounds to depends on the order of its terms, so that the parts follow from the cohort alone.
+    """
+    return min(max(cohort // _PARTS, 1), _LARGEST)

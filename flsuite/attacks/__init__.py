@@ -2,7 +2,7 @@
 
 from flsuite.attacks.alie import ALittleIsEnough
 from flsuite.attacks.backdoor import PixelBackdoor
-from flsuite.attacks.base import Attack, Attacker, Trial
+from flsuite.attacks.base import Attack, Trial
 from flsuite.attacks.collusion import Collusion
 from flsuite.attacks.compose import with_attack
 from flsuite.attacks.free_rider import FreeRider
@@ -15,7 +15,6 @@ from flsuite.attacks.sign_flip import SignFlip
 __all__ = [
     "ALittleIsEnough",
     "Attack",
-    "Attacker",
     "Collusion",
     "FreeRider",
     "GaussianNoise",

@@ -8,9 +8,9 @@ from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.collusion import Collusion
 from flsuite.state import State, add
 
-_MOST = (
-    0.999  # of clients that are nearer to the mean: without a bound, a majority would be infinite
-)
+# The largest share of clients that are nearer to the mean. Without a bound, a majority of attackers
+# would be infinitely far from it.
+_MOST = 0.999
 
 
 @dataclass(eq=False)

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
-from flsuite.attacks.base import Attack, Attacker, Trial
+from flsuite.attacks.base import Attack, Trial
 from flsuite.attacks.label_flip import labelled, require_classes, with_parts
 from flsuite.attacks.scaled_update import boosted
 from flsuite.data.federated import FederatedData
@@ -51,7 +52,7 @@ class PixelBackdoor(Attack):
         rows = torch.randperm(len(y), generator=generator)[:number].to(y.device)
         return with_parts(batch, self._stamped(x, rows), self._marked(y, rows))
 
-    def alter(self, trained: State, received: State, attacker: Attacker) -> State:
+    def alter(self, trained: State, received: State, fit: FitView) -> State:
         return boosted(trained, received, self.boost)
 
     def trial(self, samples: DataSplit) -> Trial:

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from flsuite.aggregators.part import Capability
+from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import Share, check_init
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import Batch, BatchSource, TrainLoader
@@ -18,23 +19,6 @@ from flsuite.errors import FlsuiteError, require_whole
 from flsuite.messages import ClientContext
 from flsuite.random import numpy_generator, torch_generator
 from flsuite.state import State
-
-
-@dataclass(frozen=True)
-class Attacker:
-    """One fit of an attacker, as its attack sees it.
-
-    Attributes:
-        client: The client's number.
-        round: The round, counted from 1.
-        generator: Draws what the attack does to the update. No honest client draws from it.
-        notes: Plain data that the attacker keeps from one of its fits to the next, and never sends.
-    """
-
-    client: int
-    round: int
-    generator: torch.Generator
-    notes: dict[str, Any]
 
 
 class Trial(NamedTuple):
@@ -81,7 +65,6 @@ class Attack(ABC):
     clients: list[int] | None = None
     fraction: Share | None = None
     attackers: tuple[int, ...] = field(default=(), init=False)
-    _members: frozenset[int] = field(default=frozenset(), init=False)
 
     @abstractmethod
     def __init__(self, clients: list[int] | None = None, fraction: Share | None = None) -> None:
@@ -116,20 +99,15 @@ class Attack(ABC):
             FlsuiteError: If a client does not exist, or the attack does not go with the data.
         """
         self.attackers = self._chosen(data.clients, seed)
-        self._members = frozenset(self.attackers)
         self.prepare(data)
 
     def prepare(self, data: FederatedData) -> None:
         """Note what the attack needs of the data, or refuse data that it cannot attack."""
         return
 
-    def has(self, client: int) -> bool:
-        """Return whether a client is an attacker."""
-        return client in self._members
-
     def callbacks(self, client: ClientContext) -> list[Callback]:
         """Return the callbacks of one client's fit, which come before those of the algorithm."""
-        poisons = self.has(client.id) and type(self).poison is not Attack.poison
+        poisons = client.id in self.attackers and type(self).poison is not Attack.poison
         return [PoisonBatches(self.poison)] if poisons else []
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
@@ -141,7 +119,7 @@ class Attack(ABC):
         """
         return batch
 
-    def alter(self, trained: State, received: State, attacker: Attacker) -> State:
+    def alter(self, trained: State, received: State, fit: FitView) -> State:
         """Return the parameters that an attacker sends.
 
         Buffers, private entries and what the algorithm sends beside the model stay as trained.
@@ -149,7 +127,7 @@ class Attack(ABC):
         Args:
             trained: The shared parameters after its fit. They must not be changed.
             received: The same parameters of the global model that it started from, likewise.
-            attacker: The fit.
+            fit: The fit. Its memory holds the attacker's own notes.
         """
         return trained
 

@@ -42,10 +42,6 @@ class Collusion(Attack):
             attackers: Those of attackers among them, at least one.
         """
 
-    def knows_of(self, client: int) -> bool:
-        """Return whether attackers know the update of a client."""
-        return self.knows == "all" or self.has(client) == (self.knows == "attackers")
-
 
 def collude(
     attack: Collusion, received: State, names: Collection[str], updates: Iterator[ClientUpdate]
@@ -64,11 +60,12 @@ def collude(
     known, held, clients, parameters = Sums(), list[ClientUpdate](), 0, set(names)
     for update in updates:
         clients += 1
-        if attack.attackers and attack.knows_of(update.client):
+        is_attacker = update.client in attack.attackers
+        if attack.knows == "all" or is_attacker == (attack.knows == "attackers"):
             change = wide({name: update.state[name] - received[name] for name in names})
             squares = {name: value.square() for name, value in change.items()}
             known.add({"count": 1.0, "sums": change, "squares": squares})
-        if attack.has(update.client):
+        if is_attacker:
             buffers = {name: v for name, v in update.state.items() if name not in parameters}
             held.append(replace(update, state=buffers))
         else:

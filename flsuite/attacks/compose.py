@@ -7,10 +7,9 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.part import Named, Server
 from flsuite.aggregators.rules.base import Rule, RuleAround
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
-from flsuite.attacks.base import Attack, Attacker
+from flsuite.attacks.base import Attack
 from flsuite.attacks.collusion import Collusion, collude
 from flsuite.messages import ClientUpdate
-from flsuite.random import torch_generator
 from flsuite.state import State, add, difference, wide
 
 
@@ -25,17 +24,17 @@ def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
     """
     if attack is None or not attack.attackers:
         return aggregator
-    added = (*aggregator.added, Named("trainer.attack", attack))
+    given = Named("trainer.attack", attack)
     if isinstance(attack, Collusion):
-        return aggregator.with_parts(rule=_Colluding(aggregator.rule, attack), added=added)
+        return aggregator.with_parts(given, rule=_Colluding(aggregator.rule, attack))
     if type(attack).alter is Attack.alter:
-        return aggregator.with_parts(added=added)
+        return aggregator.with_parts(given)
 
     # After the algorithm's own transforms, and before the codecs, which see what attackers send.
     transforms = list(aggregator.transforms)
     is_codec = ["dense changes" in transform.withholds for transform in transforms]
     transforms.insert(is_codec.index(True) if any(is_codec) else len(transforms), _Altering(attack))
-    return aggregator.with_parts(transforms=transforms, added=added)
+    return aggregator.with_parts(given, transforms=transforms)
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,13 @@ class _Altering(Transform):
     attack: Attack
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
-        if not self.attack.has(fit.client):
+        if fit.client not in self.attack.attackers:
             return payload
-        again = f"/{fit.repeat}" if fit.repeat else ""
-        generator = torch_generator(fit.seed, f"attack/update{again}", fit.round, fit.client)
-        attacker = Attacker(fit.client, fit.round, generator, fit.memory)
-
         received = {name: fit.base[name] for name in payload.change}
         exact = wide(received)
         moved = add(exact, payload.change)
         trained = {name: value.to(received[name].dtype) for name, value in moved.items()}
-        altered = self.attack.alter(trained, received, attacker)
+        altered = self.attack.alter(trained, received, fit)
         return payload._replace(change=difference(wide(altered), exact))
 
 

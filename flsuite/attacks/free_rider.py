@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import NonNegativeFloat
-from flsuite.attacks.base import Attack, Attacker
+from flsuite.attacks.base import Attack
 from flsuite.attacks.noise import noisy
 from flsuite.state import State, add, difference
 
@@ -28,11 +29,11 @@ class FreeRider(Attack):
     last_change: bool = False
     noise: NonNegativeFloat = 0.0
 
-    def alter(self, trained: State, received: State, attacker: Attacker) -> State:
+    def alter(self, trained: State, received: State, fit: FitView) -> State:
         sent = received
         if self.last_change:
-            before: State = attacker.notes.get("received", received)
+            before: State = fit.memory.get("received", received)
             sent = add(received, difference(received, before))
             # Clones, because what is received may live on in memory that is used again.
-            attacker.notes["received"] = {name: value.clone() for name, value in received.items()}
-        return noisy(sent, self.noise, attacker.generator)
+            fit.memory["received"] = {name: value.clone() for name, value in received.items()}
+        return noisy(sent, self.noise, fit)

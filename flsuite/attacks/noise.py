@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import NonNegativeFloat
-from flsuite.attacks.base import Attack, Attacker
+from flsuite.attacks.base import Attack
 from flsuite.state import State
 
 
@@ -21,14 +22,15 @@ class GaussianNoise(Attack):
 
     std: NonNegativeFloat = 1.0
 
-    def alter(self, trained: State, received: State, attacker: Attacker) -> State:
-        return noisy(trained, self.std, attacker.generator)
+    def alter(self, trained: State, received: State, fit: FitView) -> State:
+        return noisy(trained, self.std, fit)
 
 
-def noisy(state: State, std: float, generator: torch.Generator) -> State:
+def noisy(state: State, std: float, fit: FitView) -> State:
     """Return a copy of a state with independent normal noise of this deviation on every number."""
     if not std:
         return {name: value.clone() for name, value in state.items()}
+    generator = fit.generator("attack/update")  # no honest client draws from it
     return {
         name: value + std * torch.randn(value.shape, generator=generator, dtype=value.dtype)
         for name, value in state.items()

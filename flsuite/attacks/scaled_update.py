@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import NonNegativeFloat
-from flsuite.attacks.base import Attack, Attacker
+from flsuite.attacks.base import Attack
 from flsuite.state import State, add, difference
 
 
@@ -23,7 +24,7 @@ class ScaledUpdate(Attack):
 
     boost: NonNegativeFloat = 10.0
 
-    def alter(self, trained: State, received: State, attacker: Attacker) -> State:
+    def alter(self, trained: State, received: State, fit: FitView) -> State:
         return boosted(trained, received, self.boost)
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import NonNegativeFloat
-from flsuite.attacks.base import Attack, Attacker
+from flsuite.attacks.base import Attack
 from flsuite.state import State, add, difference
 
 
@@ -21,5 +22,5 @@ class SignFlip(Attack):
 
     scale: NonNegativeFloat = 1.0
 
-    def alter(self, trained: State, received: State, attacker: Attacker) -> State:
+    def alter(self, trained: State, received: State, fit: FitView) -> State:
         return add(received, difference(trained, received), -self.scale)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flsuite.aggregators.part import Capability
 from flsuite.aggregators.transforms.base import Payload
-from flsuite.state import mismatch, non_finite
+from flsuite.state import mismatch, mismatch_of_keys, non_finite
 
 _REASON = "makes a code of them"
 WITHHELD: Mapping[Capability, str] = {"dense changes": _REASON, "plain updates": _REASON}
@@ -62,8 +62,8 @@ def require_keys(got: Any, keys: Iterable[str], name: str) -> None:
     Raises:
         ValueError: If it is not. The message names the keys.
     """
-    entries = dict.fromkeys(got, 0) if isinstance(got, dict) else got
-    require_match(entries, dict.fromkeys(keys, 0), name)
+    if fault := mismatch_of_keys(got, keys, name):
+        raise ValueError(fault)
 
 
 class TreeCode(ABC):

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flsuite.aggregators.chain import template_of
 from flsuite.errors import (
     FederationError,
     FlsuiteError,
@@ -26,7 +25,7 @@ from flsuite.exchange.pairwise_client import Message, PairwiseClient, size_of
 from flsuite.exchange.pairwise_server import PairwiseServer
 from flsuite.exchange.secure import Parties, PartyCost, SecureAggregation, SumReport
 from flsuite.exchange.shamir import SHARE_BYTES
-from flsuite.state import State, matches
+from flsuite.state import State, matches, template_of
 
 
 class PairwiseMasks(SecureAggregation):

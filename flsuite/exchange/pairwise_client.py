@@ -22,7 +22,7 @@ from flsuite.exchange.ciphers import (
 )
 from flsuite.exchange.fixed_point import encode_values
 from flsuite.exchange.shamir import SHARE_BYTES, split_secret
-from flsuite.state import State, mismatch, non_finite
+from flsuite.state import State, mismatch_of_keys, non_finite
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class PairwiseClient:
         Raises:
             ValueError: If they cannot be summed.
         """
-        if fault := mismatch(dict.fromkeys(contribution, 0), dict.fromkeys(self._template, 0)):
+        if fault := mismatch_of_keys(contribution, self._template):
             raise ValueError(f"the contribution differs from those of the other clients: {fault}")
         for name, value in contribution.items():
             if value.shape != self._template[name].shape or not value.is_floating_point():

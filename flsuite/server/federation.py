@@ -8,10 +8,9 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from flsuite.aggregators import Aggregator
-from flsuite.aggregators.cohort import part_size
 from flsuite.aggregators.part import Named, Server, ServerTools, refuse_conflicts
 from flsuite.aggregators.rules import CohortRule
-from flsuite.aggregators.uplink import Uplink
+from flsuite.aggregators.uplink import Uplink, part_size
 from flsuite.client.entries import Entries, layout_of
 from flsuite.data.federated import FederatedData
 from flsuite.errors import FederationError, FlsuiteError
@@ -98,7 +97,7 @@ class Federation:
         self._bytes_up = self.uplink.chain.bytes_up
         self._devices = None if secure_sum is None else Devices(secure_sum)
         if secure_sum is not None:
-            held = self.uplink.held(self.state)
+            held = self.uplink.held
             secure_sum.configure(held, schedule.declarations.cohort)
             self._bytes_up = self.uplink.bytes_clear + secure_sum.size()
         self._arrivals = Arrivals(self.uplink, schedule, self._devices)
@@ -168,7 +167,7 @@ class Federation:
             FederationError: If too few clients came back for secure aggregation.
         """
         if self._devices is None:
-            return self.aggregator.aggregate(self.server, updates, self.uplink.summed)
+            return self.aggregator.aggregate(self.server, updates)
 
         arrived = list(updates)
         # In this process clients train on the resident model, which still is the last one's.
@@ -178,8 +177,7 @@ class Federation:
         masked, report = self._devices.sums([update.client for update in arrived], gone)
         self.log.count(report)
         self.clock.bytes += self.log.bytes - before
-        sums = self.uplink.sums(masked, arrived, self.state)
-        return self.aggregator.aggregate_sums(self.server, sums, arrived)
+        return self.aggregator.aggregate(self.server, self.uplink.summed(masked, arrived))
 
     def advance(self, state: State) -> None:
         """Make this the next version of the global model.

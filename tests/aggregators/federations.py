@@ -12,7 +12,6 @@ from torch.optim import SGD, Optimizer
 from flsuite import FederatedTrainer
 from flsuite.aggregators import Aggregator, LocalOnly, Rule, Server
 from flsuite.aggregators.part import ServerTools
-from flsuite.aggregators.uplink import Uplink
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, Dirichlet, FederatedDataModule, Synthetic
 from flsuite.data.partitions import Natural
@@ -21,7 +20,7 @@ from flsuite.messages import ClientUpdate
 from flsuite.models import Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.models.base import ClientModel
-from flsuite.state import State, StateLayout
+from flsuite.state import State, StateLayout, Sums
 
 CURVATURES, MINIMA = (1.0, 10.0), (0.0, 1.0)
 
@@ -201,8 +200,26 @@ class ServerHalf:
 
     def aggregate(self, state: State, updates: Iterable[ClientUpdate]) -> State:
         self.metrics.clear()
-        summed = Uplink(self.aggregator, self.layout, state).summed
-        return self.aggregator.aggregate(self.server(state), iter(updates), summed)
+        return self.aggregator.aggregate(self.server(state), iter(updates))
+
+    def aggregate_sums(
+        self, state: State, updates: Iterable[ClientUpdate], single: Sequence[str] = ()
+    ) -> State:
+        """Return the next global state from the sums of what clients contribute.
+
+        Args:
+            state: The global state.
+            updates: The updates.
+            single: Names of the statistics that are no sums. All else of an update is left out.
+        """
+        sums, bare = Sums(), list[ClientUpdate]()
+        own = self.aggregator.rule.statistics(self.layout, state)
+        for one in updates:
+            sums.add(self.aggregator.contribution(one, self.layout, own))
+            extras = {name: one.extras[name] for name in single}
+            bare.append(replace(one, state={}, extras=extras, partial=Sums()))
+        bare[-1].partial = sums
+        return self.aggregate(state, bare)
 
 
 def configured(
@@ -229,8 +246,7 @@ def fold(
     """
     aggregator = Aggregator(rule=part) if isinstance(part, Rule) else part
     server = replace(server, state=state) if server else server_of(state, layout)
-    summed = Uplink(aggregator, server.layout, state).summed
-    return aggregator.aggregate(server, iter(updates), summed)
+    return aggregator.aggregate(server, iter(updates))
 
 
 class Updates(FederationCallback):

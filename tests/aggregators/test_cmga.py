@@ -199,8 +199,7 @@ def test_class_counts_leave_a_masked_client_in_its_terms_alone() -> None:
         assert [value.item() for value in packed.state.values()] == [one.client]  # the counter
         sums.add(dict(held))
         sent.append(packed)
-    tree = uplink.sums(sums.values, sent, start())
-    new = made.aggregator.aggregate_sums(made.server(start()), tree, sent)
+    new = made.aggregate(start(), uplink.summed(sums.values, sent))
     assert equal_states(new, cmga().aggregate(start(), updates))
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from flsuite import FlsuiteError
 from flsuite.aggregators import Aggregator, DPFedAvg, FedAvg
 from flsuite.aggregators.part import ServerTools
-from flsuite.aggregators.transforms import FitView
+from flsuite.aggregators.transforms.base import FitView, Payload
 from flsuite.aggregators.transforms.clip_updates import clipped
 from flsuite.aggregators.uplink import Uplink
 from flsuite.callbacks import FederationCallback
@@ -101,9 +101,9 @@ def test_clipping_by_hand() -> None:
 
 def test_the_norm_is_over_all_entries_together() -> None:
     change = {"a": torch.tensor([2.0, 4.0]), "b": torch.tensor([4.0])}
-    shorter, norm = clipped(change, 3.0)
+    shorter, norm = clipped(Payload(change, {}), 3.0)
     assert norm == 6.0
-    assert shorter["a"].tolist() == [1, 2] and shorter["b"].tolist() == [2]
+    assert shorter.change["a"].tolist() == [1, 2] and shorter.change["b"].tolist() == [2]
 
 
 def test_a_client_clips_its_own_change_and_tells_nothing_else() -> None:
@@ -378,8 +378,8 @@ def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> N
         ({"target_epsilon": 1.0, "clip": math.inf}, "an infinite clip bounds nobody"),
         ({"noise_multiplier": 0.0, "clip": math.inf, "quantile": 0.5}, "an infinite clip"),
         ({"target_epsilon": 0.0}, "target_epsilon must be positive"),
-        ({"noise_multiplier": 1.0, "delta": 0.0}, "delta must be positive"),
-        ({"noise_multiplier": 1.0, "delta": 1.0}, r"delta must be in \[0, 1\)"),
+        ({"noise_multiplier": 1.0, "delta": 0.0}, "delta must be above 0 and below 1"),
+        ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be above 0 and below 1"),
         ({"noise_multiplier": 1.0, "quantile": 1.5}, "quantile must be above 0 and at most 1"),
         ({"noise_multiplier": 1.0, "clip_lr": 0.0}, "clip_lr must be positive"),
         ({"noise_multiplier": 1.0, "count_noise": -1.0}, "count_noise must be at least 0"),

@@ -26,7 +26,7 @@ from flsuite.models.backbones import Backbone
 from flsuite.models.base import ClientModel
 from flsuite.runs.settings import init_args
 from flsuite.schedules import Synchronous
-from flsuite.state import Layer, State, StateLayout, Sums
+from flsuite.state import Layer, State, StateLayout
 from tests.aggregators.federations import ServerHalf, Updates, fold, server_of, signature
 from tests.conftest import classifier, digits, equal_states, trainer
 
@@ -225,18 +225,13 @@ def test_sums_are_all_that_the_server_needs(kind: Any) -> None:
         update(i, net_state(10 * i), fisher_of(kind, 3 + i), n) for i, n in enumerate((2, 3, 5))
     ]
     expected, made = merge(NET, updates, kind)
-    sums = Sums()
-    for u in updates:
-        sums.add(made.aggregator.contribution(u, (), NET))
-    assert set(sums.values["rule"]) == {"samples", "model", "product"} | (
-        set() if kind == "kfac" else {"fisher"}
-    )
+    sent = set(FedFisher(kind).terms(updates[0], NET))
+    assert sent == {"samples", "model", "product"} | (set() if kind == "kfac" else {"fisher"})
     own = FedFisher(kind).statistics(NET, updates[0].state)["fisher"]
     assert own.is_sum == (kind != "kfac") and own.is_psd == (kind != "diag")
 
-    extras = {"fisher"} if kind == "kfac" else set()
-    bare = [replace(u, state={}, extras={n: u.extras[n] for n in extras}) for u in updates]
-    new = made.aggregator.aggregate_sums(made.server(net_state(1)), sums.values, bare)
+    single = ["fisher"] if kind == "kfac" else []
+    new = made.aggregate_sums(net_state(1), updates, single)
     assert equal_states(new, expected)
 
 

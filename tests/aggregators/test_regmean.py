@@ -20,7 +20,7 @@ from flsuite.models import Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.models.base import ClientModel
 from flsuite.runs.settings import init_args
-from flsuite.state import Layer, State, StateLayout, Sums
+from flsuite.state import Layer, State, StateLayout
 from tests.aggregators.federations import ServerHalf, Updates, fold, server_of, signature
 from tests.conftest import classifier, digits, equal_states, trainer
 
@@ -199,11 +199,7 @@ def test_convolutions_take_part_with_their_inputs_unfolded() -> None:
 def test_sums_are_all_that_the_server_needs() -> None:
     updates, _ = regressions(bias=False)
     expected, made = merge(updates, alpha=0.5)
-    sums = Sums()
-    for u in updates:
-        sums.add(made.aggregator.contribution(u, (), LINEAR))
-    bare = [ClientUpdate(u.client, 1, u.samples, 1, u.class_counts, {}) for u in updates]
-    new = made.aggregator.aggregate_sums(made.server(updates[0].state), sums.values, bare)
+    new = made.aggregate_sums(updates[0].state, updates)
     assert equal_states(new, expected)
     own = RegMean().statistics(LINEAR, new)["gram"]
     assert own.is_sum and own.is_psd

@@ -17,10 +17,10 @@ from flsuite.aggregators import (
     Transform,
 )
 from flsuite.aggregators.part import refuse_conflicts
+from flsuite.aggregators.transforms.base import FitView
 from flsuite.attacks import (
     ALittleIsEnough,
     Attack,
-    Attacker,
     Collusion,
     FreeRider,
     GaussianNoise,
@@ -36,7 +36,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.exchange import Quantize, TopK
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
-from flsuite.random import torch_generator
 from flsuite.state import State
 from tests.aggregators.federations import Quadratics, Updates, optimum, run, table_data, update
 from tests.conftest import digits, equal_states, trainer
@@ -50,8 +49,8 @@ def numbers(*values: float) -> State:
 
 
 def sent(attack: Attack, trained: State, received: State, notes: Any = None) -> State:
-    attacker = Attacker(0, 1, torch_generator(0, "test"), {} if notes is None else notes)
-    return attack.alter(trained, received, attacker)
+    fit = FitView(0, 1, seed=0, memory={} if notes is None else notes)
+    return attack.alter(trained, received, fit)
 
 
 def with_attackers(attack: AttackT, data: FederatedDataModule) -> AttackT:

@@ -22,9 +22,9 @@ from flsuite.aggregators import (
     Mean,
     Objective,
 )
-from flsuite.aggregators.cohort import part_size
 from flsuite.aggregators.part import Server, ServerTools
 from flsuite.aggregators.rules.base import sum_by_parts
+from flsuite.aggregators.uplink import part_size
 from flsuite.callbacks import FederationCallback, RoundProgress
 from flsuite.engines import InProcess, Processes, Ray
 from flsuite.exchange import Quantize

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.chain import template_of
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.models.backbones import CNN, LeNet5
 from flsuite.models.backbones.base import Backbone
-from flsuite.state import State, mismatch, nbytes
+from flsuite.state import State, mismatch, nbytes, template_of
 
 LENET = LeNet5(bias=False), (1, 28, 28)
 NARROW_CNN = CNN(bias=False, hidden=(512, 128), padding=False), (3, 32, 32)

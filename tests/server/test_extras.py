@@ -127,6 +127,6 @@ def test_extras_that_are_not_declared_are_refused_with_what_to_do() -> None:
 
 def test_a_rule_is_a_part_and_not_a_method_of_an_aggregator() -> None:
     """An override would miss the sums of workers and of secure aggregation."""
-    for name in ("aggregate", "aggregate_sums", "contribution"):
+    for name in ("aggregate", "contribution"):
         with pytest.raises(FlsuiteError, match=rf"Own overrides Aggregator.{name}; write a Linear"):
             type("Own", (FedAvg,), {name: lambda *args: None})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from lightning.pytorch import Callback
 
@@ -15,6 +16,23 @@ from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Sums, Tree
 
 
+def withheld_by(sends: str = "", are_matrices: bool = False) -> Mapping[Capability, str]:
+    """Return what the other parts of a run do not get where a rule takes part, with the reasons.
+
+    Args:
+        sends: What clients send for it beside their models, for messages. Default: nothing.
+        are_matrices: Whether these are symmetric positive semidefinite.
+    """
+    reasons: dict[Capability, str] = {"a plain sum": "is no plain sum of the clients' changes"}
+    if sends:
+        reasons["changes alone"] = f"sends {sends} with every change, which no noise covers"
+    if are_matrices:
+        reasons["rounded matrices"] = f"sends {sends}, which rounding would make indefinite"
+    else:
+        reasons["matrices"] = "sends none"
+    return reasons
+
+
 class Rule(Part, ABC):
     """How the updates of a round become one model, which the server then moves to.
 
@@ -22,24 +40,7 @@ class Rule(Part, ABC):
     What clients measure for it after their fits, its statistics, is its client half.
     """
 
-    _sends: str = ""  # what clients send beside their models, for messages
-    _sends_matrices: bool = False  # whether these are symmetric positive semidefinite
-
-    @property
-    def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
-        """Return what the other parts of a run do not get, each with the reason."""
-        reasons: dict[Capability, str] = {"a plain sum": "is no plain sum of the clients' changes"}
-        if self._sends:
-            reasons["changes alone"] = (
-                f"sends {self._sends} with every change, which no noise covers"
-            )
-        if self._sends_matrices:
-            reasons["rounded matrices"] = (
-                f"sends {self._sends}, which rounding would make indefinite"
-            )
-        else:
-            reasons["matrices"] = "sends none"
-        return reasons
+    withholds = withheld_by()
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         """Return the client half: callbacks that measure the trained model."""
@@ -184,6 +185,33 @@ def sum_by_parts(
     if own is not sums:
         sums.merge(own)
     return sums.values, seen
+
+
+def combine_and_sum(
+    rule: CohortRule,
+    server: Server,
+    updates: Iterator[ClientUpdate],
+    contribution: Callable[[ClientUpdate], Tree],
+) -> tuple[State, Tree]:
+    """Return the model that a rule makes of a round, and the sums of what clients contribute.
+
+    In a round without clients it is the global model, and the sums are empty.
+    """
+    sums = Sums()
+
+    def passing() -> Iterator[ClientUpdate]:
+        for update in updates:
+            sums.add(contribution(update))
+            yield update
+
+    def rejoined() -> Iterator[ClientUpdate]:
+        yield first.pop()  # nobody here holds it while the others arrive
+        yield from arriving
+
+    arriving = passing()
+    first = list(islice(arriving, 1))
+    model = rule.combine(server.of("rule"), rejoined()) if first else server.state
+    return model, sums.values
 
 
 @contextmanager

@@ -6,7 +6,7 @@ arXiv:2403.12329.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Generator, nn
 
-from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.part import Capability, Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
-from flsuite.aggregators.rules.base import LinearRule, timed
-from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName, Sampled
+from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
+from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
 from flsuite.aggregators.rules.solvers.blocks import Block
 from flsuite.aggregators.rules.solvers.selection import (
     Corrections,
@@ -101,17 +101,16 @@ class FedFisher(LinearRule, Settings):
     epsilon_inside: bool = False
 
     needs = frozenset({"current models"})
-    _sends = "Fisher information"
 
     # The client half
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_FisherPass(client, self)]
+        return [_FisherPass(client, self, self._form(client.layout))]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         template = self._form(layout).template(state)
         # K-FAC has no sum: the server needs every client's factors.
-        is_sum, is_psd = self.fisher != "kfac", self._sends_matrices
+        is_sum, is_psd = self.fisher != "kfac", self.fisher != "diag"
         return {"fisher": Statistic(template, is_sum, is_psd)}
 
     def weight(self, update: ClientUpdate) -> float:
@@ -168,8 +167,8 @@ class FedFisher(LinearRule, Settings):
     # Before the first round
 
     @property
-    def _sends_matrices(self) -> bool:  # type: ignore[override]
-        return self.fisher != "diag"
+    def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
+        return withheld_by("Fisher information", are_matrices=self.fisher != "diag")
 
     def prepare(self, server: Server) -> None:
         if fault := self._form(server.layout).fault():
@@ -195,11 +194,11 @@ def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
 class _FisherPass(LogitPass):
     """The client half, which refuses a model that the form does not cover."""
 
-    def __init__(self, client: ClientContext, rule: FedFisher) -> None:
-        self.form = form = rule._form(client.layout)
+    def __init__(self, client: ClientContext, rule: FedFisher, form: FisherForm) -> None:
+        self.form = form
 
         def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> Any:
-            return form.measure(module, Sampled(batches, rule.expectation, generator))
+            return form.measure(module, (batches, rule.expectation, generator))
 
         super().__init__(client, "FedFisher", rule.samples, "fisher", statistic)
 

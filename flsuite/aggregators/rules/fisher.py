@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,9 +16,9 @@ from torch import Generator, Tensor, nn
 
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
-from flsuite.aggregators.rules.base import LinearRule
+from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import Weighting
-from flsuite.arguments import NonNegativeFloat, PositiveInt, Settings
+from flsuite.arguments import NonNegativeFloat, PositiveInt, Range, Settings
 from flsuite.data.loader import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
@@ -31,6 +31,12 @@ from flsuite.metrics.fisher import (
 )
 from flsuite.models.protocols import LikelihoodModel
 from flsuite.state import State, StateLayout, Tree, clone, divided, scaled
+
+_ONE_NAME = Range(
+    "a list of at least one name, or null for all parameters",
+    lambda names: len(names) > 0 and not isinstance(names, str),
+)
+_Groups = Annotated[Sequence[str], _ONE_NAME] | None
 
 
 class FisherMean(LinearRule, Settings):
@@ -46,12 +52,12 @@ class FisherMean(LinearRule, Settings):
         weighting: As for FedAvg, for all other parameters.
     """
 
-    groups: Sequence[str] | None
+    groups: _Groups
     by_samples: bool
     weighting: Weighting
 
     needs = frozenset({"current models"})
-    _sends = "Fisher information"
+    withholds = withheld_by("Fisher information")
 
     @abstractmethod
     def least(self, clients: float) -> float:
@@ -144,14 +150,6 @@ class FisherMean(LinearRule, Settings):
                     "aggregator.groups"
                 )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.groups, str) or (self.groups is not None and not self.groups):
-            raise FlsuiteError(
-                f"{type(self).__name__}: groups must be a list of at least one name, or null for "
-                f"all parameters, got {self.groups!r}"
-            )
-
 
 def fisher_mean(product: Tensor, fisher: Tensor, least: float, otherwise: Tensor) -> Tensor:
     """Return ``product / fisher``, or ``otherwise`` where the Fisher is not above ``least``."""
@@ -200,7 +198,7 @@ class FisherAveraging(FisherMean):
         weighting: As for FedAvg, for all other parameters.
     """
 
-    groups: Sequence[str] | None = ("flow",)
+    groups: _Groups = ("flow",)
     estimator: Estimator = "exact"
     damping: NonNegativeFloat = 1e-12
     by_samples: bool = False
@@ -248,7 +246,7 @@ class FisherMerge(FisherMean):
     floor: NonNegativeFloat = 1e-6
     samples: PositiveInt | None = 2000
     expectation: Expectation = "exact"
-    groups: Sequence[str] | None = None
+    groups: _Groups = None
     by_samples: bool = True
     weighting: Weighting = "samples"
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -21,19 +21,9 @@ from flsuite.metrics.fisher import (
 )
 from flsuite.state import State, StateLayout, Tree, clone
 
-
-class Sampled(NamedTuple):
-    """What a client measures its Fisher on, and how.
-
-    Attributes:
-        batches: The client's samples.
-        expectation: Whether the expectation over the prediction is exact, or a draw per sample.
-        generator: Draws the labels.
-    """
-
-    batches: Iterable[Batch]
-    expectation: Expectation
-    generator: Generator
+Sampled = tuple[Iterable[Batch], Expectation, Generator]
+"""What a client measures its Fisher on, and how: its samples, whether the expectation over the
+prediction is exact or a draw per sample, and what draws the labels."""
 
 
 class FisherForm(ABC):

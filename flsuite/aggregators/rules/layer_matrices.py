@@ -6,18 +6,19 @@ from torch import Tensor
 from flsuite.state import Layer, State
 
 
-def names(layer: Layer, bias: bool = True) -> tuple[str, ...]:
-    """Return the entries of the state that the matrix of a layer holds.
-
-    Args:
-        layer: The layer.
-        bias: Whether the layer's bias, if it has one, is the last column.
-    """
-    return (layer.weight_name, layer.bias_name) if layer.bias and bias else (layer.weight_name,)
+def names(layer: Layer) -> tuple[str, ...]:
+    """Return the entries of the state that a layer has."""
+    return (layer.weight_name, layer.bias_name) if layer.bias else (layer.weight_name,)
 
 
 def columns(state: State, layer: Layer, bias: bool = True) -> int:
-    """Return the number of columns of a layer's matrix."""
+    """Return the number of columns of a layer's matrix.
+
+    Args:
+        state: The model.
+        layer: The layer.
+        bias: Whether the layer's bias, if it has one, is the last column.
+    """
     return state[layer.weight_name][0].numel() + (layer.bias and bias)
 
 

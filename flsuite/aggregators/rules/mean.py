@@ -53,14 +53,11 @@ class Mean(LinearRule, Settings):
         return float(update.samples) if self.weighting == "samples" else 1.0
 
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
-        weight, damping = self.weight(update), self.damping(update)
+        weight = self.weight(update)
+        damped = weight * staleness_weight(self.staleness, update.staleness)
         if update.part is None:  # it arrives alone, and not with a cohort
-            update.metrics["weight"] = weight * damping
-        return weight_terms(weight, damping, update.state)
-
-    def damping(self, update: ClientUpdate) -> float:
-        """Return ``s(t)``, which is 1 for most updates and all rounds in lockstep."""
-        return staleness_weight(self.staleness, update.staleness)
+            update.metrics["weight"] = damped
+        return {"weight": damped, "undamped": weight, "model": scaled(update.state, damped)}
 
     def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
         total, undamped = sums["weight"], sums["undamped"]
@@ -73,7 +70,11 @@ class Mean(LinearRule, Settings):
         if total <= 0:  # all updates are too late to count
             return server.state
         mean = divided(sums["model"], total)
-        return _stepped(server.state, mean, rate, frozenset(server.layout.parameters))
+        parameters = frozenset(server.layout.parameters)
+        return {
+            name: mixed(value, mean[name], rate if name in parameters else min(rate, 1.0))
+            for name, value in server.state.items()
+        }
 
     @property
     def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
@@ -85,24 +86,13 @@ class Mean(LinearRule, Settings):
         return reasons
 
 
-def weight_terms(weight: float, damping: float, model: State) -> Tree:
-    """Return the terms of a weighted mean of models."""
-    factor = weight * damping
-    return {"weight": factor, "undamped": weight, "model": scaled(model, factor)}
+def mixed(old: Tensor, new: Tensor, rate: float) -> Tensor:
+    """Return ``(1 - rate) old + rate new`` in float64, or the maximum of integers.
 
-
-def _stepped(state: State, mean: State, rate: float, parameters: frozenset[str]) -> State:
-    """Return ``w + rate (mean - w)``."""
-    return {
-        name: _mixed(value, mean[name], rate if name in parameters else min(rate, 1.0))
-        for name, value in state.items()
-    }
-
-
-def _mixed(old: Tensor, new: Tensor, rate: float) -> Tensor:
+    With a rate of 0 or 1 it is exactly one of the two, even the sign of a zero.
+    """
     if not old.is_floating_point():
         return torch.maximum(old, new)
-    # Exactly one of the two at either end, even the sign of a zero.
     if rate in (0.0, 1.0):
         return new if rate else old
-    return torch.lerp(old.to(torch.float64), new, rate)
+    return torch.lerp(old.double(), new.double(), rate)

@@ -6,22 +6,14 @@ Xie, Koyejo, Gupta 2019, Asynchronous Federated Optimization, arXiv:1903.03934, 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import CohortRule
-from flsuite.aggregators.rules.mean import Normalize, Weighting
-from flsuite.aggregators.staleness import (
-    Staleness,
-    StalenessName,
-    require_mixture,
-    staleness_weight,
-)
+from flsuite.aggregators.rules.mean import Normalize, Weighting, mixed
+from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_weight
 from flsuite.arguments import Fraction, Settings, Share
-from flsuite.errors import FederationError
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientUpdate
-from flsuite.state import State, mean_of
+from flsuite.state import State, cast, mean_of
 
 
 @dataclass(frozen=True)
@@ -44,14 +36,14 @@ class Mixing(CohortRule, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_mixture(type(self).__name__, self.staleness, mixing=self.mixing)
+        _require_mixture(f"{type(self).__name__}: mixing", self.mixing, self.staleness)
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         state = server.state
         for update in updates:
             rate = self.mixing * staleness_weight(self.staleness, update.staleness)
             rate *= self._share(update, server.layout.samples)
-            state = mixed(state, update.state, rate)
+            state = _mixed(state, update.state, rate)
             update.metrics["weight"] = rate
         return state
 
@@ -94,7 +86,7 @@ class MixedMean(CohortRule, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.normalize == "buffer":
-            require_mixture(type(self).__name__, self.staleness, rate=self.rate)
+            _require_mixture(f"{type(self).__name__}: rate", self.rate, self.staleness)
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         given: list[tuple[dict[str, float], float]] = []
@@ -116,21 +108,19 @@ class MixedMean(CohortRule, Settings):
         rate = self.rate * (total / undamped if self.normalize == "buffer" else 1.0)
         for metrics, weight in given:
             metrics["weight"] = rate * (weight / total) if total else 0.0
-        return mixed(server.state, mean, rate if total else 0.0)
+        return _mixed(server.state, mean, rate if total else 0.0)
 
 
-def mixed(old: State, new: State, rate: float) -> State:
-    """Return ``(1 - rate) old + rate new``, in the dtypes of ``old``.
-
-    With a rate of 0 or 1, floating-point entries are exactly those of one of the two. Integer
-    entries take the maximum at every rate.
-    """
-    return {name: _mixed(value, new[name], rate) for name, value in old.items()}
+def _mixed(old: State, new: State, rate: float) -> State:
+    """Return ``(1 - rate) old + rate new``, in the dtypes of ``old``."""
+    return cast({name: mixed(value, new[name], rate) for name, value in old.items()}, old)
 
 
-def _mixed(old: Tensor, new: Tensor, rate: float) -> Tensor:
-    if not old.is_floating_point():
-        return torch.maximum(old, new)
-    if rate in (0.0, 1.0):
-        return (new if rate else old).to(old.dtype, copy=True)
-    return torch.lerp(old.to(torch.float64), new.to(torch.float64), rate).to(old.dtype)
+def _require_mixture(name: str, rate: float, staleness: StalenessName | Staleness) -> None:
+    """Refuse a mixing rate, by its name, that exceeds 1 for a fresh update."""
+    fresh = staleness_weight(staleness, 0)
+    if rate * fresh > 1:
+        raise FlsuiteError(
+            f"{name} times the weight of a fresh update must be at most 1, got {rate} * {fresh}; "
+            "lower one of them"
+        )

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
-from flsuite.aggregators.rules.base import LinearRule, timed
+from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.arguments import PositiveInt, Settings, Share
 from flsuite.data.loader import Batch
 from flsuite.messages import ClientContext, ClientUpdate
@@ -65,8 +65,7 @@ class RegMean(LinearRule, Settings):
     samples: PositiveInt | None = None
 
     needs = frozenset({"current models"})
-    _sends = "Gram matrices"
-    _sends_matrices = True
+    withholds = withheld_by("Gram matrices", are_matrices=True)
 
     # The client half
 

@@ -25,12 +25,15 @@ class Adaptive(Optimizer):
         lr: Learning rate, eta.
         beta1: Decay of the first moment, in [0, 1).
         tau: Adaptivity, above 0. A larger one is closer to plain momentum.
+        decays: Further decays of the subclass, in [0, 1).
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, beta1: float, tau: float) -> None:
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, beta1: float, tau: float, **decays: float
+    ) -> None:
         require_positive(type(self).__name__, lr=lr, tau=tau)
-        require_below_one(type(self).__name__, beta1=beta1)
-        super().__init__(params, {"lr": lr, "beta1": beta1, "tau": tau})
+        require_below_one(type(self).__name__, beta1=beta1, **decays)
+        super().__init__(params, {"lr": lr, "beta1": beta1, "tau": tau, **decays})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -76,10 +79,7 @@ class _Decaying(Adaptive):
         beta2: float = 0.99,
         tau: float = 1e-3,
     ) -> None:
-        require_below_one(type(self).__name__, beta2=beta2)
-        super().__init__(params, lr, beta1, tau)
-        for group in self.param_groups:
-            group["beta2"] = beta2
+        super().__init__(params, lr, beta1, tau, beta2=beta2)
 
 
 class AdaptiveAdam(_Decaying):

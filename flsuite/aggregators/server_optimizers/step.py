@@ -1,20 +1,17 @@
 """The server's step: any optimizer of torch, whose gradient is the negative change of the round."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
-from torch.optim import Optimizer
 
 from flsuite.aggregators.part import Server
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.state import State, cast
 
 
-def stepped(
-    make_optimizer: Callable[[Iterable[Tensor]], Optimizer], server: Server, model: State
-) -> State:
+def stepped(make_optimizer: OptimizerCallable, server: Server, model: State) -> State:
     """Return the global state after a step of the optimizer, with gradient ``w - model``.
 
     It steps float64 copies of the parameters, and the result is rounded once. Buffers are no
@@ -34,13 +31,13 @@ def stepped(
         if server.memory:
             optimizer.load_state_dict(dict(server.memory))
         optimizer.step()
-        server.memory.update(_plain(optimizer.state_dict()))
+        kept = optimizer.state_dict()
+        # Plain dicts and lists, as a checkpoint holds them.
+        server.memory.update(state=dict(kept["state"]), param_groups=list(kept["param_groups"]))
     return cast({**model, **parameters}, server.state)
 
 
-def require_step(
-    make_optimizer: Callable[[Iterable[Tensor]], Optimizer], parameters: Iterable[Tensor]
-) -> None:
+def require_step(make_optimizer: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
     """Refuse an optimizer that does not take these parameters, or needs more than a gradient.
 
     Raises:
@@ -66,8 +63,3 @@ def require_step(
             f"{key} cannot step with a gradient alone ({type(error).__name__}: "
             f"{one_line(error, 200)}); take another one, such as torch.optim.SGD"
         ) from error
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as a checkpoint can hold it."""
-    return {"state": dict(state["state"]), "param_groups": list(state["param_groups"])}

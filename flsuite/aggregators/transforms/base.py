@@ -4,7 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from flsuite.aggregators.part import Part, Server
+from flsuite.random import torch_generator
 from flsuite.state import State, Tree
 
 
@@ -24,7 +27,7 @@ class Payload(NamedTuple):
 
 @dataclass(frozen=True)
 class FitView:
-    """One client's fit, as a transform sees it.
+    """One client's fit, as a transform or an attack sees it.
 
     Attributes:
         client: The client's number.
@@ -46,6 +49,11 @@ class FitView:
     memory: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     base: State = field(default_factory=dict)
+
+    def generator(self, stream: str) -> torch.Generator:
+        """Return the source of a stream of random numbers, which depends on the fit alone."""
+        again = f"/{self.repeat}" if self.repeat else ""
+        return torch_generator(self.seed, f"{stream}{again}", self.round, self.client)
 
 
 class Transform(Part, ABC):

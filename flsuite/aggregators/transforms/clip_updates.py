@@ -26,23 +26,23 @@ class ClipUpdates(Transform, Settings):
     withholds = {"plain updates": "clips every update that arrives"}
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
-        change, norm = clipped(payload.change, self.norm)
-        fit.metrics["update_norm"] = norm
-        return payload if change is payload.change else payload._replace(change=change)
+        payload, fit.metrics["update_norm"] = clipped(payload, self.norm)
+        return payload
 
     def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
-        change, _ = clipped(payload.change, self.norm)
-        return payload if change is payload.change else payload._replace(change=change)
+        return clipped(payload, self.norm)[0]
 
 
-def clipped(change: State, norm: float) -> tuple[State, float]:
-    """Return a change scaled down to a largest norm, and its norm before.
+def clipped(payload: Payload, norm: float) -> tuple[Payload, float]:
+    """Return a payload whose change is scaled down to a largest norm, and its norm before.
 
-    A change within the norm is returned itself. Rounding to the dtype of the model may leave a
-    clipped change above the norm by parts in ten million.
+    With a change within the norm, the very payload is returned. Rounding to the dtype of the model
+    may leave a clipped change above the norm by parts in ten million.
     """
+    change: State = payload.change
     squares = [float(value.square().sum()) for value in change.values()]
     before = math.sqrt(math.fsum(squares))
     if before <= norm or math.isnan(before):  # a NaN is refused by name on arrival
-        return change, before
-    return {name: value * (norm / before) for name, value in change.items()}, before
+        return payload, before
+    change = {name: value * (norm / before) for name, value in change.items()}
+    return payload._replace(change=change), before

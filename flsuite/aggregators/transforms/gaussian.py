@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.part import Capability, Server
+from flsuite.aggregators.rules.mean import mixed
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.aggregators.transforms.clip_updates import clipped
-from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius, Settings
-from flsuite.errors import FlsuiteError, require_below_one
+from flsuite.arguments import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    Radius,
+    Settings,
+    SmallProbability,
+)
+from flsuite.errors import FlsuiteError
 from flsuite.metrics.privacy import (
     RandomDraw,
     calibrated_noise,
@@ -73,7 +81,7 @@ class GaussianMechanism(Transform, Settings):
     clip: Radius = 1.0
     noise_multiplier: NonNegativeFloat | None = None
     target_epsilon: PositiveFloat | None = None
-    delta: PositiveFloat | None = None
+    delta: SmallProbability | None = None
     quantile: Fraction | None = None
     clip_lr: PositiveFloat = 0.2
     count_noise: NonNegativeFloat | None = None
@@ -91,10 +99,8 @@ class GaussianMechanism(Transform, Settings):
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         clip = fit.received["clip"]
-        change, norm = clipped(payload.change, clip)
+        payload, norm = clipped(payload, clip)
         fit.metrics["update_norm"] = norm
-        if change is not payload.change:
-            payload = payload._replace(change=change)
         if self.quantile is None:
             return payload
         return payload._replace(statistics={**payload.statistics, WITHIN: float(norm <= clip)})
@@ -113,9 +119,7 @@ class GaussianMechanism(Transform, Settings):
 
     def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
         # Not to be believed: a client may send anything.
-        change, _ = clipped(payload.change, received["clip"])
-        if change is not payload.change:
-            payload = payload._replace(change=change)
+        payload, _ = clipped(payload, received["clip"])
         if self.quantile is None:
             return payload
         bit = min(max(float(payload.statistics[WITHIN]), 0.0), 1.0)
@@ -130,7 +134,8 @@ class GaussianMechanism(Transform, Settings):
         deviation = on_changes and on_changes * memory["clip"] / expected
 
         # Who is missing counts as a client without a change.
-        model = _scaled(server.state, model, updates / expected)
+        share = updates / expected
+        model = {name: mixed(value, model[name], share) for name, value in server.state.items()}
         if deviation:
             model = {
                 name: torch.add(value, normal(value.numel()).view(value.shape), alpha=deviation)
@@ -188,7 +193,7 @@ class GaussianMechanism(Transform, Settings):
             raise FlsuiteError(
                 "GaussianMechanism: target_epsilon needs the number of rounds; set trainer.rounds"
             )
-        require_below_one("GaussianMechanism", delta=self._delta(server))
+        self._delta(server)  # it refuses a single client without one
 
     def _begin(self, server: Server) -> None:
         """Set the noise of a run before its first round.
@@ -198,10 +203,12 @@ class GaussianMechanism(Transform, Settings):
         """
         memory, rounds = server.memory, server.tools.rounds
         if not memory:
-            noise = self._multiplier(server)
-            memory.update(rounds=0, noise_multiplier=noise, clip=self.clip)
+            noise = self.noise_multiplier
             if self.target_epsilon is not None:
-                memory["planned"] = rounds
+                assert rounds is not None  # prepare has refused
+                target = self.target_epsilon, rounds, self._delta(server)
+                noise, memory["planned"] = calibrated_noise(_sampling(server), *target), rounds
+            memory.update(rounds=0, noise_multiplier=noise, clip=self.clip)
             self._announce(server)
         planned = memory.get("planned", math.inf)
         if max(rounds or 0, memory["rounds"] + 1) > planned:
@@ -216,14 +223,6 @@ class GaussianMechanism(Transform, Settings):
                 f"GaussianMechanism: count_noise must be above {noise / 2:.4g}, half of the noise "
                 f"multiplier, got {self.count_noise}"
             )
-
-    def _multiplier(self, server: Server) -> float:
-        """Return the noise multiplier that is accounted for."""
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier
-        assert self.target_epsilon is not None and server.tools.rounds is not None
-        target = self.target_epsilon, server.tools.rounds
-        return calibrated_noise(_sampling(server), *target, self._delta(server))
 
     def _announce(self, server: Server) -> None:
         noise, rounds = server.memory["noise_multiplier"], server.tools.rounds
@@ -260,7 +259,6 @@ class GaussianMechanism(Transform, Settings):
             raise FlsuiteError(
                 "GaussianMechanism: give either noise_multiplier, or target_epsilon, which sets it"
             )
-        require_below_one("GaussianMechanism", delta=self.delta)
         if self.clip == math.inf and (self.noise_multiplier != 0 or self.quantile is not None):
             raise FlsuiteError(
                 "GaussianMechanism: an infinite clip bounds nobody's change; give a number"
@@ -270,13 +268,3 @@ class GaussianMechanism(Transform, Settings):
 def _sampling(server: Server) -> RandomDraw:
     assert server.tools.sampling is not None  # random cohorts are declared as a need
     return server.tools.sampling
-
-
-def _scaled(state: State, model: State, factor: float) -> State:
-    """Return ``w + factor (model - w)``, the model itself for a factor of 1."""
-    if factor == 1.0:
-        return model
-    return {
-        name: torch.lerp(value.double(), model[name].double(), factor)
-        for name, value in state.items()
-    }

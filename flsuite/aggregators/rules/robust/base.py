@@ -1,8 +1,7 @@
 """The base class of the robust rules, and the form of their arguments."""
 
-import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated
 
 from torch import Tensor
@@ -15,10 +14,6 @@ from flsuite.arguments import NonNegativeInt, Range, Settings
 from flsuite.errors import FederationError
 from flsuite.messages import ClientUpdate
 from flsuite.state import State
-
-log = logging.getLogger("flsuite")
-
-_NAMED = 20  # clients in a line of the log
 
 Clients = NonNegativeInt | Annotated[float, Range("a share in [0, 0.5)", lambda x: 0 <= x < 0.5)]
 """A number of clients as an integer, or a share of them as a float."""
@@ -65,14 +60,6 @@ class ParameterRule(CohortRule, Settings):
         """Return what it needs: a cohort of known size, if one client is too few."""
         size: frozenset[Capability] = frozenset({"a cohort of known size"})
         return super().needs | size if self.too_few(1) else super().needs
-
-    def name_clients(self, cohort: Cohort, did: str, vectors: Iterable[int]) -> None:
-        """Name in the log the clients that the rule did something to."""
-        clients = cohort.clients(vectors)
-        if clients:
-            more = f" and {len(clients) - _NAMED} more" if len(clients) > _NAMED else ""
-            named = ", ".join(map(str, clients[:_NAMED])) + more
-            log.info("round %d: %s %s clients %s", cohort.round, type(self).__name__, did, named)
 
 
 def refuse_few(rule: CohortRule, server: Server, updates: int) -> None:

@@ -13,6 +13,7 @@ from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.norm_clipping import clip_factors
+from flsuite.aggregators.rules.robust.vectors import distances_from
 from flsuite.arguments import PositiveInt, Radius
 
 Centre = Literal["previous", "zero"]
@@ -54,7 +55,7 @@ class CenteredClipping(ParameterRule):
         weights, rest = torch.zeros(count, dtype=torch.float64), float(count)
         for _ in range(self.iterations):
             v = torch.cat([weights, weights.new_tensor([rest])]) / count
-            distances = _distances(gram, v)[:count]
+            distances = distances_from(gram, v)[:count]
             radius = distances.median().item() if self.radius is None else self.radius
             factors = clip_factors(distances, radius)
             away = 1 - factors.sum().item() / count
@@ -64,15 +65,9 @@ class CenteredClipping(ParameterRule):
         cohort.note("centre_distance", distances.tolist())
         cohort.note("clipped", (factors < 1).tolist())
         cohort.note("weight", (weights / count).tolist())
-        self.name_clients(cohort, "clipped", (factors < 1).nonzero().flatten().tolist())
+        cohort.name_clients(self, "clipped", (factors < 1).nonzero().flatten().tolist())
 
         new = vectors.mean(weights.tolist(), count, rest, centre.double())
         if self.centre == "previous":
             server.memory["centre"] = cohort.entries(new - vectors.start)
         return new
-
-
-def _distances(gram: Tensor, v: Tensor) -> Tensor:
-    """Return the distances of points from ``sum_k v_k x_k``, given all inner products."""
-    products = gram @ v
-    return (gram.diagonal() - 2 * products + v @ products).clamp(min=0.0).sqrt()

@@ -1,5 +1,6 @@
 """The updates of a round, as robust rules see them, and several updates as one: their mean."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,10 +9,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from flsuite.aggregators.part import Server
+from flsuite.aggregators.rules.base import Rule
+from flsuite.aggregators.rules.mean import Weighting
 from flsuite.aggregators.rules.robust.vectors import Vectors, flatten, row_dtype, unflatten
 from flsuite.aggregators.staleness import rebased
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, cast, flatten_tree, mean_of, nested_like
+
+log = logging.getLogger("flsuite")
+
+_NAMED = 20  # clients in a line of the log
 
 
 class Cohort:
@@ -56,14 +63,16 @@ class Cohort:
     def __len__(self) -> int:
         return len(self.members)
 
-    @property
-    def samples(self) -> list[int]:
-        """Return the training samples that stand behind each vector."""
-        return [update.samples for update in self.members]
+    def weights(self, weighting: Weighting) -> list[int]:
+        """Return the weight of each vector: the samples that stand behind it, or 1."""
+        return [update.samples if weighting == "samples" else 1 for update in self.members]
 
-    def clients(self, vectors: Iterable[int]) -> list[int]:
-        """Return the clients behind some vectors, ascending."""
-        return sorted({client for k in vectors for client in clients_of(self.members[k])})
+    def name_clients(self, rule: Rule, did: str, vectors: Iterable[int]) -> None:
+        """Name in the log the clients that a rule did something to, ascending."""
+        if clients := sorted({client for k in vectors for client in clients_of(self.members[k])}):
+            more = f" and {len(clients) - _NAMED} more" if len(clients) > _NAMED else ""
+            named = ", ".join(map(str, clients[:_NAMED])) + more
+            log.info("round %d: %s %s clients %s", self.round, type(rule).__name__, did, named)
 
     def note(self, name: str, values: Iterable[float]) -> None:
         """Log a number per vector. ``weight`` is the factor of its change in the global one."""

@@ -52,7 +52,7 @@ class FLTrust(ParameterRule):
             log.warning("round %d: FLTrust trusts no client; the model stays", cohort.round)
             return cohort.parameters.start.clone()
 
-        self.name_clients(cohort, "left out", (trust == 0).nonzero().flatten().tolist())
+        cohort.name_clients(self, "left out", (trust == 0).nonzero().flatten().tolist())
         # The smaller a change, the larger its weight.
         return cohort.parameters.moved(weights.tolist(), total)
 

@@ -13,7 +13,7 @@ from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.mean import Weighting
 from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
-from flsuite.aggregators.rules.robust.vectors import squared_distances
+from flsuite.aggregators.rules.robust.vectors import distances_from, squared_distances
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
@@ -46,7 +46,7 @@ class GeometricMedian(ParameterRule):
     weighting: Weighting = "uniform"
 
     def parameters(self, server: Server, cohort: Cohort) -> Tensor:
-        own = cohort.samples if self.weighting == "samples" else [1] * len(cohort)
+        own = cohort.weights(self.weighting)
         alpha = torch.tensor(own, dtype=torch.float64) / sum(own)
         gram = cohort.parameters.gram()
 
@@ -61,7 +61,7 @@ def weiszfeld(
 ) -> tuple[Tensor, int]:
     """Return the weights of the points in their geometric median, and the iterations taken.
 
-    The median is ``z = sum_k beta_k x_k`` and ``|x_k - z|^2`` follows from the inner products.
+    The median is ``z = sum_k beta_k x_k``.
 
     Args:
         gram: Inner products of the points, float64 ``(n, n)``.
@@ -72,10 +72,7 @@ def weiszfeld(
     """
     beta = around_medoid(squared_distances(gram).sqrt(), alpha)
     for step in range(iterations):
-        products = gram @ beta
-        squares = gram.diagonal() - 2 * products + beta @ products
-        distances = squares.clamp(min=0.0).sqrt().clamp(min=smoothing)
-
+        distances = distances_from(gram, beta).clamp(min=smoothing)
         closer = alpha / distances
         closer /= closer.sum()
         move, beta = closer - beta, closer

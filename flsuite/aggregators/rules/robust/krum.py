@@ -47,7 +47,7 @@ class MultiKrum(ParameterRule):
         weights = [float(k in chosen) for k in range(count)]
         cohort.note("krum_score", scores.tolist())
         cohort.note("weight", (weight / number for weight in weights))
-        self.name_clients(cohort, "left out", set(range(count)) - chosen)
+        cohort.name_clients(self, "left out", set(range(count)) - chosen)
         return cohort.parameters.mean(weights, number)
 
     def too_few(self, updates: int) -> str | None:

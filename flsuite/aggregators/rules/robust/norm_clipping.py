@@ -39,14 +39,14 @@ class NormClipping(ParameterRule):
         radius = norms.median().item() if self.radius is None else self.radius
         factors = clip_factors(norms, radius).tolist()
 
-        own = cohort.samples if self.weighting == "samples" else [1] * len(cohort)
+        own = cohort.weights(self.weighting)
         weights = [n * factor for n, factor in zip(own, factors, strict=True)]
         total = sum(own)
         cohort.note("update_norm", norms.tolist())
         cohort.note("clipped", (factor < 1 for factor in factors))
         cohort.note("weight", (weight / total for weight in weights))
         server.metrics["clip_radius"] = radius
-        self.name_clients(cohort, "clipped", (k for k, factor in enumerate(factors) if factor < 1))
+        cohort.name_clients(self, "clipped", (k for k, factor in enumerate(factors) if factor < 1))
         # What is scaled down of a client's model is left of the global one.
         return cohort.parameters.mean(weights, total, total - sum(weights))
 

@@ -128,6 +128,12 @@ def squared_distances(gram: Tensor) -> Tensor:
     return squares.nan_to_num(nan=torch.inf, posinf=torch.inf).clamp(min=0.0)
 
 
+def distances_from(gram: Tensor, v: Tensor) -> Tensor:
+    """Return the distances of points from ``sum_k v_k x_k``, given all inner products."""
+    products = gram @ v
+    return (gram.diagonal() - 2 * products + v @ products).clamp(min=0.0).sqrt()
+
+
 def row_dtype(state: State) -> torch.dtype:
     """Return a dtype of rows that lose nothing: float64 if the state has any, else float32."""
     has_double = any(value.dtype == torch.float64 for value in state.values())
