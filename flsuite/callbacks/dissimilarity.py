@@ -14,7 +14,8 @@ from torch import Tensor
 from flsuite.arguments import PositiveInt, Settings, at_least
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.data.federated import FederatedData
-from flsuite.data.loader import Batch, batch_bounds
+from flsuite.data.loader import batch_bounds
+from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import detached
 from flsuite.metrics.dissimilarity import RunningDissimilarity
@@ -131,7 +132,7 @@ def head_parameters(model: LightningModule, shared: Mapping[str, Tensor]) -> lis
 def gradient_batches(
     data: FederatedData, client: int, seed: int, round: int, batches: int | None
 ) -> Iterator[Batch]:
-    """Yield a client's training samples, shuffled and without augmentation.
+    """Return a client's training samples, shuffled and without augmentation.
 
     They are cut into batches as an epoch is.
     """
@@ -142,9 +143,8 @@ def gradient_batches(
     rows = rows[order]
     if len(rows) == 1:  # as in training: BatchNorm needs two
         rows = rows.repeat(2)
-    for start, stop in batch_bounds(len(rows), data.batch_size)[:batches]:
-        own = rows[start:stop]
-        yield data.scaling(data.train.x[own]), data.train.y[own]
+    bounds = batch_bounds(len(rows), data.batch_size)[:batches]
+    return data.batches_of(data.train, [rows[start:stop] for start, stop in bounds])
 
 
 def head_gradients(

@@ -47,7 +47,7 @@ class RoundEarlyStopping(FederationCallback, Settings):
         return self._generate_state_key(monitor=self.monitor)
 
     def on_federation_start(self, run: Run) -> None:
-        if run.federation.data.at(run.round).validation() is None:
+        if run.federation.data.at(run.round).val is None:
             raise FlsuiteError(
                 "RoundEarlyStopping stops on validation data, and there is none: set "
                 "data.val_fraction above 0, or remove the callback"

@@ -45,7 +45,7 @@ class StopAt(FederationCallback, Settings):
         return self._generate_state_key(metric=self.metric)
 
     def on_federation_start(self, run: Run) -> None:
-        if run.federation.data.at(run.round).validation() is None:
+        if run.federation.data.at(run.round).val is None:
             raise FlsuiteError(
                 "StopAt stops on validation data, and there is none: set data.val_fraction above "
                 "0, or remove the callback"

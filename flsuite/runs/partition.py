@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.data.federated import FederatedData, RaggedIndex
+from flsuite.data.federated import FederatedData
+from flsuite.data.spec import DataSplit
 from flsuite.data.tasks import TaskData
 
 if TYPE_CHECKING:
@@ -79,25 +80,24 @@ def _counts(data: FederatedData) -> Iterator[tuple[int, Tensor]]:
 
     They are int64 ``(clients, splits * classes)``, in the order of splits and then classes.
     """
-    parts = (
-        (data.train.classes, data.train_index),
-        (data.train.classes, data.val_index),
-        (data.test.classes, data.test_index),
-    )
+    classes = data.spec.num_classes
     for first in range(0, data.clients, _CLIENTS_AT_A_TIME):
         last = min(first + _CLIENTS_AT_A_TIME, data.clients)
-        of_splits = [_count(y, rows.part(first, last), data.spec.num_classes) for y, rows in parts]
+        splits = (data.train, data.val, data.test)
+        of_splits = [_count(split, first, last, classes) for split in splits]
         yield first, torch.cat(of_splits, dim=1)
 
 
-def _count(y: Tensor, rows: RaggedIndex, classes: int) -> Tensor:
+def _count(split: DataSplit | None, first: int, last: int, classes: int) -> Tensor:
     """Return the samples of each class per client, int64 ``(clients, classes)``."""
-    own, owners = y[rows.values], rows.owners()
-    if y.ndim == 1:
-        return torch.bincount(owners * classes + own, minlength=len(rows) * classes).view(
-            -1, classes
-        )
-    return torch.zeros(len(rows), classes, dtype=torch.int64).index_add_(0, owners, own.long())
+    counts = torch.zeros(last - first, classes, dtype=torch.int64)
+    if split is None or not len(split.rows):
+        return counts
+    rows = split.rows.part(first, last)
+    own, owners = split.classes[rows.values], rows.owners()
+    if own.ndim == 1:
+        return torch.bincount(owners * classes + own, minlength=counts.numel()).view_as(counts)
+    return counts.index_add_(0, owners, own.long())
 
 
 def _quoted(name: str) -> str:

@@ -92,7 +92,7 @@ def test_clients_are_writers(tmp_path: Path) -> None:
     write_leaf(tmp_path / "femnist" / "data" / "train" / "a.json", WRITERS)
     data = FEMNIST(root=str(tmp_path), clients=3, partition=Natural(), val_fraction=0)
     data.setup()
-    assert data.federated.train_index.lengths().tolist() == [9, 18, 3]
+    assert data.federated.train.rows.lengths().tolist() == [9, 18, 3]
     assert data.spec.shape == (1, 28, 28)
 
 

@@ -325,7 +325,7 @@ def test_clients_are_devices(tmp_path: Path) -> None:
     made.fit(classifier(lr=0.2), data)
     ids = data.federated.train.ids
     assert ids is not None
-    assert [ids[rows].unique().tolist() for rows in data.federated.train_index] == [[1], [3], [7]]
+    assert [ids[rows].unique().tolist() for rows in data.federated.train.rows] == [[1], [3], [7]]
     federation, *clients = made.test()
     assert federation["accuracy"] > 0.9 and len(clients) == 3
 
@@ -336,10 +336,10 @@ def test_one_device_split_over_clients(tmp_path: Path) -> None:
     made = trainer(rounds=2)
     made.fit(classifier(), data)
     assert (
-        data.federated.train_index.lengths().sum() + data.federated.val_index.lengths().sum()
+        data.federated.train.rows.lengths().sum() + data.federated.val.rows.lengths().sum()
         == 11 * 24
     )
-    assert len(data.federated.test_index.values) == 11 * 6
+    assert len(data.federated.test.rows.values) == 11 * 6
     assert len(made.test()) == 5
 
 

@@ -145,7 +145,7 @@ def test_the_split_is_the_same_in_every_run(tmp_path: Path) -> None:
         module.setup()
     first, second = (module.federated for module in modules)
     assert torch.equal(first.test.x, second.test.x) and torch.equal(first.train.x, second.train.x)
-    assert not torch.equal(first.train_index.values, second.train_index.values)
+    assert not torch.equal(first.train.rows.values, second.train.rows.values)
 
 
 def test_every_owner_and_class_has_its_share(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_federation(tmp_path: Path) -> None:
     made = trainer(rounds=4, max_epochs=2)
     made.fit(classifier(lr=0.5), data)
     assert data.federated.train.ids is not None
-    for client, rows in enumerate(data.federated.train_index):
+    for client, rows in enumerate(data.federated.train.rows):
         assert (data.federated.train.ids[rows] == client).all()
     federation, *clients = made.test()
     assert federation["accuracy"] > 0.9 and len(clients) == 5
