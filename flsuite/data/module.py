@@ -125,7 +125,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
                 names them and says what to do.
         """
 
-    def data_root(self, default: str | Path) -> Path:
+    def data_root(self, default: str | Path = "~/.cache/flsuite") -> Path:
         """Return the folder of the files: ``root``, ``$FLSUITE_DATA_ROOT`` or ``default``."""
         return Path(self.root or os.environ.get("FLSUITE_DATA_ROOT") or default).expanduser()
 

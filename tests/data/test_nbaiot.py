@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,8 @@ import torch
 
 from flsuite.commands.main import main
 from flsuite.data import Dirichlet, Natural, NBaIoT, PublishedSplits
-from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI, read_nbaiot
+from flsuite.data.datasets import nbaiot
+from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 
@@ -70,6 +72,13 @@ def equal(a: PublishedSplits, b: PublishedSplits) -> bool:
         for x, y in ((a.train, b.train), (a.test, b.test))
         if x.ids is not None and y.ids is not None
     )
+
+
+def read_nbaiot(
+    folder: Path, classes: Any = "binary", chunk_rows: int = nbaiot.CHUNK_ROWS, **kwargs: Any
+) -> PublishedSplits:
+    with patch.object(nbaiot, "CHUNK_ROWS", chunk_rows):
+        return NBaIoT(classes, root=folder, **kwargs).load()
 
 
 @pytest.fixture(scope="module")
