@@ -32,9 +32,9 @@ class GradientDissimilarity(FederationCallback, Settings):
 
     g_i is the gradient of client i's classification loss with respect to the parameters that all
     clients share, at the new global model, with the client's own private part. In a
-    :class:`~flsuite.metrics.FusedModel` only the classifier's parameters count. The gradient is
-    taken in float32, without augmentation, on training samples. Weights, statistics and random
-    numbers of the run are the same with and without this callback.
+    :class:`~flsuite.models.protocols.FusedModel` only the classifier's parameters count. The
+    gradient is taken in float32, without augmentation, on training samples. Weights, statistics and
+    random numbers of the run are the same with and without this callback.
 
     Logged as ``train/<name>``:
 
@@ -65,7 +65,7 @@ class GradientDissimilarity(FederationCallback, Settings):
             raise FlsuiteError(
                 f"GradientDissimilarity: {type(model).__name__} optimizes by hand, so its "
                 "training_step returns no loss to differentiate; give it head and head_losses "
-                "(flsuite.metrics.FusedModel), or remove the callback"
+                "(flsuite.models.protocols.FusedModel), or remove the callback"
             )
         head_parameters(model, run.federation.state)  # refused before a round has trained
 
@@ -182,7 +182,8 @@ def _losses(model: LightningModule, batch: Batch) -> tuple[Tensor, ...]:
     if not isinstance(loss, Tensor):
         raise FlsuiteError(
             f"GradientDissimilarity: training_step of {type(model).__name__} returns no loss; give "
-            "the model head and head_losses (flsuite.metrics.FusedModel), or remove the callback"
+            "the model head and head_losses (flsuite.models.protocols.FusedModel), or remove the "
+            "callback"
         )
     return (loss,)
 

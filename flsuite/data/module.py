@@ -200,7 +200,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         ids = None if train.ids is None else train.ids.numpy()
         rng = numpy_generator(self.partition_seed, "partition")
         partition = self.partition or IID()
-        partition.check_labels(published.spec)
+        _check_labels(partition, published.spec)
         rows = partition(labels, self.clients, rng, ids)
 
         # A published validation split is used by default, and replaced by a fraction that is given.
@@ -243,3 +243,13 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         if self.resize is None:
             return split
         return replace(split, x=resize_images(split.x, self.resize))
+
+
+def _check_labels(partition: Partition, spec: DataSpec) -> None:
+    """Refuse samples without classes if the split depends on them."""
+    if partition.needs_labels and spec.num_classes < 2:
+        raise FlsuiteError(
+            f"data.partition: {type(partition).__name__} splits by class, and these samples have "
+            "no classes; set data.labels (a field's name, a function or an array; with data.bins "
+            "for numbers), or data.partition to IID, QuantitySkew or Natural"
+        )

@@ -40,6 +40,11 @@ class DataSpec:
         object.__setattr__(self, "num_classes", int(self.num_classes))
         object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return one name per class: its number where there are no class names."""
+        return self.class_names or tuple(map(str, range(self.num_classes)))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

@@ -56,11 +56,6 @@ class TaskData(FederatedData):
         """Leave the views out of a pickle, because a worker makes its own."""
         return {**self.__dict__, "_views": {}}
 
-    @property
-    def tasks(self) -> int:
-        """Return the number of tasks."""
-        return len(self.starts)
-
     def task(self, round: int) -> int:
         """Return the number of the task that a round belongs to."""
         return max(bisect_right(self.starts, round) - 1, 0)

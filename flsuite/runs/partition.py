@@ -27,7 +27,7 @@ def write_partition(path: Path, data: FederatedData) -> None:
 
     For multi-label data, the number is that of positive samples per label.
     """
-    cells = [f",{split},{_quoted(name)}," for split in _SPLITS for name in _class_names(data)]
+    cells = [f",{split},{_quoted(name)}," for split in _SPLITS for name in data.spec.names]
     # One template per client and not one call per row: a million clients have millions of rows.
     of_client = "".join("%d" + cell.replace("%", "%%") + "%d\n" for cell in cells)
 
@@ -43,7 +43,7 @@ def partition_table(data: FederatedData) -> "pd.DataFrame":
     """Return the content of a run's ``partition.csv``."""
     import pandas as pd
 
-    names = _class_names(data)
+    names = data.spec.names
     counts = torch.cat([counts for _, counts in _counts(data)])
     rows_of_client = counts.shape[1]
     columns = (
@@ -63,16 +63,12 @@ def task_table(data: TaskData) -> "pd.DataFrame":
     """
     import pandas as pd
 
-    names, rows = _class_names(data), []
+    names, rows = data.spec.names, []
     for client, groups in enumerate(data.sequences):
         counts = data.class_counts(client).tolist()
         for task, (group, start) in enumerate(zip(groups, data.starts, strict=True)):
             rows += [(client, task, start, names[c], counts[c]) for c in group]
     return pd.DataFrame(rows, columns=["client", "task", "first_round", "class", "samples"])
-
-
-def _class_names(data: FederatedData) -> tuple[str, ...]:
-    return data.spec.class_names or tuple(str(c) for c in range(data.spec.num_classes))
 
 
 def _counts(data: FederatedData) -> Iterator[tuple[int, Tensor]]:

@@ -52,7 +52,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return requested
 
 
-def read_medmnist(name: str, size: int, root: Path, download: bool) -> PublishedSplits:
+def read_medmnist(name: str, size: Any, root: Path, download: bool) -> PublishedSplits:
     return MedMNIST(name, size, root=root, download=download).load()
 
 
@@ -180,8 +180,8 @@ def test_medmnist_sizes_have_their_own_files(
 def test_medmnist_class_names() -> None:
     from flsuite.data.datasets.medmnist import _info, _spec
 
-    assert _spec(_info("pneumoniamnist", 28), 28).class_names == ("normal", "pneumonia")
-    assert _spec(_info("retinamnist", 28), 28).class_names == ("0", "1", "2", "3", "4")
+    assert _spec(_info("pneumoniamnist"), 28).class_names == ("normal", "pneumonia")
+    assert _spec(_info("retinamnist"), 28).class_names == ("0", "1", "2", "3", "4")
 
 
 @pytest.mark.parametrize("name", ["retina", "RetinaMNIST", "organmnist3d", ""])
@@ -195,7 +195,7 @@ def test_medmnist_unknown_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 32, 256])
 def test_medmnist_unknown_size(size: int, tmp_path: Path) -> None:
     with pytest.raises(
-        FlsuiteError, match=rf"MedMNIST: size must be one of \(28, 64, 128, 224\), got {size}"
+        FlsuiteError, match=rf"MedMNIST: size must be one of 28, 64, 128, 224, got {size}"
     ):
         read_medmnist("breastmnist", size, tmp_path, False)
 

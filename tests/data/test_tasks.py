@@ -95,7 +95,7 @@ def test_every_client_meets_groups_of_the_given_size_and_no_class_twice(
     arrangement: Arrangement,
 ) -> None:
     data = task_data(arrangement=arrangement, tasks=2, classes_per_task=3)
-    assert len(data.sequences) == CLIENTS and data.tasks == 2
+    assert len(data.sequences) == CLIENTS and len(data.starts) == 2
     for groups in data.sequences:
         assert [len(group) for group in groups] == [3, 3] and len(set(flat(groups))) == 6
         assert set(flat(groups)) <= set(range(CLASSES))

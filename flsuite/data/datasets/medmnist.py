@@ -10,17 +10,17 @@ image classification", Scientific Data 10, 2023.
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from flsuite.arguments import check_init
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
 from flsuite.errors import FlsuiteError, one_line, require_one_of
 
 DEFAULT_ROOT = "~/.medmnist"
-SIZES = (28, 64, 128, 224)
 SPLITS = ("train", "val", "test")
 TASKS: dict[str, Task] = {
     "multi-class": "multiclass",
@@ -30,13 +30,11 @@ TASKS: dict[str, Task] = {
 }
 
 
-def _info(name: str, size: int) -> dict[str, Any]:
+def _info(name: str) -> dict[str, Any]:
     """Return the entry of a set in the package."""
     from medmnist import INFO
 
     require_one_of("MedMNIST", (key for key in INFO if not key.endswith("3d")), name=name)
-    if size not in SIZES:
-        raise FlsuiteError(f"MedMNIST: size must be one of {SIZES}, got {size}")
     info: dict[str, Any] = INFO[name]
     return info
 
@@ -129,10 +127,11 @@ class MedMNIST(FederatedDataModule):
         **kwargs: Arguments of ``FederatedDataModule``.
     """
 
-    def __init__(self, name: str, size: int = 28, **kwargs: Any) -> None:
+    def __init__(self, name: str, size: Literal[28, 64, 128, 224] = 28, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.name: str = name
         self.size = size
+        check_init(self, MedMNIST)
 
     def load(self) -> PublishedSplits:
         """Read the set as it is published, with its validation split.
@@ -144,10 +143,10 @@ class MedMNIST(FederatedDataModule):
             ``(n, 14)`` for ChestMNIST.
 
         Raises:
-            FlsuiteError: If the name or the size does not exist, or the file is missing, cannot be
+            FlsuiteError: If the name does not exist, or the file is missing, cannot be
                 downloaded, or is damaged.
         """
-        info = _info(self.name, self.size)
+        info = _info(self.name)
         # The package names keys and files of the original size without a suffix.
         suffix = "" if self.size == 28 else f"_{self.size}"
         file = self.data_root(DEFAULT_ROOT) / f"{self.name}{suffix}.npz"
