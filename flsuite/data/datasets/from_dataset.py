@@ -16,7 +16,6 @@ from flsuite.data.digest import described
 from flsuite.data.images import Scaling, Unscaled
 from flsuite.data.map_style import (
     Field,
-    Reading,
     StoredSplit,
     read_field,
     read_split,
@@ -72,8 +71,10 @@ class MapStyleModule(FederatedDataModule):
     ) -> PublishedSplits:
         """Return the splits of these datasets, by the names ``train``, ``test`` and ``val``."""
         require_map_style(type(self).__name__, **datasets)
-        reading = Reading(collate, self.workers, self.in_memory)
-        splits = {name: read_split(dataset, reading) for name, dataset in datasets.items()}
+        splits = {
+            name: read_split(dataset, collate, self.workers, self.in_memory)
+            for name, dataset in datasets.items()
+        }
 
         values = {name: self._values(dataset, name) for name, dataset in datasets.items()}
         if self.bins is not None and values["train"] is None:
