@@ -332,7 +332,7 @@ def by_registered(
         setup, data = time.perf_counter() - began, module.federated
         of_samples = sum(part.nbytes for part in (data.train.x, data.train.y))
         per_client = (process.memory_info().rss - before - of_samples) / many
-        for split in (data.train, data.val, data.test):
+        for split in filter(None, (data.train, data.val, data.test)):
             split.rows.offsets = split.rows.offsets[: clients + 1]
         clock = Clock()
         made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=schedule(), **kwargs)
