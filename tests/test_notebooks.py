@@ -107,7 +107,7 @@ def test_the_code_of_fedavg_by_hand_passes_for_one_round() -> None:
     [
         ("n * state[name].double()", "n * state[name]"),  # the mean in float32
         ("n * state[name].double()", "state[name].double()"),  # not weighted by samples
-        ("loader(client, SEED, round)", "loader(client, SEED + 1, round)"),
+        ("Loader(federated, client, SEED, round)", "Loader(federated, client, SEED + 1, round)"),
         ("lr=LEARNING_RATE)\n    batches", "lr=LEARNING_RATE * (1 + 1e-6))\n    batches"),
         ("manual_seed(seed_for(SEED,", "manual_seed(seed_for(SEED + 1,"),
     ],

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from flsuite import FederatedTrainer
 from flsuite.analysis import read_metrics
 from flsuite.data import Dirichlet, FromDataset, Natural
+from flsuite.data.loader import TrainLoader
 from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.models import ClientModel
@@ -82,7 +83,7 @@ def test_one_client_is_lightnings_own_fit() -> None:
     seed_process(3, "fit", 1, 0)
     kwargs: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     Trainer(max_epochs=2, accelerator="cpu", limit_val_batches=0, **kwargs).fit(
-        plain, data.federated.loader(0, 3, 1)
+        plain, TrainLoader(data.federated, 0, 3, 1)
     )
     assert equal_states(plain.state_dict(), model.state_dict())
 
@@ -115,9 +116,9 @@ def test_scores_are_those_of_lightnings_own_evaluation(case: str, names: set[str
     for name, value in logged(range(len(dataset))).items():
         assert whole[name] == pytest.approx(value, abs=1e-6)
     for client, row in enumerate(clients):
-        for name, value in logged(data.test_index[client].tolist()).items():
+        for name, value in logged(data.test.rows[client].tolist()).items():
             assert row[name] == pytest.approx(value, abs=1e-6)
-        assert row["samples"] == len(data.test_index[client])
+        assert row["samples"] == len(data.test.rows[client])
     name = min(names)
     values = torch.tensor([row[name] for row in clients], dtype=torch.float64)
     assert whole[f"{name}_client_mean"] == pytest.approx(float(values.mean()))

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from flsuite.callbacks import FederationCallback, GradientDissimilarity
 from flsuite.commands.main import main
 from flsuite.data import IID
+from flsuite.data.loader import TrainLoader
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier, FusedSpaceFed, NFClassifier
@@ -194,7 +195,7 @@ def test_kept_optimizers_carry_their_momentum_over() -> None:
         )
         optimizer = torch.optim.SGD(run.evaluator.model.parameters(), lr=0.1, momentum=0.9)
         for round in (1, 2):
-            for x, y in data.federated.loader(0, run.options.seed, round):
+            for x, y in TrainLoader(data.federated, 0, run.options.seed, round):
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(run.evaluator.model(x), y).backward()
                 optimizer.step()

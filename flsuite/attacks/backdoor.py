@@ -9,7 +9,7 @@ from torch import Tensor
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from flsuite.attacks.base import Attack, Trial
-from flsuite.attacks.label_flip import labelled, require_classes, with_parts
+from flsuite.attacks.label_flip import first_batch, labelled, require_classes, with_parts
 from flsuite.attacks.scaled_update import boosted
 from flsuite.data.federated import FederatedData
 from flsuite.data.images import Unscaled
@@ -118,7 +118,7 @@ def _as_inputs(value: float, data: FederatedData) -> Tensor:
     """Return a brightness as the model sees it, ``(1, channels or 1, 1, 1)``."""
     stored = data.train.x
     if isinstance(data.scaling, Unscaled) or stored.dtype != torch.uint8:
-        x, _ = data.plain_batch(data.train_index.values[:1])
+        x, _ = first_batch(data)
         return torch.full((1, 1, 1, 1), value if x.is_floating_point() else round(255 * value))
     pixel = torch.full((1, 1, 1, stored.shape[-1]), round(255 * value), dtype=torch.uint8)
     return data.scaling(pixel)

@@ -1,7 +1,7 @@
 """The base class of the attacks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ from flsuite.aggregators.part import Capability
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import Share, check_init
 from flsuite.data.federated import FederatedData
-from flsuite.data.loader import Batch, BatchSource, TrainLoader
-from flsuite.data.spec import DataSplit
+from flsuite.data.loader import TrainLoader
+from flsuite.data.spec import Batch, DataSplit
 from flsuite.errors import FlsuiteError, require_whole
 from flsuite.messages import ClientContext
 from flsuite.random import numpy_generator, torch_generator
@@ -188,26 +188,4 @@ class PoisonBatches(Callback):
         assert isinstance(loader, TrainLoader)
         stream = f"attack/batches/{loader.repeat}" if loader.repeat else "attack/batches"
         generator = torch_generator(loader.seed, stream, loader.round, loader.client)
-        loader.data = _Poisoned(loader.data, self.poison, generator)
-
-
-@dataclass
-class _Poisoned:
-    """The samples of a client, as an attacker trains on them."""
-
-    data: BatchSource
-    poison: Poison
-    generator: torch.Generator
-
-    def __post_init__(self) -> None:
-        self.batch_size = self.data.batch_size
-
-    def train_rows(self, client: int) -> Tensor:
-        return self.data.train_rows(client)
-
-    def train_batches(self, parts: Iterable[Tensor], generator: torch.Generator) -> Iterator[Batch]:
-        for batch in self.data.train_batches(parts, generator):
-            yield self.poison(batch, self.generator)
-
-    def plain_batch(self, rows: Tensor) -> Batch:
-        return self.poison(self.data.plain_batch(rows), self.generator)
+        loader.change = lambda batch: self.poison(batch, generator)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flsuite.attacks.base import Attack
 from flsuite.data.federated import FederatedData
+from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
 
 
@@ -79,8 +80,13 @@ def with_parts(batch: Any, x: Tensor, y: Tensor) -> Any:
     return type(batch)((x, y))
 
 
+def first_batch(data: FederatedData) -> Batch:
+    """Return a batch of one training sample, not augmented."""
+    return next(data.batches_of(data.train, [data.train.rows.values[:1]]))
+
+
 def require_classes(owner: str, data: FederatedData) -> None:
     """Refuse data without classes, or with batches of another structure than ``(x, y)``."""
-    labelled(owner, data.plain_batch(data.train_index.values[:1]))
+    labelled(owner, first_batch(data))
     if data.spec.task == "other":
         raise FlsuiteError(f"{owner} needs data with classes, and this has none; {_OTHERS}")

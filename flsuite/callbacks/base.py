@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from lightning.pytorch import Callback
 
+from flsuite.errors import FlsuiteError
 from flsuite.messages import Outcome, Scores
 from flsuite.runs.run import Run
 
@@ -71,3 +72,12 @@ class FederationCallback(Callback):
 
         ``run.status`` says which.
         """
+
+
+def require_validation(run: Run, owner: str) -> None:
+    """Refuse a callback that stops on validation data where there is none."""
+    if run.federation.data.at(run.round).val is None:
+        raise FlsuiteError(
+            f"{owner} stops on validation data, and there is none: set data.val_fraction above 0, "
+            "or remove the callback"
+        )

@@ -14,7 +14,8 @@ from torch import Tensor
 from flsuite.arguments import PositiveInt, Settings, at_least
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.data.federated import FederatedData
-from flsuite.data.loader import Batch, batch_bounds
+from flsuite.data.loader import batch_bounds
+from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import detached
 from flsuite.metrics.dissimilarity import RunningDissimilarity
@@ -31,9 +32,9 @@ class GradientDissimilarity(FederationCallback, Settings):
 
     g_i is the gradient of client i's classification loss with respect to the parameters that all
     clients share, at the new global model, with the client's own private part. In a
-    :class:`~flsuite.metrics.FusedModel` only the classifier's parameters count. The gradient is
-    taken in float32, without augmentation, on training samples. Weights, statistics and random
-    numbers of the run are the same with and without this callback.
+    :class:`~flsuite.models.protocols.FusedModel` only the classifier's parameters count. The
+    gradient is taken in float32, without augmentation, on training samples. Weights, statistics and
+    random numbers of the run are the same with and without this callback.
 
     Logged as ``train/<name>``:
 
@@ -64,7 +65,7 @@ class GradientDissimilarity(FederationCallback, Settings):
             raise FlsuiteError(
                 f"GradientDissimilarity: {type(model).__name__} optimizes by hand, so its "
                 "training_step returns no loss to differentiate; give it head and head_losses "
-                "(flsuite.metrics.FusedModel), or remove the callback"
+                "(flsuite.models.protocols.FusedModel), or remove the callback"
             )
         head_parameters(model, run.federation.state)  # refused before a round has trained
 
@@ -131,7 +132,7 @@ def head_parameters(model: LightningModule, shared: Mapping[str, Tensor]) -> lis
 def gradient_batches(
     data: FederatedData, client: int, seed: int, round: int, batches: int | None
 ) -> Iterator[Batch]:
-    """Yield a client's training samples, shuffled and without augmentation.
+    """Return a client's training samples, shuffled and without augmentation.
 
     They are cut into batches as an epoch is.
     """
@@ -142,9 +143,8 @@ def gradient_batches(
     rows = rows[order]
     if len(rows) == 1:  # as in training: BatchNorm needs two
         rows = rows.repeat(2)
-    for start, stop in batch_bounds(len(rows), data.batch_size)[:batches]:
-        own = rows[start:stop]
-        yield data.scaling(data.train.x[own]), data.train.y[own]
+    bounds = batch_bounds(len(rows), data.batch_size)[:batches]
+    return data.batches_of(data.train, [rows[start:stop] for start, stop in bounds])
 
 
 def head_gradients(
@@ -182,7 +182,8 @@ def _losses(model: LightningModule, batch: Batch) -> tuple[Tensor, ...]:
     if not isinstance(loss, Tensor):
         raise FlsuiteError(
             f"GradientDissimilarity: training_step of {type(model).__name__} returns no loss; give "
-            "the model head and head_losses (flsuite.metrics.FusedModel), or remove the callback"
+            "the model head and head_losses (flsuite.models.protocols.FusedModel), or remove the "
+            "callback"
         )
     return (loss,)
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flsuite.arguments import NonNegativeFloat, PositiveInt, Settings
-from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import FlsuiteError
+from flsuite.callbacks.base import Affects, FederationCallback, require_validation
 from flsuite.messages import Scores
 from flsuite.metrics import lower_is_better, require_score, score_name
 from flsuite.runs.run import Run
@@ -47,11 +46,7 @@ class RoundEarlyStopping(FederationCallback, Settings):
         return self._generate_state_key(monitor=self.monitor)
 
     def on_federation_start(self, run: Run) -> None:
-        if run.federation.data.at(run.round).validation() is None:
-            raise FlsuiteError(
-                "RoundEarlyStopping stops on validation data, and there is none: set "
-                "data.val_fraction above 0, or remove the callback"
-            )
+        require_validation(run, "RoundEarlyStopping")
         if run.round == 0:
             self.best, self.waited = None, 0
         # A resumed run that had stopped stops again, unless its patience is now larger.

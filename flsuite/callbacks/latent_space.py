@@ -74,7 +74,7 @@ class LatentSpace(FederationCallback, Settings):
             title = f"client {client}" if federation.entries.personal else "all clients"
             latents[title] = run.evaluator.latents(test.x[rows]).numpy()
 
-        names = federation.data.spec.class_names or tuple(map(str, range(len(means))))
+        names = federation.data.spec.names
         figure = latent_figure(latents, test.y[rows].numpy(), means, sigmas, names)
         figure.suptitle(f"round {round}")
         if run.folder.path is not None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from flsuite.arguments import Range, Settings
-from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import FlsuiteError
+from flsuite.callbacks.base import Affects, FederationCallback, require_validation
 from flsuite.messages import Scores
 from flsuite.metrics import lower_is_better, require_score, score_name
 from flsuite.runs.run import Run
@@ -45,11 +44,7 @@ class StopAt(FederationCallback, Settings):
         return self._generate_state_key(metric=self.metric)
 
     def on_federation_start(self, run: Run) -> None:
-        if run.federation.data.at(run.round).validation() is None:
-            raise FlsuiteError(
-                "StopAt stops on validation data, and there is none: set data.val_fraction above "
-                "0, or remove the callback"
-            )
+        require_validation(run, "StopAt")
         if run.round == 0:
             self.reached = None
         # A resumed run that had stopped stops again, unless its target is now harder.

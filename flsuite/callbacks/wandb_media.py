@@ -121,11 +121,10 @@ def confusion_chart(run: Run) -> dict[str, Any]:
 
     probabilities, _ = predict(federation, run.evaluator, None)
     run.evaluator.load(federation.client_state(None))  # the resident model is the global one again
-    names = data.spec.class_names or tuple(map(str, range(classes)))
     chart = wandb.plot.confusion_matrix(
         preds=probabilities.argmax(1).tolist(),
         y_true=targets.tolist(),
-        class_names=list(names),
+        class_names=list(data.spec.names),
         title="test data",
     )
     return {"confusion": chart}

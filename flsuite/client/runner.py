@@ -204,7 +204,9 @@ class ClientRunner:
         trainer, data = self._rewound_trainer(callbacks)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         view = data.at(broadcast.round)
-        loader = view.loader(client.id, setup.seed, client.round, request.batches, request.repeat)
+        loader = TrainLoader(
+            view, client.id, setup.seed, client.round, request.batches, request.repeat
+        )
         if request.trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()

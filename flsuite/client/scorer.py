@@ -14,7 +14,7 @@ from torch import Tensor
 from flsuite.attacks import Attack
 from flsuite.client.resident import Resident
 from flsuite.client.trainer import quiet_lightning
-from flsuite.data.federated import FederatedData, RaggedIndex
+from flsuite.data.federated import FederatedData
 from flsuite.data.loader import SplitLoader
 from flsuite.data.map_style import StoredSplit
 from flsuite.data.spec import DataSplit
@@ -163,8 +163,7 @@ class Scorer:
         self.load(state)
         with self._seeded(split, client):
             whole, outputs = self._whole(samples, split)
-            rows = self._rows(split)
-            local = {} if rows is None else self._local(outputs, samples, rows, [client], split)
+            local = self._local(outputs, samples, [client], split)
         classes = self._class_rows(outputs, samples) if details else {}
         return OwnScores(whole, local.get(str(client), {}), classes)
 
@@ -177,7 +176,7 @@ class Scorer:
 
     def split(self, split: Split) -> DataSplit | None:
         """Return the samples of a split, or ``None`` where there is no validation data."""
-        return self.data.test if split == "test" else self.data.validation()
+        return self.data.test if split == "test" else self.data.val
 
     def load(self, state: State) -> None:
         """Make the resident model the one of this state."""
@@ -263,27 +262,17 @@ class Scorer:
             values |= self._steps.metrics(split, batches)
         return values
 
-    def _rows(self, split: Split) -> RaggedIndex | None:
-        """Return each client's rows of a split, or ``None`` where clients have no part of it."""
-        if split == "test":
-            return self.data.test_index
-        if self.data.val is not None:  # the publisher's validation split has no owners
-            return None
-        return RaggedIndex(
-            torch.arange(len(self.data.val_index.values)), self.data.val_index.offsets
-        )
-
     def _local(
         self,
         outputs: Mapping[str, Tensor],
         samples: DataSplit,
-        rows: RaggedIndex,
         clients: Sequence[int],
         split: Split,
     ) -> Scores:
+        """Return each client's scores on its part of a split, none where nobody has a part."""
         by_client: Scores = {}
-        for client in clients:
-            own = rows[client]
+        for client in clients if len(samples.rows) else ():
+            own = samples.rows[client]
             if len(own):
                 # No AUROC: it is the costly score, and a client's part often lacks a class.
                 values = self._numbers(outputs, samples, split, own, auroc=False)

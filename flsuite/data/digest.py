@@ -53,7 +53,9 @@ def _described(value: Any) -> Any:
 def _content(data: FederatedData) -> str:
     """Return a digest of all samples in memory, and of some of those that are not."""
     digest = hashlib.sha256()
-    for split in (data.train, data.test, data.val, data.server):
+    # What clients hold out is in the training split.
+    val = None if data.val is None or len(data.val.rows) else data.val
+    for split in (data.train, data.test, val, data.server):
         if split is None:
             continue
         _add(digest, [len(split), split.classes])

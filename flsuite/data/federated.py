@@ -4,66 +4,16 @@ A client is an index array into tensors that are in memory once. A batch is one 
 one cast. Nothing here depends on training.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flsuite.data.images import Augment, Scaling
-from flsuite.data.loader import Batch, TrainLoader, batch_bounds
 from flsuite.data.map_style import StoredSplit
-from flsuite.data.rows import Rows
-from flsuite.data.spec import DataSpec, DataSplit
+from flsuite.data.spec import Batch, DataSpec, DataSplit
 from flsuite.messages import POOLED
-
-
-@dataclass
-class RaggedIndex:
-    """Index arrays of unequal length: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
-
-    Attributes:
-        values: int64 ``(total,)``, all rows one after another.
-        offsets: int64 ``(rows + 1,)``, the start of each row. The last entry is the total.
-    """
-
-    values: Tensor
-    offsets: Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[np.ndarray]) -> "RaggedIndex":
-        """Store these index arrays, one per row."""
-        stored = Rows.of(rows)
-        return cls(torch.from_numpy(stored.values), torch.from_numpy(stored.offsets))
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, row: int) -> Tensor:
-        # An array of NumPy, because reading two numbers of a tensor takes as long as a small copy.
-        offsets = self.offsets.numpy()
-        return self.values[offsets[row] : offsets[row + 1]]
-
-    def part(self, first: int, last: int) -> "RaggedIndex":
-        """Return the rows from ``first`` up to and without ``last``."""
-        offsets = self.offsets[first : last + 1]
-        start = int(offsets[0])
-        return RaggedIndex(self.values[start : int(offsets[-1])], offsets - start)
-
-    def lengths(self) -> Tensor:
-        """Return the length of each row, int64 ``(rows,)``."""
-        return self.offsets.diff()
-
-    def owners(self) -> Tensor:
-        """Return the number of the row that each value is in, int64 ``(total,)``."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths())
-
-    def where(self, kept: Tensor) -> "RaggedIndex":
-        """Keep the values at which ``kept``, bool ``(total,)``, is true."""
-        # Rows without values keep their place with length 0: a row's number is a client's number.
-        counts = torch.bincount(self.owners()[kept], minlength=len(self))
-        return RaggedIndex(self.values[kept], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
 @dataclass(frozen=True)
@@ -87,10 +37,10 @@ class FederatedData:
 
     Attributes:
         spec: The description that a model is built from.
-        train, test: The published splits.
-        val: The published validation split if it is in use, else ``None``.
-        train_index, val_index: Rows of ``train`` per client, disjoint.
-        test_index: Rows of ``test`` per client.
+        train: The training split. The rows that clients hold out are in it, and are nobody's.
+        test: The test split.
+        val: The validation split. It is the publisher's, which no client has a part of, else the
+            samples that clients hold out. It is ``None`` where there is neither.
         scaling: The map from stored samples to model inputs.
         batch_size: Samples per training batch.
         augment: The random change of training batches.
@@ -103,9 +53,6 @@ class FederatedData:
     train: DataSplit
     test: DataSplit
     val: DataSplit | None
-    train_index: RaggedIndex
-    val_index: RaggedIndex
-    test_index: RaggedIndex
     scaling: Scaling
     batch_size: int
     augment: Augment | None = None
@@ -122,19 +69,15 @@ class FederatedData:
     @property
     def clients(self) -> int:
         """Return the number of clients."""
-        return len(self.train_index)
+        return len(self.train.rows)
 
     def train_rows(self, client: int) -> Tensor:
         """Return the rows of ``train`` that a client trains on, int64 ``(samples,)``."""
-        return self.train_index.values if client == POOLED else self.train_index[client]
+        return self.train.rows.values if client == POOLED else self.train.rows[client]
 
     def samples(self, client: int) -> int:
         """Return the number of a client's training samples."""
         return len(self.train_rows(client))
-
-    def batches(self, client: int) -> int:
-        """Return the number of batches in one pass over a client's training samples."""
-        return len(batch_bounds(self.samples(client), self.batch_size))
 
     def class_counts(self, client: int) -> Tensor:
         """Return a client's training samples per class, or positives per label, int64."""
@@ -144,50 +87,27 @@ class FederatedData:
             return torch.bincount(y, minlength=self.spec.num_classes)
         return y.sum(0, dtype=torch.int64)
 
-    def train_batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
-        """Return these rows of ``train`` as model inputs, augmented, and targets."""
-        x, y = self.plain_batch(rows)
-        return (x if self.augment is None else self.augment(x, generator)), y
+    def batches_of(
+        self,
+        split: DataSplit,
+        parts: Iterable[Tensor],
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Batch]:
+        """Yield a batch for each of these rows of a split, as the model sees it.
 
-    def plain_batch(self, rows: Tensor) -> Batch:
-        """Return these rows of ``train`` as model inputs and targets, without augmentation."""
-        return next(self.batches_of(self.train, [rows]))
-
-    def train_batches(self, parts: Iterable[Tensor], generator: torch.Generator) -> Iterator[Batch]:
-        """Yield a training batch for each of these rows of ``train``."""
-        if isinstance(self.train, StoredSplit):
-            yield from self.train.batches(parts, generator)
-        else:
-            for rows in parts:
-                yield self.train_batch(rows, generator)
-
-    def batches_of(self, samples: DataSplit, parts: Iterable[Tensor]) -> Iterator[Batch]:
-        """Yield a batch for each of these rows of a split, as the model sees it."""
-        if isinstance(samples, StoredSplit):
-            yield from samples.batches(parts)
-        else:
-            for rows in parts:
-                yield self.scaling(samples.x[rows]), samples.y[rows]
-
-    def loader(
-        self, client: int, seed: int, round: int, batches: int | None = None, repeat: int = 0
-    ) -> TrainLoader:
-        """Return the training batches of a client in a round.
-
-        ``batches`` is their number per epoch. Default: one pass over the samples. ``repeat`` counts
-        the fits that the client has started from the same version before.
+        Args:
+            split: The samples.
+            parts: The rows of each batch.
+            generator: Draws the random changes of training batches. Default: there are none.
         """
-        return TrainLoader(self, client, seed, round, batches, repeat)
-
-    def validation(self) -> DataSplit | None:
-        """Return the global validation split.
-
-        It is the published split, else the validation samples of all clients together, else
-        ``None``.
-        """
-        if self.val is not None:
-            return self.val
-        return self.train.take(self.val_index.values) if len(self.val_index.values) else None
+        if isinstance(split, StoredSplit):
+            yield from split.batches(parts, generator)
+            return
+        for rows in parts:
+            x = self.scaling(split.x[rows])
+            if generator is not None and self.augment is not None:
+                x = self.augment(x, generator)
+            yield x, split.y[rows]
 
     def to(self, device: torch.device) -> "FederatedData":
         """Return the data with the training tensors on ``device``.

@@ -1,17 +1,15 @@
-"""Shuffled training batches of one client."""
+"""Batches: a client's, shuffled for training, and those of a split, in order."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flsuite.data.spec import DataSplit
+from flsuite.data.federated import FederatedData
+from flsuite.data.spec import Batch, DataSplit
 from flsuite.random import torch_generator
-
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets. A dataset with a collate function may have batches of another structure."""
 
 
 def batch_bounds(samples: int, batch_size: int) -> list[tuple[int, int]]:
@@ -23,21 +21,6 @@ def batch_bounds(samples: int, batch_size: int) -> list[tuple[int, int]]:
     if len(starts) > 1 and samples - starts[-1] == 1:
         starts.pop()
     return list(zip(starts, [*starts[1:], samples], strict=True))
-
-
-class BatchSource(Protocol):
-    """The part of a :class:`~flsuite.data.federated.FederatedData` that a loader needs."""
-
-    batch_size: int
-
-    def train_rows(self, client: int) -> Tensor:
-        """Return the rows that a client trains on."""
-
-    def train_batches(self, parts: Iterable[Tensor], generator: torch.Generator) -> Iterator[Batch]:
-        """Yield a training batch for each of these rows."""
-
-    def plain_batch(self, rows: Tensor) -> Batch:
-        """Return these rows as a batch, without augmentation."""
 
 
 @dataclass
@@ -60,9 +43,10 @@ class TrainLoader:
             earlier batches, with the probability that makes the batch size its mean.
         drawn: Numbers of samples that were drawn for the batches of this epoch, under Poisson
             sampling. Where none was drawn, the batch has one sample that must not count.
+        change: The last change of each batch, such as an attacker's. Default: none.
     """
 
-    data: BatchSource
+    data: FederatedData
     client: int
     seed: int
     round: int
@@ -73,6 +57,7 @@ class TrainLoader:
     drawn: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        self.change: Callable[[Any], Any] = _unchanged
         self._rows = self.data.train_rows(self.client)
         if len(self._rows) == 1:
             # Repeated, a single sample has the same mean gradient, and BatchNorm can train on it.
@@ -90,7 +75,7 @@ class TrainLoader:
         generator = torch_generator(self.seed, stream, self.round, self.client)
 
         if self.is_poisson:
-            yield from self.data.train_batches(self._poisson_parts(generator), generator)
+            yield from self._batches(self._poisson_parts(generator), generator)
             return
 
         left = self._length
@@ -98,8 +83,13 @@ class TrainLoader:
             order = self._rows[torch.randperm(len(self._rows), generator=generator)]
             # The last pass ends early if fewer batches are left than it has.
             parts = [order[start:stop] for start, stop in self._bounds[:left]]
-            yield from self.data.train_batches(parts, generator)
+            yield from self._batches(parts, generator)
             left -= len(self._bounds)
+
+    def _batches(
+        self, parts: Iterable[Tensor], generator: torch.Generator | None = None
+    ) -> Iterator[Batch]:
+        return map(self.change, self.data.batches_of(self.data.train, parts, generator))
 
     def _poisson_parts(self, generator: torch.Generator) -> list[Tensor]:
         """Draw the rows of all batches of an epoch."""
@@ -122,15 +112,11 @@ class TrainLoader:
         if samples is not None and samples < len(rows):
             generator = torch_generator(self.seed, "plain_batches", self.round, self.client)
             rows = rows[torch.randperm(len(rows), generator=generator)[:samples].sort().values]
-        for part in rows.split(batch_size):
-            yield self.data.plain_batch(part)
+        yield from self._batches(rows.split(batch_size))
 
 
-class SplitSource(Protocol):
-    """The part of a :class:`~flsuite.data.federated.FederatedData` that an evaluation needs."""
-
-    def batches_of(self, samples: DataSplit, parts: Iterable[Tensor]) -> Iterator[Batch]:
-        """Yield a batch for each of these rows of a split."""
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 @dataclass
@@ -144,7 +130,7 @@ class SplitLoader:
         rows: int64, the rows. Default: all.
     """
 
-    data: SplitSource
+    data: FederatedData
     samples: DataSplit
     batch_size: int
     rows: Tensor | None = None

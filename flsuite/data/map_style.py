@@ -115,25 +115,8 @@ Field = str | Callable[[Any], Any] | Sequence[Any]
 """One value per sample: the name of a field, a function of a sample, or the values themselves."""
 
 _LABELS = ("targets", "labels")  # attributes of torchvision's datasets
+_LIMIT = 2 << 30  # bytes of a split that is kept in memory
 _PROBED = 16  # samples that are read twice, to see whether they are the same again
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How samples of a dataset become batches.
-
-    Attributes:
-        collate: The function from a list of samples to a batch. Default: torch's own.
-        workers: Processes that read ahead samples that are not in memory.
-        in_memory: Whether to keep samples in memory. Default: if they are pairs of a tensor and a
-            number or a tensor, the same on every reading, and fit into ``limit``.
-        limit: Bytes.
-    """
-
-    collate: Callable[[list[Any]], Any] | None = None
-    workers: int = 0
-    in_memory: bool | None = None
-    limit: int = 2 << 30
 
 
 def require_map_style(owner: str, **datasets: Any) -> None:
@@ -148,29 +131,40 @@ def require_map_style(owner: str, **datasets: Any) -> None:
             raise FlsuiteError(f"{owner}: {name} has no samples")
 
 
-def read_split(dataset: Any, reading: Reading) -> DataSplit:
+def read_split(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any] | None = None,
+    workers: int = 0,
+    in_memory: bool | None = None,
+) -> DataSplit:
     """Return a dataset's samples, in memory or as they are stored.
+
+    Args:
+        dataset: The samples.
+        collate: The function from a list of samples to a batch. Default: torch's own.
+        workers: Processes that read ahead samples that are not in memory.
+        in_memory: Whether to keep samples in memory. Default: if they are pairs of a tensor and a
+            number or a tensor, the same on every reading, and take less than 2 GiB.
 
     Raises:
         FlsuiteError: If they are to be in memory and cannot be.
     """
-    if reading.in_memory is not False and reading.collate in (None, default_collate):
+    collate = collate or default_collate
+    if in_memory is not False and collate is default_collate:
         if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
             x, y = dataset.tensors
             return DataSplit(x, y)
-        is_wanted = reading.in_memory or _is_plain(dataset, reading.limit)
-        if is_wanted and (split := _in_memory(dataset)) is not None:
+        if (in_memory or _is_plain(dataset)) and (split := _in_memory(dataset)) is not None:
             return split
-    if reading.in_memory:
+    if in_memory:
         raise FlsuiteError(
             "data.in_memory needs pairs of a tensor and a number or a tensor, all of one shape, "
             "and no collate function; leave it out"
         )
 
     rows = torch.arange(len(dataset))
-    collate = reading.collate or default_collate
     return StoredSplit(
-        rows, torch.zeros_like(rows), dataset=dataset, collate=collate, workers=reading.workers
+        rows, torch.zeros_like(rows), dataset=dataset, collate=collate, workers=workers
     )
 
 
@@ -242,7 +236,7 @@ def _attribute(dataset: Any, names: Sequence[str]) -> Any:
     return None
 
 
-def _is_plain(dataset: Any, limit: int) -> bool:
+def _is_plain(dataset: Any) -> bool:
     """Return whether the samples are pairs of tensors that may be kept in memory."""
     probed = list(range(min(_PROBED, len(dataset))))
     first, again = (_seeded(dataset, probed, seed) for seed in (0, 1))
@@ -259,7 +253,7 @@ def _is_plain(dataset: Any, limit: int) -> bool:
         for a, b in zip(first, again, strict=True)
         if a[0].shape == b[0].shape
     )
-    return len(shapes) == 1 and size <= limit and same
+    return len(shapes) == 1 and size <= _LIMIT and same
 
 
 def _in_memory(dataset: Any) -> DataSplit | None:

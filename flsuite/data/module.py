@@ -10,10 +10,11 @@ from lightning.pytorch import LightningDataModule
 
 from flsuite.arguments import BelowOne, NonNegativeInt, PositiveInt, Range, check_init
 from flsuite.data.arguments import PlainArguments, arguments, snapshot
-from flsuite.data.federated import FederatedData, RaggedIndex
+from flsuite.data.federated import FederatedData
 from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
 from flsuite.data.partitions import IID, Partition, partition_labels
+from flsuite.data.rows import RaggedIndex
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import (
     assign_test_rows_by_owner,
@@ -124,7 +125,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
                 names them and says what to do.
         """
 
-    def data_root(self, default: str | Path) -> Path:
+    def data_root(self, default: str | Path = "~/.cache/flsuite") -> Path:
         """Return the folder of the files: ``root``, ``$FLSUITE_DATA_ROOT`` or ``default``."""
         return Path(self.root or os.environ.get("FLSUITE_DATA_ROOT") or default).expanduser()
 
@@ -175,7 +176,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
 
     def train_dataloader(self) -> TrainLoader:
         """Return the training samples of all clients together, for a plain Lightning Trainer."""
-        return self.federated.loader(POOLED, self.partition_seed, 0)
+        return TrainLoader(self.federated, POOLED, self.partition_seed, 0)
 
     def _settings(self) -> dict[str, Any]:
         """Return a snapshot of all that the result of :meth:`setup` depends on."""
@@ -199,13 +200,16 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         ids = None if train.ids is None else train.ids.numpy()
         rng = numpy_generator(self.partition_seed, "partition")
         partition = self.partition or IID()
-        partition.check_labels(published.spec)
+        _check_labels(partition, published.spec)
         rows = partition(labels, self.clients, rng, ids)
 
         # A published validation split is used by default, and replaced by a fraction that is given.
         default_fraction = 0.1 if val is None else 0.0
         fraction = default_fraction if self.val_fraction is None else self.val_fraction
         train_rows, val_rows = hold_out(rows, fraction, self.partition_seed)
+        if val is None or self.val_fraction is not None:
+            held_out = replace(train, rows=RaggedIndex.of(val_rows)).owned()
+            val = held_out if len(held_out) else None
 
         # Clients that are groups of owners are tested on their owners. All others are tested on the
         # class mix that they train on, because their test data would be IID otherwise.
@@ -218,12 +222,9 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         scaling, shape = self._scaling(train, published.spec)
         return FederatedData(
             spec=replace(published.spec, shape=shape),
-            train=train,
-            test=test,
-            val=val if self.val_fraction is None else None,
-            train_index=RaggedIndex.of(train_rows),
-            val_index=RaggedIndex.of(val_rows),
-            test_index=RaggedIndex.of(test_rows),
+            train=replace(train, rows=RaggedIndex.of(train_rows)),
+            test=replace(test, rows=RaggedIndex.of(test_rows)),
+            val=val,
             scaling=scaling,
             batch_size=self.batch_size,
             augment=self.augment,
@@ -242,3 +243,13 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         if self.resize is None:
             return split
         return replace(split, x=resize_images(split.x, self.resize))
+
+
+def _check_labels(partition: Partition, spec: DataSpec) -> None:
+    """Refuse samples without classes if the split depends on them."""
+    if partition.needs_labels and spec.num_classes < 2:
+        raise FlsuiteError(
+            f"data.partition: {type(partition).__name__} splits by class, and these samples have "
+            "no classes; set data.labels (a field's name, a function or an array; with data.bins "
+            "for numbers), or data.partition to IID, QuantitySkew or Natural"
+        )

@@ -1,10 +1,15 @@
 """A dataset before it is split over clients: arrays in memory and their description."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from flsuite.data.rows import RaggedIndex
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets. A dataset with a collate function may have batches of another structure."""
 
 Task = Literal["multiclass", "binary", "ordinal", "multilabel", "other"]
 """The kind of classification; ``binary`` and ``ordinal`` are trained as ``multiclass``.
@@ -35,6 +40,11 @@ class DataSpec:
         object.__setattr__(self, "num_classes", int(self.num_classes))
         object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return one name per class: its number where there are no class names."""
+        return self.class_names or tuple(map(str, range(self.num_classes)))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
@@ -58,25 +68,34 @@ class DataSplit:
         ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device). It is ``None``
             where the data has none.
         labels: int64 ``(n,)``, one class per sample for partitions, where ``y`` has none.
+        rows: The rows that each client has. There are no clients before the data is split over
+            them, and in a split that is nobody's own.
     """
 
     x: Tensor
     y: Tensor
     ids: Tensor | None = None
     labels: Tensor | None = None
+    rows: RaggedIndex = field(default_factory=lambda: RaggedIndex.of(()))
 
     def __len__(self) -> int:
         return len(self.y)
 
     def take(self, index: Tensor) -> "DataSplit":
-        """Return the samples at these rows."""
+        """Return the samples at these rows, of which no client has any."""
         return replace(
             self,
             x=self.x[index],
             y=self.y[index],
             ids=None if self.ids is None else self.ids[index],
             labels=None if self.labels is None else self.labels[index],
+            rows=RaggedIndex.of(()),
         )
+
+    def owned(self) -> "DataSplit":
+        """Return the samples that clients have, client after client."""
+        numbers = torch.arange(len(self.rows.values))
+        return replace(self.take(self.rows.values), rows=RaggedIndex(numbers, self.rows.offsets))
 
     @property
     def classes(self) -> Tensor:
@@ -85,7 +104,7 @@ class DataSplit:
 
     def to(self, device: torch.device) -> "DataSplit":
         """Return the samples and their targets on another device."""
-        return DataSplit(self.x.to(device), self.y.to(device), labels=self.labels)
+        return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     @staticmethod
     def concat(parts: "list[DataSplit]") -> "DataSplit":

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flsuite.arguments import PositiveInt, check_init
 from flsuite.data.arguments import plain
-from flsuite.data.federated import FederatedData, RaggedIndex, Stage
+from flsuite.data.federated import FederatedData, Stage
 from flsuite.data.module import FederatedDataModule
+from flsuite.data.rows import RaggedIndex
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
@@ -47,19 +48,13 @@ class TaskData(FederatedData):
         classes = data.spec.num_classes
         met = _marked([_joined(groups) for groups in sequences], classes)
         parts = _fields(data)
-        parts["train_index"] = _among(data.train_index, data.train.classes, met)
-        parts["val_index"] = _among(data.val_index, data.train.classes, met)
-        parts["test_index"] = _among(data.test_index, data.test.classes, met)
+        parts |= {name: _among(parts[name], met) for name in ("train", "test")}
+        parts["val"] = _held_out(data.val, met)
         return cls(**parts, sequences=tuple(sequences), starts=starts)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the views out of a pickle, because a worker makes its own."""
         return {**self.__dict__, "_views": {}}
-
-    @property
-    def tasks(self) -> int:
-        """Return the number of tasks."""
-        return len(self.starts)
 
     def task(self, round: int) -> int:
         """Return the number of the task that a round belongs to."""
@@ -85,18 +80,14 @@ class TaskData(FederatedData):
         past = {c for groups in self.sequences for c in _joined(groups[:task])}
         seen = met.any(0)
 
-        # The training tensors may be on a GPU, but the index arrays never are.
-        train_labels = self.train.classes.cpu()
-        # Shrunk instead of only indexed: the global score is on the whole test split of the view.
-        test, test_index = _shrunk(self.test, _among(self.test_index, self.test.classes, met), seen)
+        val = _held_out(self.val, met)
         return replace(
             FederatedData(**_fields(self)),
-            train_index=_among(self.train_index, train_labels, now),
-            val_index=_among(self.val_index, train_labels, met),
-            test=test,
-            test_index=test_index,
-            val=_of_classes(self.val, seen),
-            server=_of_classes(self.server, seen),
+            train=_among(self.train, now),
+            # Shrunk instead of only indexed: the global score is on the whole split of the view.
+            test=_shrunk(_among(self.test, met), seen),
+            val=val if val is None or len(val.rows) else _shrunk(val, seen),
+            server=None if self.server is None else _shrunk(self.server, seen),
             stage=Stage(task, tuple(_places(seen).tolist()), tuple(sorted(past))),
         )
 
@@ -124,22 +115,31 @@ def _places(mask: Tensor) -> Tensor:
     return mask.nonzero().squeeze(1)
 
 
-def _among(rows: RaggedIndex, y: Tensor, allowed: Tensor) -> RaggedIndex:
+def _among(split: DataSplit, allowed: Tensor) -> DataSplit:
     """Keep each client's rows of the classes allowed to it, bool ``(clients, classes)``."""
-    return rows.where(allowed[rows.owners(), y[rows.values]])
+    # The samples may be on a GPU, but the index arrays never are.
+    y, rows = split.classes.cpu(), split.rows
+    return replace(split, rows=rows.where(allowed[rows.owners(), y[rows.values]]))
 
 
-def _of_classes(split: DataSplit | None, seen: Tensor) -> DataSplit | None:
-    """Keep the samples of the classes seen, where there is such a split."""
-    return None if split is None else split.take(_places(seen[split.classes]))
+def _held_out(val: DataSplit | None, allowed: Tensor) -> DataSplit | None:
+    """Keep what each client holds out of the classes allowed to it.
+
+    The publisher's validation split, which no client has a part of, stays whole.
+    """
+    if val is None or not len(val.rows):
+        return val
+    own = _among(val, allowed).owned()
+    return own if len(own) else None
 
 
-def _shrunk(split: DataSplit, rows: RaggedIndex, seen: Tensor) -> tuple[DataSplit, RaggedIndex]:
+def _shrunk(split: DataSplit, seen: Tensor) -> DataSplit:
     """Keep the samples of the classes seen, and renumber the clients' rows."""
     kept = seen[split.classes]
     # The new number of a kept row is the number of kept rows before it.
     new_row = kept.cumsum(0) - 1
-    return split.take(_places(kept)), RaggedIndex(new_row[rows.values], rows.offsets)
+    rows = RaggedIndex(new_row[split.rows.values], split.rows.offsets)
+    return replace(split.take(_places(kept)), rows=rows)
 
 
 Arrangement = Literal["disjoint", "shuffled", "heterogeneous"]

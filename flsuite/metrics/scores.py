@@ -93,7 +93,7 @@ def score_name(name: str) -> str:
 
 def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str, float]:
     """Return each class's recall, for classes that occur, or each label's binary accuracy."""
-    names = spec.class_names or tuple(str(c) for c in range(spec.num_classes))
+    names = spec.names
     if y.ndim == 2:
         values = tm.multilabel_accuracy(
             probabilities, y, num_labels=spec.num_classes, average="none"

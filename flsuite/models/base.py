@@ -4,7 +4,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -20,7 +19,8 @@ class ClientModel(LightningModule):
 
     A subclass takes its parameters in ``__init__``, keeps each under its own name, makes its
     networks in :meth:`build`, and implements ``training_step``, ``configure_optimizers`` and
-    :meth:`evaluation_step`. What it may offer beside these is in :mod:`flsuite.models.protocols`.
+    :meth:`evaluation_step`. What it may offer beside these is in :mod:`flsuite.models.protocols`
+    and :mod:`flsuite.models.declarations`.
 
     Attributes:
         private: Entries of the state dict that stay with the client, by prefix or wildcard. The
@@ -61,28 +61,6 @@ class ClientModel(LightningModule):
             ``loss`` ``(n,)`` and ``scores`` ``(n, classes)``, probabilities. Any further ``(n,)``
             entry is averaged and logged.
         """
-
-    def begin_task(self, task: int, seen: Sequence[int], past: Sequence[int]) -> None:
-        """Prepare for a fit where clients learn one task after another.
-
-        It is called before every such fit, with the weights that the fit starts from.
-
-        Args:
-            task: Number of the client's task, from 0. It is the same in all fits of the task.
-            seen: Classes that any client has met so far, including those of this task.
-            past: Classes that any client had met before this task.
-        """
-
-    def pictures(self, x: Tensor) -> dict[str, Tensor]:
-        """Return pictures of how the model sees some samples, for ``flsuite predict``.
-
-        Args:
-            x: Samples ``(n, *shape)`` as the model receives them.
-
-        Returns:
-            Grids of images by name, ``(rows, columns, channels, height, width)`` within [0, 1].
-        """
-        return {}
 
     def ensure_built(self, spec: DataSpec) -> None:
         """Build for ``spec``, or check that the model was built for data of the same shape."""
@@ -142,9 +120,3 @@ class ClientModel(LightningModule):
             self.weights_follow = True
             # The constructor's arguments say everything but the shape of the data.
             self.ensure_built(DataSpec.from_dict(checkpoint[_SPEC_KEY]))
-
-    def to_channels_last(self) -> None:
-        """Convert convolution weights to the memory format that is fastest for images."""
-        # Tables have no convolutions to convert.
-        if self.spec is not None and len(self.spec.shape) == 3:
-            self.to(memory_format=torch.channels_last)

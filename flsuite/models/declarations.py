@@ -7,6 +7,7 @@ this, and a plain module may declare any part of it under the same names.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -71,24 +72,40 @@ def extra_epochs(model: LightningModule) -> int:
 
 
 def begin_task(model: LightningModule, task: int, seen: Sequence[int], past: Sequence[int]) -> None:
-    """Call the model's method of this name, if it has one."""
+    """Let a model prepare for a fit, by its method of this name, if it has one.
+
+    It is called before every fit where clients learn one task after another, with the weights that
+    the fit starts from.
+
+    Args:
+        model: The model.
+        task: Number of the client's task, from 0. It is the same in all fits of the task.
+        seen: Classes that any client has met so far, including those of this task.
+        past: Classes that any client had met before this task.
+    """
     method = getattr(model, "begin_task", None)
     if callable(method):
         method(task, seen, past)
 
 
 def pictures(model: LightningModule, x: Tensor) -> dict[str, Tensor]:
-    """Return the model's pictures of some samples, none where it has no such method."""
-    return model.pictures(x) if isinstance(model, ClientModel) else {}
+    """Return pictures of how a model of the suite sees some samples ``(n, *shape)``, if it can.
+
+    They are grids of images by name, ``(rows, columns, channels, height, width)`` within [0, 1].
+    """
+    method = getattr(model, "pictures", None)
+    # A module of somebody else may have a layer of this name.
+    return method(x) if method is not None and isinstance(model, ClientModel) else {}
 
 
 def to_channels_last(model: LightningModule) -> None:
-    """Convert the memory format where the model offers it.
+    """Convert the convolutions of a model of the suite to the fastest memory format for images.
 
     A module of somebody else keeps its own, which is part of how it trains elsewhere.
     """
-    if isinstance(model, ClientModel):
-        model.to_channels_last()
+    # Tables have no convolutions to convert.
+    if isinstance(model, ClientModel) and model.spec and len(model.spec.shape) == 3:
+        model.to(memory_format=torch.channels_last)
 
 
 def has_step(model: LightningModule, name: str) -> bool:

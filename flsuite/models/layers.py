@@ -97,17 +97,27 @@ def read_chain(model: nn.Module, shape: tuple[int, ...]) -> tuple[tuple[Layer, .
     return tuple(found), ""
 
 
+def uncovered(layer: nn.Module) -> str | None:
+    """Return why a module does not count as a layer here, or ``None`` for a Linear or a Conv2d."""
+    kind = type(layer).__name__
+    # The exact types: a subclass may compute something else.
+    if type(layer) is nn.Linear:
+        return None
+    if type(layer) is not nn.Conv2d:
+        return f"{kind} is neither Linear nor Conv2d"
+    if layer.groups != 1:
+        return f"its {kind} has {layer.groups} groups"
+    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+        padding = layer.padding if isinstance(layer.padding, str) else layer.padding_mode
+        return f"its {kind} pads by {padding!r} instead of a number of zeros"
+    return None
+
+
 def _layer(name: str, module: nn.Module) -> Layer | None:
-    """Return a module as a layer, if it is one. A subclass may compute something else."""
-    if type(module) is nn.Linear:
-        return Layer(name, "linear", module.bias is not None)
-    is_plain = (
-        type(module) is nn.Conv2d
-        and module.groups == 1
-        and module.padding_mode == "zeros"
-        and not isinstance(module.padding, str)
-    )
-    return Layer(name, "conv2d", getattr(module, "bias", None) is not None) if is_plain else None
+    """Return a module as a layer, if it is one."""
+    if uncovered(module) is not None:
+        return None
+    return Layer(name, "linear" if type(module) is nn.Linear else "conv2d", module.bias is not None)
 
 
 def _what(module: nn.Module, is_tied: bool, is_layer: bool) -> str:

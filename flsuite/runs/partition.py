@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.data.federated import FederatedData, RaggedIndex
+from flsuite.data.federated import FederatedData
+from flsuite.data.spec import DataSplit
 from flsuite.data.tasks import TaskData
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def write_partition(path: Path, data: FederatedData) -> None:
 
     For multi-label data, the number is that of positive samples per label.
     """
-    cells = [f",{split},{_quoted(name)}," for split in _SPLITS for name in _class_names(data)]
+    cells = [f",{split},{_quoted(name)}," for split in _SPLITS for name in data.spec.names]
     # One template per client and not one call per row: a million clients have millions of rows.
     of_client = "".join("%d" + cell.replace("%", "%%") + "%d\n" for cell in cells)
 
@@ -42,7 +43,7 @@ def partition_table(data: FederatedData) -> "pd.DataFrame":
     """Return the content of a run's ``partition.csv``."""
     import pandas as pd
 
-    names = _class_names(data)
+    names = data.spec.names
     counts = torch.cat([counts for _, counts in _counts(data)])
     rows_of_client = counts.shape[1]
     columns = (
@@ -62,7 +63,7 @@ def task_table(data: TaskData) -> "pd.DataFrame":
     """
     import pandas as pd
 
-    names, rows = _class_names(data), []
+    names, rows = data.spec.names, []
     for client, groups in enumerate(data.sequences):
         counts = data.class_counts(client).tolist()
         for task, (group, start) in enumerate(zip(groups, data.starts, strict=True)):
@@ -70,34 +71,29 @@ def task_table(data: TaskData) -> "pd.DataFrame":
     return pd.DataFrame(rows, columns=["client", "task", "first_round", "class", "samples"])
 
 
-def _class_names(data: FederatedData) -> tuple[str, ...]:
-    return data.spec.class_names or tuple(str(c) for c in range(data.spec.num_classes))
-
-
 def _counts(data: FederatedData) -> Iterator[tuple[int, Tensor]]:
     """Yield the first client of a group, and the counts of the group.
 
     They are int64 ``(clients, splits * classes)``, in the order of splits and then classes.
     """
-    parts = (
-        (data.train.classes, data.train_index),
-        (data.train.classes, data.val_index),
-        (data.test.classes, data.test_index),
-    )
+    classes = data.spec.num_classes
     for first in range(0, data.clients, _CLIENTS_AT_A_TIME):
         last = min(first + _CLIENTS_AT_A_TIME, data.clients)
-        of_splits = [_count(y, rows.part(first, last), data.spec.num_classes) for y, rows in parts]
+        splits = (data.train, data.val, data.test)
+        of_splits = [_count(split, first, last, classes) for split in splits]
         yield first, torch.cat(of_splits, dim=1)
 
 
-def _count(y: Tensor, rows: RaggedIndex, classes: int) -> Tensor:
+def _count(split: DataSplit | None, first: int, last: int, classes: int) -> Tensor:
     """Return the samples of each class per client, int64 ``(clients, classes)``."""
-    own, owners = y[rows.values], rows.owners()
-    if y.ndim == 1:
-        return torch.bincount(owners * classes + own, minlength=len(rows) * classes).view(
-            -1, classes
-        )
-    return torch.zeros(len(rows), classes, dtype=torch.int64).index_add_(0, owners, own.long())
+    counts = torch.zeros(last - first, classes, dtype=torch.int64)
+    if split is None or not len(split.rows):
+        return counts
+    rows = split.rows.part(first, last)
+    own, owners = split.classes[rows.values], rows.owners()
+    if own.ndim == 1:
+        return torch.bincount(owners * classes + own, minlength=counts.numel()).view_as(counts)
+    return counts.index_add_(0, owners, own.long())
 
 
 def _quoted(name: str) -> str:

@@ -125,12 +125,9 @@ class Evaluator(Scorer):
             if details:
                 by_scope[GLOBAL] |= self._class_rows(outputs, samples)
 
-            rows = self._rows(split)
-            of_clients = {} if rows is None else self._local(outputs, samples, rows, clients, split)
-        if rows is not None:
-            by_scope |= of_clients
-            by_scope[GLOBAL] |= _spread(of_clients, "client_", self.names)
-        return by_scope
+            of_clients = self._local(outputs, samples, clients, split)
+        by_scope[GLOBAL] |= _spread(of_clients, "client_", self.names)
+        return by_scope | of_clients
 
     def _own_rows(
         self, federation: Federation, split: Split, clients: Sequence[int], details: bool

@@ -13,6 +13,7 @@ from flsuite.aggregators.rules import CohortRule
 from flsuite.aggregators.uplink import Uplink, part_size
 from flsuite.client.entries import Entries, layout_of
 from flsuite.data.federated import FederatedData
+from flsuite.data.loader import batch_bounds
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange.secure import SecureAggregation
 from flsuite.messages import POOLED, Broadcast, ClientResult, ClientUpdate, FitRequest, Outcome
@@ -79,7 +80,7 @@ class Federation:
         untrained = (*entries.private, *entries.frozen, *entries.buffers)
         self.initial = {name: whole[name] for name in untrained}
 
-        sizes = data.train_index.lengths().tolist()
+        sizes = data.train.rows.lengths().tolist()
         layout = layout_of(model, self.state, data.spec.shape, sizes)
         schedule.configure(sizes, seed, self._work)
         tools = replace(tools or ServerTools(), sampling=schedule.declarations.client_sampling)
@@ -278,7 +279,7 @@ class Federation:
         """Return one fit on the samples of all clients, with the batches of the cohort."""
         data = self.data.at(broadcast.round)
         # As many steps as the cohort takes together: the comparison is at equal numbers of steps.
-        batches = sum(data.batches(fit.client) for fit in fits)
+        batches = sum(len(batch_bounds(data.samples(fit.client), data.batch_size)) for fit in fits)
         return FitRequest(fits[0].number, POOLED, broadcast, {}, batches, stands_for=len(fits))
 
     def _refuse_conflicts(self, secure_sum: SecureAggregation | None) -> None:

@@ -17,7 +17,8 @@ from flsuite.client.entries import BatchNorm
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
-from flsuite.data.federated import FederatedData, RaggedIndex
+from flsuite.data.federated import FederatedData
+from flsuite.data.rows import RaggedIndex
 from flsuite.errors import FederationError
 from flsuite.lightning_internals import detached
 from flsuite.messages import Broadcast, ClientFailure, FitRequest
@@ -105,8 +106,7 @@ def _of_one(data: FederatedData) -> FederatedData:
     """Return data whose only client has the server's samples."""
     assert data.server is not None
     rows = RaggedIndex.of([np.arange(len(data.server))])
-    none = RaggedIndex.of([np.arange(0)])
-    return replace(data, train=data.server, train_index=rows, val_index=none, test_index=none)
+    return replace(data, train=replace(data.server, rows=rows))
 
 
 def make_tools(

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, FisherAveraging, FisherMerge
 from flsuite.data import DataSpec, Dirichlet, Synthetic
+from flsuite.data.loader import TrainLoader
 from flsuite.engines import Processes
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import predictive_diagonal
@@ -221,7 +222,7 @@ def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
         precision="bf16-mixed",
         callbacks=[before, *FisherAveraging().callbacks(client), after],
     )
-    plain.fit(built, module.federated.loader(0, 0, 1))
+    plain.fit(built, TrainLoader(module.federated, 0, 0, 1))
     (state, modes, generator, grads), (state2, modes2, generator2, grads2) = (
         before.seen[0],
         after.seen[0],
@@ -331,7 +332,7 @@ def test_any_model_with_a_likelihood_works() -> None:
     made = trainer(aggregator=FisherAveraging(), rounds=3, max_epochs=2, callbacks=[seen])
     made.fit(Likely(), data())
     assert len(seen.all) == 12 and all(u.metrics["fisher_mass"] > 0 for u in seen.all)
-    assert seen.all[-1].steps == 2 * made.federation.data.batches(3)  # type: ignore[union-attr]
+    assert seen.all[-1].steps == 2 * len(TrainLoader(made.federation.data, 3, 0, 1))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +433,7 @@ def test_merging_measures_the_trained_model_on_the_clients_own_samples() -> None
         built.ensure_built(own.spec)
         built.load_state_dict(update.state)
         names = [name for name, _ in built.named_parameters()]
-        batch = own.plain_batch(own.train_rows(update.client))
+        (batch,) = own.batches_of(own.train, [own.train_rows(update.client)])
         expected = predictive_diagonal(built.eval(), names, [batch])
         assert update.extras["fisher"].keys() == set(names)
         assert update.metrics["fisher_mass"] > 0

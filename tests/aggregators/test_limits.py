@@ -31,6 +31,7 @@ from flsuite.aggregators import (
     Proximal,
 )
 from flsuite.callbacks import FederationCallback
+from flsuite.data.loader import TrainLoader
 from flsuite.models import Classifier
 from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
@@ -177,7 +178,7 @@ def scaffold(cohorts: Sequence[Sequence[int]], epochs: int = 2, clients: int = 4
         for i in cohort:
             net.load_state_dict({**x, **private[i]})
             net.train()
-            loader, steps = data.loader(i, run.options.seed, round), 0
+            loader, steps = TrainLoader(data, i, run.options.seed, round), 0
             for _ in range(epochs):
                 for features, labels in loader:
                     _corrected_step(net, features, labels, c, own[i])

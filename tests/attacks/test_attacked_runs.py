@@ -188,7 +188,7 @@ def test_a_single_attacker_that_sees_no_deviation_sends_its_honest_change(make: 
 def test_evaluation_data_is_never_touched(name: str) -> None:
     def content(data: Any) -> list[torch.Tensor]:
         federated = data.federated
-        validation = federated.validation()
+        validation = federated.val
         return [
             part.clone() for split in (federated.test, validation) for part in (split.x, split.y)
         ]

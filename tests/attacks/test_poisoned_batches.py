@@ -17,6 +17,7 @@ from flsuite.attacks import Attack, LabelFlip, PixelBackdoor
 from flsuite.callbacks import FederationCallback
 from flsuite.commands.main import main
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, FromDataset, PublishedSplits
+from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.random import torch_generator
@@ -63,7 +64,7 @@ def poisoned(attack: Attack, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def batches_of(attack: Attack, data: FederatedDataModule, client: int) -> tuple[Any, Any]:
     """Return the loader of a client's fit, without and with the attack."""
-    honest, attacked = (data.federated.loader(client, 3, 1) for _ in range(2))
+    honest, attacked = (TrainLoader(data.federated, client, 3, 1) for _ in range(2))
     context = ClientContext(client, 1, 1, torch.zeros(0), {}, {}, {})
     for callback in attack.callbacks(context):
         callback.on_train_start(SimpleNamespace(train_dataloader=attacked), None)  # type: ignore[arg-type]

@@ -332,13 +332,13 @@ def by_registered(
         setup, data = time.perf_counter() - began, module.federated
         of_samples = sum(part.nbytes for part in (data.train.x, data.train.y))
         per_client = (process.memory_info().rss - before - of_samples) / many
-        for index in (data.train_index, data.val_index, data.test_index):
-            index.offsets = index.offsets[: clients + 1]
+        for split in filter(None, (data.train, data.val, data.test)):
+            split.rows.offsets = split.rows.offsets[: clients + 1]
         clock = Clock()
         made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=schedule(), **kwargs)
         seconds[clients] += clock.seconds[1:]
         megabytes[clients] = process.memory_info().rss / 1e6
-        del made, module, data, index
+        del made, module, data, split
 
     report(f"{name}, registered", few=seconds[few], many=seconds[many])
     print(

@@ -75,13 +75,14 @@ def test_a_step_by_hand(spy: Spy) -> None:
     fresh = classifier()
     before = trainer(rounds=1).prepare(fresh, few(1, 40))
     fresh.load_state_dict(before.federation.client_state(None))
-    rows = before.federation.data.train_rows(0)
+    data = before.federation.data
+    rows = data.train_rows(0)
     assert drawn == len(rows)
     total = {name: torch.zeros_like(p) for name, p in fresh.named_parameters()}
     clipped = 0
     for row in rows:
         fresh.zero_grad()
-        fresh.training_step(before.federation.data.plain_batch(row[None]), 0).backward()
+        fresh.training_step(next(data.batches_of(data.train, [row[None]])), 0).backward()
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in fresh.parameters()))
         clipped += norm > 0.7
         for name, parameter in fresh.named_parameters():
@@ -128,14 +129,14 @@ def test_samples_are_drawn_independently() -> None:
     data = few(1, 100, batch_size=20)
     data.use_seed(0)
     data.setup("fit")
-    loader = data.federated.loader(0, seed=0, round=1, batches=400)
+    loader = TrainLoader(data.federated, 0, seed=0, round=1, batches=400)
     loader.is_poisson = True
     sizes = [len(y) for _, y in loader]
     assert sizes == loader.drawn and len(sizes) == 400
     assert sum(sizes) / 400 == pytest.approx(20, abs=1)
     variance = sum((size - 20) ** 2 for size in sizes) / 400
     assert variance == pytest.approx(100 * 0.2 * 0.8, rel=0.25)
-    again = data.federated.loader(0, seed=0, round=1, batches=400)
+    again = TrainLoader(data.federated, 0, seed=0, round=1, batches=400)
     again.is_poisson = True
     assert [len(y) for _, y in again] == sizes
 
@@ -196,7 +197,7 @@ def test_epsilon_of_each_client_and_the_largest() -> None:
     sizes = [made.federation.data.samples(client) for client in range(3)]
     for client, size in enumerate(sizes):
         draw = RandomDraw(size, 8.0, is_poisson=True)
-        steps = 2 * made.federation.data.batches(client)
+        steps = 2 * len(TrainLoader(made.federation.data, client, 0, 1))
         expected = [epsilon(draw, 2.0, steps, 1e-3), epsilon(draw, 2.0, 2 * steps, 1e-3)]
         assert numbers(made, str(client)) == expected
     assert numbers(made) == [max(numbers(made, str(c))[r] for c in range(3)) for r in (0, 1)]

@@ -292,7 +292,7 @@ def test_the_score_of_a_round_is_on_the_classes_seen() -> None:
             accuracy(state, whole.test.x[rows], whole.test.y[rows])
         )
         for client in range(CLIENTS):
-            own = whole.test_index[client]
+            own = whole.test.rows[client]
             own = own[torch.isin(whole.test.y[own], torch.tensor(met[client]))]
             assert numbers[round, str(client), "accuracy"] == pytest.approx(
                 accuracy(state, whole.test.x[own], whole.test.y[own])

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 
 from flsuite.callbacks import FederationCallback
 from flsuite.data import IID
+from flsuite.data.loader import TrainLoader
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier
@@ -104,7 +105,7 @@ def test_every_client_of_a_worker_ends_where_a_plain_lightning_trainer_takes_it(
         plain.ensure_built(data.spec)
         plain.load_state_dict(watch.start)
         lightning = Trainer(max_epochs=3, accelerator="cpu", callbacks=[STOCK[name]()], **quiet)
-        lightning.fit(plain, data.federated.loader(client, made.run.options.seed, 1))
+        lightning.fit(plain, TrainLoader(data.federated, client, made.run.options.seed, 1))
         assert equal_states(sent, dict(plain.state_dict()))
 
 
@@ -124,7 +125,7 @@ def test_early_stopping_on_a_metric_that_the_model_logs_stops_each_client() -> N
 
     assert steps(InProcess()) == steps(Processes(workers=2))
     run = trainer().prepare(classifier(), digits(clients=3))
-    batches = len(run.federation.data.loader(0, 3, 1))
+    batches = len(TrainLoader(run.federation.data, 0, 3, 1))
     assert all(count < 5 * batches for count in steps(InProcess()))
 
 

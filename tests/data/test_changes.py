@@ -17,6 +17,7 @@ from flsuite.data import (
     Synthetic,
     TaskSequence,
 )
+from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, digits, trainer
 from tests.data.test_module import Images
@@ -42,11 +43,12 @@ def equal(a: FederatedData, b: FederatedData) -> bool:
     """Tell whether two datasets, and their first training batches, are the same."""
 
     def tensors(data: FederatedData) -> list[Tensor]:
-        indices = (data.train_index, data.val_index, data.test_index)
-        batches = [tensor for batch in data.loader(1, seed=0, round=1) for tensor in batch]
+        splits = [split for split in (data.train, data.val, data.test) if split is not None]
+        batches = [tensor for batch in TrainLoader(data, 1, seed=0, round=1) for tensor in batch]
         return [
-            *(tensor for index in indices for tensor in (index.values, index.offsets)),
-            *(data.train.x, data.train.y, data.test.x, data.scaling.scale, data.scaling.shift),
+            *(tensor for split in splits for tensor in (split.rows.values, split.rows.offsets)),
+            *(tensor for split in splits for tensor in (split.x, split.y)),
+            *(data.scaling.scale, data.scaling.shift),
             *batches,
         ]
 
@@ -85,10 +87,10 @@ def test_a_changed_argument_is_used(change: dict[str, Any]) -> None:
 def test_training_uses_a_changed_batch_size() -> None:
     module = Synthetic(samples=100, clients=2, batch_size=4, val_fraction=0.0)
     trainer(rounds=1).fit(classifier(), module)
-    assert module.federated.batches(0) == 10
+    assert len(TrainLoader(module.federated, 0, 0, 1)) == 10
     module.batch_size = 20
     trainer(rounds=1).fit(classifier(), module)
-    assert module.federated.batches(0) == 2
+    assert len(TrainLoader(module.federated, 0, 0, 1)) == 2
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from flsuite.data.datasets.cinic10 import CINIC10, CLASSES
-from flsuite.data.datasets.digits import Digits, read_digits
-from flsuite.data.datasets.medmnist import MedMNIST, read_medmnist
-from flsuite.data.datasets.synthetic import Synthetic, bayes_accuracy, make_mixture, simplex_means
+from flsuite.data.datasets.digits import Digits
+from flsuite.data.datasets.medmnist import MedMNIST
+from flsuite.data.datasets.synthetic import Synthetic, bayes_accuracy, simplex_means
 from flsuite.data.datasets.vision import (
     CIFAR10,
     CIFAR100,
@@ -26,7 +26,6 @@ from flsuite.data.datasets.vision import (
     MNIST,
     SVHN,
     FashionMNIST,
-    read_torchvision,
 )
 from flsuite.data.images import resize_images
 from flsuite.data.spec import DataSplit, PublishedSplits
@@ -53,6 +52,15 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return requested
 
 
+def read_medmnist(name: str, size: Any, root: Path, download: bool) -> PublishedSplits:
+    return MedMNIST(name, size, root=root, download=download).load()
+
+
+def read_torchvision(name: str, root: Path, download: bool) -> PublishedSplits:
+    kinds = {kind.__name__: kind for kind in (MNIST, FashionMNIST, CIFAR10, CIFAR100, SVHN)}
+    return kinds[name](root=root, download=download).load()
+
+
 def check(source: PublishedSplits, shape: tuple[int, ...], **sizes: int) -> None:
     """Check sizes, shapes and dtypes of an image set."""
     channels, height, width = shape
@@ -77,7 +85,7 @@ def check(source: PublishedSplits, shape: tuple[int, ...], **sizes: int) -> None
 
 
 def test_digits() -> None:
-    source = read_digits()
+    source = Digits().load()
     check(source, (1, 8, 8), train=1437, test=360)
     assert source.val is None and source.spec.task == "multiclass"
     assert source.train.x.max() == 255 and source.train.x.min() == 0
@@ -88,7 +96,7 @@ def test_digits() -> None:
 
 
 def test_digits_split_is_fixed() -> None:
-    first, second = read_digits(), Digits(seed=7).load()
+    first, second = Digits().load(), Digits(seed=7).load()
     assert torch.equal(first.test.x, second.test.x) and torch.equal(first.train.y, second.train.y)
 
 
@@ -172,8 +180,8 @@ def test_medmnist_sizes_have_their_own_files(
 def test_medmnist_class_names() -> None:
     from flsuite.data.datasets.medmnist import _info, _spec
 
-    assert _spec(_info("pneumoniamnist", 28), 28).class_names == ("normal", "pneumonia")
-    assert _spec(_info("retinamnist", 28), 28).class_names == ("0", "1", "2", "3", "4")
+    assert _spec(_info("pneumoniamnist"), 28).class_names == ("normal", "pneumonia")
+    assert _spec(_info("retinamnist"), 28).class_names == ("0", "1", "2", "3", "4")
 
 
 @pytest.mark.parametrize("name", ["retina", "RetinaMNIST", "organmnist3d", ""])
@@ -187,7 +195,7 @@ def test_medmnist_unknown_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 32, 256])
 def test_medmnist_unknown_size(size: int, tmp_path: Path) -> None:
     with pytest.raises(
-        FlsuiteError, match=rf"MedMNIST: size must be one of \(28, 64, 128, 224\), got {size}"
+        FlsuiteError, match=rf"MedMNIST: size must be one of 28, 64, 128, 224, got {size}"
     ):
         read_medmnist("breastmnist", size, tmp_path, False)
 
@@ -252,7 +260,7 @@ def test_medmnist_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise PermissionError("permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr("torchvision.datasets.utils.open", refuse, raising=False)
     with pytest.raises(FlsuiteError, match=r"breastmnist.npz cannot be read .permission denied"):
         read_medmnist("breastmnist", 28, tmp_path, False)
 
@@ -743,7 +751,7 @@ def test_bayes_accuracy_closed_forms() -> None:
 @pytest.mark.parametrize(("classes", "separation"), [(2, 1.0), (4, 2.0), (10, 3.0)])
 def test_the_nearest_mean_reaches_bayes_accuracy(classes: int, separation: float) -> None:
     features, samples = 12, 40000
-    source = make_mixture(features, classes, samples, separation, seed=3)
+    source = Synthetic(features, classes, samples, separation, data_seed=3).load()
     means = simplex_means(classes, features, separation, torch_generator(3, "synthetic"))
     whole = DataSplit.concat([source.train, source.test])
     right = (torch.cdist(whole.x.double(), means).argmin(1) == whole.y).double().mean()
@@ -753,7 +761,7 @@ def test_the_nearest_mean_reaches_bayes_accuracy(classes: int, separation: float
 
 def test_synthetic() -> None:
     data = Synthetic(features=6, classes=3, samples=100, separation=2.0)
-    source, again, other = data.load(), data.load(), make_mixture(6, 3, 100, 2.0, seed=1)
+    source, again, other = data.load(), data.load(), Synthetic(6, 3, 100, 2.0, data_seed=1).load()
     assert (
         source.spec.shape == (6,)
         and source.spec.num_classes == 3
@@ -770,8 +778,8 @@ def test_synthetic() -> None:
 
 
 def test_synthetic_owners() -> None:
-    source = make_mixture(5, 2, 5000, separation=0.0, owners=4, owner_shift=3.0)
-    plain = make_mixture(5, 2, 5000, separation=0.0)
+    source = Synthetic(5, 2, 5000, 0.0, owners=4, owner_shift=3.0).load()
+    plain = Synthetic(5, 2, 5000, 0.0).load()
     assert source.train.ids is not None and source.train.ids.dtype == torch.int64
     assert source.test.ids is not None and set(source.test.ids.tolist()) == {0, 1, 2, 3}
     shifts = source.train.x - plain.train.x

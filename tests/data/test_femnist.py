@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flsuite.data import FEMNIST, Natural
-from flsuite.data.datasets.femnist import read_femnist
 from flsuite.errors import FlsuiteError
 
 WRITERS = {"f0002_7": 20, "f0001_41": 10, "f0003_1": 3}
@@ -38,7 +37,7 @@ def test_all_data(tmp_path: Path) -> None:
     first, *others = WRITERS.items()
     write_leaf(tmp_path / "all_data_0.json", dict([first]))
     write_leaf(tmp_path / "all_data_1.json", dict(others))
-    source = read_femnist(tmp_path)
+    source = FEMNIST(root=tmp_path).load()
     assert (
         source.spec.shape == (1, 28, 28)
         and source.spec.num_classes == len(source.spec.class_names) == 62
@@ -55,14 +54,14 @@ def test_all_data(tmp_path: Path) -> None:
     # Numbered by name: f0001_41, f0002_7, f0003_1.
     assert source.train.ids.bincount().tolist() == [9, 18, 3]
     assert source.test.ids.bincount(minlength=3).tolist() == [1, 2, 0]
-    assert torch.equal(source.test.x, read_femnist(tmp_path).test.x)
+    assert torch.equal(source.test.x, FEMNIST(root=tmp_path).load().test.x)
 
 
 def test_train_and_test_folders(tmp_path: Path) -> None:
     """LEAF's own split is kept, and a writer has the same number in both splits."""
     write_leaf(tmp_path / "data" / "train" / "a.json", WRITERS)
     write_leaf(tmp_path / "data" / "test" / "b.json", {"f0002_7": 2, "f0009_9": 1})
-    source = read_femnist(tmp_path)
+    source = FEMNIST(root=tmp_path).load()
     assert len(source.train) == 33 and len(source.test) == 3
     assert source.test.ids is not None
     assert source.test.ids.tolist() == [1, 1, 3]
@@ -71,7 +70,7 @@ def test_train_and_test_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["train", "all_data", "data/all_data"])
 def test_other_places(tmp_path: Path, folder: str) -> None:
     write_leaf(tmp_path / folder / "all_data_0.json", WRITERS)
-    source = read_femnist(tmp_path)
+    source = FEMNIST(root=tmp_path).load()
     assert (len(source.train), len(source.test)) == (30, 3)
 
 
@@ -81,7 +80,7 @@ def test_arrays(tmp_path: Path, writers: np.ndarray, kind: str) -> None:
     x = np.arange(20, dtype=np.uint8)[:, None] * np.ones((1, 784), np.uint8)
     stored = x if kind == "bytes" else (x / 255).astype(np.float32).reshape(-1, 28, 28)
     np.savez(tmp_path / "femnist.npz", X=stored, y=np.arange(20), writers=writers)
-    source = read_femnist(tmp_path)
+    source = FEMNIST(root=tmp_path).load()
     assert source.train.ids is not None
     assert source.train.ids.bincount().tolist() == [9, 9]
     assert torch.equal(source.train.x[:, 0, 0, 0].long(), source.train.y)
@@ -92,7 +91,7 @@ def test_clients_are_writers(tmp_path: Path) -> None:
     write_leaf(tmp_path / "femnist" / "data" / "train" / "a.json", WRITERS)
     data = FEMNIST(root=str(tmp_path), clients=3, partition=Natural(), val_fraction=0)
     data.setup()
-    assert data.federated.train_index.lengths().tolist() == [9, 18, 3]
+    assert data.federated.train.rows.lengths().tolist() == [9, 18, 3]
     assert data.spec.shape == (1, 28, 28)
 
 
@@ -104,7 +103,7 @@ def test_missing(tmp_path: Path) -> None:
 def test_too_few_for_a_test_split(tmp_path: Path) -> None:
     write_leaf(tmp_path / "all_data_0.json", {"f0001_41": 4})
     with pytest.raises(FlsuiteError, match="five samples"):
-        read_femnist(tmp_path)
+        FEMNIST(root=tmp_path).load()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_too_few_for_a_test_split(tmp_path: Path) -> None:
 def test_damaged_content(tmp_path: Path, changes: dict[str, Any]) -> None:
     file = write_leaf(tmp_path / "all_data_0.json", {"w": 3}, **changes)
     with pytest.raises(FlsuiteError, match=rf"{file.name} is damaged.*delete it and make it"):
-        read_femnist(tmp_path)
+        FEMNIST(root=tmp_path).load()
 
 
 @pytest.mark.parametrize("name", ["all_data_0.json", "femnist.npz"])
@@ -132,7 +131,7 @@ def test_damaged_content(tmp_path: Path, changes: dict[str, Any]) -> None:
 def test_damaged_file(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(FlsuiteError, match=f"{name} is damaged"):
-        read_femnist(tmp_path)
+        FEMNIST(root=tmp_path).load()
 
 
 def test_damaged_arrays(tmp_path: Path) -> None:
@@ -143,4 +142,4 @@ def test_damaged_arrays(tmp_path: Path) -> None:
         writers=np.zeros(3, int),
     )
     with pytest.raises(FlsuiteError, match="writers have shape"):
-        read_femnist(tmp_path)
+        FEMNIST(root=tmp_path).load()

@@ -19,6 +19,7 @@ from flsuite.data import (
     Natural,
     Pathological,
 )
+from flsuite.data.loader import TrainLoader
 from flsuite.data.map_style import StoredSplit
 from flsuite.errors import FlsuiteError
 from tests.plain import Blobs, Sentences, blobs, pad, slope
@@ -76,7 +77,7 @@ def split(train: Any, test: Any, **kwargs: Any) -> FederatedData:
 
 
 def batches(data: FederatedData, client: int = 0, seed: int = 0, round: int = 1) -> list[Any]:
-    return list(data.loader(client, seed, round))
+    return list(TrainLoader(data, client, seed, round))
 
 
 def test_pairs_of_tensors_are_kept_in_memory() -> None:
@@ -172,8 +173,8 @@ def test_owners_are_clients() -> None:
         partition=Natural(),
         clients=3,
     )
-    owners = [set(data.train.ids[data.train_index[c]].tolist()) for c in range(3)]  # type: ignore[index]
-    tested = [set(data.test.ids[data.test_index[c]].tolist()) for c in range(3)]  # type: ignore[index]
+    owners = [set(data.train.ids[data.train.rows[c]].tolist()) for c in range(3)]  # type: ignore[index]
+    tested = [set(data.test.ids[data.test.rows[c]].tolist()) for c in range(3)]  # type: ignore[index]
     assert all(len(own) == 1 for own in owners) and owners == tested
 
 
@@ -182,7 +183,7 @@ def test_numbers_are_binned_for_the_partition_and_stay_targets() -> None:
         slope(60, 0), slope(20, 1), labels=slope(60, 0).tensors[1], bins=3, partition=Dirichlet(0.3)
     )
     assert data.spec.num_classes == 3 and data.spec.task == "other"
-    assert sum(data.class_counts(c) for c in range(2)).sum() + len(data.val_index.values) == 60  # type: ignore[union-attr]
+    assert sum(data.class_counts(c) for c in range(2)).sum() + len(data.val.rows.values) == 60  # type: ignore[union-attr]
     assert batches(data)[0][1].is_floating_point()
 
 
@@ -265,8 +266,8 @@ def test_without_a_test_loader_validation_samples_are_for_testing(
     with caplog.at_level("WARNING", logger="flsuite"):
         module.setup()
     assert "Two has no test_dataloader" in caplog.text
-    assert len(module.federated.test) == 40 and module.federated.val is None
-    assert len(module.federated.val_index.values) == 16
+    data = module.federated
+    assert len(data.test) == 40 and len(data.val) == len(data.val.rows.values) == 16
 
 
 def test_a_random_split_of_a_data_module_follows_the_seed() -> None:

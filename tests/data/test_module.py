@@ -21,7 +21,7 @@ from flsuite.data import (
     Synthetic,
     TaskSequence,
 )
-from flsuite.data.loader import batch_bounds
+from flsuite.data.loader import TrainLoader, batch_bounds
 from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
 
@@ -59,8 +59,10 @@ def made(**kwargs: Any) -> Images:
     return module
 
 
-def all_rows(module: FederatedDataModule, split: str) -> Tensor:
-    return getattr(module.federated, f"{split}_index").values
+def of_clients(module: FederatedDataModule, name: str) -> Tensor:
+    """Return the samples of a split that clients have, client after client."""
+    split = getattr(module.federated, name)
+    return split.x[split.rows.values]
 
 
 # Validation
@@ -81,14 +83,17 @@ def test_validation_samples(
     published: bool, val_fraction: float | None, train: int, held: int, validation: int | None
 ) -> None:
     data = made(published=published, val_fraction=val_fraction).federated
-    assert (len(data.train_index.values), len(data.val_index.values)) == (train, held)
-    assert not set(data.train_index.values.tolist()) & set(data.val_index.values.tolist())
-    found = data.validation()
-    assert (None if found is None else len(found)) == validation
+    assert len(data.train.rows.values) == train
+    assert (None if data.val is None else len(data.val)) == validation
     for client in range(4):
-        assert (
-            len(data.train_index[client]) == train / 4 and len(data.val_index[client]) == held / 4
-        )
+        assert len(data.train.rows[client]) == train / 4
+    if held:
+        own = data.train.take(data.train.rows.values).x
+        samples = torch.cat([own, data.val.x]).flatten(1)
+        assert len(samples.unique(dim=0)) == len(data.train.x.flatten(1).unique(dim=0)) == 120
+        assert data.val.rows.lengths().tolist() == [held / 4] * 4
+    elif data.val is not None:
+        assert not len(data.val.rows), "the publisher's split is nobody's own"
 
 
 @pytest.mark.parametrize("val_fraction", [None, 0.5, 0.9])
@@ -113,8 +118,8 @@ def test_the_server_holds_samples_that_no_client_has() -> None:
     assert whole.server is None and len(whole.train) == 120
     assert data.server is not None and (len(data.server), len(data.train)) == (30, 90)
     assert len(data.test) == 60
-    rows = torch.cat([data.train_index.values, data.val_index.values])
-    assert rows.sort().values.equal(torch.arange(90))
+    samples = torch.cat([data.train.take(data.train.rows.values).x, data.val.x]).flatten(1)
+    assert samples.unique(dim=0).equal(data.train.x.flatten(1).unique(dim=0))
     together = torch.cat([data.train.x, data.server.x]).flatten(1)
     assert len(together.unique(dim=0)) == len(whole.train.x.flatten(1).unique(dim=0)) == 120
 
@@ -135,7 +140,7 @@ def test_the_servers_samples_depend_on_the_seed_alone(kwargs: dict[str, Any]) ->
 def test_without_samples_of_the_server_nothing_changes() -> None:
     one, two = made().federated, made(server_samples=0).federated
     assert one.train.x.equal(two.train.x) and one.scaling.scale.equal(two.scaling.scale)
-    assert one.train_index.values.equal(two.train_index.values)
+    assert one.train.rows.values.equal(two.train.rows.values)
 
 
 def test_the_server_takes_its_part_of_a_fixed_subset() -> None:
@@ -220,13 +225,13 @@ def test_test_samples_follow_each_clients_class_mix(alpha: float) -> None:
     module = Digits(clients=8, partition=Dirichlet(alpha), val_fraction=0.0)
     module.setup()
     data = module.federated
-    rows = data.test_index.values
+    rows = data.test.rows.values
     assert len(rows.unique()) == len(rows) == 360, "every sample goes to exactly one client"
     train = torch.stack(
-        [torch.bincount(data.train.y[data.train_index[c]], minlength=10) for c in range(8)]
+        [torch.bincount(data.train.y[data.train.rows[c]], minlength=10) for c in range(8)]
     ).double()
     test = torch.stack(
-        [torch.bincount(data.test.y[data.test_index[c]], minlength=10) for c in range(8)]
+        [torch.bincount(data.test.y[data.test.rows[c]], minlength=10) for c in range(8)]
     ).double()
     expected = train / train.sum(0) * torch.bincount(data.test.y, minlength=10)
     assert (test - expected).abs().max() <= 1
@@ -301,7 +306,7 @@ def test_batches_are_float_and_channels_last(
     channels: int, rgb: bool, augment: CropFlip | None
 ) -> None:
     module = made(channels=channels, rgb=rgb, augment=augment)
-    for x, y in module.federated.loader(1, seed=0, round=1):
+    for x, y in TrainLoader(module.federated, 1, seed=0, round=1):
         assert x.dtype == torch.float32 and y.dtype == torch.int64
         assert x.is_contiguous(memory_format=torch.channels_last)
 
@@ -320,7 +325,7 @@ def test_tables_pass_through() -> None:
 
 def rows_of(module: Images, **kwargs: Any) -> list[list[int]]:
     """Return the rows of each batch of an epoch, recognised by their pixels."""
-    loader = kwargs.pop("loader", None) or module.federated.loader(**kwargs)
+    loader = kwargs.pop("loader", None) or TrainLoader(module.federated, **kwargs)
     known = {
         module.federated.scaling(module.federated.train.x[i : i + 1]).numpy().tobytes(): i
         for i in range(120)
@@ -335,12 +340,12 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 def test_epochs_differ_and_repeat() -> None:
     module = made()
-    loader = module.federated.loader(2, seed=5, round=3)
+    loader = TrainLoader(module.federated, 2, seed=5, round=3)
     first, second = rows_of(module, loader=loader), rows_of(module, loader=loader)
     assert len(loader) == len(first) == 2
     own = sorted(module.federated.train_rows(2).tolist())
     assert flat(first) == flat(second) == own and first != second
-    again = module.federated.loader(2, seed=5, round=3)
+    again = TrainLoader(module.federated, 2, seed=5, round=3)
     torch.rand(3)  # draws elsewhere do not matter
     assert [rows_of(module, loader=again), rows_of(module, loader=again)] == [first, second]
     assert (
@@ -362,9 +367,9 @@ def test_the_pooled_client_holds_everything() -> None:
     module = made()
     data = module.federated
     seen = flat(rows_of(module, client=POOLED, seed=0, round=1))
-    assert seen == sorted(data.train_index.values.tolist()) and data.samples(POOLED) == 108
+    assert seen == sorted(data.train.rows.values.tolist()) and data.samples(POOLED) == 108
     assert data.class_counts(POOLED).equal(sum(data.class_counts(c) for c in range(4)))
-    assert len(module.train_dataloader()) == data.batches(POOLED) == 7
+    assert len(module.train_dataloader()) == len(TrainLoader(data, POOLED, 0, 1)) == 7
 
 
 @pytest.mark.parametrize(
@@ -411,7 +416,8 @@ def test_crop_shifts_and_pads_with_zeros() -> None:
 def test_augmentation_follows_the_loaders_seed() -> None:
     module = made(augment=CropFlip(2))
     one, two = (
-        torch.cat([x for x, _ in module.federated.loader(0, seed=1, round=1)]) for _ in range(2)
+        torch.cat([x for x, _ in TrainLoader(module.federated, 0, seed=1, round=1)])
+        for _ in range(2)
     )
     assert one.equal(two)
     with pytest.raises(FlsuiteError, match="CropFlip: padding must be at least 0, got -1"):
@@ -429,10 +435,10 @@ def test_the_seed_of_the_module_comes_before_that_of_the_run() -> None:
         return module
 
     for split in ("train", "val", "test"):
-        assert all_rows(of_run(1), split).equal(all_rows(of_run(1), split))
-        assert all_rows(of_run(1, seed=5), split).equal(all_rows(of_run(2, seed=5), split))
-        assert not all_rows(of_run(1), split).equal(all_rows(of_run(2), split))
-    assert all_rows(of_run(7), "train").equal(all_rows(of_run(0, seed=7), "train"))
+        assert of_clients(of_run(1), split).equal(of_clients(of_run(1), split))
+        assert of_clients(of_run(1, seed=5), split).equal(of_clients(of_run(2, seed=5), split))
+        assert not of_clients(of_run(1), split).equal(of_clients(of_run(2), split))
+    assert of_clients(of_run(7), "train").equal(of_clients(of_run(0, seed=7), "train"))
 
 
 def test_the_argument_comes_before_the_environment_before_the_default(

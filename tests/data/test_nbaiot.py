@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,8 @@ import torch
 
 from flsuite.commands.main import main
 from flsuite.data import Dirichlet, Natural, NBaIoT, PublishedSplits
-from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI, read_nbaiot
+from flsuite.data.datasets import nbaiot
+from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 
@@ -70,6 +72,13 @@ def equal(a: PublishedSplits, b: PublishedSplits) -> bool:
         for x, y in ((a.train, b.train), (a.test, b.test))
         if x.ids is not None and y.ids is not None
     )
+
+
+def read_nbaiot(
+    folder: Path, classes: Any = "binary", chunk_rows: int = nbaiot.CHUNK_ROWS, **kwargs: Any
+) -> PublishedSplits:
+    with patch.object(nbaiot, "CHUNK_ROWS", chunk_rows):
+        return NBaIoT(classes, root=folder, **kwargs).load()
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +334,7 @@ def test_clients_are_devices(tmp_path: Path) -> None:
     made.fit(classifier(lr=0.2), data)
     ids = data.federated.train.ids
     assert ids is not None
-    assert [ids[rows].unique().tolist() for rows in data.federated.train_index] == [[1], [3], [7]]
+    assert [ids[rows].unique().tolist() for rows in data.federated.train.rows] == [[1], [3], [7]]
     federation, *clients = made.test()
     assert federation["accuracy"] > 0.9 and len(clients) == 3
 
@@ -336,10 +345,10 @@ def test_one_device_split_over_clients(tmp_path: Path) -> None:
     made = trainer(rounds=2)
     made.fit(classifier(), data)
     assert (
-        data.federated.train_index.lengths().sum() + data.federated.val_index.lengths().sum()
+        data.federated.train.rows.lengths().sum() + data.federated.val.rows.lengths().sum()
         == 11 * 24
     )
-    assert len(data.federated.test_index.values) == 11 * 6
+    assert len(data.federated.test.rows.values) == 11 * 6
     assert len(made.test()) == 5
 
 

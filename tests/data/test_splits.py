@@ -52,9 +52,9 @@ def test_test_samples_follow_their_owner_only_where_owners_are_whole() -> None:
         module.setup()
     ids = whole.federated.test.ids
     assert ids is not None
-    assert all(len(ids[whole.federated.test_index[c]].unique()) == 1 for c in range(2))
-    assert min(cut.federated.test_index.lengths()) > 0
-    assert len(cut.federated.test_index.values) == 12
+    assert all(len(ids[whole.federated.test.rows[c]].unique()) == 1 for c in range(2))
+    assert min(cut.federated.test.rows.lengths()) > 0
+    assert len(cut.federated.test.rows.values) == 12
 
 
 def misplaced(data: FederatedData) -> int:
@@ -62,8 +62,10 @@ def misplaced(data: FederatedData) -> int:
     assert data.train.ids is not None and data.test.ids is not None
     wrong = 0
     for client in range(data.clients):
-        own = torch.cat([data.train_index[client], data.val_index[client]])
-        known = torch.isin(data.test.ids[data.test_index[client]], data.train.ids[own])
+        owners = torch.cat(
+            [split.ids[split.rows[client]] for split in (data.train, data.val) if split is not None]
+        )
+        known = torch.isin(data.test.ids[data.test.rows[client]], owners)
         wrong += int((~known).sum())
     return wrong
 
@@ -73,10 +75,10 @@ def test_test_rows_follow_an_owner_whose_training_rows_are_all_held_out() -> Non
     data.setup()
     federated = data.federated
     assert federated.train.ids is not None and federated.test.ids is not None
-    trained = federated.train.ids[federated.train_index.values]
+    trained = federated.train.ids[federated.train.rows.values]
     assert not torch.isin(federated.test.ids, trained).all(), "some owners only validate"
     assert misplaced(federated) == 0
-    assert federated.test_index.values.sort().values.equal(torch.arange(400))
+    assert federated.test.rows.values.sort().values.equal(torch.arange(400))
 
 
 class OwnersOneAndTwo(Partition):
@@ -99,7 +101,7 @@ def test_test_rows_of_an_owner_that_no_client_has_go_to_nobody() -> None:
     ids = data.federated.test.ids
     assert ids is not None
     for client in range(2):
-        rows = data.federated.test_index[client]
+        rows = data.federated.test.rows[client]
         assert rows.equal((ids == client + 1).nonzero().squeeze(1)) and len(rows)
 
 

@@ -12,7 +12,6 @@ from flsuite.commands.main import main
 from flsuite.data import Natural, PublishedSplits, Table
 from flsuite.data.datasets.column_scale import fit_scale
 from flsuite.data.datasets.csv_files import csv_frames, numeric_chunks
-from flsuite.data.datasets.table import read_table
 from flsuite.data.splits import evenly_held_out
 from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
@@ -41,13 +40,13 @@ def write(file: Path, content: pd.DataFrame) -> Path:
 
 
 def read(file: Path, **kwargs: Any) -> PublishedSplits:
-    return read_table(file, **{"label": "kind", **kwargs})
+    return Table(file, **{"label": "kind", **kwargs}).load()
 
 
 def text(tmp_path: Path, content: str, **kwargs: Any) -> PublishedSplits:
     file = tmp_path / "t.csv"
     file.write_text(content)
-    return read_table(file, **{"label": "y", **kwargs})
+    return Table(file, **{"label": "y", **kwargs}).load()
 
 
 # Reading
@@ -145,7 +144,7 @@ def test_the_split_is_the_same_in_every_run(tmp_path: Path) -> None:
         module.setup()
     first, second = (module.federated for module in modules)
     assert torch.equal(first.test.x, second.test.x) and torch.equal(first.train.x, second.train.x)
-    assert not torch.equal(first.train_index.values, second.train_index.values)
+    assert not torch.equal(first.train.rows.values, second.train.rows.values)
 
 
 def test_every_owner_and_class_has_its_share(tmp_path: Path) -> None:
@@ -341,7 +340,7 @@ def test_defects(tmp_path: Path, content: str, kwargs: dict[str, Any], message: 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"a,y\n\xff\xfe,\x80\n")
     with pytest.raises(FlsuiteError, match=r"t\.csv cannot be read as CSV"):
-        read_table(tmp_path / "t.csv", "y")
+        Table(tmp_path / "t.csv", "y").load()
 
 
 def test_missing_files(tmp_path: Path) -> None:
@@ -422,7 +421,7 @@ def test_federation(tmp_path: Path) -> None:
     made = trainer(rounds=4, max_epochs=2)
     made.fit(classifier(lr=0.5), data)
     assert data.federated.train.ids is not None
-    for client, rows in enumerate(data.federated.train_index):
+    for client, rows in enumerate(data.federated.train.rows):
         assert (data.federated.train.ids[rows] == client).all()
     federation, *clients = made.test()
     assert federation["accuracy"] > 0.9 and len(clients) == 5

@@ -21,6 +21,7 @@ from flsuite.data import (
     TaskSequence,
 )
 from flsuite.data.federated import Stage
+from flsuite.data.loader import TrainLoader
 from flsuite.data.tasks import Arrangement, Groups, TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
@@ -94,7 +95,7 @@ def test_every_client_meets_groups_of_the_given_size_and_no_class_twice(
     arrangement: Arrangement,
 ) -> None:
     data = task_data(arrangement=arrangement, tasks=2, classes_per_task=3)
-    assert len(data.sequences) == CLIENTS and data.tasks == 2
+    assert len(data.sequences) == CLIENTS and len(data.starts) == 2
     for groups in data.sequences:
         assert [len(group) for group in groups] == [3, 3] and len(set(flat(groups))) == 6
         assert set(flat(groups)) <= set(range(CLASSES))
@@ -128,7 +129,7 @@ def test_a_seed_is_a_sequence(arrangement: Arrangement) -> None:
 
 def test_the_seed_of_the_tasks_is_not_that_of_the_partition() -> None:
     one, two = task_data(run_seed=1, seed=5), task_data(run_seed=2, seed=5)
-    assert not one.test_index.values.equal(two.test_index.values)
+    assert not one.test.rows.values.equal(two.test.rows.values)
     fixed = [task_data(table(seed=5), run_seed=seed, arrangement="disjoint") for seed in (1, 2)]
     assert fixed[0].sequences != fixed[1].sequences
 
@@ -143,8 +144,8 @@ def test_another_run_with_the_module_splits_again(seed: int | None) -> None:
     made.use_seed(2)
     made.setup()
     fresh = task_data(run_seed=2, seed=seed)
-    assert made.federated.train_index.values.equal(fresh.train_index.values)
-    assert not made.federated.train_index.values.equal(before.train_index.values)
+    assert made.federated.train.rows.values.equal(fresh.train.rows.values)
+    assert not made.federated.train.rows.values.equal(before.train.rows.values)
 
 
 def test_a_task_lasts_its_rounds_and_the_last_one_all_others() -> None:
@@ -153,7 +154,7 @@ def test_a_task_lasts_its_rounds_and_the_last_one_all_others() -> None:
     assert [same.task(round) for round in range(1, 9)] == [0, 0, 1, 1, 2, 2, 2, 2]
     assert [own.task(round) for round in range(1, 9)] == [0, 1, 1, 1, 2, 2, 2, 2]
     assert same.task(0) == 0 and same.task(10**6) == 2
-    assert same.at(10**6).train_index.values.equal(same.at(5).train_index.values)
+    assert same.at(10**6).train.rows.values.equal(same.at(5).train.rows.values)
 
 
 # A round's view
@@ -166,12 +167,12 @@ def test_a_client_trains_on_its_own_samples_of_the_group(arrangement: Arrangemen
     assert isinstance(data, TaskData)
     for round in range(1, 7):
         view = data.at(round)
-        assert view.train is whole.train
+        assert view.train.x is whole.train.x
         for client in range(CLIENTS):
-            own = whole.train_index[client]
+            own = whole.train.rows[client]
             group = data.sequences[client][(round - 1) // 2]
             expected = own[isin(whole.train.y[own], group)]
-            assert len(expected) and view.train_index[client].equal(expected)
+            assert len(expected) and view.train.rows[client].equal(expected)
             assert view.samples(client) == len(expected)
             assert view.class_counts(client).nonzero().flatten().tolist() == list(group)
 
@@ -190,9 +191,9 @@ def test_the_test_split_is_of_the_classes_seen_and_a_clients_part_of_those_it_ha
         assert view.test.x.equal(whole.test.x[kept]) and view.test.y.equal(whole.test.y[kept])
         sizes.append(len(view.test))
         for client in range(CLIENTS):
-            own = whole.test_index[client]
+            own = whole.test.rows[client]
             own = own[isin(whole.test.y[own], met(data, client, task))]
-            mine = view.test_index[client]
+            mine = view.test.rows[client]
             assert (
                 len(own)
                 and view.test.x[mine].equal(whole.test.x[own])
@@ -209,11 +210,11 @@ def test_held_out_samples_are_of_the_classes_that_their_client_has_met() -> None
         view = data.at(2 * task + 2)
         expected = []
         for client in range(CLIENTS):
-            own = whole.val_index[client]
-            expected.append(own[isin(whole.train.y[own], met(data, client, task))])
-            assert len(expected[-1]) and view.val_index[client].equal(expected[-1])
-        validation = view.validation()
-        assert validation is not None and validation.x.equal(whole.train.x[torch.cat(expected)])
+            own = whole.val.take(whole.val.rows[client])
+            expected.append(own.x[isin(own.y, met(data, client, task))])
+            mine = view.val.x[view.val.rows[client]]
+            assert len(mine) and mine.equal(expected[-1])
+        assert view.val.x.equal(torch.cat(expected))
 
 
 def test_a_publishers_validation_split_is_cut_to_the_classes_seen() -> None:
@@ -222,14 +223,14 @@ def test_a_publishers_validation_split_is_cut_to_the_classes_seen() -> None:
     assert isinstance(data, TaskData) and whole.val is not None
     assert data.val is whole.val, "the whole split is kept"
     for task in range(3):
-        validation = data.at(2 * task + 1).validation()
+        validation = data.at(2 * task + 1).val
         kept = isin(whole.val.y, list(met_by_any(data, task)))
         assert (
             validation is not None
             and validation.x.equal(whole.val.x[kept])
             and 0 < kept.sum() < len(kept)
         )
-        assert not len(data.at(2 * task + 1).val_index.values)
+        assert not len(data.at(2 * task + 1).val.rows.values)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -248,12 +249,13 @@ def test_the_whole_is_all_that_clients_will_meet() -> None:
     data, whole = made.federated, made.data.federated
     assert isinstance(data, TaskData)
     for client in range(CLIENTS):
-        for split, y in (("train", whole.train.y), ("val", whole.train.y), ("test", whole.test.y)):
-            own = getattr(whole, f"{split}_index")[client]
-            kept = own[isin(y[own], met(data, client, 2))]
-            assert getattr(data, f"{split}_index")[client].equal(kept) and len(kept) < len(own)
-        each = [data.at(round).train_index[client] for round in (1, 3, 5)]
-        assert torch.cat(each).sort().values.equal(data.train_index[client]), (
+        for name in ("train", "val", "test"):
+            split, kept = getattr(whole, name), getattr(data, name)
+            own = split.take(split.rows[client])
+            met_by_it = own.x[isin(own.y, met(data, client, 2))]
+            assert kept.x[kept.rows[client]].equal(met_by_it) and len(met_by_it) < len(own)
+        each = [data.at(round).train.rows[client] for round in (1, 3, 5)]
+        assert torch.cat(each).sort().values.equal(data.train.rows[client]), (
             "a sample is met in one task"
         )
 
@@ -291,11 +293,11 @@ def test_the_view_on_another_device_is_the_same() -> None:
 
 def same(a: FederatedData, b: FederatedData) -> None:
     """Check that two rounds have the same data, tensor by tensor."""
-    for name in ("train_index", "val_index", "test_index"):
+    for name in ("train", "val", "test"):
         ours, theirs = getattr(a, name), getattr(b, name)
-        assert ours.values.equal(theirs.values) and ours.offsets.equal(theirs.offsets), name
-    for ours, theirs in ((a.train, b.train), (a.test, b.test)):
-        assert ours.x.equal(theirs.x) and ours.y.equal(theirs.y)
+        assert ours.rows.values.equal(theirs.rows.values), name
+        assert ours.rows.offsets.equal(theirs.rows.offsets), name
+        assert ours.x.equal(theirs.x) and ours.y.equal(theirs.y), name
     assert (a.spec, a.batch_size) == (b.spec, b.batch_size)
 
 
@@ -307,7 +309,7 @@ def test_one_task_of_all_classes_is_the_wrapped_data() -> None:
     view, whole = made.federated.at(4), made.data.federated
     same(view, whole)
     for client in (0, 3, POOLED):
-        pairs = zip(view.loader(client, 1, 2), whole.loader(client, 1, 2), strict=True)
+        pairs = zip(TrainLoader(view, client, 1, 2), TrainLoader(whole, client, 1, 2), strict=True)
         assert all(x.equal(u) and y.equal(v) for (x, y), (u, v) in pairs)
 
 

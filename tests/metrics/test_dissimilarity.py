@@ -19,7 +19,7 @@ from flsuite.data import (
     MedMNIST,
     PublishedSplits,
 )
-from flsuite.data.federated import RaggedIndex
+from flsuite.data.rows import RaggedIndex
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import RunningDissimilarity
 from flsuite.models import MLP, Backbone, Classifier, ClientModel, FusedSpaceFed, ResNet20
@@ -282,7 +282,7 @@ def test_identical_clients() -> None:
     """Clients have the same samples in different orders: the rest is rounding."""
     data = Images(seed=0)  # its own seed: assigned once
     data.setup()
-    data.federated.train_index = RaggedIndex.of([np.arange(60)] * 3)
+    data.federated.train.rows = RaggedIndex.of([np.arange(60)] * 3)
     made = fit(Classifier(MLP(hidden=(8,))), data, GradientDissimilarity(every=1, batches=None))
     assert len(logged(made, "gamma_relative")) == 2
     assert all(value < 1e-10 for value in logged(made, "gamma_relative").values())
@@ -327,8 +327,8 @@ def test_gradient_of_batches_is_that_of_all_samples() -> None:
 def test_a_client_may_have_one_sample() -> None:
     data = Images(clients=1)
     data.setup()
-    data.federated.train_index.values = data.federated.train_index.values[:1]
-    data.federated.train_index.offsets = torch.tensor([0, 1])
+    data.federated.train.rows.values = data.federated.train.rows.values[:1]
+    data.federated.train.rows.offsets = torch.tensor([0, 1])
     ((x, y),) = gradient_batches(data.federated, 0, 0, 1, 1)
     assert len(x) == len(y) == 2
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
+from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Task
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
@@ -142,7 +143,9 @@ def test_a_plain_trainer_fits_and_validates(backbone: Backbone) -> None:
     model.ensure_built(data.spec)
     before = clone(model.state_dict())
     plain.fit(model, module.train_dataloader(), held)
-    assert plain.global_step == data.batches(-1) and not equal_states(before, model.state_dict())
+    assert plain.global_step == len(TrainLoader(data, -1, 0, 1)) and not equal_states(
+        before, model.state_dict()
+    )
     by_hand = nn.functional.cross_entropy(model.eval()(data.scaling(data.test.x)), data.test.y)
     assert float(plain.callback_metrics["val/loss"]) == pytest.approx(
         float(by_hand.detach()), rel=1e-4
@@ -506,5 +509,5 @@ def test_a_partition_of_one_client_is_plain_training() -> None:
         enable_progress_bar=False,
         accelerator="cpu",
     )
-    plain.fit(model, module.federated.loader(0, seed=3, round=1))
+    plain.fit(model, TrainLoader(module.federated, 0, seed=3, round=1))
     assert equal_states(dict(model.state_dict()), made.federation.state)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from flsuite import FederatedTrainer, FederationError, FlsuiteError
 from flsuite.aggregators import Centralized, FedAvg, FedProx
 from flsuite.data import DataSpec, Dirichlet, Synthetic
+from flsuite.data.loader import TrainLoader
 from flsuite.engines import Processes
 from flsuite.models import Classifier, NFClassifier
 from flsuite.models.backbones import MLP, Backbone, ResNet20, StridedCNN
@@ -91,7 +92,9 @@ def one_fit(model: NFClassifier, callbacks: Any = (), **settings: Any) -> NFClas
     data.use_seed(0)
     data.setup()
     model.ensure_built(data.spec)
-    plain_trainer(callbacks=list(callbacks), **settings).fit(model, data.federated.loader(0, 0, 1))
+    plain_trainer(callbacks=list(callbacks), **settings).fit(
+        model, TrainLoader(data.federated, 0, 0, 1)
+    )
     return model
 
 

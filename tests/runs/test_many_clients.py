@@ -13,7 +13,6 @@ from torch import Tensor
 from flsuite import FederatedTrainer
 from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, Synthetic
-from flsuite.data.federated import RaggedIndex
 from flsuite.data.rows import Rows
 from flsuite.models import MLP, Classifier
 from flsuite.runs import scoring
@@ -70,8 +69,7 @@ def fit(clients: int) -> tuple[Watch, Shared, Shared]:
     module.setup()
     train, test = Shared(clients), Shared(clients)
     data = module.federated
-    data.train_index, data.test_index = train, test  # type: ignore[assignment]
-    data.val_index = RaggedIndex(torch.zeros(0, dtype=torch.int64), data.val_index.offsets)
+    data.train.rows, data.test.rows = train, test  # type: ignore[assignment]
 
     watch = Watch()
     trainer = FederatedTrainer(

@@ -41,8 +41,8 @@ def test_a_clients_scores_are_those_of_its_slice(split: Any) -> None:
     state = clone(made.model.state_dict())
     scored = made.shared(state, split, range(6))
     data = made.data
-    rows = data.test_index if split == "test" else data.val_index
-    arrays = data.test if split == "test" else data.train
+    arrays = data.test if split == "test" else data.val
+    rows = arrays.rows
     assert scored.keys() == {GLOBAL, *(str(c) for c in range(6) if len(rows[c]))}
     for scope in scored.keys() - {GLOBAL}:
         own = arrays.take(rows[int(scope)])
@@ -105,7 +105,7 @@ def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) ->
         state = federation.client_state(client)
         right = probabilities(model, state, data.scaling(data.test.x)).argmax(1) == data.test.y
         whole.append(float(right.double().mean()))
-        own.append(float(right[data.test_index[client]].double().mean()))
+        own.append(float(right[data.test.rows[client]].double().mean()))
         assert scored[str(client), "test", "accuracy_all"] == pytest.approx(whole[-1])
         assert scored[str(client), "test", "accuracy"] == pytest.approx(own[-1])
     assert scored[GLOBAL, "test", "accuracy"] == pytest.approx(np.mean(whole))
@@ -154,7 +154,7 @@ def test_local_validation_splits_are_put_together() -> None:
     made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.5))
     arrays = made.split("val")
     assert arrays is not None and len(arrays) == 20
-    assert torch.equal(arrays.x, made.data.train.x[made.data.val_index.values])
+    assert arrays.rows.values.equal(torch.arange(20))
     scored = made.shared(clone(made.model.state_dict()), "val", range(4))
     assert [scored[str(c)]["samples"] for c in range(4)] == [5, 5, 5, 5]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from flsuite.data.loader import Batch, TrainLoader
+from flsuite.data.loader import TrainLoader
+from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.metrics.fisher import measuring

@@ -29,7 +29,7 @@ from flsuite.aggregators.rules.solvers.selection import (
     solvers,
 )
 from flsuite.arguments import PositiveInt, Settings
-from flsuite.data.loader import Batch
+from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Expectation, measuring

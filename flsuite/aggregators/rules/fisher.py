@@ -19,7 +19,7 @@ from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import Weighting
 from flsuite.arguments import NonNegativeFloat, PositiveInt, Range, Settings
-from flsuite.data.loader import Batch
+from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import (

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.rules.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
-from flsuite.data.loader import Batch
+from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.metrics.fisher import (

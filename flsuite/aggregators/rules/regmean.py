@@ -16,7 +16,7 @@ from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.arguments import PositiveInt, Settings, Share
-from flsuite.data.loader import Batch
+from flsuite.data.spec import Batch
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import gram_matrices
 from flsuite.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flsuite.arguments import check_init
-from flsuite.data.datasets.vision import DEFAULT_ROOT, split_of, stacked
+from flsuite.data.datasets.vision import split_of, stacked
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
@@ -53,7 +53,7 @@ class CINIC10(FederatedDataModule):
         check_init(self, CINIC10)
 
     def load(self) -> PublishedSplits:
-        folder = self.data_root(DEFAULT_ROOT) / FOLDER
+        folder = self.data_root() / FOLDER
         names = ("train", "test") if self.valid == "unused" else ("train", "test", "valid")
         for name in names:
             _check_folders(folder / name)

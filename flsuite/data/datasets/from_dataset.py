@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from flsuite.data.digest import described
 from flsuite.data.images import Scaling, Unscaled
 from flsuite.data.map_style import (
     Field,
-    Reading,
     StoredSplit,
     read_field,
     read_split,
@@ -72,8 +71,10 @@ class MapStyleModule(FederatedDataModule):
     ) -> PublishedSplits:
         """Return the splits of these datasets, by the names ``train``, ``test`` and ``val``."""
         require_map_style(type(self).__name__, **datasets)
-        reading = Reading(collate, self.workers, self.in_memory)
-        splits = {name: read_split(dataset, reading) for name, dataset in datasets.items()}
+        splits = {
+            name: read_split(dataset, collate, self.workers, self.in_memory)
+            for name, dataset in datasets.items()
+        }
 
         values = {name: self._values(dataset, name) for name, dataset in datasets.items()}
         if self.bins is not None and values["train"] is None:
@@ -133,11 +134,17 @@ class MapStyleModule(FederatedDataModule):
         own = values["train"]
         if own is None or (np.issubdtype(own.dtype, np.floating) and self.bins is None):
             # One class for all, so that counts per client are there all the same.
-            nothing = {name: torch.zeros(len(s), dtype=torch.int64) for name, s in splits.items()}
-            return dict(nothing), ("all",), "other"
+            return _coded({}, splits, np.zeros(0)), ("all",), "other"
         if self.bins is not None:
-            return _binned(values, splits, self.bins)
-        return _numbered(values, splits)
+            numbers = {k: v.astype(np.float64) for k, v in values.items() if v is not None}
+            edges = np.quantile(numbers["train"], np.arange(1, self.bins) / self.bins)
+            cuts = ["-inf", *(f"{edge:.4g}" for edge in edges), "inf"]
+            names = tuple(f"{a} to {b}" for a, b in pairwise(cuts))
+            return _coded(numbers, splits, edges, "right"), names, "other"
+        labels = {k: v for k, v in values.items() if v is not None}
+        known = np.unique(np.concatenate([*labels.values()]))
+        classes = _coded(labels, splits, known)
+        return classes, tuple(map(str, known)), _task(classes, splits)
 
     def _scaling(self, train: DataSplit, spec: DataSpec) -> tuple[Scaling, tuple[int, ...]]:
         # The datasets say how their samples look to a model.
@@ -199,40 +206,19 @@ def _numbers(split: DataSplit) -> np.ndarray | None:
     return split.y.numpy() if is_one else None
 
 
-def _binned(
-    values: dict[str, np.ndarray | None], splits: dict[str, DataSplit], bins: int
-) -> tuple[dict[str, Tensor | None], tuple[str, ...], Task]:
-    """Cut numbers at the quantiles of those of the training samples."""
-    own = values["train"]
-    assert own is not None
-    edges = np.quantile(own.astype(np.float64), np.arange(1, bins) / bins)
-    classes: dict[str, Tensor | None] = {
-        name: torch.from_numpy(
-            np.zeros(len(splits[name]), np.int64)
-            if one is None
-            else np.searchsorted(edges, one.astype(np.float64), side="right").astype(np.int64)
-        )
-        for name, one in values.items()
+def _coded(
+    values: dict[str, np.ndarray],
+    splits: dict[str, DataSplit],
+    edges: np.ndarray,
+    side: Literal["left", "right"] = "left",
+) -> dict[str, Tensor | None]:
+    """Return the place of each value among the edges as its class, 0 in a split without values."""
+    return {
+        name: torch.from_numpy(np.searchsorted(edges, values[name], side).astype(np.int64))
+        if name in values
+        else torch.zeros(len(split), dtype=torch.int64)
+        for name, split in splits.items()
     }
-    cuts = ["-inf", *(f"{edge:.4g}" for edge in edges), "inf"]
-    names = tuple(f"{a} to {b}" for a, b in pairwise(cuts))
-    return classes, names, "other"
-
-
-def _numbered(
-    values: dict[str, np.ndarray | None], splits: dict[str, DataSplit]
-) -> tuple[dict[str, Tensor | None], tuple[str, ...], Task]:
-    """Number the labels of all splits in their order."""
-    known = np.unique(np.concatenate([labels for labels in values.values() if labels is not None]))
-    classes: dict[str, Tensor | None] = {}
-    for name, split in splits.items():
-        labels = values[name]
-        if labels is None:
-            classes[name] = torch.zeros(len(split), dtype=torch.int64)
-            continue
-        classes[name] = torch.from_numpy(np.searchsorted(known, labels).astype(np.int64))
-    names = tuple(str(label) for label in known)
-    return classes, names, _task(classes, splits)
 
 
 def _task(classes: dict[str, Tensor | None], splits: dict[str, DataSplit]) -> Task:

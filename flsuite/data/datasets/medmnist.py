@@ -7,21 +7,20 @@ Source: Yang et al., "MedMNIST v2: A large-scale lightweight benchmark for 2D an
 image classification", Scientific Data 10, 2023.
 """
 
-import hashlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from flsuite.arguments import check_init
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
 from flsuite.errors import FlsuiteError, one_line, require_one_of
 
 DEFAULT_ROOT = "~/.medmnist"
-SIZES = (28, 64, 128, 224)
 SPLITS = ("train", "val", "test")
 TASKS: dict[str, Task] = {
     "multi-class": "multiclass",
@@ -29,54 +28,13 @@ TASKS: dict[str, Task] = {
     "ordinal-regression": "ordinal",
     "multi-label, binary-class": "multilabel",
 }
-CHUNK = 1 << 20
-"""Bytes of a file that are hashed at a time."""
 
 
-def read_medmnist(name: str, size: int, root: Path, download: bool) -> PublishedSplits:
-    """Read one set as it is published, with its validation split.
-
-    Args:
-        name: One of the twelve 2D sets, e.g. ``"retinamnist"``.
-        size: Side of the images in pixels. Each size is a file of its own, not a resized 28.
-        root: The folder of the ``.npz`` files.
-        download: Whether to download a missing file. An existing file is never replaced.
-
-    Returns:
-        Images uint8 ``(n, size, size, 1 or 3)``, and labels int64 ``(n,)``, or uint8 ``(n, 14)``
-        for ChestMNIST.
-
-    Raises:
-        FlsuiteError: If the name or the size does not exist, or the file is missing, cannot be
-            downloaded, or is damaged.
-    """
-    info = _info(name, size)
-    # The package names keys and files of the original size without a suffix.
-    suffix = "" if size == 28 else f"_{size}"
-    file = root.expanduser() / f"{name}{suffix}.npz"
-    url, md5 = info[f"url{suffix}"], info[f"MD5{suffix}"]
-
-    if not file.is_file():
-        if not download:
-            raise FlsuiteError(
-                f"{file.name} is not in {file.parent}; set data.download or put {url} there"
-            )
-        _download(file, url, md5)
-    # Also for an existing file, because nothing else would detect damaged pixels.
-    _check_md5(file, md5)
-
-    spec = _spec(info, size)
-    train, val, test = _read(file, spec)
-    return PublishedSplits(spec, train, test, val)
-
-
-def _info(name: str, size: int) -> dict[str, Any]:
+def _info(name: str) -> dict[str, Any]:
     """Return the entry of a set in the package."""
     from medmnist import INFO
 
     require_one_of("MedMNIST", (key for key in INFO if not key.endswith("3d")), name=name)
-    if size not in SIZES:
-        raise FlsuiteError(f"MedMNIST: size must be one of {SIZES}, got {size}")
     info: dict[str, Any] = INFO[name]
     return info
 
@@ -107,18 +65,17 @@ def _download(file: Path, url: str, md5: str) -> None:
 
 def _check_md5(file: Path, expected: str) -> None:
     """Refuse a file that is not the published one."""
-    digest = hashlib.md5(usedforsecurity=False)
+    from torchvision.datasets.utils import calculate_md5
+
     try:
-        with file.open("rb") as stream:
-            while chunk := stream.read(CHUNK):
-                digest.update(chunk)
+        found = calculate_md5(file)
     except OSError as error:
         raise FlsuiteError(
             f"{file} cannot be read ({one_line(error)}); check the file and its permissions"
         ) from error
 
-    if digest.hexdigest() != expected:
-        raise _damaged(file, f"its MD5 is {digest.hexdigest()}, the published one {expected}")
+    if found != expected:
+        raise _damaged(file, f"its MD5 is {found}, the published one {expected}")
 
 
 def _read(file: Path, spec: DataSpec) -> list[DataSplit]:
@@ -165,14 +122,45 @@ class MedMNIST(FederatedDataModule):
         name: ``pathmnist``, ``chestmnist`` (14 labels), ``dermamnist``, ``octmnist``,
             ``pneumoniamnist``, ``retinamnist`` (ordinal), ``breastmnist``, ``bloodmnist``,
             ``tissuemnist``, ``organamnist``, ``organcmnist`` or ``organsmnist``.
-        size: Side of the images in pixels: 28, 64, 128 or 224.
+        size: Side of the images in pixels: 28, 64, 128 or 224. Each size is a file of its own, not
+            a resized 28.
         **kwargs: Arguments of ``FederatedDataModule``.
     """
 
-    def __init__(self, name: str, size: int = 28, **kwargs: Any) -> None:
+    def __init__(self, name: str, size: Literal[28, 64, 128, 224] = 28, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.name: str = name
         self.size = size
+        check_init(self, MedMNIST)
 
     def load(self) -> PublishedSplits:
-        return read_medmnist(self.name, self.size, self.data_root(DEFAULT_ROOT), self.download)
+        """Read the set as it is published, with its validation split.
+
+        An existing file is never replaced.
+
+        Returns:
+            Images uint8 ``(n, size, size, 1 or 3)``, and labels int64 ``(n,)``, or uint8
+            ``(n, 14)`` for ChestMNIST.
+
+        Raises:
+            FlsuiteError: If the name does not exist, or the file is missing, cannot be
+                downloaded, or is damaged.
+        """
+        info = _info(self.name)
+        # The package names keys and files of the original size without a suffix.
+        suffix = "" if self.size == 28 else f"_{self.size}"
+        file = self.data_root(DEFAULT_ROOT) / f"{self.name}{suffix}.npz"
+        url, md5 = info[f"url{suffix}"], info[f"MD5{suffix}"]
+
+        if not file.is_file():
+            if not self.download:
+                raise FlsuiteError(
+                    f"{file.name} is not in {file.parent}; set data.download or put {url} there"
+                )
+            _download(file, url, md5)
+        # Also for an existing file, because nothing else would detect damaged pixels.
+        _check_md5(file, md5)
+
+        spec = _spec(info, self.size)
+        train, val, test = _read(file, spec)
+        return PublishedSplits(spec, train, test, val)

@@ -123,11 +123,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
-DEFAULT_ROOT = "~/.cache/flsuite"
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
 FEWEST_ROWS = 5
 CHUNK_ROWS = 16_384
+"""Rows in memory as float64 at a time. The result does not depend on it."""
 
 Classes = Literal["binary", "family", "attack"]
 _Device = Annotated[
@@ -135,66 +135,6 @@ _Device = Annotated[
 ]
 Part = tuple[np.ndarray, int, int]
 """Rows float32 ``(n, 115)`` of one file, their class, their device."""
-
-
-def read_nbaiot(
-    folder: Path,
-    classes: Classes = "binary",
-    device: int | None = None,
-    rows_per_file: int | None = None,
-    chunk_rows: int = CHUNK_ROWS,
-) -> PublishedSplits:
-    """Read the set from ``folder``, in either of its two usual layouts.
-
-    1. UCI's: ``Danmini_Doorbell/benign_traffic.csv``, ``Danmini_Doorbell/gafgyt_attacks/combo.csv``
-       and so on.
-    2. Flat: ``1.benign.csv``, ``1.gafgyt.combo.csv`` to ``9.mirai.udpplain.csv``, with devices
-       numbered as in ``DEVICES``.
-
-    A whole device may be missing, but not a single file of a device. Every row is read and checked,
-    for any cap. The rows of a file are put into a random order with a fixed seed. The first
-    ``rows_per_file`` are kept, and every fifth of them is for testing. A smaller cap is thus a part
-    of a larger one, and a test row under one cap is a test row under all.
-
-    Args:
-        folder: The folder of the files.
-        classes: As in :class:`NBaIoT`.
-        device: The only device to read, 1 to 9. ``None`` is for all.
-        rows_per_file: The largest number of rows per file. ``None`` is for all.
-        chunk_rows: Rows in memory as float64 at a time. The result does not depend on it.
-
-    Returns:
-        ``train`` and ``test`` as float32 ``(n, 115)``, labels int64 ``(n,)``, and the devices'
-        numbers as ids (no ids with one ``device``). There is no ``val``. Each feature is scaled to
-        [0.1, 0.9] over the training rows, and clipped to [0, 1] in the test rows.
-
-    Raises:
-        FlsuiteError: If there are no files, or a file is missing or empty, has another header than
-            the first, or has a value that is missing, infinite or not a number.
-    """
-    folder = folder.expanduser()
-    names, label_of = _labels(classes)
-    header: list[str] | None = None
-    train: list[Part] = []
-    test: list[Part] = []
-    for number, traffic, file in find_files(folder, device):
-        # Each file must have the header of the first, or columns would be mixed up.
-        header = checked_header(file, header)
-        rng = numpy_generator(SPLIT_SEED, f"nbaiot/{traffic}", client=number)
-        rows = _sample(numeric_chunks(csv_frames(file, chunk_rows), file), rows_per_file, rng)
-        held = evenly_held_out(len(rows), TEST_FRACTION)
-        train.append((rows[~held], label_of[traffic], number))
-        test.append((rows[held], label_of[traffic], number))
-    if not any(len(rows) for rows, _, _ in test):
-        raise FlsuiteError(
-            f"no file in {folder} has the {FEWEST_ROWS} rows that a test split needs; {REMEDY}"
-        )
-
-    splits = [_joined(parts, with_ids=device is None) for parts in (train, test)]
-    scale = fit_scale("minmax", splits[0].x.numpy())
-    for split in splits:
-        scale(split.x.numpy())  # in place
-    return PublishedSplits(DataSpec((FEATURES,), len(names), class_names=names), *splits)
 
 
 def _labels(classes: Classes) -> tuple[tuple[str, ...], dict[str, int]]:
@@ -253,10 +193,19 @@ class NBaIoT(FederatedDataModule):
     """Traffic of nine devices, 115 statistics per packet: some seven million rows, 3.3 GB.
 
     With the ``Natural`` partition and nine clients, clients are devices. With one ``device``, any
-    other partition splits its rows over clients. UCI's archive is not downloaded.
-    :func:`read_nbaiot` lists the files that are read. They are in ``root/nbaiot`` or, where there
-    is no such folder, in ``root`` itself. The default of ``root`` is ``~/.cache/flsuite``. A fifth
-    of each file is held out for testing, the same rows in every run.
+    other partition splits its rows over clients. UCI's archive is not downloaded. The files are in
+    ``root/nbaiot`` or, where there is no such folder, in ``root`` itself. The default of ``root``
+    is ``~/.cache/flsuite``. They have either of the two usual layouts:
+
+    1. UCI's: ``Danmini_Doorbell/benign_traffic.csv``, ``Danmini_Doorbell/gafgyt_attacks/combo.csv``
+       and so on.
+    2. Flat: ``1.benign.csv``, ``1.gafgyt.combo.csv`` to ``9.mirai.udpplain.csv``, with devices
+       numbered as in ``DEVICES``.
+
+    A whole device may be missing, but not a single file of a device. Every row is read and checked,
+    for any cap. The rows of a file are put into a random order with a fixed seed. The first
+    ``rows_per_file`` are kept, and every fifth of them is for testing. A smaller cap is thus a part
+    of a larger one, and a test row under one cap is a test row under all.
 
     Args:
         classes: ``binary`` (benign or attack), ``family`` (benign, gafgyt, mirai) or ``attack``
@@ -283,6 +232,39 @@ class NBaIoT(FederatedDataModule):
         check_init(self, NBaIoT)
 
     def load(self) -> PublishedSplits:
-        root = self.data_root(DEFAULT_ROOT)
-        folder = root / "nbaiot" if (root / "nbaiot").is_dir() else root
-        return read_nbaiot(folder, self.classes, self.device, self.rows_per_file)
+        """Read the files.
+
+        Returns:
+            ``train`` and ``test`` as float32 ``(n, 115)``, labels int64 ``(n,)``, and the devices'
+            numbers as ids (no ids with one ``device``). There is no ``val``. Each feature is scaled
+            to [0.1, 0.9] over the training rows, and clipped to [0, 1] in the test rows.
+
+        Raises:
+            FlsuiteError: If there are no files, or a file is missing or empty, has another header
+                than the first, or has a value that is missing, infinite or not a number.
+        """
+        folder = self.data_root()
+        folder = folder / "nbaiot" if (folder / "nbaiot").is_dir() else folder
+        names, label_of = _labels(self.classes)
+        header: list[str] | None = None
+        train: list[Part] = []
+        test: list[Part] = []
+        for number, traffic, file in find_files(folder, self.device):
+            # Each file must have the header of the first, or columns would be mixed up.
+            header = checked_header(file, header)
+            rng = numpy_generator(SPLIT_SEED, f"nbaiot/{traffic}", client=number)
+            chunks = numeric_chunks(csv_frames(file, CHUNK_ROWS), file)
+            rows = _sample(chunks, self.rows_per_file, rng)
+            held = evenly_held_out(len(rows), TEST_FRACTION)
+            train.append((rows[~held], label_of[traffic], number))
+            test.append((rows[held], label_of[traffic], number))
+        if not any(len(rows) for rows, _, _ in test):
+            raise FlsuiteError(
+                f"no file in {folder} has the {FEWEST_ROWS} rows that a test split needs; {REMEDY}"
+            )
+
+        splits = [_joined(parts, with_ids=self.device is None) for parts in (train, test)]
+        scale = fit_scale("minmax", splits[0].x.numpy())
+        for split in splits:
+            scale(split.x.numpy())  # in place
+        return PublishedSplits(DataSpec((FEATURES,), len(names), class_names=names), *splits)

@@ -15,42 +15,6 @@ from flsuite.random import torch_generator
 TEST_FRACTION = 0.2
 
 
-def make_mixture(
-    features: int,
-    classes: int,
-    samples: int,
-    separation: float = 3.0,
-    owners: int = 0,
-    owner_shift: float = 1.0,
-    seed: int = 0,
-) -> PublishedSplits:
-    """Draw the mixture.
-
-    The arguments are those of :class:`Synthetic`.
-
-    Returns:
-        Tables float32 ``(n, features)`` with labels int64 ``(n,)``, the last fifth for testing, and
-        ``ids`` where there are owners.
-    """
-    generator = torch_generator(seed, "synthetic")
-
-    means = simplex_means(classes, features, separation, generator)
-    # Balanced classes in random order: the last fifth is a random sample.
-    labels = torch.arange(samples)[torch.randperm(samples, generator=generator)] % classes
-    x = means[labels] + torch.randn(samples, features, dtype=torch.float64, generator=generator)
-    ids = None
-    if owners:
-        ids = torch.arange(samples) % owners
-        # Drawn last, so that owners leave means, labels and noise unchanged.
-        shifts = torch.randn(owners, features, dtype=torch.float64, generator=generator)
-        x += owner_shift * shifts[ids]
-
-    whole = DataSplit(x.float(), labels, ids)
-    rows, held = torch.arange(samples), _test_samples(samples)
-    spec = DataSpec((features,), classes, "multiclass", tuple(str(k) for k in range(classes)))
-    return PublishedSplits(spec, whole.take(rows[:-held]), whole.take(rows[-held:]))
-
-
 def simplex_means(
     classes: int, features: int, separation: float, generator: torch.Generator
 ) -> Tensor:
@@ -158,12 +122,27 @@ class Synthetic(FederatedDataModule):
             )
 
     def load(self) -> PublishedSplits:
-        return make_mixture(
-            self.features,
-            self.classes,
-            self.samples,
-            self.separation,
-            self.owners,
-            self.owner_shift,
-            self.data_seed,
-        )
+        """Draw the mixture.
+
+        Returns:
+            Tables float32 ``(n, features)`` with labels int64 ``(n,)``, the last fifth for testing,
+            and ``ids`` where there are owners.
+        """
+        samples, features, classes = self.samples, self.features, self.classes
+        generator = torch_generator(self.data_seed, "synthetic")
+
+        means = simplex_means(classes, features, self.separation, generator)
+        # Balanced classes in random order: the last fifth is a random sample.
+        labels = torch.arange(samples)[torch.randperm(samples, generator=generator)] % classes
+        x = means[labels] + torch.randn(samples, features, dtype=torch.float64, generator=generator)
+        ids = None
+        if self.owners:
+            ids = torch.arange(samples) % self.owners
+            # Drawn last, so that owners leave means, labels and noise unchanged.
+            shifts = torch.randn(self.owners, features, dtype=torch.float64, generator=generator)
+            x += self.owner_shift * shifts[ids]
+
+        whole = DataSplit(x.float(), labels, ids)
+        rows, held = torch.arange(samples), _test_samples(samples)
+        spec = DataSpec((features,), classes, class_names=tuple(map(str, range(classes))))
+        return PublishedSplits(spec, whole.take(rows[:-held]), whole.take(rows[-held:]))

@@ -1,6 +1,5 @@
 """Any table of numbers with a column of labels, from CSV or Parquet files."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,69 +24,6 @@ _Columns = Annotated[
         lambda names: len({*names}) == len(names) > 0,
     ),
 ]
-
-
-def read_table(
-    path: Path,
-    label: str,
-    features: Sequence[str] | None = None,
-    client: str | None = None,
-    test_path: Path | None = None,
-    test_fraction: float = 0.2,
-    scale: ScaleName = "minmax",
-) -> PublishedSplits:
-    """Read a table.
-
-    The arguments are those of :class:`Table`, with whole paths.
-
-    Returns:
-        ``train`` and ``test`` with features float32 ``(n, features)``, scaled by the training rows,
-        and labels int64 ``(n,)`` in the order of the class names. Where ``client`` is given, ids
-        are the owners, numbered in the order of their names. No ``val``.
-
-    Raises:
-        FlsuiteError: If a file, a column or a value is missing, a feature is infinite or not a
-            number, files differ in their columns, there is only one class, or the test rows have a
-            class that the training rows do not have.
-    """
-    train_frames = read_frames(path)
-    test_frames = [] if test_path is None else read_frames(test_path)
-    frames = [*train_frames, *test_frames]
-    columns = feature_columns(frames, label, features, client)
-    rows = take_rows(frames, columns, label, client)
-
-    # Over training and test rows, so that both number the classes alike.
-    names, y = np.unique(rows.label, return_inverse=True)
-    if len(names) < 2:
-        raise FlsuiteError(
-            f"column {label!r} of {path} has the same label in all rows, {names[0]}; "
-            "name another data.label"
-        )
-    owners = None if rows.owner is None else np.unique(rows.owner, return_inverse=True)[1]
-
-    if test_path is None:
-        held = _held_out(y, owners, test_fraction)
-        if not held.any():
-            raise FlsuiteError(
-                f"no row of {path} can be held out for testing: it has {len(y)} rows; "
-                "raise data.test_fraction"
-            )
-    else:
-        held = np.arange(len(y)) >= sum(len(frame) for _, frame in train_frames)
-        _check_classes(y, held, names, test_path)
-
-    spec = DataSpec((len(columns),), len(names), class_names=tuple(map(str, names)))
-    # In float64, because float32 cannot distinguish large numbers that are close together.
-    fitted = fit_scale(scale, rows.x[~held])
-    train, test = (
-        DataSplit(
-            torch.from_numpy(fitted(rows.x[part]).astype(np.float32)),
-            torch.from_numpy(y[part].astype(np.int64)),
-            None if owners is None else torch.from_numpy(owners[part].astype(np.int64)),
-        )
-        for part in (~held, held)
-    )
-    return PublishedSplits(spec, train, test)
 
 
 def _held_out(y: np.ndarray, owners: np.ndarray | None, fraction: float) -> np.ndarray:
@@ -166,15 +102,56 @@ class Table(FederatedDataModule):
             raise FlsuiteError(f"Table: features must not include the label {label!r}")
 
     def load(self) -> PublishedSplits:
-        return read_table(
-            self._place(self.path),
-            self.label,
-            self.features,
-            self.client,
-            None if self.test_path is None else self._place(self.test_path),
-            self.test_fraction,
-            self.scale,
+        """Read the table.
+
+        Returns:
+            ``train`` and ``test`` with features float32 ``(n, features)``, scaled by the training
+            rows, and labels int64 ``(n,)`` in the order of the class names. Where ``client`` is
+            given, ids are the owners, numbered in the order of their names. No ``val``.
+
+        Raises:
+            FlsuiteError: If a file, a column or a value is missing, a feature is infinite or not a
+                number, files differ in their columns, there is only one class, or the test rows
+                have a class that the training rows do not have.
+        """
+        path = self._place(self.path)
+        test_path = None if self.test_path is None else self._place(self.test_path)
+        train_frames = read_frames(path)
+        frames = train_frames if test_path is None else [*train_frames, *read_frames(test_path)]
+        columns = feature_columns(frames, self.label, self.features, self.client)
+        rows = take_rows(frames, columns, self.label, self.client)
+
+        # Over training and test rows, so that both number the classes alike.
+        names, y = np.unique(rows.label, return_inverse=True)
+        if len(names) < 2:
+            raise FlsuiteError(
+                f"column {self.label!r} of {path} has the same label in all rows, {names[0]}; "
+                "name another data.label"
+            )
+        owners = None if rows.owner is None else np.unique(rows.owner, return_inverse=True)[1]
+        if test_path is None:
+            held = _held_out(y, owners, self.test_fraction)
+            if not held.any():
+                raise FlsuiteError(
+                    f"no row of {path} can be held out for testing: it has {len(y)} rows; "
+                    "raise data.test_fraction"
+                )
+        else:
+            held = np.arange(len(y)) >= sum(len(frame) for _, frame in train_frames)
+            _check_classes(y, held, names, test_path)
+
+        spec = DataSpec((len(columns),), len(names), class_names=tuple(map(str, names)))
+        # In float64, because float32 cannot distinguish large numbers that are close together.
+        fitted = fit_scale(self.scale, rows.x[~held])
+        train, test = (
+            DataSplit(
+                torch.from_numpy(fitted(rows.x[part]).astype(np.float32)),
+                torch.from_numpy(y[part].astype(np.int64)),
+                None if owners is None else torch.from_numpy(owners[part].astype(np.int64)),
+            )
+            for part in (~held, held)
         )
+        return PublishedSplits(spec, train, test)
 
     def _place(self, given: str | Path) -> Path:
         """Return the place of a file: without ``root``, the working folder comes first."""

@@ -9,7 +9,6 @@ from numpy.random import Generator
 
 from flsuite.data.arguments import PlainArguments
 from flsuite.data.rows import Rows
-from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 
 Array = np.ndarray
@@ -50,29 +49,6 @@ class Partition(PlainArguments, ABC):
             FlsuiteError: If the request cannot be met. The message names the parameter to change.
         """
 
-    def check_labels(self, spec: DataSpec) -> None:
-        """Refuse samples without classes if the split depends on them.
-
-        Raises:
-            FlsuiteError: If it does, and there is one class or none.
-        """
-        if self.needs_labels and spec.num_classes < 2:
-            raise FlsuiteError(
-                f"data.partition: {type(self).__name__} splits by class, and these samples have no "
-                "classes; set data.labels (a field's name, a function or an array; with data.bins "
-                "for numbers), or data.partition to IID, QuantitySkew or Natural"
-            )
-
-    @staticmethod
-    def check_enough(samples: int, clients: int) -> None:
-        """Refuse more clients than samples."""
-        if clients < 1:
-            raise FlsuiteError(f"data: clients must be at least 1, got {clients}")
-        if clients > samples:
-            raise FlsuiteError(
-                f"{clients} clients cannot share {samples} training samples; lower data.clients"
-            )
-
 
 class AssignedPartition(Partition):
     """A partition that says of each sample whose it is."""
@@ -88,7 +64,12 @@ class AssignedPartition(Partition):
     def __call__(
         self, labels: Array, clients: int, rng: Generator, ids: Array | None = None
     ) -> Sequence[Array]:
-        self.check_enough(len(labels), clients)
+        if clients < 1:
+            raise FlsuiteError(f"data: clients must be at least 1, got {clients}")
+        if clients > len(labels):
+            raise FlsuiteError(
+                f"{clients} clients cannot share {len(labels)} training samples; lower data.clients"
+            )
         return Rows.of_clients(self.client_of(labels, clients, rng, ids), clients)
 
 

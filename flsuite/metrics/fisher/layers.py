@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from flsuite.models.layers import uncovered
+
 
 class Call(NamedTuple):
     """One call of a layer.
@@ -48,22 +50,6 @@ class LayerPass(NamedTuple):
     layer: nn.Linear | nn.Conv2d
     input: Tensor
     gradients: Tensor
-
-
-def uncovered(layer: nn.Module) -> str | None:
-    """Return why a layer's gradient is not the product that is assumed here, or ``None``."""
-    kind = type(layer).__name__
-    # The exact types: a subclass may compute something else.
-    if type(layer) is nn.Linear:
-        return None
-    if type(layer) is not nn.Conv2d:
-        return f"{kind} is neither Linear nor Conv2d"
-    if layer.groups != 1:
-        return f"its {kind} has {layer.groups} groups"
-    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-        padding = layer.padding if isinstance(layer.padding, str) else layer.padding_mode
-        return f"its {kind} pads by {padding!r} instead of a number of zeros"
-    return None
 
 
 def unfolded(layer: nn.Linear | nn.Conv2d, input: Tensor) -> Tensor:

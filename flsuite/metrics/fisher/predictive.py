@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
-from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded, uncovered
+from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded
 from flsuite.metrics.fisher.measuring import fast_formats
 from flsuite.metrics.fisher.per_sample import Batch
 from flsuite.metrics.fisher.products import (
@@ -24,6 +24,7 @@ from flsuite.metrics.fisher.products import (
     input_factor,
     summed_squares,
 )
+from flsuite.models.layers import uncovered
 from flsuite.state import Layer, State
 
 Factors = dict[str, dict[str, Tensor]]

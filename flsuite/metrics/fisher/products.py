@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from flsuite.metrics.fisher.columns import Logits
-from flsuite.metrics.fisher.layers import LayerPass, recorded, uncovered, unfolded
+from flsuite.metrics.fisher.layers import LayerPass, recorded, unfolded
 from flsuite.metrics.fisher.per_sample import Batch, sample_squares
+from flsuite.models.layers import uncovered
 from flsuite.state import Layer, State
 
 

@@ -1,13 +1,14 @@
-"""The base class of the backbones, and the normalisation of the residual networks."""
+"""The base class of the backbones, and what several of them are made of."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from math import gcd
 from typing import Annotated, Literal, get_args
 
 from torch import nn
 
 from flsuite.arguments import Range
-from flsuite.errors import require_one_of
+from flsuite.errors import FlsuiteError, require_one_of
 
 Widths = Annotated[tuple[int, ...], Range("widths of at least 1", lambda w: min(w, default=1) >= 1)]
 TwoWidths = Annotated[
@@ -30,6 +31,35 @@ class Backbone(ABC):
         Raises:
             FlsuiteError: If the network does not fit this shape. The message names one that does.
         """
+
+
+def image_shape(backbone: Backbone, shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
+    """Return ``shape`` as ``(channels, height, width)``.
+
+    Raises:
+        FlsuiteError: If it is not the shape of an image of at least ``smallest`` pixels per side.
+    """
+    if len(shape) != 3 or min(shape[1:]) < smallest or shape[0] < 1:
+        raise FlsuiteError(
+            f"{type(backbone).__name__} takes images (channels, height, width) of at least "
+            f"{smallest} x {smallest} pixels, not data of shape {tuple(shape)}; "
+            "for tables and smaller images choose MLP"
+        )
+    channels, height, width = shape
+    return channels, height, width
+
+
+def dense_layers(
+    features: int, hidden: Sequence[int], outputs: int, bias: bool, dropout: float = 0.0
+) -> list[nn.Module]:
+    """Return fully connected layers with ReLU from ``(n, features)``, and a last one without."""
+    layers: list[nn.Module] = []
+    for units in hidden:
+        layers += [nn.Linear(features, units, bias=bias), nn.ReLU()]
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+        features = units
+    return [*layers, nn.Linear(features, outputs, bias=bias)]
 
 
 Norm = Literal["batch", "group", "none"]

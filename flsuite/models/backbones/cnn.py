@@ -5,24 +5,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from flsuite.arguments import PositiveInt, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.models.backbones.base import Backbone, TwoWidths, Widths
-
-
-def image_shape(backbone: Backbone, shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
-    """Return ``shape`` as ``(channels, height, width)``.
-
-    Raises:
-        FlsuiteError: If it is not the shape of an image of at least ``smallest`` pixels per side.
-    """
-    if len(shape) != 3 or min(shape[1:]) < smallest or shape[0] < 1:
-        raise FlsuiteError(
-            f"{type(backbone).__name__} takes images (channels, height, width) of at least "
-            f"{smallest} x {smallest} pixels, not data of shape {tuple(shape)}; "
-            "for tables and smaller images choose MLP"
-        )
-    channels, height, width = shape
-    return channels, height, width
+from flsuite.models.backbones.base import (
+    Backbone,
+    TwoWidths,
+    Widths,
+    dense_layers,
+    image_shape,
+)
 
 
 @dataclass(frozen=True)
@@ -63,12 +52,8 @@ class CNN(Backbone, Settings):
             ]
             channels, height, width = maps, (height + 2 * pad - 4) // 2, (width + 2 * pad - 4) // 2
 
-        layers.append(nn.Flatten())
-        features = channels * height * width
-        for units in self.hidden:
-            layers += [nn.Linear(features, units, bias=self.bias), nn.ReLU()]
-            features = units
-        return nn.Sequential(*layers, nn.Linear(features, outputs, bias=self.bias))
+        dense = dense_layers(channels * height * width, self.hidden, outputs, self.bias)
+        return nn.Sequential(*layers, nn.Flatten(), *dense)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from flsuite.arguments import Settings
-from flsuite.models.backbones.base import Backbone, TwoWidths, Widths
-from flsuite.models.backbones.cnn import image_shape
+from flsuite.models.backbones.base import Backbone, TwoWidths, Widths, image_shape
+from flsuite.models.backbones.cnn import CNN
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,5 @@ class LeNet5(Backbone, Settings):
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from images of at least 16 pixels per side to ``(n, outputs)``."""
-        channels, height, width = image_shape(self, shape, smallest=16)
-
-        # The pool comes before the ReLU, with which it commutes: the ReLU has a quarter of the
-        # numbers.
-        layers: list[nn.Module] = []
-        for maps in self.channels:
-            layers += [
-                nn.Conv2d(channels, maps, 5, bias=self.bias),
-                nn.MaxPool2d(2),
-                nn.ReLU(inplace=True),
-            ]
-            channels = maps
-
-        layers.append(nn.Flatten())
-        features = channels * _after(height) * _after(width)
-        for units in self.hidden:
-            layers += [nn.Linear(features, units, bias=self.bias), nn.ReLU()]
-            features = units
-        return nn.Sequential(*layers, nn.Linear(features, outputs, bias=self.bias))
-
-
-def _after(side: int) -> int:
-    """Return the side of an image after both convolutions and pools."""
-    return ((side - 4) // 2 - 4) // 2
+        image_shape(self, shape, smallest=16)
+        return CNN(self.bias, self.hidden, False, self.channels).build(shape, outputs)

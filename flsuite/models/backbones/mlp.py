@@ -7,7 +7,7 @@ from torch import nn
 
 from flsuite.arguments import BelowOne, Settings
 from flsuite.errors import FlsuiteError
-from flsuite.models.backbones.base import Backbone, Widths
+from flsuite.models.backbones.base import Backbone, Widths, dense_layers
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,5 @@ class MLP(Backbone, Settings):
                 f"MLP takes samples of at least one number, not data of shape {tuple(shape)}"
             )
 
-        layers: list[nn.Module] = [nn.Flatten()]
-        for units in self.hidden:
-            layers += [nn.Linear(features, units, bias=self.bias), nn.ReLU()]
-            if self.dropout:
-                layers.append(nn.Dropout(self.dropout))
-            features = units
-        return nn.Sequential(*layers, nn.Linear(features, outputs, bias=self.bias))
+        dense = dense_layers(features, self.hidden, outputs, self.bias, self.dropout)
+        return nn.Sequential(nn.Flatten(), *dense)

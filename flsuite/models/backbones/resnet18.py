@@ -7,8 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from flsuite.arguments import PositiveInt, Settings
-from flsuite.models.backbones.base import Backbone, Norm, Widths, make_norm
-from flsuite.models.backbones.cnn import image_shape
+from flsuite.models.backbones.base import Backbone, Norm, Widths, image_shape, make_norm
 
 _FEATURES = 512  # channels of the last stage
 _SMALL = 64  # pixels per side from which the stem reduces the image fourfold

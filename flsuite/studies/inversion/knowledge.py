@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flsuite.aggregators import Aggregator, LinearRule, Rule
 from flsuite.analysis.runs import read_partition
 from flsuite.data import FederatedData
+from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher import kfac_factors, measuring
 from flsuite.models.layers import read_layers
@@ -99,7 +100,7 @@ def sent_factors(
     """
     require_logits(model)
     layers, _ = read_layers(model, model.state_dict())
-    batches = data.loader(client, seed, round=1).plain_batches(samples)
+    batches = TrainLoader(data, client, seed, round=1).plain_batches(samples)
     with measuring(model):
         return kfac_factors(model, layers, batches)
 
