@@ -32,18 +32,6 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def atomic_save(write: Callable[[Path], object], path: Path) -> None:
-    """Write a file under a temporary name, flush it to disk, and rename it into place.
-
-    A reader sees the old file or the new one, also after a power loss.
-
-    Args:
-        write: Writes the content to the path that it is given.
-        path: The file to replace.
-    """
-    replace_file(write, path, flush=True)
-
-
 def save_tensors(content: Any, path: Path) -> None:
     """Write plain data with tensors as one file of torch's format.
 
@@ -69,14 +57,16 @@ def load_tensors(path: Path, remedy: str) -> Any:
 
     Args:
         path: The file.
-        remedy: What to do if it is damaged, for the message.
+        remedy: What to do if it is missing or damaged, for the message.
 
     Raises:
-        FlsuiteError: If the file is damaged, or another kind of file.
+        FlsuiteError: If the file is missing or damaged, or another kind of file.
         OSError: If the file cannot be opened.
     """
     import torch  # commands that need no torch import this module
 
+    if not path.is_file():
+        raise FlsuiteError(f"{path} is missing; {remedy}")
     try:
         require_whole(path)
         return torch.load(path, weights_only=True, map_location="cpu")
@@ -107,11 +97,14 @@ def is_disk_error(error: OSError) -> bool:
 def replace_file(write: Callable[[Path], object], path: Path, flush: bool = False) -> None:
     """Write a file under a temporary name and rename it into place.
 
+    A reader sees the old file or the new one.
+
     Args:
         write: Writes the content to the path that it is given.
         path: The file to replace.
-        flush: Flush the file before the rename, and its folder after it. Without it, a power loss
-            can leave an empty file, until :func:`flush_to_disk` is called.
+        flush: Flush the file before the rename, and its folder after it, so that it outlives a
+            power loss. Without it, a power loss can leave an empty file, until
+            :func:`flush_to_disk` is called.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     # What a kill has left may be a link to another file, which must not be written through.

@@ -31,7 +31,6 @@ from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import scaler_of, steps_taken
 from flsuite.messages import (
-    Broadcast,
     ClientContext,
     ClientFailure,
     ClientResult,
@@ -66,7 +65,6 @@ class ClientRunner:
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
-        self._counted: tuple[Broadcast, int] | None = None
 
     def run(self, request: FitRequest) -> Outcome:
         """Train one client.
@@ -88,32 +86,26 @@ class ClientRunner:
         except FlsuiteError:
             raise
         except Exception as error:
-            return self._failure(request, error, before_first_step=not loss.steps)
+            self._trainer = None  # an exception may leave the Trainer in any state
+            reason = f"{type(error).__name__}: {one_line(error, longest=300)}"
+            return request.failure(reason, traceback.format_exc(), before_first_step=not loss.steps)
         finally:
             self._resident.release()
 
     def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
-        """Return what comes out of the requests of a job, which are all of one kind."""
-        fits = [request for request in job if isinstance(request, FitRequest)]
-        if fits:
-            return self.run_job(fits)
-        return [self.score(request) for request in job if isinstance(request, ScoreRequest)]
+        """Return what comes out of the requests of a job, which are all of one kind.
 
-    def run_job(self, requests: Sequence[FitRequest]) -> list[Outcome]:
-        """Train several clients, one after another, and add up their models.
-
-        A faulty update keeps its model and is not added: the server refuses it by name. The model
-        of a single client is sent as it is.
+        The models of several clients are added up. A faulty update keeps its model and is not
+        added: the server refuses it by name. The model of a single client is sent as it is.
         """
-        if len(requests) == 1:
-            return [self.run(requests[0])]
+        fits = [request for request in job if isinstance(request, FitRequest)]
+        if len(fits) < 2:
+            return [self.run(r) if isinstance(r, FitRequest) else self.score(r) for r in job]
 
         # A NaN or an infinity in a model leaves no finite sum, so that one look at the sum is
         # enough. Who has it is then seen in the same fits again.
-        outcomes, total = self._sum_up(requests, reads_numbers=False)
-        if total.is_finite:
-            return outcomes
-        return self._sum_up(requests, reads_numbers=True)[0]
+        outcomes, total = self._sum_up(fits, reads_numbers=False)
+        return outcomes if total.is_finite else self._sum_up(fits, reads_numbers=True)[0]
 
     def _sum_up(
         self, requests: Sequence[FitRequest], reads_numbers: bool
@@ -272,7 +264,7 @@ class ClientRunner:
             state=clone(shared),
             extras=client.extras,
             metrics={**numbers, **_numbers(client.metrics)},
-            bytes_down=self._bytes_of(broadcast),
+            bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
             number=request.number,
         )
         notes = copy.deepcopy(request.memory.get("transforms", {}))
@@ -296,12 +288,6 @@ class ClientRunner:
         # Without empty parts, which a checkpoint need not hold.
         return ClientResult(packed, {k: v for k, v in memory.items() if v}, numbers)
 
-    def _bytes_of(self, broadcast: Broadcast) -> int:
-        """Return the bytes of a version of the global model, counted once."""
-        if self._counted is None or self._counted[0] is not broadcast:
-            self._counted = broadcast, nbytes(broadcast.state) + nbytes(broadcast.extras)
-        return self._counted[1]
-
     def _measure(
         self,
         trained: TrainedFit,
@@ -318,13 +304,6 @@ class ClientRunner:
             if isinstance(callback, AfterFit):
                 callback.on_fit_start(trainer, self.model)
                 callback.measure(self.model, loader)
-
-    def _failure(
-        self, request: FitRequest, error: Exception, before_first_step: bool
-    ) -> ClientFailure:
-        self._trainer = None  # an exception may leave the Trainer in any state
-        reason = f"{type(error).__name__}: {one_line(error, longest=300)}"
-        return request.failure(reason, traceback.format_exc(), before_first_step)
 
     def _swap_in(self, shared: State, private: State) -> None:
         """Make the resident model this client's.

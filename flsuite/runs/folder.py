@@ -18,7 +18,7 @@ from flsuite.attacks import Attack
 from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
-from flsuite.files import atomic_save, make_folder
+from flsuite.files import make_folder, replace_file
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.table import MetricsTable, TimelineTable
 
@@ -275,7 +275,7 @@ class RunFolder:
 
 
 def _write_text(path: Path, text: str) -> None:
-    atomic_save(lambda temporary: temporary.write_text(text), path)
+    replace_file(lambda temporary: temporary.write_text(text), path, flush=True)
 
 
 def _versions() -> str:

@@ -42,8 +42,7 @@ class Hooks:
     def notify(self, hook: str, *args: Any) -> None:
         """Call a hook of the federation on every callback that has it."""
         for callback in self.federation:
-            method = getattr(callback, hook, None)
-            if method and getattr(method, "__module__", "") != _BASE:
+            if method := getattr(callback, hook, None):
                 method(*args)
 
     def for_clients(self) -> tuple[Callback, ...]:

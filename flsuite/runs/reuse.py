@@ -13,9 +13,8 @@ from flsuite.attacks import Attack
 from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors, make_folder, replace_file, save_tensors
 from flsuite.messages import ClientContext, ClientResult, FitRequest, TrainedFit
-from flsuite.runs.checkpoint import refuse_mismatch
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.settings import WEIGHTS
+from flsuite.runs.settings import WEIGHTS, refuse_mismatch
 from flsuite.server.federation import Federation
 from flsuite.state import plain
 

@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
+from flsuite.errors import FlsuiteError
+
 TRAINER_SETTINGS = (
     "aggregator",
     "schedule",
     "compression",
     "secure_sum",
     "attack",
-    "batchnorm",
-    "keep_optimizers",
-    "channels_last",
 )
 """The settings that a :class:`~flsuite.FederatedTrainer` keeps under their own names."""
 WEIGHTS = ("initial_weights", "given_weights")
@@ -53,7 +52,7 @@ def run_settings(
     """Return all that decides a run's result, as plain data.
 
     Args:
-        options: The :class:`~flsuite.runs.run.RunOptions`.
+        options: The :class:`~flsuite.runs.options.RunOptions`.
         model: The client model.
         data: The data module.
         callbacks: The callbacks. Those that can change the result are described.
@@ -167,17 +166,6 @@ def describe(obj: Any) -> Any:
     return {"class_path": class_name(type(obj)), "init_args": arguments}
 
 
-def without_derived(ours: Any, theirs: Any) -> Any:
-    """Return their description of an object without what a config cannot set.
-
-    Older runs have described parts that follow from other arguments.
-    """
-    if not isinstance(theirs, Mapping) or ours["class_path"] != theirs.get("class_path"):
-        return theirs
-    own = {k: v for k, v in theirs["init_args"].items() if k in ours["init_args"]}
-    return {**theirs, "init_args": own}
-
-
 def with_contents(ours: Any, theirs: Any) -> Any:
     """Return our description, with their digests of the files that were not read.
 
@@ -245,6 +233,24 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
             yield from differences(ours.get(key), theirs.get(key), name)
     elif ours != theirs:
         yield path.removesuffix(".class_path"), ours, theirs
+
+
+def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path) -> None:
+    """Refuse to continue a checkpoint with other settings.
+
+    Raises:
+        FlsuiteError: If settings differ. The message names them.
+    """
+    named = [
+        f"{name} is {now!r} here and {then!r} there"
+        for name, now, then in differences(ours, theirs)
+    ]
+    if named:
+        more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
+        raise FlsuiteError(
+            f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the settings of "
+            "the run, or start a new one"
+        )
 
 
 def _kept(obj: Any, name: str) -> Any:

@@ -104,14 +104,9 @@ class Federation:
         self._arrivals = Arrivals(self.uplink, schedule, self._devices)
 
     @property
-    def round(self) -> int:
-        """Return the number of rounds done."""
-        return self.clock.round
-
-    @property
     def server(self) -> Server:
         """Return what the server half of the algorithm sees in the round in progress."""
-        round, metrics = self.round + 1, self.log.server
+        round, metrics = self.clock.round + 1, self.log.server
         return replace(self._server, state=self.state, round=round, metrics=metrics)
 
     def client_state(self, client: int | None) -> State:
@@ -187,14 +182,14 @@ class Federation:
         Raises:
             FederationError: If it is not a state of this model, or not finite.
         """
-        name = self.aggregator.name
+        name, done = self.aggregator.name, self.clock.round
         fault = mismatch(state, self.state)
         if fault is None and (bad := non_finite(state)):
             fault = f"{bad} is not finite; lower its learning rate"
         if fault is not None:
             raise FederationError(
-                f"round {self.round + 1}: {name} returned a faulty state: {fault}; the state of "
-                f"round {self.round} is kept"
+                f"round {done + 1}: {name} returned a faulty state: {fault}; the state of round "
+                f"{done} is kept"
             )
 
         # Who dropped out or came too late has received the model too. A failure has been counted.
@@ -233,14 +228,15 @@ class Federation:
     def _work(self, client: int, number: int, started: float) -> Work:
         """Return the work of a fit that starts from the current version."""
         self._begin_round()
-        samples = self._fit_samples(self.data.at(self.round + 1).samples(client))
+        samples = self._fit_samples(self.data.at(self.clock.round + 1).samples(client))
         return Work(client, number, started, samples, *self._traffic)
 
     def _begin_round(self) -> None:
         """Begin the record of the next round, unless it has begun."""
-        if self.log.round == self.round + 1:
+        round = self.clock.round + 1
+        if self.log.round == round:
             return
-        self.log = RoundLog(self.round + 1, self.schedule.declarations.is_asynchronous)
+        self.log = RoundLog(round, self.schedule.declarations.is_asynchronous)
         self._extras = self.aggregator.broadcast(self.server)
         size = nbytes(self.state)
         self._traffic = size + nbytes(self._extras), self._bytes_up
@@ -259,16 +255,13 @@ class Federation:
         if self.aggregator.pools:
             return [self._pooled_request(fits, broadcast)]
         size = part_size(len(fits))
-        is_asynchronous, memory = (
-            self.schedule.declarations.is_asynchronous,
-            self.clients.request_memory,
-        )
+        is_asynchronous = self.schedule.declarations.is_asynchronous
         return [
             FitRequest(
                 fit.number,
                 fit.client,
                 broadcast,
-                memory(fit.client),
+                self.clients[fit.client],
                 repeat=fit.repeat,
                 part=None if is_asynchronous else place // size,
                 fault=fit.fault,
@@ -285,19 +278,20 @@ class Federation:
 
     def _refuse_conflicts(self, secure_sum: SecureAggregation | None) -> None:
         """Refuse parts of the run that do not go together."""
-        parts = [
-            Named("trainer.schedule", self.schedule.declarations),
-            *self.aggregator.parts(),
-            Named("model", _Travelling(self._server.layout)),
-        ]
-        parts.append(Named("trainer.secure_sum", secure_sum or _Unmasked()))
-        refuse_conflicts(parts)
+        refuse_conflicts(
+            [
+                Named("trainer.schedule", self.schedule.declarations),
+                *self.aggregator.parts(),
+                Named("model", _Travelling(self._server.layout)),
+                Named("trainer.secure_sum", secure_sum or _Unmasked()),
+            ]
+        )
 
     def _broadcast(self, version: int, callbacks: CopyCallbacks) -> Broadcast:
         """Return what clients that start from a version receive, the same object for all."""
         broadcast = self.versions.get(version, callbacks)
         if broadcast is None:
-            assert version == self.round, f"version {version} is not kept"
+            assert version == self.clock.round, f"version {version} is not kept"
             broadcast = Broadcast(version + 1, self.state, self._extras, callbacks())
             self.versions.add(broadcast)
         return broadcast

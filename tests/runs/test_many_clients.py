@@ -16,7 +16,7 @@ from flsuite.data import IID, Synthetic
 from flsuite.data.federated import RaggedIndex
 from flsuite.data.rows import Rows
 from flsuite.models import MLP, Classifier
-from flsuite.runs import scoring
+from flsuite.runs import run as run_module
 from flsuite.runs.partition import partition_table, write_partition
 from flsuite.schedules import Synchronous
 
@@ -116,7 +116,7 @@ def test_the_last_round_scores_all_clients_up_to_a_number(
 ) -> None:
     texts = []
     for most in (10, 9):
-        monkeypatch.setattr(scoring, "_MOST_SCORED", most)
+        monkeypatch.setattr(run_module, "_MOST_SCORED", most)
         with caplog.at_level(logging.INFO, logger="flsuite"):
             trainer = FederatedTrainer(
                 rounds=1, score_clients=3, run_dir=str(tmp_path / str(most)), accelerator="cpu",

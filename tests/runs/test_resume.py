@@ -114,7 +114,7 @@ def test_a_run_with_older_settings_resumes(tmp_path: Path) -> None:
     table.write_text(table.read_text().replace("batchnorm:", "buffers:"))
 
     assert group_runs([tmp_path / "run"])[0].settings["batchnorm"] == "local"
-    assert fit(2, "last", buffers="local").batchnorm == "local"
+    assert fit(2, "last", buffers="local").options.batchnorm == "local"
     with pytest.raises(FlsuiteError, match="batchnorm is 'average' here and 'local' there"):
         fit(3, "last")
     again = trainer(rounds=1, batchnorm="local", from_updates=str(tmp_path / "run"))
