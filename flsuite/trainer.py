@@ -33,7 +33,7 @@ from flsuite.runs.preparation import make_evaluator, make_federation, make_ready
 from flsuite.runs.reuse import Reuse
 from flsuite.runs.run import Run
 from flsuite.runs.session import opened, started
-from flsuite.runs.settings import own_settings, run_settings
+from flsuite.runs.settings import run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.evaluation import GLOBAL
@@ -267,7 +267,7 @@ class FederatedTrainer(Trainer):
         )
         given: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         callbacks = with_task_matrix(given, federation.data)
-        settings = run_settings(options, model, data, callbacks, weights, **own_settings(self))
+        settings = run_settings(self, options, model, data, callbacks, weights)
         config, hooks, reuse = self.config or settings, Hooks(callbacks), None
         if self.keep_updates or self.from_updates:
             reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)

@@ -200,14 +200,13 @@ class ClientRunner:
         if request.trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()
-            steps, kept = steps_taken(trainer) - skips.skipped, keeper.states
+            steps = steps_taken(trainer) - skips.skipped
             numbers = _training_numbers(trainer, loss, skips, steps)
+            trained = TrainedFit({}, {"optimizers": keeper.states}, steps, numbers, seconds=0.0)
         else:
-            self._measure(request.trained, trainer, callbacks, loader)
-            numbers, steps = request.trained.metrics, request.trained.steps
-            started -= request.trained.seconds
-            kept = request.trained.memory.get("optimizers")
-        return self._result(request, client, started, steps, numbers, kept)
+            trained = request.trained
+            self._measure(trained, trainer, callbacks, loader)
+        return self._result(request, client, started - trained.seconds, trained)
 
     def _callbacks(
         self,
@@ -234,13 +233,7 @@ class ClientRunner:
         ]
 
     def _result(
-        self,
-        request: FitRequest,
-        client: ClientContext,
-        started: float,
-        steps: int,
-        numbers: dict[str, float],
-        kept: Any,
+        self, request: FitRequest, client: ClientContext, started: float, trained: TrainedFit
     ) -> ClientResult:
         """Return what leaves the resident model: the update, and what the client keeps.
 
@@ -248,9 +241,7 @@ class ClientRunner:
             request: What was asked for.
             client: The client's view of the round.
             started: When the fit began, in seconds of ``time.perf_counter``.
-            steps: Steps of the optimizer.
-            numbers: The numbers of its training.
-            kept: States of the optimizers, if it keeps them.
+            trained: What its training has led to. The state is that of the resident model.
         """
         setup, broadcast = self.setup, request.broadcast
         state = self.model.state_dict()
@@ -259,11 +250,11 @@ class ClientRunner:
             client=client.id,
             round=client.round,
             samples=client.samples,
-            steps=steps,
+            steps=trained.steps,
             class_counts=client.class_counts,
             state=clone(shared),
             extras=client.extras,
-            metrics={**numbers, **_numbers(client.metrics)},
+            metrics={**trained.metrics, **_numbers(client.metrics)},
             bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
             number=request.number,
         )
@@ -281,12 +272,12 @@ class ClientRunner:
         memory = {
             "model": clone(private),
             "objective": client.memory,
-            "optimizers": kept,
+            "optimizers": trained.memory.get("optimizers"),
             "transforms": {place: own for place, own in notes.items() if own},
             "held": held,
         }
         # Without empty parts, which a checkpoint need not hold.
-        return ClientResult(packed, {k: v for k, v in memory.items() if v}, numbers)
+        return ClientResult(packed, {k: v for k, v in memory.items() if v}, trained.metrics)
 
     def _measure(
         self,

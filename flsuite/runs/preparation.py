@@ -149,7 +149,7 @@ def make_federation(
     """
     model, data, path = evaluator.model, evaluator.data, folder.path
     entries = entries_of(model, aggregator, options.batchnorm)
-    fit = OwnFit(evaluator, aggregator, options.batchnorm, options.lr_decay)
+    fit = OwnFit(evaluator, options.batchnorm, options.lr_decay)
     federation = Federation(
         model,
         data,
@@ -160,8 +160,8 @@ def make_federation(
         options.seed,
         VersionStore(path / "in_flight" if path else None),
         fit_samples(evaluator.trainer_kwargs, data.batch_size, extra_epochs(model)),
-        make_tools(evaluator, entries.private, options.seed, options.budget.rounds, fit),
+        make_tools(evaluator, entries.private, options.budget.rounds, fit),
         secure_sum,
     )
-    fit.initial, fit.layout = federation.initial, federation.server.layout
+    fit.federation = federation
     return federation

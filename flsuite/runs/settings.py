@@ -20,15 +20,11 @@ import torch
 from lightning.pytorch import Trainer
 
 from flsuite.errors import FlsuiteError
+from flsuite.runs.options import RunOptions
 
-TRAINER_SETTINGS = (
-    "aggregator",
-    "schedule",
-    "compression",
-    "secure_sum",
-    "attack",
-)
-"""The settings that a :class:`~flsuite.FederatedTrainer` keeps under their own names."""
+# The settings that a FederatedTrainer keeps under their own names.
+_OF_TRAINER = ("aggregator", "schedule", "compression", "secure_sum", "attack")
+
 WEIGHTS = ("initial_weights", "given_weights")
 """Digests of weights that a model has had before the run.
 
@@ -42,44 +38,35 @@ _MISSING = object()
 
 
 def run_settings(
-    options: Any,
+    trainer: Any,
+    options: RunOptions,
     model: torch.nn.Module,
     data: Any,
     callbacks: Sequence[Any],
     weights: str | None,
-    **others: Any,
 ) -> dict[str, Any]:
     """Return all that decides a run's result, as plain data.
 
     Args:
-        options: The :class:`~flsuite.runs.options.RunOptions`.
+        trainer: The federated trainer, once attackers are chosen.
+        options: The options of the run.
         model: The client model.
         data: The data module.
         callbacks: The callbacks. Those that can change the result are described.
         weights: The one of :data:`WEIGHTS` that the model's weights are. Weights that the run's
             seed decides are ``None``.
-        others: Further settings by name.
     """
-    named = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
+    plain = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
     return {
-        **describe({**vars(options.budget), **named}),
+        **describe({**vars(options.budget), **plain}),
         "model": describe(model),
         "data": describe_data(data),
-        **describe(others),
+        "client": describe_chosen(trainer.client_kwargs, Trainer),
+        **{name: describe(getattr(trainer, name)) for name in _OF_TRAINER},
+        # The seed may have drawn them, so that the description of the attack does not have them.
+        "attackers": None if trainer.attack is None else describe(trainer.attack.attackers),
         **describe_callbacks(callbacks),
         **{name: weights_digest(model) if name == weights else None for name in WEIGHTS},
-    }
-
-
-def own_settings(trainer: Any) -> dict[str, Any]:
-    """Return the settings that a federated trainer keeps itself, once attackers are chosen."""
-    own = {name: getattr(trainer, name) for name in TRAINER_SETTINGS}
-    # The seed may have drawn them, so that the description of the attack does not have them.
-    attackers = None if own["attack"] is None else own["attack"].attackers
-    return {
-        "client": describe_chosen(trainer.client_kwargs, Trainer),
-        **own,
-        "attackers": attackers,
     }
 
 

@@ -35,11 +35,10 @@ class Federation:
         entries: Who has which entry of the model.
         clients: What clients keep between their rounds.
         seed: The run's seed.
-        versions: The older versions that clients in flight started from. Default: in memory.
-        fit_samples: Returns the samples that a fit processes, given those of the client. Default:
-            one pass.
-        tools: What the server offers to the aggregator. Default: nothing.
-        secure_sum: How the clients' contributions are masked. Default: not at all.
+        versions: The older versions that clients in flight started from.
+        fit_samples: Returns the samples that a fit processes, given those of the client.
+        tools: What the server offers to the aggregator.
+        secure_sum: How the clients' contributions are masked, if they are.
 
     Attributes:
         clock: Rounds done, virtual seconds, client updates and bytes.
@@ -59,17 +58,17 @@ class Federation:
         entries: Entries,
         clients: ClientStore,
         seed: int,
-        versions: VersionStore | None = None,
-        fit_samples: Callable[[int], int] = int,
-        tools: ServerTools | None = None,
-        secure_sum: SecureAggregation | None = None,
+        versions: VersionStore,
+        fit_samples: Callable[[int], int],
+        tools: ServerTools,
+        secure_sum: SecureAggregation | None,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
         self.schedule = schedule
         self.entries = entries
         self.clients = clients
-        self.versions = versions or VersionStore(None)
+        self.versions = versions
         self.clock = Clock()
         self.log = RoundLog()
         self._fit_samples = fit_samples
@@ -83,7 +82,7 @@ class Federation:
         sizes = data.train_index.lengths().tolist()
         layout = layout_of(model, self.state, data.spec.shape, sizes)
         schedule.configure(sizes, seed, self._work)
-        tools = replace(tools or ServerTools(), sampling=schedule.declarations.client_sampling)
+        tools = replace(tools, sampling=schedule.declarations.client_sampling)
         self._server = Server({}, layout, tools)  # its state and round: those of the moment
         self._refuse_conflicts(secure_sum)
         aggregator.prepare(self.server)
@@ -92,9 +91,8 @@ class Federation:
         if fault is not None:
             raise FlsuiteError(fault)
 
-        classes = data.spec.num_classes
         masks = secure_sum is not None
-        self.uplink = Uplink(aggregator, layout, self.state, classes, masks)
+        self.uplink = Uplink(aggregator, layout, self.state, data.spec.num_classes, masks)
         self._bytes_up = self.uplink.chain.bytes_up
         self._devices = None if secure_sum is None else Devices(secure_sum)
         if secure_sum is not None:

@@ -93,7 +93,7 @@ def test_statistics_resume_under_every_policy(buffers: str, tmp_path: Path) -> N
         )
 
 
-def test_a_run_with_older_settings_resumes(tmp_path: Path) -> None:
+def test_a_run_with_the_older_name_of_batchnorm_resumes(tmp_path: Path) -> None:
     def fit(rounds: int, ckpt_path: str | None = None, **kwargs: Any) -> FederatedTrainer:
         made = trainer(
             rounds=rounds,
@@ -109,7 +109,6 @@ def test_a_run_with_older_settings_resumes(tmp_path: Path) -> None:
     last, table = tmp_path / "run/checkpoints/last.ckpt", tmp_path / "run/settings.yaml"
     content = torch.load(last, weights_only=True)
     content["settings"]["buffers"] = content["settings"].pop("batchnorm")
-    content["settings"]["aggregator"]["init_args"]["server_optimizer"] = {"class_path": "SGD"}
     torch.save(content, last)
     table.write_text(table.read_text().replace("batchnorm:", "buffers:"))
 
