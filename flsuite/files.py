@@ -12,7 +12,6 @@ from typing import Any
 
 from flsuite.errors import FlsuiteError, one_line
 
-_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks, of a folder
 _FULL_DISK_BYTES = 1 << 16  # left at most: what torch could not write is longer
 
@@ -87,11 +86,6 @@ def require_whole(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         if wrong := archive.testzip():
             raise ValueError(f"the checksum of {wrong} is wrong")
-
-
-def is_disk_error(error: OSError) -> bool:
-    """Return whether a disk that is full, read-only or broken is the reason of an error."""
-    return error.errno in _DISK_ERRNOS
 
 
 def replace_file(write: Callable[[Path], object], path: Path, flush: bool = False) -> None:

@@ -271,8 +271,9 @@ class FederatedTrainer(Trainer):
         config, hooks, reuse = self.config or settings, Hooks(callbacks), None
         if self.keep_updates or self.from_updates:
             reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
-        recorded = folder, options, settings, config
-        self.run = Run(federation, evaluator, *recorded, hooks, self.loggers, reuse)
+        self.run = Run(
+            federation, evaluator, folder, options, settings, config, hooks, self.loggers, reuse
+        )
         self._model, self._datamodule = model, datamodule
         return self.run
 
@@ -325,7 +326,13 @@ class FederatedTrainer(Trainer):
             raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer")
         elif ckpt_path is None and run.round:
             return run
-        run.store.restore(run.folder.existing_checkpoint(ckpt_path), to_train=False)
+        checkpoint = run.folder.find_checkpoint(ckpt_path or "last")
+        if checkpoint is None:
+            raise FlsuiteError(
+                f"there is no checkpoint in {run.folder.checkpoints}: fit first, or name one with "
+                "ckpt_path"
+            )
+        run.store.restore(checkpoint, to_train=False)
         return run
 
     def _scored(self, split: Split, *request: Any) -> list[dict[str, float]]:

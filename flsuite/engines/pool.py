@@ -36,12 +36,16 @@ Job = Sequence[Request]
 
 
 class Backlog:
-    """Keeps jobs in order: those that wait, are with a worker, or have an outcome."""
+    """Keeps jobs in order: those that wait, are with a worker, or have an outcome.
+
+    Attributes:
+        queued: Requests that wait for a worker.
+    """
 
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}  # by the number of each request
         self._queue: deque[int] = deque()  # by the number of each job's first request
-        self._queued = 0
+        self.queued = 0
         self._answers: dict[int, Answer] = {}
         self._suspects: set[int] = set()  # a worker that had them has died
         self._deaths: set[int] = set()  # it had nothing else
@@ -52,7 +56,7 @@ class Backlog:
         for job in jobs:
             self._jobs.update((request.number, job) for request in job)
             self._queue.append(job[0].number)
-            self._queued += len(job)
+            self.queued += len(job)
 
     @property
     def pending(self) -> Sequence[int]:
@@ -60,14 +64,9 @@ class Backlog:
         return list(self._jobs)
 
     @property
-    def queued(self) -> int:
-        """Return how many requests wait for a worker."""
-        return self._queued
-
-    @property
     def in_hand(self) -> int:
         """Return how many requests are with a worker, or have an outcome and are not collected."""
-        return len(self._jobs) - self._queued
+        return len(self._jobs) - self.queued
 
     @property
     def first(self) -> Job | None:
@@ -82,7 +81,7 @@ class Backlog:
     def take(self) -> Job:
         """Remove the first job from the queue, and return it."""
         job = self._jobs[self._queue.popleft()]
-        self._queued -= len(job)
+        self.queued -= len(job)
         return job
 
     def move_up(self, number: int) -> None:
@@ -121,7 +120,7 @@ class Backlog:
             self._unread.update([] if was_read else [request.number])
             self._jobs[request.number] = [request]
             self._queue.appendleft(request.number)
-            self._queued += 1
+            self.queued += 1
 
     def has_died(self, job: Job) -> bool:
         """Return whether a worker that had this job has died."""

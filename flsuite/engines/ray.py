@@ -111,7 +111,7 @@ class Ray(Pool, Settings):
         self._backlog = Backlog()
         self._actors: list[_Actor] = []
         self._waiting: dict[Any, tuple[_Actor, _Call | None]] = {}
-        self._broadcasts: dict[int, tuple[Broadcast, Any]] = {}
+        self._broadcasts: list[tuple[Broadcast, int, Any]] = []
         self._setup: Any = None
         self._versions = 0
         self._seconds = _SECONDS  # of the last fit
@@ -235,23 +235,17 @@ class Ray(Pool, Settings):
         """Return the number of a broadcast, and where it lies in the store."""
         import ray
 
-        for version, (known, place) in self._broadcasts.items():
+        for known, version, place in self._broadcasts:
             if known is broadcast:
                 return version, place
 
         # Earlier ones are needed as long as a request that starts from them waits.
-        needed = self._backlog.broadcasts()
-        self._broadcasts = {
-            version: entry
-            for version, entry in self._broadcasts.items()
-            if any(entry[0] is broadcast for broadcast in needed)
-        }
+        needed = {id(earlier) for earlier in self._backlog.broadcasts()}
+        self._broadcasts = [entry for entry in self._broadcasts if id(entry[0]) in needed]
         self._versions += 1
-        self._broadcasts[self._versions] = (
-            broadcast,
-            ray.put(pack(broadcast, whole=nbytes(broadcast.state) < SMALL)),
-        )
-        return self._versions, self._broadcasts[self._versions][1]
+        place = ray.put(pack(broadcast, whole=nbytes(broadcast.state) < SMALL))
+        self._broadcasts.append((broadcast, self._versions, place))
+        return self._versions, place
 
     # From answers to outcomes
 

@@ -18,6 +18,7 @@ from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
 
 _PICTURED = 10  # test samples
+_LEAST_SIDE = 56  # pixels of a picture
 
 
 def predict(
@@ -105,8 +106,8 @@ def _set_labels(labels: Tensor) -> str:
     return " ".join(map(str, labels.nonzero().flatten().tolist()))
 
 
-def _enlarge(images: Tensor, least: int = 56) -> Tensor:
+def _enlarge(images: Tensor) -> Tensor:
     """Repeat the pixels of small images, so that people can see them."""
-    # Rounded up, so that the side is at least ``least`` pixels.
-    factor = max(1, -(-least // images.shape[-1]))
+    # Rounded up, so that the side has at least so many pixels.
+    factor = max(1, -(-_LEAST_SIDE // images.shape[-1]))
     return images.repeat_interleave(factor, -1).repeat_interleave(factor, -2)

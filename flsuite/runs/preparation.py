@@ -36,7 +36,7 @@ def make_ready(
     trainer: Trainer,
     options: RunOptions,
     is_restored: bool,
-    attack: Attack | None = None,
+    attack: Attack | None,
 ) -> tuple[FederatedDataModule, str | None]:
     """Split the data and build the model, both as the run's seed decides.
 
@@ -100,7 +100,7 @@ def make_evaluator(
     trainer: Trainer,
     trainer_kwargs: Mapping[str, Any],
     seed: int,
-    attack: Attack | None = None,
+    attack: Attack | None,
 ) -> Evaluator:
     """Return what scores the model, on the device and in the precision of the trainer.
 

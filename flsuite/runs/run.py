@@ -60,13 +60,13 @@ class Run:
         config: dict[str, Any] | str,
         callbacks: Hooks,
         loggers: Sequence[Logger],
-        reuse: Reuse | None = None,
+        reuse: Reuse | None,
     ) -> None:
         self.federation = federation
         self.evaluator = evaluator
         self.folder = folder
         self.options = options
-        self.settings = dict(settings)
+        self.settings = dict(settings)  # a resume completes them in the store, which shares them
         self.config = config
         self.callbacks = callbacks
         self.loggers = list(loggers)

@@ -1,5 +1,6 @@
 """The beginning and the end of a run: its folder, a resume, and what is left when it ends."""
 
+import errno
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from lightning.pytorch import LightningModule
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError, one_line
-from flsuite.files import is_disk_error, replace_file, save_tensors
+from flsuite.files import replace_file, save_tensors
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe, init_args
@@ -20,6 +21,8 @@ from flsuite.runs.summary import print_summary
 from flsuite.state import plain
 
 log = logging.getLogger("flsuite")
+
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
 
 
 @contextmanager
@@ -88,7 +91,7 @@ def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if folder.path is None or not is_disk_error(error):
+        if folder.path is None or error.errno not in _DISK_ERRNOS:
             raise
         raise FederationError(
             f"cannot write to {folder.path} ({error.strerror}); the last checkpoint, if there is "

@@ -101,7 +101,7 @@ class Evaluator(Scorer):
         self.data = federation.data.at(federation.clock.round)
         if not federation.entries.personal:
             return self.shared(federation.client_state(None), split, clients, details)
-        return combine(self._own_rows(federation, split, clients, details), self._names)
+        return _combined(self._own_rows(federation, split, clients, details), self._names)
 
     def shared(
         self, state: State, split: Split, clients: Sequence[int], details: bool = False
@@ -191,7 +191,7 @@ class Evaluator(Scorer):
             return torch.cat([part.float().cpu() for part in parts])
 
 
-def combine(clients: Mapping[int, OwnScores], names: Sequence[str] = _MAIN) -> Scores:
+def _combined(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
     """Combine the scores of the clients' own models.
 
     ``global`` is the mean over clients of their models' scores on the whole split, with worst and
