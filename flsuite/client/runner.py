@@ -31,6 +31,7 @@ from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import scaler_of, steps_taken
 from flsuite.messages import (
+    Broadcast,
     ClientContext,
     ClientFailure,
     ClientResult,
@@ -65,6 +66,7 @@ class ClientRunner:
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
+        self._counted: tuple[Broadcast, int] | None = None
 
     def run(self, request: FitRequest) -> Outcome:
         """Train one client.
@@ -255,7 +257,7 @@ class ClientRunner:
             state=clone(shared),
             extras=client.extras,
             metrics={**trained.metrics, **_numbers(client.metrics)},
-            bytes_down=nbytes(broadcast.state) + nbytes(broadcast.extras),
+            bytes_down=self._bytes_of(broadcast),
             number=request.number,
         )
         notes = copy.deepcopy(request.memory.get("transforms", {}))
@@ -278,6 +280,12 @@ class ClientRunner:
         }
         # Without empty parts, which a checkpoint need not hold.
         return ClientResult(packed, {k: v for k, v in memory.items() if v}, trained.metrics)
+
+    def _bytes_of(self, broadcast: Broadcast) -> int:
+        """Return the bytes of a version of the global model, counted once."""
+        if self._counted is None or self._counted[0] is not broadcast:
+            self._counted = broadcast, nbytes(broadcast.state) + nbytes(broadcast.extras)
+        return self._counted[1]
 
     def _measure(
         self,
