@@ -12,7 +12,6 @@ from typing import Any
 
 from flsuite.errors import FlsuiteError, one_line
 
-_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks, of a folder
 _FULL_DISK_BYTES = 1 << 16  # left at most: what torch could not write is longer
 
@@ -30,18 +29,6 @@ def make_folder(path: Path) -> Path:
             f"cannot write to {path}: {error.strerror}; name another folder"
         ) from error
     return path
-
-
-def atomic_save(write: Callable[[Path], object], path: Path) -> None:
-    """Write a file under a temporary name, flush it to disk, and rename it into place.
-
-    A reader sees the old file or the new one, also after a power loss.
-
-    Args:
-        write: Writes the content to the path that it is given.
-        path: The file to replace.
-    """
-    replace_file(write, path, flush=True)
 
 
 def save_tensors(content: Any, path: Path) -> None:
@@ -69,14 +56,16 @@ def load_tensors(path: Path, remedy: str) -> Any:
 
     Args:
         path: The file.
-        remedy: What to do if it is damaged, for the message.
+        remedy: What to do if it is missing or damaged, for the message.
 
     Raises:
-        FlsuiteError: If the file is damaged, or another kind of file.
+        FlsuiteError: If the file is missing or damaged, or another kind of file.
         OSError: If the file cannot be opened.
     """
     import torch  # commands that need no torch import this module
 
+    if not path.is_file():
+        raise FlsuiteError(f"{path} is missing; {remedy}")
     try:
         require_whole(path)
         return torch.load(path, weights_only=True, map_location="cpu")
@@ -99,19 +88,17 @@ def require_whole(path: Path) -> None:
             raise ValueError(f"the checksum of {wrong} is wrong")
 
 
-def is_disk_error(error: OSError) -> bool:
-    """Return whether a disk that is full, read-only or broken is the reason of an error."""
-    return error.errno in _DISK_ERRNOS
-
-
 def replace_file(write: Callable[[Path], object], path: Path, flush: bool = False) -> None:
     """Write a file under a temporary name and rename it into place.
+
+    A reader sees the old file or the new one.
 
     Args:
         write: Writes the content to the path that it is given.
         path: The file to replace.
-        flush: Flush the file before the rename, and its folder after it. Without it, a power loss
-            can leave an empty file, until :func:`flush_to_disk` is called.
+        flush: Flush the file before the rename, and its folder after it, so that it outlives a
+            power loss. Without it, a power loss can leave an empty file, until
+            :func:`flush_to_disk` is called.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     # What a kill has left may be a link to another file, which must not be written through.

@@ -65,6 +65,10 @@ _SETTINGS = (
 )
 
 
+TrainerSettings = list[tuple[Any, str, Any]]
+"""Owner, name and value of each setting."""
+
+
 def make_slim(trainer: Trainer) -> None:
     """Remove the work that Lightning does once per fit, which means once per client.
 
@@ -86,7 +90,7 @@ def make_slim(trainer: Trainer) -> None:
         setattr(connector, name, _nothing)
 
 
-def rewind(trainer: Trainer, max_epochs: int, settings: dict[str, Any]) -> None:
+def rewind(trainer: Trainer, max_epochs: int, settings: TrainerSettings) -> None:
     """Reset a Trainer as if it had fitted nothing.
 
     Otherwise, a second ``fit`` would silently do nothing.
@@ -94,7 +98,8 @@ def rewind(trainer: Trainer, max_epochs: int, settings: dict[str, Any]) -> None:
     trainer.should_stop = False
     loop = trainer.fit_loop
     loop.max_epochs = max_epochs
-    restore_settings(trainer, settings)
+    for owner, name, value in settings:
+        setattr(owner, name, value)
     loop.epoch_progress.reset()
     loop.epoch_loop.batch_progress.reset()
     loop.epoch_loop.scheduler_progress.reset()
@@ -103,21 +108,12 @@ def rewind(trainer: Trainer, max_epochs: int, settings: dict[str, Any]) -> None:
     loop.epoch_loop.manual_optimization.optim_step_progress.reset()
 
 
-def trainer_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return the settings of a Trainer that hooks may change during a fit."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    steps = {"max_steps": epoch_loop.max_steps, "min_steps": epoch_loop.min_steps}
-    own = {name: getattr(trainer, name) for name in _SETTINGS}
-    return {**own, **steps, "min_epochs": trainer.fit_loop.min_epochs}
-
-
-def restore_settings(trainer: Trainer, settings: dict[str, Any]) -> None:
-    """Give a Trainer the settings that :func:`trainer_settings` returned."""
-    for name in _SETTINGS:
-        setattr(trainer, name, settings[name])
-    trainer.fit_loop.epoch_loop.max_steps = settings["max_steps"]
-    trainer.fit_loop.epoch_loop.min_steps = settings["min_steps"]
-    trainer.fit_loop.min_epochs = settings["min_epochs"]
+def trainer_settings(trainer: Trainer) -> TrainerSettings:
+    """Return the settings of a Trainer that hooks may change during a fit, with their owners."""
+    loop = trainer.fit_loop
+    owned = ((trainer, _SETTINGS), (loop.epoch_loop, ("max_steps", "min_steps")))
+    names = [(owner, name) for owner, names in owned for name in names] + [(loop, "min_epochs")]
+    return [(owner, name, getattr(owner, name)) for owner, name in names]
 
 
 def steps_taken(trainer: Trainer) -> int:

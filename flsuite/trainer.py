@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -23,17 +23,18 @@ from flsuite.client.placement import on_one_gpu, require_one_device
 from flsuite.client.setup import WorkerSetup, client_arguments
 from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine, InProcess
-from flsuite.errors import FlsuiteError, require_one_of
+from flsuite.errors import FlsuiteError
 from flsuite.exchange import SecureAggregation
 from flsuite.messages import Split
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.hooks import Hooks
+from flsuite.runs.options import Budget, RunOptions
 from flsuite.runs.predictions import predict
 from flsuite.runs.preparation import make_evaluator, make_federation, make_ready
 from flsuite.runs.reuse import Reuse
-from flsuite.runs.run import Budget, Run, RunOptions
+from flsuite.runs.run import Run
 from flsuite.runs.session import opened, started
-from flsuite.runs.settings import own_settings, run_settings
+from flsuite.runs.settings import run_settings
 from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.evaluation import GLOBAL
@@ -114,7 +115,6 @@ class FederatedTrainer(Trainer):
         if buffers is not None:
             log.warning("trainer.buffers is the older name of trainer.batchnorm; use that")
             batchnorm = buffers
-        require_one_of("trainer", get_args(BatchNorm), batchnorm=batchnorm)
         self.client_kwargs = client_arguments({**kwargs, "max_epochs": max_epochs})
         kwargs["default_root_dir"] = kwargs.get("default_root_dir") or run_dir
         self._logs_into_run = logger is True and kwargs["default_root_dir"] is None
@@ -134,18 +134,20 @@ class FederatedTrainer(Trainer):
         self.aggregator, self.schedule = aggregator or FedAvg(), schedule or Synchronous()
         self.engine = engine or InProcess()
         self.compression, self.secure_sum, self.attack = compression, secure_sum, attack
-        self.keep_optimizers, self.channels_last = keep_optimizers, channels_last
         self.run_dir, self.writes = Path(run_dir) if run_dir else None, enable_checkpointing
-        self.batchnorm, self.keep_updates, self.from_updates = batchnorm, keep_updates, from_updates
+        self.keep_updates, self.from_updates = keep_updates, from_updates
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
-            budget,
-            seed,
-            evaluate_every,
-            monitor,
-            score_clients,
-            lr_decay,
-            bool(enable_progress_bar),
+            budget=budget,
+            seed=seed,
+            evaluate_every=evaluate_every,
+            monitor=monitor,
+            score_clients=score_clients,
+            batchnorm=batchnorm,
+            keep_optimizers=keep_optimizers,
+            channels_last=channels_last,
+            lr_decay=lr_decay,
+            show=bool(enable_progress_bar),
         )
         self.config: str | None = None
         self.run: Run | None = None
@@ -251,30 +253,34 @@ class FederatedTrainer(Trainer):
         name = f"{type(datamodule).__name__}-{aggregator.name}".lower()
         folder = RunFolder((self.run_dir or new_run_dir(name, seed)) if self.writes else None)
         is_restored = folder.find_checkpoint(ckpt_path) is not None
-        request = model, datamodule, self, seed, self.channels_last, is_restored, self.attack
-        data, weights = make_ready(*request)
+        data, weights = make_ready(model, datamodule, self, options, is_restored, self.attack)
         self.loggers = moved_into(folder.path if self._logs_into_run else None, self.loggers)
 
         evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, self.attack)
         options = replace(options, monitor=evaluator.monitored(options.monitor))
-        attacked = with_attack(aggregator, self.attack)
-        algorithm = attacked, self.schedule, folder, options, self.batchnorm, self.secure_sum
-        federation = make_federation(evaluator, *algorithm)
+        federation = make_federation(
+            evaluator,
+            with_attack(aggregator, self.attack),
+            self.schedule,
+            folder,
+            options,
+            self.secure_sum,
+        )
         given: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         callbacks = with_task_matrix(given, federation.data)
-        settings = run_settings(options, model, data, callbacks, weights, **own_settings(self))
-        config = self.config or settings
-        hooks, parts = Hooks(callbacks), (federation, evaluator, folder, options)
-        reuse = None
+        settings = run_settings(self, options, model, data, callbacks, weights)
+        config, hooks, reuse = self.config or settings, Hooks(callbacks), None
         if self.keep_updates or self.from_updates:
             reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
-        self.run = Run(*parts, settings, config, hooks, self.loggers, reuse)
+        self.run = Run(
+            federation, evaluator, folder, options, settings, config, hooks, self.loggers, reuse
+        )
         self._model, self._datamodule = model, datamodule
         return self.run
 
     def worker_setup(self, run: Run) -> WorkerSetup:
         """Return what a worker needs to train any client of the run."""
-        federation = run.federation
+        federation, options = run.federation, run.options
         reads_updates = run.callbacks.read_updates or self.keep_updates
         may_sum = federation.uplink.sums_parts and not self.schedule.declarations.is_asynchronous
         return WorkerSetup(
@@ -283,13 +289,13 @@ class FederatedTrainer(Trainer):
             aggregator=federation.aggregator,
             uplink=federation.uplink,
             layout=federation.server.layout,
-            seed=run.options.seed,
+            seed=options.seed,
             initial=federation.initial,
             trainer_kwargs=self.client_kwargs,
-            batchnorm=self.batchnorm,
-            keep_optimizers=self.keep_optimizers,
-            channels_last=self.channels_last,
-            lr_decay=self.options.lr_decay,
+            batchnorm=options.batchnorm,
+            keep_optimizers=options.keep_optimizers,
+            channels_last=options.channels_last,
+            lr_decay=options.lr_decay,
             sums_parts=may_sum and not reads_updates,
             attack=self.attack,
         )
@@ -322,7 +328,13 @@ class FederatedTrainer(Trainer):
             raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer")
         elif ckpt_path is None and run.round:
             return run
-        run.store.restore(run.folder.existing_checkpoint(ckpt_path), to_train=False)
+        checkpoint = run.folder.find_checkpoint(ckpt_path or "last")
+        if checkpoint is None:
+            raise FlsuiteError(
+                f"there is no checkpoint in {run.folder.checkpoints}: fit first, or name one with "
+                "ckpt_path"
+            )
+        run.store.restore(checkpoint, to_train=False)
         return run
 
     def _scored(self, split: Split, *request: Any) -> list[dict[str, float]]:

@@ -30,6 +30,19 @@ _STEP_METHODS = (  # a model that overrides one of these takes Lightning's loop
     "transfer_batch_to_device",
 )
 
+_HOOKS = (
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+
 
 class NeedsLightningLoopError(Exception):
     """A fit that turns out not to be the plain case, and must start again in Lightning's loop."""
@@ -83,23 +96,23 @@ class LocalLoop:
         # Callbacks may read trainer.train_dataloader, which Lightning's loop would set.
         set_train_loader(trainer, loader)
         # Once per fit: looking for implementations at every step is what this loop saves.
-        self._collect_hooks()
+        self._hooks = {hook: self._implementations(hook) for hook in _HOOKS}
 
         with _logging_refused(self.module):
-            self._call(self._train_start)
+            self._call("on_train_start")
             progress = fit_loop.epoch_progress
             while (
                 progress.current.completed < (fit_loop.max_epochs or 1) and not trainer.should_stop
             ):
                 progress.increment_ready()
-                self._call(self._epoch_start)
+                self._call("on_train_epoch_start")
                 self._refuse_changes()
                 progress.increment_started()
                 self._run_epoch(loader)
                 progress.increment_processed()
-                self._call(self._epoch_end)
+                self._call("on_train_epoch_end")
                 progress.increment_completed()
-            self._call(self._train_end)
+            self._call("on_train_end")
 
     def _refuse_changes(self) -> None:
         """Leave this loop if a hook has changed the Trainer in a way that it does not honour."""
@@ -131,7 +144,7 @@ class LocalLoop:
         scaler = scaler_of(trainer)
         loop = trainer.fit_loop.epoch_loop
         loop.batch_progress.increment_ready()
-        self._call(self._batch_start, batch, index)
+        self._call("on_train_batch_start", batch, index)
 
         enter_hook(module, "training_step")
         with precision.train_step_context():
@@ -139,18 +152,18 @@ class LocalLoop:
         loss: Tensor | None = output.get("loss") if isinstance(output, dict) else output
 
         # Lightning's order: zero_grad comes after the forward pass.
-        self._call(self._before_zero_grad, optimizer)
+        self._call("on_before_zero_grad", optimizer)
         optimizer.zero_grad()
         if loss is not None:
             scaled = loss if scaler is None else scaler.scale(loss)
-            self._call(self._before_backward, scaled)
+            self._call("on_before_backward", scaled)
             scaled.backward()
-            self._call(self._after_backward)
+            self._call("on_after_backward")
             # Before the hooks: the term or the correction of an algorithm has no scale.
             if scaler is not None:
                 scaler.unscale_(optimizer)
 
-        self._call(self._before_step, optimizer)
+        self._call("on_before_optimizer_step", optimizer)
         # After the hooks: the term or the correction of an algorithm is clipped too.
         if trainer.gradient_clip_val:
             module.configure_gradient_clipping(
@@ -167,20 +180,8 @@ class LocalLoop:
 
         extra = output if isinstance(output, dict) else {}
         outputs = {} if loss is None else {**extra, "loss": loss.detach()}
-        self._call(self._batch_end, outputs, batch, index)
+        self._call("on_train_batch_end", outputs, batch, index)
         loop.batch_progress.increment_completed()
-
-    def _collect_hooks(self) -> None:
-        self._train_start = self._implementations("on_train_start")
-        self._train_end = self._implementations("on_train_end")
-        self._epoch_start = self._implementations("on_train_epoch_start")
-        self._epoch_end = self._implementations("on_train_epoch_end")
-        self._batch_start = self._implementations("on_train_batch_start")
-        self._batch_end = self._implementations("on_train_batch_end")
-        self._before_zero_grad = self._implementations("on_before_zero_grad")
-        self._before_backward = self._implementations("on_before_backward")
-        self._after_backward = self._implementations("on_after_backward")
-        self._before_step = self._implementations("on_before_optimizer_step")
 
     def _implementations(self, hook: str) -> list[Callable[..., Any]]:
         """Return the hooks in Lightning's order: callbacks in theirs, then the model."""
@@ -193,10 +194,9 @@ class LocalLoop:
             hooks.append(_bind(getattr(self.module, hook), hook, self.module))
         return hooks
 
-    @staticmethod
-    def _call(hooks: list[Callable[..., Any]], *args: Any) -> None:
-        for hook in hooks:
-            hook(*args)
+    def _call(self, hook: str, *args: Any) -> None:
+        for method in self._hooks[hook]:
+            method(*args)
 
 
 def implements(obj: Any, base: type, hook: str) -> bool:

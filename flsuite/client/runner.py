@@ -88,32 +88,26 @@ class ClientRunner:
         except FlsuiteError:
             raise
         except Exception as error:
-            return self._failure(request, error, before_first_step=not loss.steps)
+            self._trainer = None  # an exception may leave the Trainer in any state
+            reason = f"{type(error).__name__}: {one_line(error, longest=300)}"
+            return request.failure(reason, traceback.format_exc(), before_first_step=not loss.steps)
         finally:
             self._resident.release()
 
     def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
-        """Return what comes out of the requests of a job, which are all of one kind."""
-        fits = [request for request in job if isinstance(request, FitRequest)]
-        if fits:
-            return self.run_job(fits)
-        return [self.score(request) for request in job if isinstance(request, ScoreRequest)]
+        """Return what comes out of the requests of a job, which are all of one kind.
 
-    def run_job(self, requests: Sequence[FitRequest]) -> list[Outcome]:
-        """Train several clients, one after another, and add up their models.
-
-        A faulty update keeps its model and is not added: the server refuses it by name. The model
-        of a single client is sent as it is.
+        The models of several clients are added up. A faulty update keeps its model and is not
+        added: the server refuses it by name. The model of a single client is sent as it is.
         """
-        if len(requests) == 1:
-            return [self.run(requests[0])]
+        fits = [request for request in job if isinstance(request, FitRequest)]
+        if len(fits) < 2:
+            return [self.run(r) if isinstance(r, FitRequest) else self.score(r) for r in job]
 
         # A NaN or an infinity in a model leaves no finite sum, so that one look at the sum is
         # enough. Who has it is then seen in the same fits again.
-        outcomes, total = self._sum_up(requests, reads_numbers=False)
-        if total.is_finite:
-            return outcomes
-        return self._sum_up(requests, reads_numbers=True)[0]
+        outcomes, total = self._sum_up(fits, reads_numbers=False)
+        return outcomes if total.is_finite else self._sum_up(fits, reads_numbers=True)[0]
 
     def _sum_up(
         self, requests: Sequence[FitRequest], reads_numbers: bool
@@ -210,14 +204,13 @@ class ClientRunner:
         if request.trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()
-            steps, kept = steps_taken(trainer) - skips.skipped, keeper.states
+            steps = steps_taken(trainer) - skips.skipped
             numbers = _training_numbers(trainer, loss, skips, steps)
+            trained = TrainedFit({}, {"optimizers": keeper.states}, steps, numbers, seconds=0.0)
         else:
-            self._measure(request.trained, trainer, callbacks, loader)
-            numbers, steps = request.trained.metrics, request.trained.steps
-            started -= request.trained.seconds
-            kept = request.trained.memory.get("optimizers")
-        return self._result(request, client, started, steps, numbers, kept)
+            trained = request.trained
+            self._measure(trained, trainer, callbacks, loader)
+        return self._result(request, client, started - trained.seconds, trained)
 
     def _callbacks(
         self,
@@ -244,13 +237,7 @@ class ClientRunner:
         ]
 
     def _result(
-        self,
-        request: FitRequest,
-        client: ClientContext,
-        started: float,
-        steps: int,
-        numbers: dict[str, float],
-        kept: Any,
+        self, request: FitRequest, client: ClientContext, started: float, trained: TrainedFit
     ) -> ClientResult:
         """Return what leaves the resident model: the update, and what the client keeps.
 
@@ -258,9 +245,7 @@ class ClientRunner:
             request: What was asked for.
             client: The client's view of the round.
             started: When the fit began, in seconds of ``time.perf_counter``.
-            steps: Steps of the optimizer.
-            numbers: The numbers of its training.
-            kept: States of the optimizers, if it keeps them.
+            trained: What its training has led to. The state is that of the resident model.
         """
         setup, broadcast = self.setup, request.broadcast
         state = self.model.state_dict()
@@ -269,11 +254,11 @@ class ClientRunner:
             client=client.id,
             round=client.round,
             samples=client.samples,
-            steps=steps,
+            steps=trained.steps,
             class_counts=client.class_counts,
             state=clone(shared),
             extras=client.extras,
-            metrics={**numbers, **_numbers(client.metrics)},
+            metrics={**trained.metrics, **_numbers(client.metrics)},
             bytes_down=self._bytes_of(broadcast),
             number=request.number,
         )
@@ -291,12 +276,12 @@ class ClientRunner:
         memory = {
             "model": clone(private),
             "objective": client.memory,
-            "optimizers": kept,
+            "optimizers": trained.memory.get("optimizers"),
             "transforms": {place: own for place, own in notes.items() if own},
             "held": held,
         }
         # Without empty parts, which a checkpoint need not hold.
-        return ClientResult(packed, {k: v for k, v in memory.items() if v}, numbers)
+        return ClientResult(packed, {k: v for k, v in memory.items() if v}, trained.metrics)
 
     def _bytes_of(self, broadcast: Broadcast) -> int:
         """Return the bytes of a version of the global model, counted once."""
@@ -320,13 +305,6 @@ class ClientRunner:
             if isinstance(callback, AfterFit):
                 callback.on_fit_start(trainer, self.model)
                 callback.measure(self.model, loader)
-
-    def _failure(
-        self, request: FitRequest, error: Exception, before_first_step: bool
-    ) -> ClientFailure:
-        self._trainer = None  # an exception may leave the Trainer in any state
-        reason = f"{type(error).__name__}: {one_line(error, longest=300)}"
-        return request.failure(reason, traceback.format_exc(), before_first_step)
 
     def _swap_in(self, shared: State, private: State) -> None:
         """Make the resident model this client's.

@@ -156,7 +156,7 @@ class Scorer:
 
         The result is ``None`` where there is no such split.
         """
-        samples = self.split(split)
+        samples = self._samples(split)
         if samples is None:
             return None
 
@@ -174,24 +174,24 @@ class Scorer:
             seed_process(self.seed, f"score/{split}", client=client)
             yield
 
-    def split(self, split: Split) -> DataSplit | None:
-        """Return the samples of a split, or ``None`` where there is no validation data."""
-        return self.data.test if split == "test" else self.data.val
-
     def load(self, state: State) -> None:
         """Make the resident model the one of this state."""
         load_(self.model.state_dict(), state)
-
-    @property
-    def has_columns(self) -> bool:
-        """Return whether :meth:`outputs` has anything: a row per sample, or logits of classes."""
-        return scores_by_columns(self.model) or self._logits is not None
 
     def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
         """Return the model's evaluation columns for every sample, on the CPU."""
         self.model.to(self.device)  # parameters moved in inference mode cannot be trained
         with evaluating(self.model), torch.inference_mode():
             return self._outputs(samples)
+
+    def _samples(self, split: Split) -> DataSplit | None:
+        """Return the samples of a split, or ``None`` where there is no validation data."""
+        return self.data.test if split == "test" else self.data.val
+
+    @property
+    def _has_columns(self) -> bool:
+        """Return whether :meth:`outputs` has anything: a row per sample, or logits of classes."""
+        return scores_by_columns(self.model) or self._logits is not None
 
     @property
     def _logits(self) -> Callable[[Any], Tensor] | None:
@@ -228,7 +228,7 @@ class Scorer:
         self, samples: DataSplit, split: Split
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Return the scores on a whole split, and the columns that they come from."""
-        outputs = self.outputs(samples) if self.has_columns else {}
+        outputs = self.outputs(samples) if self._has_columns else {}
         values = self._numbers(outputs, samples, split, None, auroc=True)
         return values | self._aim(samples), outputs
 

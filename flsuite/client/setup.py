@@ -11,14 +11,12 @@ from flsuite.aggregators import Aggregator
 from flsuite.aggregators.uplink import Uplink
 from flsuite.attacks import Attack
 from flsuite.client.entries import BatchNorm
-from flsuite.client.loop import implements
 from flsuite.client.lr_decay import LRDecay
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.state import State, StateLayout
 
-_HOOKS = tuple(name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown")))
 _UNUSED_ARGUMENTS = {  # arguments of Lightning's Trainer about what a client's fit does not have
     "check_val_every_n_epoch",
     "enable_model_summary",
@@ -145,11 +143,6 @@ def fit_samples(
         return min(total, steps * per_step)
 
     return processed
-
-
-def has_lightning_hooks(callback: Callback) -> bool:
-    """Return whether a client's Trainer has anything to call on this callback."""
-    return any(implements(callback, Callback, hook) for hook in _HOOKS)
 
 
 def refuse_callbacks(callbacks: Sequence[Callback]) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
 
 import torch
 
@@ -21,21 +20,7 @@ class Engine(ABC):
 
     The engine has no influence on results. The same requests give the same outcomes on every
     engine, in any order of collection.
-
-    Attributes:
-        can_score: Whether it scores several models at a time.
     """
-
-    can_score: ClassVar[bool] = False
-
-    @contextmanager
-    def running(self, setup: WorkerSetup) -> Iterator[None]:
-        """Start the engine, and stop it at the end, also after an error."""
-        self.start(setup)
-        try:
-            yield
-        finally:
-            self.stop()
 
     @abstractmethod
     def start(self, setup: WorkerSetup) -> None:
@@ -58,31 +43,22 @@ class Engine(ABC):
             FlsuiteError: If no client can train with the settings of the run.
         """
 
-    def score(self, requests: Iterable[ScoreRequest]) -> list[OwnScores | ClientFailure | None]:
-        """Score clients' own models, if :attr:`can_score`, and return their scores in this order.
+    def score(
+        self, requests: Iterable[ScoreRequest]
+    ) -> list[OwnScores | ClientFailure | None] | None:
+        """Score clients' own models at the same time, and return their scores in this order.
 
         A client has ``None`` where there is no such split. Fits that are pending stay so.
+
+        Returns:
+            ``None`` from an engine that has no other processes. The caller scores them itself.
         """
-        raise NotImplementedError
+        return None
 
     @property
     def survives(self) -> frozenset[Fault]:
         """Return the faults on purpose that cost this engine one client, and not the run."""
         return frozenset({"raises", "nan", "shapes", "late", "twice", "gone"})
-
-    @staticmethod
-    def jobs(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:
-        """Yield what one worker trains at a time: a part of the cohort, or one client.
-
-        Args:
-            requests: The requests, those of one part next to each other.
-            sums_parts: Whether a worker is to add up the models of a part.
-        """
-        for part, members in groupby(requests, key=lambda request: request.part):
-            if sums_parts and part is not None:
-                yield list(members)
-            else:
-                yield from ([request] for request in members)
 
     def stop(self) -> None:
         """Release what :meth:`start` took, and drop pending requests.
@@ -115,7 +91,7 @@ class InProcess(Engine, Settings):
         self._runner = ClientRunner(setup)
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
-        for job in self.jobs(requests, self._sums_parts):
+        for job in jobs_of(requests, self._sums_parts):
             self._jobs.update((request.number, job) for request in job)
 
     @property
@@ -127,13 +103,27 @@ class InProcess(Engine, Settings):
         if number not in self._outcomes:
             # Sums depend on the number of threads, so it is set here and not left to torch.
             with _threads(self.threads):
-                outcomes = self._runner.run_job(job)
+                outcomes = self._runner.answer(job)
             self._outcomes.update(zip((r.number for r in job), outcomes, strict=True))
         return self._outcomes.pop(number)
 
     def stop(self) -> None:
         self._jobs: dict[int, list[FitRequest]] = {}
         self._outcomes: dict[int, Outcome] = {}
+
+
+def jobs_of(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:
+    """Yield what one worker trains at a time: a part of the cohort, or one client.
+
+    Args:
+        requests: The requests, those of one part next to each other.
+        sums_parts: Whether a worker is to add up the models of a part.
+    """
+    for part, members in groupby(requests, key=lambda request: request.part):
+        if sums_parts and part is not None:
+            yield list(members)
+        else:
+            yield from ([request] for request in members)
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """What engines with a pool of workers have in common: the backlog of their jobs, and its loop."""
 
+import logging
 import os
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
-from flsuite.engines.base import Engine
+from flsuite.engines.base import Engine, jobs_of
 from flsuite.engines.wire import CANNOT_PICKLE
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import (
@@ -20,6 +21,8 @@ from flsuite.messages import (
     OwnScores,
     ScoreRequest,
 )
+
+log = logging.getLogger("flsuite")
 
 _SCORES_AHEAD = 4  # per worker: bounds the clients' models in memory
 
@@ -33,12 +36,16 @@ Job = Sequence[Request]
 
 
 class Backlog:
-    """Keeps jobs in order: those that wait, are with a worker, or have an outcome."""
+    """Keeps jobs in order: those that wait, are with a worker, or have an outcome.
+
+    Attributes:
+        queued: Requests that wait for a worker.
+    """
 
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}  # by the number of each request
         self._queue: deque[int] = deque()  # by the number of each job's first request
-        self._queued = 0
+        self.queued = 0
         self._answers: dict[int, Answer] = {}
         self._suspects: set[int] = set()  # a worker that had them has died
         self._deaths: set[int] = set()  # it had nothing else
@@ -49,7 +56,7 @@ class Backlog:
         for job in jobs:
             self._jobs.update((request.number, job) for request in job)
             self._queue.append(job[0].number)
-            self._queued += len(job)
+            self.queued += len(job)
 
     @property
     def pending(self) -> Sequence[int]:
@@ -57,14 +64,9 @@ class Backlog:
         return list(self._jobs)
 
     @property
-    def queued(self) -> int:
-        """Return how many requests wait for a worker."""
-        return self._queued
-
-    @property
     def in_hand(self) -> int:
         """Return how many requests are with a worker, or have an outcome and are not collected."""
-        return len(self._jobs) - self._queued
+        return len(self._jobs) - self.queued
 
     @property
     def first(self) -> Job | None:
@@ -79,7 +81,7 @@ class Backlog:
     def take(self) -> Job:
         """Remove the first job from the queue, and return it."""
         job = self._jobs[self._queue.popleft()]
-        self._queued -= len(job)
+        self.queued -= len(job)
         return job
 
     def move_up(self, number: int) -> None:
@@ -89,19 +91,12 @@ class Backlog:
             self._queue.remove(first)
             self._queue.appendleft(first)
 
-    @staticmethod
-    def is_in(number: int | None, job: Job) -> bool:
-        """Return whether a request belongs to a job."""
-        return any(request.number == number for request in job)
-
     def answer(self, job: Job, answers: Iterable[Answer]) -> None:
         """Keep what came out of a job until it is collected."""
         for request, answer in zip(job, answers, strict=True):
             self._answers[request.number] = answer
 
-    def bury(
-        self, job: Job, was_alone: bool, worker: str = "worker", was_read: bool = True
-    ) -> None:
+    def bury(self, job: Job, was_alone: bool, was_read: bool = True) -> None:
         """Put back the requests of a job whose worker died, or let one fail the second time.
 
         A worker may die for a reason of the machine, such as memory, so that one more try is worth
@@ -111,7 +106,6 @@ class Backlog:
         Args:
             job: The job.
             was_alone: Whether the worker had nothing but one request.
-            worker: What the worker is called.
             was_read: Whether the worker has read the job. Otherwise its death does not count, the
                 first time: a request that is too large to be read must not be tried for ever.
         """
@@ -119,14 +113,14 @@ class Backlog:
         for request in reversed(job):
             counts = was_alone and (was_read or request.number in self._unread)
             if counts and request.number in self._deaths:
-                self.answer([request], [request.failure(f"its {worker} died twice")])
+                self.answer([request], [request.failure("its worker died twice")])
                 continue
             self._suspects.add(request.number)
             self._deaths.update([request.number] if counts else [])
             self._unread.update([] if was_read else [request.number])
             self._jobs[request.number] = [request]
             self._queue.appendleft(request.number)
-            self._queued += 1
+            self.queued += 1
 
     def has_died(self, job: Job) -> bool:
         """Return whether a worker that had this job has died."""
@@ -151,7 +145,6 @@ class Pool(Engine):
         timeout: Seconds that one client's fit may take.
     """
 
-    can_score: ClassVar[bool] = True
     timeout: float | None
     _backlog: Backlog
     _sums_parts: bool
@@ -163,7 +156,7 @@ class Pool(Engine):
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
         # With a timeout, a client that takes too long must not take others with it.
-        self._backlog.submit(self.jobs(requests, self._sums_parts and self.timeout is None))
+        self._backlog.submit(jobs_of(requests, self._sums_parts and self.timeout is None))
         self._hand_out()
 
     @property
@@ -215,10 +208,27 @@ class Pool(Engine):
                 "InProcess"
             ) from error
 
-    def _end_overdue(self, job: Job) -> None:
-        """Let the clients of a job fail that has taken too long."""
-        reason = f"it did not finish within {self.timeout:g} seconds (engine.timeout)"
-        self._backlog.answer(job, [request.failure(reason) for request in job])
+    def _take_back(self, jobs: Sequence[Job], death: str | None, was_read: bool = True) -> None:
+        """Take back the jobs of a worker that is replaced.
+
+        Args:
+            jobs: The jobs. Nobody knows which of them the worker was at.
+            death: The cause of its death. ``None`` means that it ran out of time: its clients fail.
+            was_read: Whether the worker has read all of them.
+        """
+        requests = [request for job in jobs for request in job]
+        log.warning(
+            "round %d: the worker of %s %s and is replaced",
+            requests[0].broadcast.round if requests else 0,
+            _named(requests),
+            "ran out of time" if death is None else f"died ({death})",
+        )
+        overdue = f"it did not finish within {self.timeout or 0:g} seconds (engine.timeout)"
+        for job in reversed(jobs):  # from the last to the first, because each is put first
+            if death is None:
+                self._backlog.answer(job, [request.failure(overdue) for request in job])
+            else:
+                self._backlog.bury(job, len(requests) == 1, was_read)
 
 
 def without_broadcast(job: Job) -> list[Request]:
@@ -226,7 +236,7 @@ def without_broadcast(job: Job) -> list[Request]:
     return [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
 
 
-def named(requests: Sequence[Request]) -> str:
+def _named(requests: Sequence[Request]) -> str:
     """Return the clients of requests as words of the log."""
     names = [str(request.client) for request in requests]
     return f"client {names[0]}" if len(names) == 1 else f"clients {', '.join(names) or 'none'}"

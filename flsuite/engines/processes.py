@@ -1,6 +1,5 @@
 """Clients in persistent worker processes: one import, one model and one Trainer per worker."""
 
-import logging
 import multiprocessing
 import os
 import threading
@@ -12,12 +11,10 @@ from typing import Any
 from flsuite.arguments import PositiveFloat, PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, without_main
-from flsuite.engines.pool import Backlog, Job, Pool, cores, named, without_broadcast
+from flsuite.engines.pool import Backlog, Job, Pool, cores, without_broadcast
 from flsuite.engines.wire import dump_shared, dump_without_data, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, OwnScores, ScoreRequest
-
-log = logging.getLogger("flsuite")
 
 _AHEAD = 4  # outcomes per worker that may wait for their turn: bounds memory, hides uneven clients
 
@@ -115,7 +112,7 @@ class Processes(Pool, Settings):
             if job is None:
                 return
             is_full = self._backlog.in_hand >= _AHEAD * len(self._pool) * len(job)
-            if is_full and not self._backlog.is_in(urgent, job):
+            if is_full and all(request.number != urgent for request in job):
                 return
             if not worker.job:
                 if not worker.process.is_alive():
@@ -160,7 +157,7 @@ class Processes(Pool, Settings):
             # Linux says so if the other side has closed a pipe with something to read in it.
             worker.is_gone |= isinstance(error, ConnectionResetError)
             worker.process.kill()
-            self._take_death(worker, job)
+            self._take_death(worker)
             return
         if isinstance(answer, Ready):
             worker.is_ready = True
@@ -169,29 +166,18 @@ class Processes(Pool, Settings):
 
         _disarm(worker)
         if isinstance(answer, Fatal):
-            raise answer.error("a worker process")
+            raise answer.error()
         worker.job = ()
         self._backlog.answer(job, answer)
         if worker.timed_out:  # the alarm went off just after the answer
             self._replace(self._pool.index(worker))
 
-    def _take_death(self, worker: _Worker, job: Job) -> None:
+    def _take_death(self, worker: _Worker) -> None:
         _disarm(worker)
         worker.process.join(timeout=5)
-        if worker.timed_out:
-            self._end_overdue(job)
-        else:
-            # Who was killed before it had read the job has not died of it.
-            self._backlog.bury(job, len(job) == 1, "worker process", not worker.is_gone)
-
-        log.warning(
-            "round %d: the worker process of %s %s and was replaced",
-            job[0].broadcast.round,
-            named(job),
-            "ran out of time"
-            if worker.timed_out
-            else f"died (exit code {worker.process.exitcode})",
-        )
+        death = None if worker.timed_out else f"exit code {worker.process.exitcode}"
+        # Who was killed before it had read the job has not died of it.
+        self._take_back([worker.job], death, was_read=not worker.is_gone)
         self._replace(self._pool.index(worker))
 
     def _replace(self, position: int) -> _Worker:

@@ -2,30 +2,33 @@
 
 import logging
 import math
-import os
-import signal
 import sys
-import threading
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Threads
+from flsuite.arguments import PositiveFloat, PositiveInt, Range, Settings, Threads, at_least
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.pool import Backlog, Job, Pool, Request, cores, named, without_broadcast
+from flsuite.engines.pool import Backlog, Job, Pool, Request, without_broadcast
+from flsuite.engines.ray_cluster import Needs, join, leave, number_of_workers, refuse_hidden_gpus
 from flsuite.engines.ray_worker import SMALL, RayWorker, pack, unpack
 from flsuite.engines.wire import dump_without_data
 from flsuite.engines.worker import Fatal
-from flsuite.errors import FederationError, FlsuiteError, one_line
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import Broadcast, ClientResult, ScoreRequest
 from flsuite.state import nbytes
 
 log = logging.getLogger("flsuite")
+
+_Gpus = Annotated[
+    float,
+    at_least(0),
+    Range("a share of one GPU or a whole number", lambda gpus: gpus <= 1 or gpus % 1 == 0),
+]
 
 _SECONDS = 0.1  # of training per call, at least: a call costs a millisecond or two
 _CLIENTS = 10  # per call, at most
@@ -58,14 +61,11 @@ class _Call:
 
     Attributes:
         jobs: The jobs, all from one broadcast.
-        is_second_try: Whether a worker that had the job has died. The job is then alone, so that no
-            other client is blamed for it.
         sign: Ready when an idle worker comes to the call of a single client. Other calls have none.
         ends: When its worker has run out of time, by the monotonic clock.
     """
 
     jobs: Sequence[Job]
-    is_second_try: bool
     sign: Any = None
     ends: float = math.inf
 
@@ -94,7 +94,7 @@ class Ray(Pool, Settings):
 
     workers: PositiveInt | None = None
     cpus_per_worker: PositiveFloat = 1
-    gpus_per_worker: NonNegativeFloat = 0
+    gpus_per_worker: _Gpus = 0
     address: str | None = None
     threads: Threads = 1
     runtime_env: dict[str, Any] | None = None
@@ -104,11 +104,6 @@ class Ray(Pool, Settings):
         if find_spec("ray") is None:
             raise FlsuiteError("Ray needs the package ray: pip install 'flsuite[ray]'")
         super().__post_init__()
-        if self.gpus_per_worker > 1 and self.gpus_per_worker % 1:
-            raise FlsuiteError(
-                "Ray: gpus_per_worker must be a share of one GPU or a whole number, got "
-                f"{self.gpus_per_worker}"
-            )
         self._owns_connection = False
         self._forget()
 
@@ -116,7 +111,7 @@ class Ray(Pool, Settings):
         self._backlog = Backlog()
         self._actors: list[_Actor] = []
         self._waiting: dict[Any, tuple[_Actor, _Call | None]] = {}
-        self._broadcasts: dict[int, tuple[Broadcast, Any]] = {}
+        self._broadcasts: list[tuple[Broadcast, int, Any]] = []
         self._setup: Any = None
         self._versions = 0
         self._seconds = _SECONDS  # of the last fit
@@ -125,16 +120,16 @@ class Ray(Pool, Settings):
 
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
-        _refuse_hidden_gpus(setup, self.gpus_per_worker)
+        refuse_hidden_gpus(setup, self.gpus_per_worker)
         self._sums_parts = setup.sums_parts
         with self._sendable("the model, the aggregator or the data"):
             payload = pack((setup.data, dump_without_data(setup)))
 
         try:
-            self._connect()
+            self._owns_connection = join(self.address, self.runtime_env)
             import ray
 
-            number = self._number_of_workers(ray.nodes())
+            number = number_of_workers(self.workers, self._needs())
             self._setup = ray.put(payload)
             for _ in range(number):
                 self._spawn()
@@ -157,8 +152,7 @@ class Ray(Pool, Settings):
             with suppress(Exception):  # a worker, or the cluster, may be gone
                 ray.kill(actor.handle)
         if owned:
-            with _signal_handlers_kept():
-                ray.shutdown()
+            leave()
 
     # From requests to calls
 
@@ -170,7 +164,7 @@ class Ray(Pool, Settings):
             per_call = self._clients_per_call(first[0])
             workers = max(1, sum(actor.is_ready for actor in self._actors))
             room = _AHEAD * per_call * workers - self._backlog.in_hand
-            if room < 1 and not self._backlog.is_in(urgent, first):
+            if room < 1 and all(request.number != urgent for request in first):
                 return
             actor = self._free_actor(idle=self._backlog.has_died(first))
             if actor is None:
@@ -197,7 +191,8 @@ class Ray(Pool, Settings):
             for actor in self._actors
             if actor.is_ready
             and len(actor.calls) < most
-            and not any(call.is_second_try for call in actor.calls)
+            # Who may have killed a worker is alone, so that no other client is blamed for it.
+            and not any(self._backlog.has_died(call.jobs[0]) for call in actor.calls)
         ]
         return min(free, key=lambda actor: len(actor.calls), default=None)
 
@@ -230,7 +225,7 @@ class Ray(Pool, Settings):
         # Whoever was killed before it came to a job has not died of it.
         is_suspect = not actor.calls and len(jobs) == len(jobs[0]) == 1
         sign = actor.handle.alive.remote() if is_suspect else None
-        call = _Call(jobs, self._backlog.has_died(jobs[0]), sign)
+        call = _Call(jobs, sign)
         if self.timeout is not None and not isinstance(jobs[0][0], ScoreRequest):
             call.ends = time.monotonic() + self.timeout
         actor.calls.append(call)
@@ -240,23 +235,17 @@ class Ray(Pool, Settings):
         """Return the number of a broadcast, and where it lies in the store."""
         import ray
 
-        for version, (known, place) in self._broadcasts.items():
+        for known, version, place in self._broadcasts:
             if known is broadcast:
                 return version, place
 
         # Earlier ones are needed as long as a request that starts from them waits.
-        needed = self._backlog.broadcasts()
-        self._broadcasts = {
-            version: entry
-            for version, entry in self._broadcasts.items()
-            if any(entry[0] is broadcast for broadcast in needed)
-        }
+        needed = {id(earlier) for earlier in self._backlog.broadcasts()}
+        self._broadcasts = [entry for entry in self._broadcasts if id(entry[0]) in needed]
         self._versions += 1
-        self._broadcasts[self._versions] = (
-            broadcast,
-            ray.put(pack(broadcast, whole=nbytes(broadcast.state) < SMALL)),
-        )
-        return self._versions, self._broadcasts[self._versions][1]
+        place = ray.put(pack(broadcast, whole=nbytes(broadcast.state) < SMALL))
+        self._broadcasts.append((broadcast, self._versions, place))
+        return self._versions, place
 
     # From answers to outcomes
 
@@ -280,13 +269,13 @@ class Ray(Pool, Settings):
         try:
             answer = unpack(ray.get(ready[0]))
         except ray.exceptions.RayTaskError as error:
-            raise RuntimeError(f"a worker of Ray failed:\n{error}") from error
+            raise RuntimeError(f"a worker failed:\n{error}") from error
         except ray.exceptions.RayError as error:  # the worker is gone, or its node, or the answer
             self._take_death(actor, error)
             return
 
         if isinstance(answer, Fatal):
-            raise answer.error("a worker of Ray")
+            raise answer.error()
         if call is None:
             actor.is_ready = True
             self._failed_starts = 0
@@ -307,13 +296,7 @@ class Ray(Pool, Settings):
         ]
         for actor, call in overdue:
             self._remove(actor)
-            for job in call.jobs:
-                self._end_overdue(job)
-                log.warning(
-                    "round %d: the worker of %s ran out of time and is replaced",
-                    job[0].broadcast.round,
-                    named(job),
-                )
+            self._take_back(call.jobs, death=None)
             self._spawn()
 
     def _remove(self, actor: _Actor) -> None:
@@ -335,19 +318,9 @@ class Ray(Pool, Settings):
             self._take_failed_start(reason)
             return
 
+        # The answer to the oldest call may have been lost with the worker.
         jobs = [job for call in actor.calls for job in call.jobs]
-        lost = [request for job in jobs for request in job]
-        log.warning(
-            "round %d: the worker of %s died and is replaced (%s)",
-            lost[0].broadcast.round if lost else 0,
-            named(lost),
-            reason,
-        )
-        # From the last to the first, because each is put first. Nobody knows who was training: the
-        # answer to the oldest call may have been lost with the worker.
-        was_read = all(_was_read(call) for call in actor.calls)
-        for job in reversed(jobs):
-            self._backlog.bury(job, was_alone=len(lost) == 1, was_read=was_read)
+        self._take_back(jobs, reason, was_read=all(_was_read(call) for call in actor.calls))
         self._spawn()
 
     def _take_failed_start(self, reason: str) -> None:
@@ -366,68 +339,16 @@ class Ray(Pool, Settings):
 
         if any(actor.is_ready for actor in self._actors):
             return
-        if not _room(ray.nodes(), self._needs()):
+        if not self._needs().room(ray.nodes()):
             raise FederationError(
-                f"Ray: no node of the cluster has room for a worker any more ({self._needs_text()})"
+                f"Ray: no node of the cluster has room for a worker any more ({self._needs()})"
             )
         self._glances += 1
         if self._glances == _PATIENCE:
             log.warning("no worker of Ray has started yet; others may be using the cluster")
 
-    # The cluster
-
-    def _connect(self) -> None:
-        """Join the cluster, unless the user has."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        import ray
-
-        if ray.is_initialized():
-            return
-        settings: dict[str, Any] = {"runtime_env": self.runtime_env, "logging_level": "WARNING"}
-        if self.address is None:
-            # Ray itself would take all cores of the machine, whatever this process may use.
-            settings |= {
-                "address": "local",
-                "num_cpus": cores(),
-                "include_dashboard": False,
-            }
-        else:
-            settings["address"] = self.address
-
-        with _signal_handlers_kept(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Tip: In future versions of Ray", FutureWarning)
-            try:
-                ray.init(**settings)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise FlsuiteError(
-                    f"Ray: cannot join {self.address or 'a cluster of this machine'} "
-                    f"({one_line(error, 200)}); start a cluster with 'ray start --head', or leave "
-                    "out engine.address"
-                ) from error
-        self._owns_connection = True
-
-    def _number_of_workers(self, nodes: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many workers to start.
-
-        Raises:
-            FlsuiteError: If the cluster has no room for them. Ray itself would wait for ever.
-        """
-        room = _room(nodes, self._needs())
-        if room < (self.workers or 1):
-            totals = _totals(nodes)
-            raise FlsuiteError(
-                f"Ray: {self.workers or 1} workers of {self._needs_text()} do not fit into the "
-                f"cluster, which has {totals['CPU']:g} CPUs and {totals['GPU']:g} GPUs on "
-                f"{totals['nodes']:g} node(s) and room for {room}; change engine.workers, "
-                "cpus_per_worker or gpus_per_worker"
-            )
-        return self.workers or room
-
-    def _needs(self) -> dict[str, float]:
-        return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
-
-    def _needs_text(self) -> str:
-        return f"{self.cpus_per_worker:g} CPUs and {self.gpus_per_worker:g} GPUs each"
+    def _needs(self) -> Needs:
+        return Needs(self.cpus_per_worker, self.gpus_per_worker)
 
     def _spawn(self) -> None:
         import ray
@@ -460,56 +381,3 @@ def _was_read(call: _Call) -> bool:
     except ray.exceptions.RayError:  # also if the answer is lost
         return False
     return True
-
-
-def _room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:
-    """Return how many workers fit into the nodes, each of which is on one node.
-
-    Args:
-        nodes: As ``ray.nodes()`` describes them.
-        needs: What a worker needs of each resource.
-    """
-    return sum(_room_of(node["Resources"], needs) for node in nodes if node["Alive"])
-
-
-def _room_of(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    rooms = []
-    for name, need in needs.items():
-        there = resources.get(name, 0.0)
-        if name == "GPU" and 0 < need < 1:  # a share is of one GPU
-            rooms.append(int(there) * int(1 / need + 1e-9))
-        elif need:
-            rooms.append(int(there / need + 1e-9))
-    return min(rooms)
-
-
-def _totals(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    sums = {name: sum(node.get(name, 0.0) for node in alive) for name in ("CPU", "GPU")}
-    return {**sums, "nodes": len(alive)}
-
-
-def _refuse_hidden_gpus(setup: WorkerSetup, gpus: float) -> None:
-    accelerator = setup.trainer_kwargs.get("accelerator")
-    if accelerator in ("gpu", "cuda") and not gpus:
-        raise FlsuiteError(
-            f"trainer: accelerator {accelerator} needs engine.gpus_per_worker above 0; workers of "
-            "Ray see only the GPUs that are reserved for them"
-        )
-
-
-@contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """Restore the handler of SIGTERM, which Ray replaces.
-
-    Where jobs are pre-empted, it is the user's.
-    """
-    if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -41,15 +41,11 @@ class Fatal:
         is_user_error = isinstance(error, FlsuiteError)
         return cls(str(error) if is_user_error else traceback.format_exc(), is_user_error)
 
-    def error(self, worker: str) -> Exception:
-        """Return the error to be raised where the worker was started.
-
-        Args:
-            worker: What the worker is called.
-        """
+    def error(self) -> Exception:
+        """Return the error to be raised where the worker was started."""
         if self.is_user_error:
             return FlsuiteError(self.message)
-        return RuntimeError(f"{worker} failed:\n{self.message}")
+        return RuntimeError(f"a worker failed:\n{self.message}")
 
 
 def serve(

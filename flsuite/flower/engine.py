@@ -11,10 +11,11 @@ from flsuite.engines.base import Engine
 from flsuite.errors import FlsuiteError
 from flsuite.flower.nodes import REFUSED
 from flsuite.flower.records import read_update
-from flsuite.messages import ClientResult, FitRequest, Outcome, OwnScores, Scores, Split
-from flsuite.server.evaluation import Evaluator, combine
+from flsuite.messages import ClientResult, FitRequest, Outcome, OwnScores, Split
+from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
 from flsuite.server.stores import ClientStore, Memory
+from flsuite.state import State
 
 log = logging.getLogger("flsuite")
 
@@ -128,24 +129,21 @@ class NodeEvaluator(Evaluator):
         self.asked: set[int] = set()
         self.rows: dict[str, dict[int, OwnScores]] = {}
 
-    def scores(
-        self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
-    ) -> Scores:
-        """Combine the scores of these clients, or return nothing unless all of them were asked."""
+    def _own_rows(
+        self, federation: Federation, split: Split, clients: Sequence[int], details: bool
+    ) -> dict[int, OwnScores]:
+        """Return the scores of these clients, or none unless all of them were asked."""
         if not self.asked.issuperset(clients):
             log.warning(
                 "round %d: not scored on %s data: nodes are asked for scores before callbacks can "
                 "stop the run, and not all of these were",
-                federation.round,
+                federation.clock.round,
                 split,
             )
             return {}
         answers = self.rows.get(split, {})
         rows = {client: answers[client] for client in clients if client in answers}
-        return combine(
-            {client: row if details else row._replace(classes={}) for client, row in rows.items()},
-            self.names,
-        )
+        return {c: row if details else row._replace(classes={}) for c, row in rows.items()}
 
 
 class NodeStore(ClientStore):
@@ -158,15 +156,14 @@ class NodeStore(ClientStore):
 
     def __init__(self, personal: bool) -> None:
         super().__init__(None)
-        self.personal = personal
         self.is_local = not personal
 
-    def request_memory(self, client: int) -> Memory:
+    def __getitem__(self, client: int) -> Memory:
         """Return nothing: a node adds what its client keeps."""
         return {}
 
-    def __getitem__(self, client: int) -> Memory:
-        if self.personal:
+    def private(self, client: int) -> State:
+        if not self.is_local:
             raise FlsuiteError(
                 f"the private part of client {client} lies on its node; under Flower, leave out "
                 "callbacks that need it"

@@ -172,6 +172,8 @@ class FlowerStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Return the mean over clients of their own models' scores on test data."""
+        if not self._asked:
+            return None
         answers = by_node(replies)
         rows: dict[str, dict[int, OwnScores]] = {}
         for client, node in self._asked.items():

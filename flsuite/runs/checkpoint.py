@@ -1,23 +1,224 @@
 """Checkpoints, from which a run goes on as if it had never stopped."""
 
+import copy
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch import LightningModule
 
+from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import atomic_save, flush_to_disk, replace_file, require_whole, save_tensors
-from flsuite.runs.settings import describe, differences, init_args
+from flsuite.files import (
+    BackgroundTask,
+    flush_to_disk,
+    load_tensors,
+    replace_file,
+    require_whole,
+    save_tensors,
+)
+from flsuite.runs.folder import RunFolder
+from flsuite.runs.hooks import Hooks
+from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
+from flsuite.runs.summary import RunSummary
+from flsuite.server.federation import Federation
 from flsuite.state import State, plain
+
+log = logging.getLogger("flsuite")
 
 _FORMAT = 3
 _FROZEN = "frozen.pt"
+
+# Settings that a resumed run may change.
+_MAY_DIFFER = ("rounds", "max_virtual_seconds", "max_client_updates", "stopping", *WEIGHTS)
+_DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # of a given state
+
+
+class RunStore:
+    """Writes a run's checkpoints, and takes the run back to one of them.
+
+    Files are flushed to disk and put into place while the next round goes on.
+
+    Args:
+        federation: As it is before the first round.
+        folder: Where the run is recorded.
+        settings: All settings that decide the result. A resume adds what they leave open.
+        callbacks: The callbacks of the run.
+        summary: The scores so far.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        folder: RunFolder,
+        settings: dict[str, Any],
+        callbacks: Hooks,
+        summary: RunSummary,
+    ) -> None:
+        self.federation = federation
+        self.folder = folder
+        self.settings = settings
+        self.callbacks = callbacks
+        self.summary = summary
+        self._best_clients: dict[int, int] = {}
+        self._publishing = BackgroundTask()
+        self.settle()
+
+    @property
+    def versions_in_flight(self) -> set[int]:
+        """Return the versions that clients in flight have started from."""
+        in_flight = self.federation.schedule.in_flight
+        return {fit.version for fit in in_flight if fit.outcome == "arrived"}
+
+    def settle(self) -> None:
+        """Make this round the one that the run goes back to if a later one fails."""
+        federation = self.federation
+        memory = copy.deepcopy(federation.server.memory)
+        self._settled = replace(federation.clock), federation.state, memory
+
+    def roll_back(self) -> None:
+        """Go back to the last round that was settled: a half-done round has parts of two states."""
+        federation = self.federation
+        federation.clients.rollback()
+        clock, federation.state, memory = self._settled
+        federation.clock = replace(clock)
+        kept = federation.server.memory
+        kept.clear()
+        kept.update(memory)
+
+    def create(self) -> None:
+        """Write what stays the same for the whole run: the entries that nobody trains."""
+        federation, checkpoints = self.federation, self.folder.checkpoints
+        if checkpoints is not None:
+            frozen = {name: federation.initial[name] for name in federation.entries.frozen}
+            if frozen:
+                checkpoints.mkdir(parents=True, exist_ok=True)
+                path = checkpoints / _FROZEN
+                replace_file(lambda temporary: save_tensors(frozen, temporary), path, flush=True)
+
+    def save(self, is_best: bool) -> None:
+        """Write the checkpoint of the round just done, and the memories of its clients.
+
+        Args:
+            is_best: Whether it is the round picked on validation data so far.
+
+        Raises:
+            FlsuiteError: If the checkpoint could not be read again.
+        """
+        federation, folder = self.federation, self.folder
+        clients, versions = federation.clients, federation.versions
+        in_flight = self.versions_in_flight
+        self._publishing.wait()  # the files of the round before are about to be replaced
+        written = [*clients.commit(federation.clock.round), *versions.commit(in_flight)]
+        sizes = {"table": folder.table.append(), "timeline": folder.timeline.append()}
+        self.settle()
+        if folder.checkpoints is None:
+            return
+
+        # The picked round keeps its clients' memories, for ``--ckpt_path best``.
+        if is_best:
+            self._best_clients = dict(clients.versions)
+        content = {
+            "settings": self.settings,
+            "federation": federation.state_dict(),
+            "callbacks": {c.state_key: c.state_dict() for c in self.callbacks.federation},
+            "summary": self.summary.state_dict(),
+            "best_clients": self._best_clients,
+            **sizes,
+        }
+        path = write_checkpoint(content, folder.checkpoints)
+        # A kill before the rename leaves the old checkpoint, whose files must still be there.
+        needed = [*written, *folder.tables]
+        used = dict(clients.versions), dict(self._best_clients)
+
+        def publish() -> None:
+            publish_checkpoint(path, is_best, needed)
+            clients.remove_unused(*used)
+            versions.remove_unused(in_flight)
+
+        self._publishing.start(publish)
+
+    def close(self, must_succeed: bool) -> None:
+        """Wait until the last checkpoint is in place.
+
+        Args:
+            must_succeed: Whether an error is raised. Otherwise it is logged, because the run has
+                failed already and that error is the one to raise.
+        """
+        try:
+            self._publishing.close()
+        except Exception as error:
+            if must_succeed:
+                raise
+            log.warning("the last checkpoint was not written: %s", one_line(error))
+
+    def restore(self, checkpoint: Path, to_train: bool) -> dict[str, Any]:
+        """Go back to the state of a checkpoint, and return all that the checkpoint holds.
+
+        Args:
+            checkpoint: The file.
+            to_train: Whether training goes on from it. Scores alone depend on fewer settings.
+
+        Raises:
+            FlsuiteError: If the checkpoint cannot be read, or was written with other settings.
+        """
+        content = load_checkpoint(checkpoint)
+        saved = renamed(content["settings"])
+        self.settings.update(with_contents(self.settings, saved))
+        # Settings of either side: one that is missing here or there differs.
+        names = [
+            name
+            for name in {**self.settings, **saved}
+            if (name not in _MAY_DIFFER if to_train else name in _DECIDE_SCORES)
+        ]
+        ours, theirs = ({k: s.get(k) for k in names} for s in (self.settings, saved))
+        refuse_mismatch(ours, theirs, checkpoint)
+
+        self.federation.load_state_dict(content["federation"])
+        self.federation.initial |= self._frozen(checkpoint.parent / _FROZEN)
+        self.summary.load_state_dict(content["summary"])
+        self.settle()
+        self._best_clients = content["best_clients"]
+        for callback in self.callbacks.federation:
+            if callback.state_key in content["callbacks"]:
+                callback.load_state_dict(content["callbacks"][callback.state_key])
+        return content
+
+    def resume(self, checkpoint: Path) -> dict[str, Any]:
+        """Restore a checkpoint of this run's own folder, to go on in it.
+
+        Raises:
+            FlsuiteError: If it belongs to another run, or :meth:`restore` raises.
+        """
+        home, own = checkpoint.resolve().parent, self.folder.checkpoints
+        if checkpoint.is_file() and (own is None or home != own.resolve()):
+            raise FlsuiteError(
+                f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}"
+            )
+        content = self.restore(checkpoint, to_train=True)
+        self.federation.versions.restore(self.versions_in_flight)
+        self.folder.table.resume(content["table"])
+        self.folder.timeline.resume(content["timeline"])
+        log.info("resumed after round %d from %s", self.federation.clock.round, checkpoint)
+        return content
+
+    def _frozen(self, path: Path) -> State:
+        """Read the entries that nobody trains, which :meth:`create` has written."""
+        names = self.federation.entries.frozen
+        if not names:
+            return {}
+        frozen: State = load_tensors(path, "restore the frozen weights, or start a new run")
+        if set(frozen) != set(names):
+            raise FlsuiteError(
+                f"{path} has {len(frozen)} frozen entries and the model has {len(names)}; freeze "
+                "the same parameters as the run did, or start a new one"
+            )
+        return frozen
 
 
 def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
@@ -58,38 +259,6 @@ def publish_checkpoint(path: Path, is_best: bool, needed: Iterable[Path]) -> Non
     flush_to_disk([folder])
 
 
-def write_frozen(state: State, folder: Path) -> None:
-    """Write the entries that nobody trains, once and not with every checkpoint."""
-    if state:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_save(lambda path: save_tensors(state, path), folder / _FROZEN)
-
-
-def read_frozen(names: Sequence[str], folder: Path) -> State:
-    """Read what :func:`write_frozen` has written.
-
-    Raises:
-        FlsuiteError: If the file is missing or has other entries.
-    """
-    if not names:
-        return {}
-    path = folder / _FROZEN
-    try:
-        require_whole(path)
-        state: State = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise FlsuiteError(
-            f"{path} cannot be read, which holds the frozen weights ({one_line(error, 200)}); "
-            "restore it, or start a new run"
-        ) from error
-    if set(state) != set(names):
-        raise FlsuiteError(
-            f"{path} has {len(state)} frozen entries and the model has {len(names)}; freeze the "
-            "same parameters as the run did, or start a new one"
-        )
-    return state
-
-
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a run's checkpoint.
 
@@ -123,55 +292,6 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"{_FORMAT}); resume it with that version, or start a new run"
         )
     return content
-
-
-def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path) -> None:
-    """Refuse to continue a checkpoint with other settings.
-
-    Raises:
-        FlsuiteError: If settings differ. The message names them.
-    """
-    named = [
-        f"{name} is {now!r} here and {then!r} there"
-        for name, now, then in differences(ours, theirs)
-    ]
-    if named:
-        more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
-        raise FlsuiteError(
-            f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the settings of "
-            "the run, or start a new one"
-        )
-
-
-def export_model(model: LightningModule, path: Path) -> None:
-    """Write an ordinary Lightning checkpoint, which ``load_from_checkpoint`` reads.
-
-    Settings that only code can express, such as an optimizer given as a lambda, keep their
-    defaults.
-    """
-    # The source of a lambda describes a run, but nothing can be made from it.
-    settings = {
-        name: value
-        for name, value in init_args(model).items()
-        if not (isinstance(value, str) and ("lambda" in value or "\n" in value))
-    }
-
-    content: dict[str, Any] = {
-        "epoch": 0,
-        "global_step": 0,
-        "pytorch-lightning_version": lightning.__version__,
-        "state_dict": model.state_dict(),
-        "hyper_parameters": {
-            "_class_path": f"{type(model).__module__}.{type(model).__qualname__}",
-            "_instantiator": "lightning.pytorch.cli.instantiate_module",
-            **describe(settings),
-        },
-    }
-
-    model.on_save_checkpoint(content)
-    readable = plain(content, "model")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_save(lambda temporary: save_tensors(readable, temporary), path)
 
 
 def _link(source: Path, target: Path) -> None:

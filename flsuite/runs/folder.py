@@ -18,7 +18,7 @@ from flsuite.attacks import Attack
 from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
-from flsuite.files import atomic_save, make_folder
+from flsuite.files import make_folder, replace_file
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.table import MetricsTable, TimelineTable
 
@@ -54,11 +54,11 @@ _PACKAGES = (
 )
 
 
-def new_run_dir(name: str, seed: int, parent: str | Path = "runs") -> Path:
+def new_run_dir(name: str, seed: int) -> Path:
     """Return ``runs/<name>/<time>-<seed>``, with milliseconds, so that two runs do not meet."""
     now = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now % 1 * 1000):03d}"
-    return Path(parent) / name / f"{stamp}-{seed}"
+    return Path("runs") / name / f"{stamp}-{seed}"
 
 
 class RunFolder:
@@ -106,20 +106,6 @@ class RunFolder:
         if path.exists() or ckpt_path == "best":
             return path
         return None
-
-    def existing_checkpoint(self, ckpt_path: str | None) -> Path:
-        """Return the file that a request means, by default the last one. It must exist.
-
-        Raises:
-            FlsuiteError: If there is no checkpoint.
-        """
-        path = self.find_checkpoint(ckpt_path or "last")
-        if path is None:
-            raise FlsuiteError(
-                f"there is no checkpoint in {self.checkpoints}: fit first, or name one with "
-                "ckpt_path"
-            )
-        return path
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -202,7 +188,8 @@ class RunFolder:
         self._written = [self.path / name for name in _FILES]
         self.write_request(config, settings)
         (self.path / "versions.txt").write_text(_versions())
-        write_partition(self.path / "partition.csv", data)
+        with (self.path / "partition.csv").open("w", newline="") as file:
+            write_partition(file, data)
         if isinstance(data, TaskData):
             task_table(data).to_csv(self.path / "tasks.csv", index=False)
         if attack is not None:
@@ -275,7 +262,7 @@ class RunFolder:
 
 
 def _write_text(path: Path, text: str) -> None:
-    atomic_save(lambda temporary: temporary.write_text(text), path)
+    replace_file(lambda temporary: temporary.write_text(text), path, flush=True)
 
 
 def _versions() -> str:

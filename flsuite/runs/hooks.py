@@ -6,10 +6,11 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from flsuite.client.setup import has_lightning_hooks
+from flsuite.client.loop import implements
 from flsuite.errors import FlsuiteError, one_line
 
 _BASE = "flsuite.callbacks.base"  # whose hooks do nothing
+_OF_LIGHTNING = tuple(n for n in vars(Callback) if n.startswith(("on_", "setup", "teardown")))
 _HOOKS = (
     "on_federation_start",
     "on_round_start",
@@ -32,7 +33,7 @@ class Hooks:
         federation: Those with a hook of the federation.
     """
 
-    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._all = list(callbacks)
         self.federation = [c for c in self._all if any(hasattr(c, hook) for hook in _HOOKS)]
 
@@ -52,12 +53,17 @@ class Hooks:
         They are copies, so that no client of a round sees what the run changes in them during the
         round.
         """
-        return tuple(_copied(callback) for callback in self._all if has_lightning_hooks(callback))
+        return tuple(_copied(callback) for callback in self._all if _has_lightning_hooks(callback))
 
     @property
     def read_updates(self) -> bool:
         """Return whether a callback may read the models of clients."""
         return any(map(_reads_updates, self.federation))
+
+
+def _has_lightning_hooks(callback: Callback) -> bool:
+    """Return whether a client's Trainer has anything to call on a callback."""
+    return any(implements(callback, Callback, hook) for hook in _OF_LIGHTNING)
 
 
 def _reads_updates(callback: Callback) -> bool:

@@ -3,10 +3,8 @@
 import csv
 import io
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +20,7 @@ _SPLITS = ("train", "val", "test")
 _CLIENTS_AT_A_TIME = 10_000  # bounds memory
 
 
-def write_partition(path: Path, data: FederatedData) -> None:
+def write_partition(file: TextIO, data: FederatedData) -> None:
     """Write ``partition.csv``: client, split, class name and number of samples.
 
     For multi-label data, the number is that of positive samples per label.
@@ -31,28 +29,21 @@ def write_partition(path: Path, data: FederatedData) -> None:
     # One template per client and not one call per row: a million clients have millions of rows.
     of_client = "".join("%d" + cell.replace("%", "%%") + "%d\n" for cell in cells)
 
-    with path.open("w", newline="") as file:
-        file.write(",".join(PARTITION_COLUMNS) + "\n")
-        for first, counts in _counts(data):
-            clients = torch.arange(first, first + len(counts))[:, None].expand_as(counts)
-            numbers = torch.stack([clients, counts], dim=2).flatten().tolist()
-            file.write(of_client * len(counts) % tuple(numbers))
+    file.write(",".join(PARTITION_COLUMNS) + "\n")
+    for first, counts in _counts(data):
+        clients = torch.arange(first, first + len(counts))[:, None].expand_as(counts)
+        numbers = torch.stack([clients, counts], dim=2).flatten().tolist()
+        file.write(of_client * len(counts) % tuple(numbers))
 
 
 def partition_table(data: FederatedData) -> "pd.DataFrame":
     """Return the content of a run's ``partition.csv``."""
     import pandas as pd
 
-    names = data.spec.names
-    counts = torch.cat([counts for _, counts in _counts(data)])
-    rows_of_client = counts.shape[1]
-    columns = (
-        np.arange(data.clients).repeat(rows_of_client),
-        np.tile(np.repeat(np.array(_SPLITS, dtype=object), len(names)), data.clients),
-        np.tile(np.array(names, dtype=object), len(_SPLITS) * data.clients),
-        counts.flatten().numpy(),
-    )
-    return pd.DataFrame(dict(zip(PARTITION_COLUMNS, columns, strict=True)))
+    text = io.StringIO()
+    write_partition(text, data)
+    text.seek(0)
+    return pd.read_csv(text, dtype={"class": str}, keep_default_na=False)
 
 
 def task_table(data: TaskData) -> "pd.DataFrame":

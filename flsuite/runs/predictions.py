@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData
+from flsuite.data.loader import SplitLoader
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
+from flsuite.models.declarations import pictures
+from flsuite.models.modes import evaluating
 from flsuite.random import seed_process
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
 
 _PICTURED = 10  # test samples
+_LEAST_SIDE = 56  # pixels of a picture
 
 
 def predict(
@@ -51,14 +55,19 @@ def predict(
 
 
 def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, Tensor]:
-    """Return the model's pictures of the first test samples.
+    """Return the model's pictures of the first test samples, on the CPU.
 
     If each client has a model of its own, they are those of client 0.
     """
-    seed_process(0, "pictures", federation.round)  # the same draws in every run, for comparison
+    # The same draws in every run, for comparison.
+    seed_process(0, "pictures", federation.clock.round)
     evaluator.load(federation.client_state(0 if federation.entries.personal else None))
-    first = torch.arange(min(_PICTURED, len(federation.data.test)))
-    return evaluator.pictures(federation.data.test.take(first))
+    data, model, device = evaluator.data, evaluator.model.to(evaluator.device), evaluator.device
+    samples = federation.data.test.take(torch.arange(min(_PICTURED, len(data.test))))
+    x, _ = next(iter(SplitLoader(data, samples, len(samples))))
+    with evaluating(model), torch.inference_mode(), evaluator.precision():
+        grids = pictures(model, x.to(device))
+        return {name: grid.float().cpu() for name, grid in grids.items()}
 
 
 def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:
@@ -81,12 +90,12 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
     return path
 
 
-def write_pictures(folder: Path, pictures: Mapping[str, Tensor]) -> list[Path]:
+def write_pictures(folder: Path, grids: Mapping[str, Tensor]) -> list[Path]:
     """Write one PNG per grid ``(rows, columns, channels, height, width)`` within [0, 1]."""
     from torchvision.utils import save_image
 
     paths = []
-    for name, grid in pictures.items():
+    for name, grid in grids.items():
         paths.append(folder / f"{name}.png")
         images = _enlarge(grid.flatten(0, 1).clamp(0, 1))
         save_image(images, paths[-1], nrow=grid.shape[1])
@@ -97,8 +106,8 @@ def _set_labels(labels: Tensor) -> str:
     return " ".join(map(str, labels.nonzero().flatten().tolist()))
 
 
-def _enlarge(images: Tensor, least: int = 56) -> Tensor:
+def _enlarge(images: Tensor) -> Tensor:
     """Repeat the pixels of small images, so that people can see them."""
-    # Rounded up, so that the side is at least ``least`` pixels.
-    factor = max(1, -(-least // images.shape[-1]))
+    # Rounded up, so that the side has at least so many pixels.
+    factor = max(1, -(-_LEAST_SIDE // images.shape[-1]))
     return images.repeat_interleave(factor, -1).repeat_interleave(factor, -2)

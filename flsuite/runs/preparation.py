@@ -8,7 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from flsuite.aggregators import Aggregator
 from flsuite.attacks import Attack
-from flsuite.client.entries import BatchNorm, entries_of
+from flsuite.client.entries import entries_of
 from flsuite.client.setup import fit_samples
 from flsuite.data.datasets.from_data_module import as_federated
 from flsuite.data.module import FederatedDataModule
@@ -19,7 +19,7 @@ from flsuite.models.declarations import extra_epochs, has_step, require_trainabl
 from flsuite.models.strides import slice_strides
 from flsuite.random import seed_process
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.run import RunOptions
+from flsuite.runs.options import RunOptions
 from flsuite.schedules import Schedule
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
@@ -34,10 +34,9 @@ def make_ready(
     model: LightningModule,
     datamodule: LightningDataModule,
     trainer: Trainer,
-    seed: int,
-    channels_last: bool,
+    options: RunOptions,
     is_restored: bool,
-    attack: Attack | None = None,
+    attack: Attack | None,
 ) -> tuple[FederatedDataModule, str | None]:
     """Split the data and build the model, both as the run's seed decides.
 
@@ -45,8 +44,7 @@ def make_ready(
         model: The model that clients train.
         datamodule: The data of all clients.
         trainer: The federation's, which ``configure_model`` may ask for the data module.
-        seed: The run's seed.
-        channels_last: Whether convolutions use this memory format.
+        options: The options of the run.
         is_restored: Whether the weights of a checkpoint follow, so that the model reads none.
         attack: Its attackers are drawn among the clients of the data.
 
@@ -59,11 +57,11 @@ def make_ready(
     """
     require_instance("fit", LightningModule, model=model)
     data = as_federated(datamodule)
-    data.use_seed(seed)
+    data.use_seed(options.seed)
     data.setup("fit")
 
     weights = None
-    seed_process(seed, "model")
+    seed_process(options.seed, "model")
     if isinstance(model, ClientModel):
         # Before the model is built: a model without a spec has no weights yet.
         weights = "initial_weights" if model.spec is not None else None
@@ -77,9 +75,9 @@ def make_ready(
     _USED.add(model)
 
     if attack is not None:
-        attack.configure(data.federated, seed)
+        attack.configure(data.federated, options.seed)
     require_trainable(model, data.federated.spec)
-    if channels_last:
+    if options.channels_last:
         to_channels_last(model)
     return data, weights
 
@@ -102,7 +100,7 @@ def make_evaluator(
     trainer: Trainer,
     trainer_kwargs: Mapping[str, Any],
     seed: int,
-    attack: Attack | None = None,
+    attack: Attack | None,
 ) -> Evaluator:
     """Return what scores the model, on the device and in the precision of the trainer.
 
@@ -134,7 +132,6 @@ def make_federation(
     schedule: Schedule,
     folder: RunFolder,
     options: RunOptions,
-    batchnorm: BatchNorm,
     secure_sum: SecureAggregation | None,
 ) -> Federation:
     """Return the federation of a run, as it is before the first round.
@@ -145,15 +142,14 @@ def make_federation(
         schedule: Who trains when.
         folder: Where clients and versions are kept.
         options: The options of the run.
-        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         secure_sum: How the clients' contributions are masked, if they are.
 
     Raises:
         FlsuiteError: If the parts of the algorithm do not fit the model or each other.
     """
     model, data, path = evaluator.model, evaluator.data, folder.path
-    entries = entries_of(model, aggregator, batchnorm)
-    fit = OwnFit(evaluator, aggregator, batchnorm, options.lr_decay)
+    entries = entries_of(model, aggregator, options.batchnorm)
+    fit = OwnFit(evaluator, options.batchnorm, options.lr_decay)
     federation = Federation(
         model,
         data,
@@ -164,8 +160,8 @@ def make_federation(
         options.seed,
         VersionStore(path / "in_flight" if path else None),
         fit_samples(evaluator.trainer_kwargs, data.batch_size, extra_epochs(model)),
-        make_tools(evaluator, entries.private, options.seed, options.budget.rounds, fit),
+        make_tools(evaluator, entries.private, options.budget.rounds, fit),
         secure_sum,
     )
-    fit.initial, fit.layout = federation.initial, federation.server.layout
+    fit.federation = federation
     return federation

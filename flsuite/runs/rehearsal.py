@@ -15,8 +15,8 @@ from flsuite.messages import (
     FitRequest,
     Outcome,
 )
-from flsuite.runs.run import Run, timeline_rows
-from flsuite.runs.table import TimelineRow
+from flsuite.runs.run import Run
+from flsuite.runs.table import TimelineRow, timeline_rows
 from flsuite.schedules import Faults, Fit
 
 

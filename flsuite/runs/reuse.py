@@ -13,9 +13,8 @@ from flsuite.attacks import Attack
 from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors, make_folder, replace_file, save_tensors
 from flsuite.messages import ClientContext, ClientResult, FitRequest, TrainedFit
-from flsuite.runs.checkpoint import refuse_mismatch
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.settings import WEIGHTS
+from flsuite.runs.settings import WEIGHTS, refuse_mismatch
 from flsuite.server.federation import Federation
 from flsuite.state import plain
 
@@ -130,8 +129,13 @@ class Reuse:
                 "keep_updates keeps the clients' models as they are, and a transform or secure_sum "
                 "shows the server others; set trainer.keep_updates to false"
             )
-        if keep:
-            self.kept = UpdateStore(_path_to_keep(folder) / UPDATES)
+        if keep and folder.path is None:
+            raise FlsuiteError(
+                "keep_updates keeps the clients' models in the run's folder, and this run writes "
+                "none; set trainer.enable_checkpointing to true, or trainer.keep_updates to false"
+            )
+        if keep and folder.path:
+            self.kept = UpdateStore(folder.path / UPDATES)
 
     def read(self, settings: Mapping[str, Any]) -> None:
         """Find the trained models of the other run, if there is one.
@@ -142,8 +146,22 @@ class Reuse:
         Raises:
             FlsuiteError: If it has kept none, or its clients train otherwise.
         """
-        if self.source is not None:
-            self.trained = _trained_clients(self.source, settings)
+        run_dir = self.source
+        if run_dir is None:
+            return
+        if not (run_dir / "settings.yaml").is_file():
+            raise FlsuiteError(f"from_updates: {run_dir} is not the folder of a run")
+        if not (run_dir / UPDATES).is_dir():
+            raise FlsuiteError(
+                f"from_updates: {run_dir} has not kept its clients' models; fit it with "
+                "--trainer.keep_updates true"
+            )
+
+        theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text()))
+        ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # with lists for tuples, as a file
+        now, then = ({name: s.get(name) for name in _DECIDE_TRAINING} for s in (ours, theirs))
+        refuse_mismatch(now, then, run_dir)
+        self.trained = UpdateStore(run_dir / UPDATES)
 
     def with_trained(self, request: FitRequest) -> FitRequest:
         """Return a request with what the same fit has led to in the other run, if it is known."""
@@ -156,41 +174,6 @@ class Reuse:
         """Keep what a client's training has led to, if the run keeps it."""
         if self.kept is not None:
             self.kept.write(result)
-
-
-def _path_to_keep(folder: RunFolder) -> Path:
-    """Return the run's folder, which keeping the clients' models needs."""
-    if folder.path is None:
-        raise FlsuiteError(
-            "keep_updates keeps the clients' models in the run's folder, and this run writes "
-            "none; set trainer.enable_checkpointing to true, or trainer.keep_updates to false"
-        )
-    return folder.path
-
-
-def _trained_clients(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
-    """Return the trained models of a run whose clients train as those of another one do.
-
-    Args:
-        run_dir: Folder of the run that has trained them.
-        settings: Settings of the run that is to start from them.
-
-    Raises:
-        FlsuiteError: If the run has kept none, or its clients train otherwise.
-    """
-    if not (run_dir / "settings.yaml").is_file():
-        raise FlsuiteError(f"from_updates: {run_dir} is not the folder of a run")
-    if not (run_dir / UPDATES).is_dir():
-        raise FlsuiteError(
-            f"from_updates: {run_dir} has not kept its clients' models; fit it with "
-            "--trainer.keep_updates true"
-        )
-
-    theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text()))
-    ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # with lists for tuples, as a file has
-    now, then = ({name: s.get(name) for name in _DECIDE_TRAINING} for s in (ours, theirs))
-    refuse_mismatch(now, then, run_dir)
-    return UpdateStore(run_dir / UPDATES)
 
 
 def _require_plain_training(federation: Federation) -> None:

@@ -1,96 +1,33 @@
 """One run of a federation: it evaluates, records, saves and resumes."""
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from flsuite.arguments import PositiveFloat, PositiveInt, Settings
-from flsuite.client.lr_decay import LRDecay
 from flsuite.errors import FederationError
 from flsuite.files import replace_file, save_tensors
-from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome
+from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome, Scores, Split
+from flsuite.runs.checkpoint import RunStore
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
+from flsuite.runs.options import RunOptions
 from flsuite.runs.reuse import Reuse
-from flsuite.runs.scoring import score_round
-from flsuite.runs.store import RunStore
 from flsuite.runs.summary import RunSummary
-from flsuite.runs.table import TimelineRow
-from flsuite.schedules import Clock, Fit
+from flsuite.runs.table import timeline_rows
+from flsuite.schedules import Fit
 from flsuite.server.evaluation import GLOBAL, Evaluator
 from flsuite.server.federation import Federation
 from flsuite.state import State, clone
 
+log = logging.getLogger("flsuite")
+
 _MOST_AT_ONCE = 100  # rounds at one virtual second, beside the clients in flight
+_MOST_SCORED = 10_000  # clients that the last round scores one by one
 
 Status = Literal["running", "success", "failed"]
-
-
-@dataclass(frozen=True)
-class Budget(Settings):
-    """The limits of a run, which ends with the first round that reaches one of them.
-
-    Attributes:
-        rounds: Rounds.
-        max_virtual_seconds: Virtual seconds.
-        max_client_updates: Aggregated client updates.
-    """
-
-    owner = "trainer"
-
-    rounds: PositiveInt | None = None
-    max_virtual_seconds: PositiveFloat | None = None
-    max_client_updates: PositiveInt | None = None
-
-    @classmethod
-    def of(cls, rounds: int | None, seconds: float | None, updates: int | None) -> "Budget":
-        """Return these limits, and 10 rounds where none is given."""
-        is_open = rounds is None and seconds is None and updates is None
-        return cls(10 if is_open else rounds, seconds, updates)
-
-    @property
-    def is_of_time_alone(self) -> bool:
-        """Return whether virtual time is the only limit."""
-        others = self.rounds, self.max_client_updates
-        return self.max_virtual_seconds is not None and others == (None, None)
-
-    def is_spent(self, clock: Clock) -> bool:
-        """Return whether a limit is reached."""
-        return any(limit is not None and spent >= limit for spent, limit in self._pairs(clock))
-
-    def share(self, clock: Clock) -> float:
-        """Return the share that is spent of the limit that comes first, in [0, 1]."""
-        shares = [spent / limit for spent, limit in self._pairs(clock) if limit is not None]
-        return min(max(shares, default=0.0), 1.0)
-
-    def __str__(self) -> str:
-        given = {name: limit for name, limit in vars(self).items() if limit is not None}
-        return ", ".join(f"trainer.{name} (now {limit})" for name, limit in given.items())
-
-    def _pairs(self, clock: Clock) -> list[tuple[float, float | None]]:
-        return [
-            (clock.round, self.rounds),
-            (clock.seconds, self.max_virtual_seconds),
-            (clock.client_updates, self.max_client_updates),
-        ]
-
-
-@dataclass(frozen=True)
-class RunOptions(Settings):
-    """The options of a run beside training, see :class:`~flsuite.FederatedTrainer`."""
-
-    owner = "trainer"
-
-    budget: Budget
-    seed: int
-    evaluate_every: PositiveInt = 1
-    monitor: str | None = None
-    score_clients: PositiveInt = 100
-    lr_decay: LRDecay | None = None
-    show: bool = False
 
 
 class Run:
@@ -123,13 +60,13 @@ class Run:
         config: dict[str, Any] | str,
         callbacks: Hooks,
         loggers: Sequence[Logger],
-        reuse: Reuse | None = None,
+        reuse: Reuse | None,
     ) -> None:
         self.federation = federation
         self.evaluator = evaluator
         self.folder = folder
         self.options = options
-        self.settings = settings
+        self.settings = dict(settings)  # a resume completes them in the store, which shares them
         self.config = config
         self.callbacks = callbacks
         self.loggers = list(loggers)
@@ -137,7 +74,7 @@ class Run:
 
         self.summary = RunSummary(options.monitor or "accuracy")
         self.status: Status = "running"
-        self.store = RunStore(self)
+        self.store = RunStore(federation, folder, self.settings, callbacks, self.summary)
         self._is_stopping = False
         self._improved = False
         self._accepting: Iterator[ClientUpdate] = iter(())
@@ -149,7 +86,7 @@ class Run:
     @property
     def round(self) -> int:
         """Return the number of rounds done."""
-        return self.federation.round
+        return self.federation.clock.round
 
     @property
     def finished(self) -> bool:
@@ -209,11 +146,32 @@ class Run:
         self._refuse_standstill()
 
     def evaluate(self) -> None:
-        """Score the new version if it is due, and call ``on_round_end``.
+        """Score the new version if it is due, on validation data and then on test data.
 
-        See :func:`score_round`.
+        Every evaluation scores the same clients, the first ``score_clients``, so that rounds can be
+        compared. The last round also scores all clients, under ``all_clients/...``, if there are
+        not more than 10,000: its cost must not follow the number of registered clients.
+
+        In between, ``on_round_end`` is called. At that point :attr:`finished` is known, and numbers
+        still go into the round.
         """
-        self._improved = score_round(self)
+        self._improved = has_classes = False
+        is_due = self.round % self.options.evaluate_every == 0 or self.finished
+        if is_due:
+            self._score("val")
+            has_classes = self.finished  # a callback may stop the run for its validation scores
+            self._score("test", details=has_classes)
+        self.callbacks.notify("on_round_end", self, self.round)
+
+        if self.finished and not is_due:  # a callback has stopped the run just now
+            self._score("val")
+            self._score("test", details=True)
+        elif self.finished and not has_classes:
+            scores = self._scores("test", details=True).get(GLOBAL, {})
+            by_class = {name: v for name, v in scores.items() if name.startswith("accuracy/")}
+            self.folder.table.note(GLOBAL, "test", by_class)
+        if self.finished and self.federation.data.clients > self.options.score_clients:
+            self._score_all_clients()
         for name, network in self.federation.server.artifacts.items():
             self._record_artifact(name, network)
 
@@ -229,12 +187,8 @@ class Run:
         if stage := federation.data.at(self.round).stage:
             self.log_metric("task", stage.task)
 
-        self.summary.count_bytes(federation.log)
         named = table.close_round(federation.clock, self.summary.wall_seconds)
-        of_test = {k.removeprefix("test/"): v for k, v in named.items() if k.startswith("test/")}
-        self.summary.note(self.round, of_test)
-        of_training = {k.removeprefix("train/"): v for k, v in named.items() if k[:6] == "train/"}
-        self.summary.note_privacy(of_training)
+        self.summary.record(federation.log, named)
         self.callbacks.notify("on_round_recorded", self, self.round, named)
 
     def save(self) -> None:
@@ -250,6 +204,45 @@ class Run:
                 if self.reuse:
                     self.reuse.keep(outcome)
                 yield outcome.update
+
+    def _scores(self, split: Split, details: bool = False) -> Scores:
+        """Return the scores of the clients that are compared from round to round."""
+        clients = range(min(self.options.score_clients, self.federation.data.clients))
+        return self.evaluator.scores(self.federation, split, clients, details)
+
+    def _score(self, split: Split, details: bool = False) -> None:
+        """Score the round, note whether it is the best so far, and tell the callbacks."""
+        scores = self._scores(split, details)
+        if not scores:
+            return
+        for scope, numbers in scores.items():
+            self.folder.table.note(scope, split, numbers)
+        if split == "val":
+            # Scores after different tasks are of different classes and cannot be compared.
+            stage = self.federation.data.at(self.round).stage
+            self._improved = self.summary.is_best(scores[GLOBAL], stage.task if stage else None)
+        else:
+            self.summary.score(self.round, scores[GLOBAL], self._improved)
+        self.callbacks.notify("on_evaluation_end", self, self.round, split, scores)
+
+    def _score_all_clients(self) -> None:
+        """Add the scores of all clients under names of their own."""
+        compared, clients = self.options.score_clients, self.federation.data.clients
+        if clients > _MOST_SCORED:
+            log.info(
+                "the last round scores the first %d clients one by one; flsuite test scores all %d",
+                compared,
+                clients,
+            )
+            return
+
+        for split in get_args(Split):
+            scores = self.evaluator.scores(self.federation, split, range(clients))
+            for scope, numbers in scores.items():
+                if scope == GLOBAL:
+                    numbers = {f"all_clients/{name}": value for name, value in numbers.items()}
+                if scope == GLOBAL or int(scope) >= compared:
+                    self.folder.table.note(scope, split, numbers)
 
     def _refuse_standstill(self) -> None:
         """Refuse to go on for ever with fits that take no virtual time."""
@@ -273,24 +266,3 @@ class Run:
             state = clone(network.state_dict())
             path = self.folder.checkpoints / f"{name}.pt"
             replace_file(lambda temporary: save_tensors(state, temporary), path)
-
-
-def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
-    """Yield the fits that have ended in the round just done, in the order of the clock.
-
-    A pooled fit is not that of a client, and has no row.
-    """
-    if federation.aggregator.pools:
-        return
-    updates = {update.number: update for update in federation.log.updates}
-    for fit in federation.schedule.ended:
-        assert fit.ended is not None
-        what = fit.number, fit.client, fit.version, fit.started, fit.ended
-        update = updates.get(fit.number)
-        if update is not None:
-            clock, weight = federation.clock, update.metrics.get("weight")
-            merged = clock.round, clock.seconds, update.staleness, weight
-            yield TimelineRow(*what, "merged", *merged)
-        else:
-            # What has arrived and is not among the updates was refused, or never was an update.
-            yield TimelineRow(*what, "failed" if fit.outcome == "arrived" else fit.outcome)

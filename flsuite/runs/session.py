@@ -1,18 +1,28 @@
 """The beginning and the end of a run: its folder, a resume, and what is left when it ends."""
 
+import errno
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch import LightningModule
 
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError, one_line
-from flsuite.files import is_disk_error
-from flsuite.runs.checkpoint import export_model
+from flsuite.files import replace_file, save_tensors
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.run import Run
+from flsuite.runs.settings import describe, init_args
+from flsuite.runs.summary import print_summary
+from flsuite.state import plain
 
 log = logging.getLogger("flsuite")
+
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
 
 
 @contextmanager
@@ -53,14 +63,21 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
     """Start the engine, which trains and scores the clients, and stop it at the end.
 
     Raises:
-        FlsuiteError: If the schedule cannot go on this engine.
+        FlsuiteError: If clients are to fail in a way that the engine does not survive.
     """
-    run.federation.schedule.require(engine)
+    faults = run.federation.schedule.declarations.faults
+    if fatal := [fault for fault in faults if fault not in engine.survives]:
+        raise FlsuiteError(
+            f"Faults: {type(engine).__name__} as it is set cannot carry out {' and '.join(fatal)}; "
+            "set trainer.engine to Processes(timeout=...), which replaces the worker of such a "
+            "client, or set the probability to 0"
+        )
     run.evaluator.engine = engine
     try:
-        with engine.running(setup):
-            yield
+        engine.start(setup)
+        yield
     finally:
+        engine.stop()
         run.evaluator.engine = None
 
 
@@ -74,7 +91,7 @@ def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if folder.path is None or not is_disk_error(error):
+        if folder.path is None or error.errno not in _DISK_ERRNOS:
             raise
         raise FederationError(
             f"cannot write to {folder.path} ({error.strerror}); the last checkpoint, if there is "
@@ -121,7 +138,7 @@ def _running(run: Run, is_resumed: bool) -> Iterator[Run]:
     finally:
         _close(run, is_useless)
     if run.options.show:
-        run.summary.print(run.folder.path)
+        print_summary(run.summary, run.folder.path)
 
 
 def _say_finished(run: Run) -> None:
@@ -154,3 +171,34 @@ def _export_model(run: Run) -> None:
         if run.status == "success":
             raise
         log.warning("model.ckpt was not written: %s", one_line(error))
+
+
+def export_model(model: LightningModule, path: Path) -> None:
+    """Write an ordinary Lightning checkpoint, which ``load_from_checkpoint`` reads.
+
+    Settings that only code can express, such as an optimizer given as a lambda, keep their
+    defaults.
+    """
+    # The source of a lambda describes a run, but nothing can be made from it.
+    settings = {
+        name: value
+        for name, value in init_args(model).items()
+        if not (isinstance(value, str) and ("lambda" in value or "\n" in value))
+    }
+
+    content: dict[str, Any] = {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": lightning.__version__,
+        "state_dict": model.state_dict(),
+        "hyper_parameters": {
+            "_class_path": f"{type(model).__module__}.{type(model).__qualname__}",
+            "_instantiator": "lightning.pytorch.cli.instantiate_module",
+            **describe(settings),
+        },
+    }
+
+    model.on_save_checkpoint(content)
+    readable = plain(content, "model")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(lambda temporary: save_tensors(readable, temporary), path, flush=True)

@@ -19,17 +19,12 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
-TRAINER_SETTINGS = (
-    "aggregator",
-    "schedule",
-    "compression",
-    "secure_sum",
-    "attack",
-    "batchnorm",
-    "keep_optimizers",
-    "channels_last",
-)
-"""The settings that a :class:`~flsuite.FederatedTrainer` keeps under their own names."""
+from flsuite.errors import FlsuiteError
+from flsuite.runs.options import RunOptions
+
+# The settings that a FederatedTrainer keeps under their own names.
+_OF_TRAINER = ("aggregator", "schedule", "compression", "secure_sum", "attack")
+
 WEIGHTS = ("initial_weights", "given_weights")
 """Digests of weights that a model has had before the run.
 
@@ -43,44 +38,35 @@ _MISSING = object()
 
 
 def run_settings(
-    options: Any,
+    trainer: Any,
+    options: RunOptions,
     model: torch.nn.Module,
     data: Any,
     callbacks: Sequence[Any],
     weights: str | None,
-    **others: Any,
 ) -> dict[str, Any]:
     """Return all that decides a run's result, as plain data.
 
     Args:
-        options: The :class:`~flsuite.runs.run.RunOptions`.
+        trainer: The federated trainer, once attackers are chosen.
+        options: The options of the run.
         model: The client model.
         data: The data module.
         callbacks: The callbacks. Those that can change the result are described.
         weights: The one of :data:`WEIGHTS` that the model's weights are. Weights that the run's
             seed decides are ``None``.
-        others: Further settings by name.
     """
-    named = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
+    plain = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
     return {
-        **describe({**vars(options.budget), **named}),
+        **describe({**vars(options.budget), **plain}),
         "model": describe(model),
         "data": describe_data(data),
-        **describe(others),
+        "client": describe_chosen(trainer.client_kwargs, Trainer),
+        **{name: describe(getattr(trainer, name)) for name in _OF_TRAINER},
+        # The seed may have drawn them, so that the description of the attack does not have them.
+        "attackers": None if trainer.attack is None else describe(trainer.attack.attackers),
         **describe_callbacks(callbacks),
         **{name: weights_digest(model) if name == weights else None for name in WEIGHTS},
-    }
-
-
-def own_settings(trainer: Any) -> dict[str, Any]:
-    """Return the settings that a federated trainer keeps itself, once attackers are chosen."""
-    own = {name: getattr(trainer, name) for name in TRAINER_SETTINGS}
-    # The seed may have drawn them, so that the description of the attack does not have them.
-    attackers = None if own["attack"] is None else own["attack"].attackers
-    return {
-        "client": describe_chosen(trainer.client_kwargs, Trainer),
-        **own,
-        "attackers": attackers,
     }
 
 
@@ -167,17 +153,6 @@ def describe(obj: Any) -> Any:
     return {"class_path": class_name(type(obj)), "init_args": arguments}
 
 
-def without_derived(ours: Any, theirs: Any) -> Any:
-    """Return their description of an object without what a config cannot set.
-
-    Older runs have described parts that follow from other arguments.
-    """
-    if not isinstance(theirs, Mapping) or ours["class_path"] != theirs.get("class_path"):
-        return theirs
-    own = {k: v for k, v in theirs["init_args"].items() if k in ours["init_args"]}
-    return {**theirs, "init_args": own}
-
-
 def with_contents(ours: Any, theirs: Any) -> Any:
     """Return our description, with their digests of the files that were not read.
 
@@ -245,6 +220,24 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
             yield from differences(ours.get(key), theirs.get(key), name)
     elif ours != theirs:
         yield path.removesuffix(".class_path"), ours, theirs
+
+
+def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path) -> None:
+    """Refuse to continue a checkpoint with other settings.
+
+    Raises:
+        FlsuiteError: If settings differ. The message names them.
+    """
+    named = [
+        f"{name} is {now!r} here and {then!r} there"
+        for name, now, then in differences(ours, theirs)
+    ]
+    if named:
+        more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
+        raise FlsuiteError(
+            f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the settings of "
+            "the run, or start a new one"
+        )
 
 
 def _kept(obj: Any, name: str) -> Any:

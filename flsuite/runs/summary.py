@@ -64,21 +64,17 @@ class RunSummary:
         self.monitor = monitor
         self.last: dict[str, float] = {}
         self.best: dict[str, float] = {}
-        self.best_value: float | None = None
-        self.best_task: int | None = None
         self.bytes_up = 0
         self.bytes_down = 0
         self.privacy: dict[str, float] = {}
-        self.continue_clock(0.0)
+        self._best_value: float | None = None
+        self._best_task: int | None = None
+        self._began = time.monotonic()
 
     @property
     def wall_seconds(self) -> float:
         """Return the seconds that the run has taken, including those before a resume."""
-        return self._wall_before + time.monotonic() - self._began
-
-    def continue_clock(self, seconds: float) -> None:
-        """Count wall time from now on, after so many seconds before."""
-        self._wall_before, self._began = seconds, time.monotonic()
+        return time.monotonic() - self._began
 
     def is_best(self, validation: dict[str, float], task: int | None = None) -> bool:
         """Note the validation scores of a round.
@@ -97,9 +93,9 @@ class RunSummary:
             )
             return False
 
-        improved = self.best_value is None or task != self.best_task or value > self.best_value
+        improved = self._best_value is None or task != self._best_task or value > self._best_value
         if improved:
-            self.best_value, self.best_task = value, task
+            self._best_value, self._best_task = value, task
         return improved
 
     def score(self, round: int, test: dict[str, float], is_best: bool) -> None:
@@ -108,58 +104,60 @@ class RunSummary:
         if is_best:
             self.best = dict(self.last)
 
-    def note(self, round: int, test: dict[str, float]) -> None:
-        """Add what callbacks have measured on test data in a round."""
-        # Both, because the last round may be the picked one.
-        for scores in (self.last, self.best):
-            if scores.get("round") == round:
-                scores.update({name: value for name, value in test.items() if name in _LABELS})
+    def record(self, log: RoundLog, named: Mapping[str, float]) -> None:
+        """Add the bytes of a round, and what callbacks have measured in it.
 
-    def note_privacy(self, training: Mapping[str, float]) -> None:
-        """Keep the epsilons and deltas among the numbers of a round, by their names."""
-        names = [name for epsilon in _GUARANTEES for name in (epsilon, _delta(epsilon))]
-        self.privacy = {name: training[name] for name in names if name in training}
-
-    def count_bytes(self, log: RoundLog) -> None:
-        """Add the bytes of a round, those of clients whose update was not used included."""
+        Args:
+            log: The record of the round. Bytes of clients whose update was not used count too.
+            named: All numbers of the round, as ``<split>/<metric>``.
+        """
         self.bytes_up += log.lost_up + sum(update.bytes_up for update in log.updates)
         self.bytes_down += log.lost_down + sum(update.bytes_down for update in log.updates)
 
+        # Both, because the last round may be the picked one.
+        for scores in (self.last, self.best):
+            if scores.get("round") == log.round:
+                scores.update({n: named[f"test/{n}"] for n in _LABELS if f"test/{n}" in named})
+        names = [name for epsilon in _GUARANTEES for name in (epsilon, _delta(epsilon))]
+        self.privacy = {n: named[f"train/{n}"] for n in names if f"train/{n}" in named}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the setting and the time, as plain data."""
-        left_out = "monitor", "_wall_before", "_began"
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        """Return everything but the setting, as plain data, with the seconds so far."""
+        kept = {name: value for name, value in vars(self).items() if name != "monitor"}
+        return {**kept, "_began": -self.wall_seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned. Wall time counts on from there."""
         vars(self).update(state)
+        self._began += time.monotonic()
 
-    def print(self, folder: Path | None) -> None:
-        """Print the final table and the folder of the run."""
-        columns = [("last round", self.last)]
-        if self.best:
-            columns.append(("picked on validation", self.best))
 
-        table = Table(title="test scores", title_justify="left")
-        table.add_column("")
-        for title, scores in columns:
-            table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
-        for metric, label in {**_LABELS, **_own_labels(self.last)}.items():
-            if any(metric in scores for _, scores in columns):
-                cells = [f"{s[metric]:.4f}" if metric in s else "" for _, s in columns]
-                table.add_row(label, *cells)
-        for name, label in _GUARANTEES.items():
-            if name in self.privacy:
-                delta = self.privacy[_delta(name)]
-                table.add_row(f"{label}, delta {delta:.3g}", f"{self.privacy[name]:.4g}")
-        traffic = f"{decimal(self.bytes_up)} / {decimal(self.bytes_down)}"
-        table.add_row("bytes sent, up / down", traffic)
-        table.add_row("seconds", f"{self.wall_seconds:.1f}")
+def print_summary(summary: RunSummary, folder: Path | None) -> None:
+    """Print the final table of a run, and its folder if it has one."""
+    columns = [("last round", summary.last)]
+    if summary.best:
+        columns.append(("picked on validation", summary.best))
 
-        console = Console()
-        console.print(table)
-        if folder is not None:
-            console.print(f"run: {folder}", soft_wrap=True)
+    table = Table(title="test scores", title_justify="left")
+    table.add_column("")
+    for title, scores in columns:
+        table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
+    for metric, label in {**_LABELS, **_own_labels(summary.last)}.items():
+        if any(metric in scores for _, scores in columns):
+            cells = [f"{s[metric]:.4f}" if metric in s else "" for _, s in columns]
+            table.add_row(label, *cells)
+    for name, label in _GUARANTEES.items():
+        if name in summary.privacy:
+            delta = summary.privacy[_delta(name)]
+            table.add_row(f"{label}, delta {delta:.3g}", f"{summary.privacy[name]:.4g}")
+    traffic = f"{decimal(summary.bytes_up)} / {decimal(summary.bytes_down)}"
+    table.add_row("bytes sent, up / down", traffic)
+    table.add_row("seconds", f"{summary.wall_seconds:.1f}")
+
+    console = Console()
+    console.print(table)
+    if folder is not None:
+        console.print(f"run: {folder}", soft_wrap=True)
 
 
 def _own_labels(scores: dict[str, float]) -> dict[str, str]:

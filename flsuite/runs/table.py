@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.schedules import Clock
+from flsuite.server.federation import Federation
 
 
 class AppendedTable:
@@ -215,6 +216,27 @@ class TimelineTable(AppendedTable):
         """Add the fits that ended in the round in progress."""
         if self.path is not None:
             self._unwritten.extend(_timeline_cells(row) for row in rows)
+
+
+def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
+    """Yield the fits that have ended in the round just done, in the order of the clock.
+
+    A pooled fit is not that of a client, and has no row.
+    """
+    if federation.aggregator.pools:
+        return
+    updates = {update.number: update for update in federation.log.updates}
+    for fit in federation.schedule.ended:
+        assert fit.ended is not None
+        what = fit.number, fit.client, fit.version, fit.started, fit.ended
+        update = updates.get(fit.number)
+        if update is not None:
+            clock, weight = federation.clock, update.metrics.get("weight")
+            merged = clock.round, clock.seconds, update.staleness, weight
+            yield TimelineRow(*what, "merged", *merged)
+        else:
+            # What has arrived and is not among the updates was refused, or never was an update.
+            yield TimelineRow(*what, "failed" if fit.outcome == "arrived" else fit.outcome)
 
 
 def _metrics_row(cells: list[str]) -> MetricsRow:

@@ -75,8 +75,8 @@ class Asynchronous(Schedule, Settings):
                 f"Asynchronous: concurrency {self.concurrency} is above the number of clients, "
                 f"{len(sizes)}; a client trains once at a time: lower concurrency"
             )
-        self._launcher = Launcher(self.speeds or Stragglers(), self.availability)
-        self._launcher.configure(sizes, seed, work)
+        speeds = self.speeds or Stragglers()
+        self._launcher = Launcher(speeds, self.availability, sizes, seed, work)
         self._flights = _Flights()
         self._resumed: list[Fit] = []
         self._ended: list[Fit] = []
@@ -181,17 +181,12 @@ class Asynchronous(Schedule, Settings):
         return math.inf if appears is None else appears
 
     def _nobody_left(self, clock: Clock, lost: int) -> FederationError:
-        when = f"round {clock.round + 1}: "
-        if self._flights.all or lost > _MOST_LOST:
-            return FederationError(
-                f"{when}{lost} fits in a row were lost because their clients dropped out, until "
-                f"virtual second {clock.seconds:g}; set schedule.speeds to shorter fits, or "
-                "schedule.availability to longer stays"
-            )
+        if not self._flights.all and lost <= _MOST_LOST:
+            return self._launcher.nobody_comes(clock)
         return FederationError(
-            f"{when}no client is in flight, and none is available from virtual second "
-            f"{clock.seconds:g} on; give schedule.availability a longer trace or a period, or end "
-            f"the run before: the last aggregation was number {clock.round}"
+            f"round {clock.round + 1}: {lost} fits in a row were lost because their clients "
+            f"dropped out, until virtual second {clock.seconds:g}; set schedule.speeds to shorter "
+            "fits, or schedule.availability to longer stays"
         )
 
 

@@ -69,7 +69,7 @@ class Declarations:
         is_virtual: Whether the times are known without training.
         may_lose: Whether a client that starts may never come back.
         may_be_empty: Whether a round may have no client at all. The change of such a round is 0.
-        may_be_gone: Whether a client may be gone once its masked update has arrived.
+        faults: How clients fail on purpose.
         cohort: Clients that a round starts. It is 0 where there are no rounds.
         expected_updates: Updates that an aggregation waits for, if no client is lost. It is 0 where
             that is not known.
@@ -82,7 +82,7 @@ class Declarations:
     is_virtual: bool = False
     may_lose: bool = False
     may_be_empty: bool = False
-    may_be_gone: bool = False
+    faults: tuple[Fault, ...] = ()
     cohort: int = 0
     expected_updates: int = 0
     client_sampling: RandomDraw | None = None
@@ -93,7 +93,7 @@ class Declarations:
         needs: set[Capability] = set()
         if self.is_virtual or self.may_lose or self.may_be_empty:
             needs.add("clients")
-        if self.may_be_gone:
+        if "gone" in self.faults:
             needs.add("secure aggregation")
         return frozenset(needs)
 
@@ -235,14 +235,6 @@ class Schedule(ABC):
         Raises:
             FlsuiteError: If the settings cannot be met with these clients.
         """
-
-    def require(self, engine: Engine) -> None:
-        """Refuse an engine on which the run cannot go as the schedule says.
-
-        Raises:
-            FlsuiteError: If it cannot.
-        """
-        return
 
     @property
     def ended(self) -> Sequence[Fit]:

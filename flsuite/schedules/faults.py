@@ -69,16 +69,6 @@ class Faults(Schedule, Settings):
         self._mishandled: dict[int, Fit] = {}  # in flight, whose messages come late or twice
         self._held: list[ClientUpdate] = []  # their rounds are over
 
-    def require(self, engine: Engine) -> None:
-        self.schedule.require(engine)
-        wanted = [fault for fault in _FAULTS if getattr(self, fault)]
-        if missing := [fault for fault in wanted if fault not in engine.survives]:
-            raise FlsuiteError(
-                f"Faults: {type(engine).__name__} as it is set cannot carry out "
-                f"{' and '.join(missing)}; set trainer.engine to Processes(timeout=...), which "
-                "replaces the worker of such a client, or set the probability to 0"
-            )
-
     @property
     def ended(self) -> Sequence[Fit]:
         return self.schedule.ended
@@ -126,7 +116,7 @@ class Faults(Schedule, Settings):
             self.schedule.declarations,
             name=type(self).__name__,
             may_lose=True,
-            may_be_gone=self.gone > 0,
+            faults=tuple(fault for fault in _FAULTS if getattr(self, fault)),
         )
 
     def _with_faults(self, fits: Sequence[Fit]) -> list[Fit]:

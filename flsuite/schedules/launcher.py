@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.random import numpy_generator
 from flsuite.schedules.base import Always, Availability, Clock, Fit, MakeWork, Speeds, Work
 
@@ -21,22 +21,26 @@ class Launcher:
     Args:
         speeds: How long fits take.
         availability: Who can train. Default: everybody.
+        sizes, seed, work: The run, see :meth:`Schedule.configure`.
 
     Attributes:
         fits: Number of fits that have been started in the run.
     """
 
-    def __init__(self, speeds: Speeds, availability: Availability | None) -> None:
+    def __init__(
+        self,
+        speeds: Speeds,
+        availability: Availability | None,
+        sizes: Sequence[int],
+        seed: int,
+        work: MakeWork | None,
+    ) -> None:
         self.speeds = speeds
         self.availability = availability or Always()
         self.fits = 0
-
-    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None) -> None:
-        """Prepare for a run, see :meth:`Schedule.configure`."""
         self._clients = len(sizes)
         self._seed = seed
         self._work = work or (lambda client, n, t: Work(client, n, t, sizes[client], 0, 0))
-        self.fits = 0
         self._version, self._starts = -1, Counter[int]()
         self.speeds.configure(self._clients, seed)
         self.availability.configure(self._clients, seed)
@@ -97,6 +101,14 @@ class Launcher:
         elif seconds is not None:
             fit.ended = _tick(fit.started + seconds)
         return fit
+
+    def nobody_comes(self, clock: Clock) -> FederationError:
+        """Return the error of a run for which no client becomes available again."""
+        return FederationError(
+            f"round {clock.round + 1}: no client is in flight, and none is available from virtual "
+            f"second {clock.seconds:g} on; give schedule.availability a longer trace or a period, "
+            f"or end the run before: the last aggregation was number {clock.round}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of fits.

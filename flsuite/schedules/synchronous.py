@@ -122,8 +122,8 @@ class Synchronous(Schedule, Settings):
         )
 
         self._weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
-        self._launcher = Launcher(self.speeds or Measured(), self.availability)
-        self._launcher.configure(sizes, seed, work)
+        speeds = self.speeds or Measured()
+        self._launcher = Launcher(speeds, self.availability, sizes, seed, work)
         self._cohort: list[Fit] = []
         self._ends: float | None = None
         self._ended: list[Fit] = []
@@ -242,11 +242,7 @@ class Synchronous(Schedule, Settings):
             return
         appears = self._launcher.availability.next_start(clock.seconds)
         if appears is None:
-            raise FederationError(
-                f"round {clock.round + 1}: no client is available from virtual second "
-                f"{clock.seconds:g} on; give schedule.availability a longer trace or a period, or "
-                f"end the run before: the last aggregation was number {clock.round}"
-            )
+            raise self._launcher.nobody_comes(clock)
         clock.seconds = appears
 
 

@@ -13,10 +13,9 @@ from flsuite.data.loader import SplitLoader
 from flsuite.data.spec import DataSplit
 from flsuite.engines.base import Engine
 from flsuite.errors import FlsuiteError, require_one_of
-from flsuite.messages import Broadcast, ClientFailure, OwnScores, ScoreRequest, Scores, Split
+from flsuite.messages import Broadcast, OwnScores, ScoreRequest, Scores, Split
 from flsuite.metrics import HIGHER_IS_BETTER, lower_is_better, score_name, scores, summary
 from flsuite.models.classifier import class_probabilities, classification_loss
-from flsuite.models.declarations import pictures
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import LatentModel
 from flsuite.server.federation import Federation
@@ -39,14 +38,9 @@ class Evaluator(Scorer):
     engine: Engine | None = None
 
     @property
-    def names(self) -> Sequence[str]:
-        """Return the names of the scores that are compared between clients."""
-        return _MAIN if self._steps is None else (*_MAIN, *self._steps.names)
-
-    @property
     def has_classes(self) -> bool:
         """Return whether the suite's scores of a classification are known."""
-        return self.has_columns and self.data.spec.task != "other"
+        return self._has_columns and self.data.spec.task != "other"
 
     def monitored(self, monitor: str | None) -> str:
         """Return the score that picks a round, which the model must have.
@@ -72,12 +66,17 @@ class Evaluator(Scorer):
             )
         return chosen
 
+    @property
+    def _names(self) -> Sequence[str]:
+        """Return the names of the scores that are compared between clients."""
+        return _MAIN if self._steps is None else (*_MAIN, *self._steps.names)
+
     def _rehearsed(self) -> list[str]:
         """Return the names of the scores, from those of a few samples where it takes some."""
         is_usual = self._steps is None and self.data.spec.task != "other"
         names = dict.fromkeys(HIGHER_IS_BETTER if self.has_classes else ())
         for split in () if is_usual else get_args(Split):
-            samples = self.split(split)
+            samples = self._samples(split)
             if samples is None:
                 continue
             few = samples.take(torch.arange(min(len(samples), self.data.batch_size)))
@@ -99,12 +98,10 @@ class Evaluator(Scorer):
             clients: Clients to score one by one.
             details: Add the accuracy per class.
         """
-        self.data = federation.data.at(federation.round)
+        self.data = federation.data.at(federation.clock.round)
         if not federation.entries.personal:
             return self.shared(federation.client_state(None), split, clients, details)
-        rows = self._own_rows(federation, split, clients, details)
-        of_clients = {client: row for client, row in rows.items() if row is not None}
-        return combine(of_clients, self.names)
+        return _combined(self._own_rows(federation, split, clients, details), self._names)
 
     def shared(
         self, state: State, split: Split, clients: Sequence[int], details: bool = False
@@ -114,7 +111,7 @@ class Evaluator(Scorer):
         A client's own score is that of the model on the client's part of the split, which has the
         class mix of the client. The forward pass is done once for all clients.
         """
-        samples = self.split(split)
+        samples = self._samples(split)
         if samples is None:
             return {}
 
@@ -126,37 +123,35 @@ class Evaluator(Scorer):
                 by_scope[GLOBAL] |= self._class_rows(outputs, samples)
 
             of_clients = self._local(outputs, samples, clients, split)
-        by_scope[GLOBAL] |= _spread(of_clients, "client_", self.names)
+        by_scope[GLOBAL] |= _spread(of_clients, "client_", self._names)
         return by_scope | of_clients
 
     def _own_rows(
         self, federation: Federation, split: Split, clients: Sequence[int], details: bool
-    ) -> dict[int, OwnScores | None]:
-        """Score the clients' own models, and return them by client.
+    ) -> dict[int, OwnScores]:
+        """Score the clients' own models, and return the scores by client.
 
-        A client has no scores where there is no such split.
+        There are none where there is no such split.
         """
-
-        def here(client: int) -> OwnScores | None:
-            return self.own(client, federation.client_state(client), split, details)
-
-        if self.engine is None or not self.engine.can_score or len(clients) == 1:
-            return {client: here(client) for client in clients}
-
         private = federation.clients.private
-        version = Broadcast(max(federation.round, 1), federation.state, {})
+        version = Broadcast(max(federation.clock.round, 1), federation.state, {})
         # A generator: not all of the clients' models are in memory at a time.
         requests = (
             # Below 0, where no fit has its number.
             ScoreRequest(-1 - place, client, version, private(client), split, details)
             for place, client in enumerate(clients)
         )
-        outcomes = zip(clients, self.engine.score(requests), strict=True)
-        # What a worker could not score is scored here, or raises the error that the worker met.
-        return {
-            client: here(client) if isinstance(outcome, ClientFailure) else outcome
-            for client, outcome in outcomes
-        }
+        # One model is not worth the way to a worker.
+        answers = self.engine.score(requests) if self.engine and len(clients) > 1 else None
+
+        rows: dict[int, OwnScores] = {}
+        for client, answer in zip(clients, answers or [None] * len(clients), strict=True):
+            # What a worker could not score is scored here, or raises the error that the worker met.
+            if not isinstance(answer, OwnScores):
+                answer = self.own(client, federation.client_state(client), split, details)
+            if answer is not None:
+                rows[client] = answer
+        return rows
 
     def of_module(self, module: nn.Module, samples: DataSplit) -> dict[str, float]:
         """Score a module of its own, which maps inputs to logits, by what logits alone show."""
@@ -192,16 +187,8 @@ class Evaluator(Scorer):
             ]
             return torch.cat([part.float().cpu() for part in parts])
 
-    def pictures(self, samples: DataSplit) -> dict[str, Tensor]:
-        """Return the model's pictures of these samples, on the CPU."""
-        self.model.to(self.device)
-        with evaluating(self.model), torch.inference_mode(), self.precision():
-            x = next(iter(SplitLoader(self.data, samples, len(samples))))[0]
-            grids = pictures(self.model, x.to(self.device))
-            return {name: grid.float().cpu() for name, grid in grids.items()}
 
-
-def combine(clients: Mapping[int, OwnScores], names: Sequence[str] = _MAIN) -> Scores:
+def _combined(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
     """Combine the scores of the clients' own models.
 
     ``global`` is the mean over clients of their models' scores on the whole split, with worst and

@@ -35,11 +35,10 @@ class Federation:
         entries: Who has which entry of the model.
         clients: What clients keep between their rounds.
         seed: The run's seed.
-        versions: The older versions that clients in flight started from. Default: in memory.
-        fit_samples: Returns the samples that a fit processes, given those of the client. Default:
-            one pass.
-        tools: What the server offers to the aggregator. Default: nothing.
-        secure_sum: How the clients' contributions are masked. Default: not at all.
+        versions: The older versions that clients in flight started from.
+        fit_samples: Returns the samples that a fit processes, given those of the client.
+        tools: What the server offers to the aggregator.
+        secure_sum: How the clients' contributions are masked, if they are.
 
     Attributes:
         clock: Rounds done, virtual seconds, client updates and bytes.
@@ -59,17 +58,17 @@ class Federation:
         entries: Entries,
         clients: ClientStore,
         seed: int,
-        versions: VersionStore | None = None,
-        fit_samples: Callable[[int], int] = int,
-        tools: ServerTools | None = None,
-        secure_sum: SecureAggregation | None = None,
+        versions: VersionStore,
+        fit_samples: Callable[[int], int],
+        tools: ServerTools,
+        secure_sum: SecureAggregation | None,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
         self.schedule = schedule
         self.entries = entries
         self.clients = clients
-        self.versions = versions or VersionStore(None)
+        self.versions = versions
         self.clock = Clock()
         self.log = RoundLog()
         self._fit_samples = fit_samples
@@ -83,7 +82,7 @@ class Federation:
         sizes = data.train.rows.lengths().tolist()
         layout = layout_of(model, self.state, data.spec.shape, sizes)
         schedule.configure(sizes, seed, self._work)
-        tools = replace(tools or ServerTools(), sampling=schedule.declarations.client_sampling)
+        tools = replace(tools, sampling=schedule.declarations.client_sampling)
         self._server = Server({}, layout, tools)  # its state and round: those of the moment
         self._refuse_conflicts(secure_sum)
         aggregator.prepare(self.server)
@@ -92,9 +91,8 @@ class Federation:
         if fault is not None:
             raise FlsuiteError(fault)
 
-        classes = data.spec.num_classes
         masks = secure_sum is not None
-        self.uplink = Uplink(aggregator, layout, self.state, classes, masks)
+        self.uplink = Uplink(aggregator, layout, self.state, data.spec.num_classes, masks)
         self._bytes_up = self.uplink.chain.bytes_up
         self._devices = None if secure_sum is None else Devices(secure_sum)
         if secure_sum is not None:
@@ -104,14 +102,9 @@ class Federation:
         self._arrivals = Arrivals(self.uplink, schedule, self._devices)
 
     @property
-    def round(self) -> int:
-        """Return the number of rounds done."""
-        return self.clock.round
-
-    @property
     def server(self) -> Server:
         """Return what the server half of the algorithm sees in the round in progress."""
-        round, metrics = self.round + 1, self.log.server
+        round, metrics = self.clock.round + 1, self.log.server
         return replace(self._server, state=self.state, round=round, metrics=metrics)
 
     def client_state(self, client: int | None) -> State:
@@ -186,14 +179,14 @@ class Federation:
         Raises:
             FederationError: If it is not a state of this model, or not finite.
         """
-        name = self.aggregator.name
+        name, done = self.aggregator.name, self.clock.round
         fault = mismatch(state, self.state)
         if fault is None and (bad := non_finite(state)):
             fault = f"{bad} is not finite; lower its learning rate"
         if fault is not None:
             raise FederationError(
-                f"round {self.round + 1}: {name} returned a faulty state: {fault}; the state of "
-                f"round {self.round} is kept"
+                f"round {done + 1}: {name} returned a faulty state: {fault}; the state of round "
+                f"{done} is kept"
             )
 
         # Who dropped out or came too late has received the model too. A failure has been counted.
@@ -232,14 +225,15 @@ class Federation:
     def _work(self, client: int, number: int, started: float) -> Work:
         """Return the work of a fit that starts from the current version."""
         self._begin_round()
-        samples = self._fit_samples(self.data.at(self.round + 1).samples(client))
+        samples = self._fit_samples(self.data.at(self.clock.round + 1).samples(client))
         return Work(client, number, started, samples, *self._traffic)
 
     def _begin_round(self) -> None:
         """Begin the record of the next round, unless it has begun."""
-        if self.log.round == self.round + 1:
+        round = self.clock.round + 1
+        if self.log.round == round:
             return
-        self.log = RoundLog(self.round + 1, self.schedule.declarations.is_asynchronous)
+        self.log = RoundLog(round, self.schedule.declarations.is_asynchronous)
         self._extras = self.aggregator.broadcast(self.server)
         size = nbytes(self.state)
         self._traffic = size + nbytes(self._extras), self._bytes_up
@@ -258,16 +252,13 @@ class Federation:
         if self.aggregator.pools:
             return [self._pooled_request(fits, broadcast)]
         size = part_size(len(fits))
-        is_asynchronous, memory = (
-            self.schedule.declarations.is_asynchronous,
-            self.clients.request_memory,
-        )
+        is_asynchronous = self.schedule.declarations.is_asynchronous
         return [
             FitRequest(
                 fit.number,
                 fit.client,
                 broadcast,
-                memory(fit.client),
+                self.clients[fit.client],
                 repeat=fit.repeat,
                 part=None if is_asynchronous else place // size,
                 fault=fit.fault,
@@ -284,19 +275,20 @@ class Federation:
 
     def _refuse_conflicts(self, secure_sum: SecureAggregation | None) -> None:
         """Refuse parts of the run that do not go together."""
-        parts = [
-            Named("trainer.schedule", self.schedule.declarations),
-            *self.aggregator.parts(),
-            Named("model", _Travelling(self._server.layout)),
-        ]
-        parts.append(Named("trainer.secure_sum", secure_sum or _Unmasked()))
-        refuse_conflicts(parts)
+        refuse_conflicts(
+            [
+                Named("trainer.schedule", self.schedule.declarations),
+                *self.aggregator.parts(),
+                Named("model", _Travelling(self._server.layout)),
+                Named("trainer.secure_sum", secure_sum or _Unmasked()),
+            ]
+        )
 
     def _broadcast(self, version: int, callbacks: CopyCallbacks) -> Broadcast:
         """Return what clients that start from a version receive, the same object for all."""
         broadcast = self.versions.get(version, callbacks)
         if broadcast is None:
-            assert version == self.round, f"version {version} is not kept"
+            assert version == self.clock.round, f"version {version} is not kept"
             broadcast = Broadcast(version + 1, self.state, self._extras, callbacks())
             self.versions.add(broadcast)
         return broadcast

@@ -26,7 +26,8 @@ from flsuite.metrics import scores
 from flsuite.models.protocols import LogitModel
 from flsuite.random import seed_for
 from flsuite.server.evaluation import Evaluator
-from flsuite.state import State, StateLayout, load_
+from flsuite.server.federation import Federation
+from flsuite.state import State, load_
 
 
 class OwnFit:
@@ -36,30 +37,24 @@ class OwnFit:
 
     Args:
         evaluator: It has the model, the data and the arguments of every fit's Trainer.
-        aggregator: The algorithm, whose client half takes part.
         batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         lr_decay: How learning rates change from round to round.
 
     Attributes:
-        layout: Names of the entries that travel, once they are known.
-        initial: Entries for which a fit has no other value, such as frozen ones. A resume completes
-            them, so that they are those of the federation.
+        federation: The federation of the run, once it is made. The client half of its algorithm
+            takes part.
     """
 
     def __init__(
         self,
         evaluator: Evaluator,
-        aggregator: Aggregator,
         batchnorm: BatchNorm,
-        lr_decay: LRDecay | None = None,
+        lr_decay: LRDecay | None,
     ) -> None:
         self.evaluator = evaluator
-        self.aggregator = aggregator
         self.batchnorm = batchnorm
         self.lr_decay = lr_decay
-        self.initial: State = {}
-        self.layout: StateLayout | None = None
-        self._data = evaluator.data
+        self.federation: Federation | None = None
         self._model: LightningModule | None = None
 
     def train(self, state: State, round: int) -> State:
@@ -68,17 +63,21 @@ class OwnFit:
         Raises:
             FederationError: If the fit fails.
         """
+        federation = self.federation
+        assert federation is not None
+        if self._model is None:
+            self._model = _copied(self.evaluator.model)
         # As every client trains, and nothing happens to its change on the way.
-        algorithm = Aggregator(objective=self.aggregator.objective)
-        assert self.layout is not None
+        algorithm = Aggregator(objective=federation.aggregator.objective)
+        layout = federation.server.layout
         setup = WorkerSetup(
-            model=self._own_model(),
-            data=_of_one(self._data.at(round)),
+            model=self._model,
+            data=_of_one(federation.data.at(round)),
             aggregator=algorithm,
-            uplink=Uplink(algorithm, self.layout, state),
-            layout=self.layout,
+            uplink=Uplink(algorithm, layout, state),
+            layout=layout,
             seed=seed_for(self.evaluator.seed, "server"),
-            initial=self.initial,
+            initial=federation.initial,
             trainer_kwargs=self.evaluator.trainer_kwargs,
             batchnorm=self.batchnorm,
             channels_last=False,  # the model is a copy of one that is made ready
@@ -94,12 +93,11 @@ class OwnFit:
             )
         return outcome.update.state
 
-    def _own_model(self) -> LightningModule:
-        if self._model is None:
-            # The copy must not take the Trainer along.
-            with detached(self.evaluator.model):
-                self._model = copy.deepcopy(self.evaluator.model)
-        return self._model
+
+def _copied(model: LightningModule) -> LightningModule:
+    """Return a copy of a model, without its Trainer."""
+    with detached(model):
+        return copy.deepcopy(model)
 
 
 def _of_one(data: FederatedData) -> FederatedData:
@@ -110,14 +108,13 @@ def _of_one(data: FederatedData) -> FederatedData:
 
 
 def make_tools(
-    evaluator: Evaluator, private: Sequence[str], seed: int, rounds: int | None, fit: OwnFit
+    evaluator: Evaluator, private: Sequence[str], rounds: int | None, fit: OwnFit
 ) -> ServerTools:
     """Return what the server can offer to an aggregator beside the updates.
 
     Args:
         evaluator: It has the resident model and the data.
         private: Patterns of the entries that stay with the clients.
-        seed: The run's seed.
         rounds: Rounds of the run, or ``None`` where another limit ends it.
         fit: Trains on the server's samples.
     """
@@ -132,7 +129,7 @@ def make_tools(
         shape=spec.shape,
         outputs=spec.num_classes,
         task=spec.task,
-        seed=seed,
+        seed=evaluator.seed,
         rounds=rounds,
         missing=missing,
     )
@@ -181,10 +178,7 @@ class _Able:
 
     def module(self, state: State) -> nn.Module:
         """Return a new module that holds a state."""
-        model = self.evaluator.model
-        # The copy must not take the Trainer along.
-        with detached(model):
-            module = copy.deepcopy(model)
+        module = _copied(self.evaluator.model)
         load_(module.state_dict(), state)
         module.forward = _Logits(module)  # type: ignore[method-assign]
         return module.eval()

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import atomic_save
+from flsuite.files import replace_file
 
 DONE = "done.json"
 """The file in a run's folder that marks its cell as done."""
@@ -38,7 +38,7 @@ class Outcome:
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
     """Mark a cell as done."""
     text = json.dumps(asdict(outcome)) + "\n"
-    atomic_save(lambda path: path.write_text(text), run_dir / DONE)
+    replace_file(lambda path: path.write_text(text), run_dir / DONE, flush=True)
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:

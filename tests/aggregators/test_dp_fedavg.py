@@ -24,6 +24,7 @@ from flsuite.exchange import PairwiseMasks, Quantize
 from flsuite.messages import ClientUpdate
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
+from flsuite.runs.summary import print_summary
 from flsuite.schedules import Asynchronous, Bernoulli, Stragglers, Synchronous
 from flsuite.state import State, StateLayout
 from tests.aggregators.federations import (
@@ -296,7 +297,7 @@ def test_epsilon_is_logged_by_round_and_shown(capsys: pytest.CaptureFixture[str]
     assert numbers(made, "epsilon") == spent
     assert made.run.summary.privacy == {"epsilon": spent[-1], "delta": 0.02}
 
-    made.run.summary.print(None)
+    print_summary(made.run.summary, None)
     row = next(line for line in capsys.readouterr().out.splitlines() if "epsilon" in line)
     assert f"{spent[-1]:.4g}" in row
     summary = WandbLink._summary(SimpleNamespace(_rounds_to_target=None), made.run)

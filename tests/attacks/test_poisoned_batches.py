@@ -21,6 +21,7 @@ from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.random import torch_generator
+from flsuite.runs.summary import print_summary
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import table_data
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -250,7 +251,7 @@ def test_loggers_and_the_final_table_have_the_success_rate(
     assert logged["test/backdoor_success"].notna().sum() == 2
     settings = yaml.safe_load((backdoored / "log" / "hparams.yaml").read_text())
     assert settings["attackers"] == [0, 1, 2]
-    attacked.run.summary.print(None)
+    print_summary(attacked.run.summary, None)
     assert "backdoor success" in capsys.readouterr().out
 
 

@@ -91,9 +91,12 @@ def test_a_worker_keeps_its_number_when_it_is_replaced(monkeypatch: pytest.Monke
     engine = Processes(2)
     made = trainer(engine=engine)
     run = made.prepare(classifier(), digits(clients=3))
-    with engine.running(made.worker_setup(run)):
+    engine.start(made.worker_setup(run))
+    try:
         engine._pool[1].process.kill()
         engine._replace(1)
+    finally:
+        engine.stop()
     assert numbers == [0, 1, 1]
 
 

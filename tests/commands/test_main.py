@@ -205,7 +205,7 @@ def test_the_older_name_of_batchnorm_is_read(
         caplog.clear()
         made = build(args)[0]
         saved = yaml.safe_load(made.config or "")["trainer"]
-        assert made.batchnorm == saved["batchnorm"] == value and "buffers" not in saved
+        assert made.options.batchnorm == saved["batchnorm"] == value and "buffers" not in saved
         said = [line for line in caplog.messages if "older name of trainer.batchnorm" in line]
         assert len(said) == (value != "average")
 

@@ -392,7 +392,7 @@ def test_a_worker_that_cannot_start_ends_the_run(part: str, workers: int) -> Non
     engine = Processes(workers=workers)
     engine.start(made)
     try:
-        with pytest.raises(RuntimeError, match=r"a worker process failed:(.|\n)*made of glass"):
+        with pytest.raises(RuntimeError, match=r"a worker failed:(.|\n)*made of glass"):
             within(60, lambda: outcomes(engine, requests(state)))
     finally:
         engine.stop()

@@ -7,6 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import flsuite.engines.ray as ray_engine
 from flsuite.engines import Ray
+from flsuite.engines.ray_cluster import Needs
 from flsuite.engines.ray_worker import RayWorker, pack, unpack
 from flsuite.engines.wire import dump_without_data
 from flsuite.engines.worker import Fatal
@@ -84,7 +85,7 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
     ],
 )
 def test_the_room_of_a_cluster(nodes: Any, cpus: float, gpus: float, room: int) -> None:
-    assert ray_engine._room(nodes, {"CPU": cpus, "GPU": gpus}) == room
+    assert Needs(cpus, gpus).room(nodes) == room
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,5 +95,5 @@ def test_a_worker_that_dies_while_it_scores_is_replaced(
 
     with caplog.at_level(logging.WARNING, logger="flsuite"):
         there = fit(Processes(2), Dies)
-    assert "was replaced" in caplog.text
+    assert "is replaced" in caplog.text
     assert rows(there) == rows(fit(InProcess()))

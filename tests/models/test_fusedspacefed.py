@@ -24,7 +24,7 @@ from flsuite.models.autoencoders import (
     UNetEncoder,
 )
 from flsuite.models.fusedspacefed import reconstruction_error
-from flsuite.runs.checkpoint import export_model
+from flsuite.runs.session import export_model
 from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from flsuite.trainer import FederatedTrainer

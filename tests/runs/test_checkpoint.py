@@ -10,7 +10,7 @@ import torch
 
 from flsuite.callbacks import FederationCallback
 from flsuite.errors import FlsuiteError
-from flsuite.files import atomic_save
+from flsuite.files import replace_file
 from flsuite.runs.checkpoint import load_checkpoint
 from tests.conftest import classifier, digits, trainer
 
@@ -84,7 +84,7 @@ def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after(
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
-    atomic_save(lambda path: path.write_text("content"), tmp_path / "file")
+    replace_file(lambda path: path.write_text("content"), tmp_path / "file", flush=True)
     assert events == [("flush", ".file.tmp"), ("rename", "file"), ("flush", tmp_path.name)]
     assert (tmp_path / "file").read_text() == "content"
 
@@ -104,7 +104,7 @@ def test_a_failed_write_leaves_the_file_before_it(tmp_path: Path) -> None:
 
     (tmp_path / "file").write_text("old")
     with pytest.raises(OSError, match="disk full"):
-        atomic_save(fail, tmp_path / "file")
+        replace_file(fail, tmp_path / "file", flush=True)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "old"
 

@@ -1,5 +1,6 @@
 """A round touches its cohort alone, however many clients are registered."""
 
+import io
 import logging
 import tracemalloc
 from pathlib import Path
@@ -15,7 +16,7 @@ from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, Synthetic
 from flsuite.data.rows import Rows
 from flsuite.models import MLP, Classifier
-from flsuite.runs import scoring
+from flsuite.runs import run as run_module
 from flsuite.runs.partition import partition_table, write_partition
 from flsuite.schedules import Synchronous
 
@@ -114,7 +115,7 @@ def test_the_last_round_scores_all_clients_up_to_a_number(
 ) -> None:
     texts = []
     for most in (10, 9):
-        monkeypatch.setattr(scoring, "_MOST_SCORED", most)
+        monkeypatch.setattr(run_module, "_MOST_SCORED", most)
         with caplog.at_level(logging.INFO, logger="flsuite"):
             trainer = FederatedTrainer(
                 rounds=1, score_clients=3, run_dir=str(tmp_path / str(most)), accelerator="cpu",
@@ -130,7 +131,7 @@ def test_the_last_round_scores_all_clients_up_to_a_number(
 
 
 @pytest.mark.parametrize("is_multilabel", [False, True])
-def test_the_fast_table_is_the_one_of_pandas(is_multilabel: bool, tmp_path: Path) -> None:
+def test_the_fast_table_is_the_one_of_pandas(is_multilabel: bool) -> None:
     module = Synthetic(samples=400, classes=3, clients=7, val_fraction=0.2)
     module.setup()
     data = module.federated
@@ -138,10 +139,11 @@ def test_the_fast_table_is_the_one_of_pandas(is_multilabel: bool, tmp_path: Path
     if is_multilabel:
         data.train.y = torch.nn.functional.one_hot(data.train.y, 3)
         data.test.y = torch.nn.functional.one_hot(data.test.y, 3)
-    write_partition(tmp_path / "partition.csv", data)
+    text = io.StringIO()
+    write_partition(text, data)
 
     table = partition_table(data)
-    assert (tmp_path / "partition.csv").read_text() == table.to_csv(index=False)
+    assert text.getvalue() == table.to_csv(index=False)
     assert table["samples"].sum() == 400
 
 

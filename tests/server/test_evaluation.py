@@ -143,7 +143,7 @@ def test_the_publishers_validation_split_belongs_to_nobody() -> None:
     made = evaluator(WithPublishedValidation(clients=4))
     scored = made.shared(clone(made.model.state_dict()), "val", range(4))
     assert scored.keys() == {GLOBAL} and not [name for name in scored[GLOBAL] if "client" in name]
-    arrays = made.split("val")
+    arrays = made.data.val
     assert arrays is not None and len(arrays) == 12
     own = made.own(2, clone(made.model.state_dict()), "val")
     assert own is not None and own.part == {}
@@ -152,7 +152,7 @@ def test_the_publishers_validation_split_belongs_to_nobody() -> None:
 
 def test_local_validation_splits_are_put_together() -> None:
     made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.5))
-    arrays = made.split("val")
+    arrays = made.data.val
     assert arrays is not None and len(arrays) == 20
     assert arrays.rows.values.equal(torch.arange(20))
     scored = made.shared(clone(made.model.state_dict()), "val", range(4))
@@ -162,6 +162,6 @@ def test_local_validation_splits_are_put_together() -> None:
 def test_without_validation_data_there_are_no_scores() -> None:
     made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.0))
     assert (
-        made.split("val") is None
+        made.data.val is None
         and made.shared(clone(made.model.state_dict()), "val", range(4)) == {}
     )

@@ -1,0 +1,136 @@
+"""The cluster of Ray that workers run in: joining it, its room, and leaving it."""
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flsuite.client.setup import WorkerSetup
+from flsuite.engines.pool import cores
+from flsuite.errors import FlsuiteError, one_line
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the cluster reserves for a worker.
+
+    Attributes:
+        cpus: Cores. It may be a fraction.
+        gpus: Share of a GPU, or number of GPUs.
+    """
+
+    cpus: float
+    gpus: float
+
+    def __str__(self) -> str:
+        return f"{self.cpus:g} CPUs and {self.gpus:g} GPUs each"
+
+    def room(self, nodes: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many workers fit into the nodes, each of which is on one node.
+
+        Args:
+            nodes: As ``ray.nodes()`` describes them.
+        """
+        return sum(self._room_on(node["Resources"]) for node in nodes if node["Alive"])
+
+    def _room_on(self, resources: Mapping[str, float]) -> int:
+        rooms = [int(resources.get("CPU", 0.0) / self.cpus + 1e-9)]
+        gpus = resources.get("GPU", 0.0)
+        if 0 < self.gpus < 1:  # a share is of one GPU
+            rooms.append(int(gpus) * int(1 / self.gpus + 1e-9))
+        elif self.gpus:
+            rooms.append(int(gpus / self.gpus + 1e-9))
+        return min(rooms)
+
+
+def join(address: str | None, runtime_env: dict[str, Any] | None) -> bool:
+    """Join a cluster, unless the user has. Return whether this process has to leave it again.
+
+    Args:
+        address: The cluster. ``None`` starts one of this machine alone.
+        runtime_env: Ray's environment of the workers.
+
+    Raises:
+        FlsuiteError: If there is no such cluster.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if ray.is_initialized():
+        return False
+    settings: dict[str, Any] = {"runtime_env": runtime_env, "logging_level": "WARNING"}
+    settings["address"] = address or "local"
+    if address is None:
+        # Ray itself would take all cores of the machine, whatever this process may use.
+        settings |= {"num_cpus": cores(), "include_dashboard": False}
+
+    with _signal_handlers_kept(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Tip: In future versions of Ray", FutureWarning)
+        try:
+            ray.init(**settings)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise FlsuiteError(
+                f"Ray: cannot join {address or 'a cluster of this machine'} "
+                f"({one_line(error, 200)}); start a cluster with 'ray start --head', or leave "
+                "out engine.address"
+            ) from error
+    return True
+
+
+def leave() -> None:
+    """Leave the cluster that :func:`join` has joined."""
+    import ray
+
+    with _signal_handlers_kept():
+        ray.shutdown()
+
+
+def number_of_workers(wanted: int | None, needs: Needs) -> int:
+    """Return how many workers to start: the wanted number, or as many as there is room for.
+
+    Raises:
+        FlsuiteError: If the cluster has no room for them. Ray itself would wait for ever.
+    """
+    import ray
+
+    nodes = ray.nodes()
+    room = needs.room(nodes)
+    if room < (wanted or 1):
+        alive = [node["Resources"] for node in nodes if node["Alive"]]
+        cpus, gpus = (sum(there.get(name, 0.0) for there in alive) for name in ("CPU", "GPU"))
+        raise FlsuiteError(
+            f"Ray: {wanted or 1} workers of {needs} do not fit into the cluster, which has "
+            f"{cpus:g} CPUs and {gpus:g} GPUs on {len(alive)} node(s) and room for {room}; change "
+            "engine.workers, cpus_per_worker or gpus_per_worker"
+        )
+    return wanted or room
+
+
+def refuse_hidden_gpus(setup: WorkerSetup, gpus: float) -> None:
+    accelerator = setup.trainer_kwargs.get("accelerator")
+    if accelerator in ("gpu", "cuda") and not gpus:
+        raise FlsuiteError(
+            f"trainer: accelerator {accelerator} needs engine.gpus_per_worker above 0; workers of "
+            "Ray see only the GPUs that are reserved for them"
+        )
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which Ray replaces.
+
+    Where jobs are pre-empted, it is the user's.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,75 @@
+"""The limits and options of a run."""
+
+from dataclasses import dataclass
+
+from flsuite.arguments import PositiveFloat, PositiveInt, Settings
+from flsuite.client.entries import BatchNorm
+from flsuite.client.lr_decay import LRDecay
+from flsuite.schedules import Clock
+
+
+@dataclass(frozen=True)
+class Budget(Settings):
+    """The limits of a run, which ends with the first round that reaches one of them.
+
+    Attributes:
+        rounds: Rounds.
+        max_virtual_seconds: Virtual seconds.
+        max_client_updates: Aggregated client updates.
+    """
+
+    owner = "trainer"
+
+    rounds: PositiveInt | None = None
+    max_virtual_seconds: PositiveFloat | None = None
+    max_client_updates: PositiveInt | None = None
+
+    @classmethod
+    def of(cls, rounds: int | None, seconds: float | None, updates: int | None) -> "Budget":
+        """Return these limits, and 10 rounds where none is given."""
+        is_open = rounds is None and seconds is None and updates is None
+        return cls(10 if is_open else rounds, seconds, updates)
+
+    @property
+    def is_of_time_alone(self) -> bool:
+        """Return whether virtual time is the only limit."""
+        others = self.rounds, self.max_client_updates
+        return self.max_virtual_seconds is not None and others == (None, None)
+
+    def is_spent(self, clock: Clock) -> bool:
+        """Return whether a limit is reached."""
+        return any(limit is not None and spent >= limit for spent, limit in self._pairs(clock))
+
+    def share(self, clock: Clock) -> float:
+        """Return the share that is spent of the limit that comes first, in [0, 1]."""
+        shares = [spent / limit for spent, limit in self._pairs(clock) if limit is not None]
+        return min(max(shares, default=0.0), 1.0)
+
+    def __str__(self) -> str:
+        given = {name: limit for name, limit in vars(self).items() if limit is not None}
+        return ", ".join(f"trainer.{name} (now {limit})" for name, limit in given.items())
+
+    def _pairs(self, clock: Clock) -> list[tuple[float, float | None]]:
+        return [
+            (clock.round, self.rounds),
+            (clock.seconds, self.max_virtual_seconds),
+            (clock.client_updates, self.max_client_updates),
+        ]
+
+
+@dataclass(frozen=True)
+class RunOptions(Settings):
+    """The plain options of a run, see :class:`~flsuite.FederatedTrainer`."""
+
+    owner = "trainer"
+
+    budget: Budget
+    seed: int
+    evaluate_every: PositiveInt = 1
+    monitor: str | None = None
+    score_clients: PositiveInt = 100
+    batchnorm: BatchNorm = "average"
+    keep_optimizers: bool = False
+    channels_last: bool = True
+    lr_decay: LRDecay | None = None
+    show: bool = False
