@@ -106,7 +106,7 @@ def _flip_a_number(content: bytes) -> bytes:
     ("name", "accident", "message"),
     [
         ("checkpoints/last.ckpt", _flip_a_number, r"last\.ckpt cannot be read .*checksum of"),
-        ("checkpoints/frozen.pt", _flip_a_number, r"frozen\.pt cannot be read, .*checksum of"),
+        ("checkpoints/frozen.pt", _flip_a_number, r"frozen\.pt cannot be read: .*checksum of"),
         ("clients/*.pt", _flip_a_number, r"round-.*cannot be read: it is damaged.*checksum of"),
         ("clients/*.pt", lambda content: content[:100], "restore the folder clients of the run"),
         ("in_flight/*.pt", _flip_a_number, "version-.*cannot be read: it is damaged"),
@@ -153,7 +153,7 @@ def archive() -> tuple[bytes, Any]:
         arrays[f"{split}_labels"] = np.arange(6, dtype=np.uint8).reshape(6, 1) % 5
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
-    return file.getvalue(), medmnist._spec(medmnist._info("retinamnist", 28), 28)
+    return file.getvalue(), medmnist._spec(medmnist._info("retinamnist"), 28)
 
 
 @fuzzed(60)

@@ -248,9 +248,9 @@ class GTSRB(_Torchvision):
         check_init(self, GTSRB)
 
     def _options(self) -> dict[str, Any]:
-        return {"transform": self._resized}
+        return {"transform": self._of_size}
 
-    def _resized(self, image: Any) -> Any:
+    def _of_size(self, image: Any) -> Any:
         """Return an image of PIL in the size of all."""
         from PIL.Image import Resampling
 
