@@ -271,7 +271,7 @@ class Sums:
 
 def _add_(sums: Tree, tree: Mapping[str, Any], scale: float) -> None:
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if not _is_leaf(value):
             _add_(sums.setdefault(name, {}), value, scale)
         elif not isinstance(value, Tensor):
             sums[name] = sums.get(name, 0.0) + scale * value
@@ -284,10 +284,15 @@ def _add_(sums: Tree, tree: Mapping[str, Any], scale: float) -> None:
             sums[name] = torch.zeros_like(value, dtype=torch.float64).add_(value, alpha=scale)
 
 
+def _is_leaf(value: Any) -> bool:
+    # Most are tensors, and to see that something is no mapping takes longer.
+    return isinstance(value, Tensor) or not isinstance(value, Mapping)
+
+
 def mapped(tree: Mapping[str, Any], function: Callable[[Any], Any]) -> Tree:
     """Return nested data with what a function returns for each tensor and number."""
     return {
-        name: mapped(value, function) if isinstance(value, Mapping) else function(value)
+        name: function(value) if _is_leaf(value) else mapped(value, function)
         for name, value in tree.items()
     }
 
@@ -309,7 +314,10 @@ def scaled(tree: Mapping[str, Any], factor: float) -> Tree:
     def times(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf * factor
-        return leaf.double() * factor if leaf.is_floating_point() else leaf
+        if not leaf.is_floating_point():
+            return leaf
+        # In place: one copy of a large model less.
+        return leaf.to(torch.float64, copy=True).mul_(factor)
 
     return mapped(tree, times)
 

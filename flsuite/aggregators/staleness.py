@@ -82,11 +82,11 @@ class Hinge(Staleness, Settings):
 
 StalenessName = Literal["constant", "hyperbolic", "polynomial", "hinge"]
 
-_NAMED: dict[str, type[Staleness]] = {
-    "constant": Constant,
-    "hyperbolic": Hyperbolic,
-    "polynomial": Polynomial,
-    "hinge": Hinge,
+_NAMED: dict[str, Staleness] = {
+    "constant": Constant(),
+    "hyperbolic": Hyperbolic(),
+    "polynomial": Polynomial(),
+    "hinge": Hinge(),
 }
 
 
@@ -100,7 +100,7 @@ def staleness_weight(staleness: StalenessName | Staleness, tau: int) -> float:
     Raises:
         FlsuiteError: If the weight is below 0 or above that of a fresh update.
     """
-    weights = _NAMED[staleness]() if isinstance(staleness, str) else staleness
+    weights = _NAMED[staleness] if isinstance(staleness, str) else staleness
     weight, fresh = float(weights(tau)), float(weights(0))
 
     # A class of the user's own may grow, and a mixture would then leave its old and new models.
