@@ -46,6 +46,19 @@ class Tenfold(Transform):
         return payload._replace(change={k: v * 10 for k, v in payload.change.items()})
 
 
+class Measures(Transform):
+    """Clients send the size of their change."""
+
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        size = torch.stack([v.norm() for v in payload.change.values()]).norm()
+        return payload._replace(statistics={**payload.statistics, "size": size})
+
+    def template(self, template: Payload) -> Payload:
+        return template._replace(
+            statistics={**template.statistics, "size": torch.zeros(()).double()}
+        )
+
+
 class Sends(Objective):
     """Clients send a number that they measure."""
 
@@ -88,6 +101,9 @@ def test_a_change_must_not_grow_after_a_mechanism_has_clipped_it() -> None:
 def test_a_mechanism_refuses_what_no_noise_covers() -> None:
     with pytest.raises(FlsuiteError, match="send measured beside their change"):
         run(private(objective=Sends()), batchnorm="local")
+    with pytest.raises(FlsuiteError, match=r"needs changes alone, and Measures sends more"):
+        run(private(transforms=[Measures()]), batchnorm="local")
+    run(FedAvg(transforms=[Measures()]), rounds=1)
 
 
 def test_a_private_entry_that_is_nowhere_is_refused() -> None:

@@ -162,6 +162,5 @@ def test_local_validation_splits_are_put_together() -> None:
 def test_without_validation_data_there_are_no_scores() -> None:
     made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.0))
     assert (
-        made.data.val is None
-        and made.shared(clone(made.model.state_dict()), "val", range(4)) == {}
+        made.data.val is None and made.shared(clone(made.model.state_dict()), "val", range(4)) == {}
     )

@@ -65,13 +65,19 @@ class Transform(Part, ABC):
     direction and pass by.
 
     A transform with a :meth:`decode` is taken to make changes longer than a transform behind it has
-    clipped them to. One that never does declares ``withholds`` itself.
+    clipped them to. One with a :meth:`template` alone is taken to send something beside the change,
+    which no noise covers. One that never does declares ``withholds`` itself.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "decode" in vars(cls) and "withholds" not in vars(cls):
+        own = vars(cls)
+        if "withholds" in own:
+            return
+        if "decode" in own:
             cls.withholds = {"dense changes": "is undone by the server after it has clipped"}
+        elif "template" in own:
+            cls.withholds = {"changes alone": "sends more than the change, which no noise covers"}
 
     def broadcast(self, server: Server) -> dict[str, Any]:
         """Return what every client of the round receives for this transform."""
