@@ -19,6 +19,7 @@ from flsuite.errors import FlsuiteError, one_line
 
 _LONGEST = 400
 _NO_CLASS = "Expected a dot import path string: "
+_PARTS = ("rule", "objective", "transforms", "server_optimizer")
 
 
 class _RefusedError(FlsuiteError, ValueError):
@@ -67,6 +68,8 @@ class OneLineParser(LightningArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
         if unknown:
             options = [name for action in self._actions for name in action.option_strings]
+            # A nested class has a parser of its own, with its options.
+            options += [f"--trainer.aggregator.{part}" for part in _PARTS]
             return _RefusedError(f"unknown key {unknown}{_suggest(unknown.split('=')[0], options)}")
 
         reason: BaseException | None = ex
@@ -89,7 +92,7 @@ class OneLineParser(LightningArgumentParser):
             return ""
         dests = (action.dest for action in self._actions)
         options = [name for name in dests if name != "help" and not name.endswith(".help")]
-        is_part = text.split("'")[1] in ("rule", "objective", "transforms", "server_optimizer")
+        is_part = text.split("'")[1] in _PARTS
         other = "; class_path Aggregator takes all four parts of an algorithm" if is_part else ""
         return f"; there are: {', '.join(options) or 'none'}{other}"
 
@@ -212,8 +215,10 @@ def _suggest(name: str, known: list[str]) -> str:
     path = name.rpartition(".")[0]
     near = [key for key in known if key.rpartition(".")[0] == path] or known
     ends = {key.rpartition(".")[2]: key for key in reversed(near)}
-    close = difflib.get_close_matches(name.rpartition(".")[2], ends, n=1, cutoff=0.6)
-    close = [ends[end] for end in close] or difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+    last = name.rpartition(".")[2]
+    close = [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.6)]
+    close = close or [key for key in known if key.rpartition(".")[2] == last]  # in another place
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.9)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

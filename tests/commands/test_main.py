@@ -305,6 +305,10 @@ def test_a_users_own_classes_go_by_their_short_names(tmp_path: Path) -> None:
 
 BAD_ARGUMENTS = {
     "unknown_key": (("--trainer.rouns", "3"), "did you mean --trainer.rounds"),
+    "a_part_of_the_algorithm": (
+        ("--trainer.rule", "Krum"),
+        "did you mean --trainer.aggregator.rule?",
+    ),
     "part_of_a_rule": (
         ("--trainer.aggregator", "Krum", "--trainer.aggregator.objective", "Proximal"),
         "Option 'objective' is not accepted; there are: byzantine; class_path Aggregator takes all",
