@@ -59,7 +59,7 @@ class Aggregator:
 
     pools: ClassVar[bool] = False
     """Whether one fit on the samples of all clients replaces those of a cohort."""
-    _given: tuple[Named, ...] = ()  # what of the run acts through the parts, such as an attack
+    _given: tuple[Named, ...] = ()  # parts set by other keys of the run, such as trainer.attack
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Aggregator:
 
     @property
     def name(self) -> str:
-        """Return the name of the algorithm: that of its preset, or else of its rule."""
+        """Return the name of the preset, or of the rule if there is no preset."""
         return Named("", self.rule).name if type(self) is Aggregator else type(self).__name__
 
     def described(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Aggregator:
         """Return a copy with other parts, by their names.
 
         Args:
-            given: What of the run asks for them, such as an attack.
+            given: The part of the run that asks for them, such as an attack.
             parts: The other parts.
         """
         new = copy.copy(self)
@@ -140,7 +140,7 @@ class Aggregator:
             require_step(self.server_optimizer, parameters)
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        """Return what clients send beside their change, by name."""
+        """Return what clients send in addition to their change, by name."""
         return self.rule.statistics(layout, state) | self.objective.statistics(layout, state)
 
     # The client half
@@ -176,7 +176,7 @@ class Aggregator:
     # The server half
 
     def broadcast(self, server: Server) -> dict[str, Any]:
-        """Return what every client of the round receives beside the model, by part."""
+        """Return what each part sends to every client of the round, in addition to the model."""
         sent = {"objective": self.objective.broadcast(server.of("objective"))}
         for name, part in self._placed().items():
             sent[name] = part.broadcast(server.of(name))
@@ -188,8 +188,8 @@ class Aggregator:
 
         Args:
             server: What the server knows.
-            updates: The checked updates, in a fixed order. The iterator can be consumed once. Of a
-                linear rule they may be partial sums alone.
+            updates: The checked updates, in a fixed order. The iterator can be consumed once. For
+                a linear rule they may be partial sums.
 
         Raises:
             FederationError: If there are too few updates for the rule.

@@ -46,7 +46,7 @@ class Collusion(Attack):
 def collude(
     attack: Collusion, received: State, names: Collection[str], updates: Iterator[ClientUpdate]
 ) -> Iterator[ClientUpdate]:
-    """Yield the updates of a round with those of attackers replaced.
+    """Yield the updates of a round, with the attackers' updates replaced.
 
     Honest updates pass through one at a time, in their order, and those of attackers follow. Two
     states in float64 and the attackers' buffers are held meanwhile.

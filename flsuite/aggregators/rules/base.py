@@ -17,10 +17,10 @@ from flsuite.state import State, StateLayout, Sums, Tree
 
 
 def withheld_by(sends: str = "", are_matrices: bool = False) -> Mapping[Capability, str]:
-    """Return what the other parts of a run do not get where a rule takes part, with the reasons.
+    """Return what a rule withholds from the other parts of a run, each with its reason.
 
     Args:
-        sends: What clients send for it beside their models, for messages. Default: nothing.
+        sends: What clients send in addition to their models, for messages. Default: nothing.
         are_matrices: Whether these are symmetric positive semidefinite.
     """
     reasons: dict[Capability, str] = {"a plain sum": "is no plain sum of the clients' changes"}
@@ -47,7 +47,7 @@ class Rule(Part, ABC):
         return []
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        """Return what every client sends beside its model, by name."""
+        """Return what every client sends in addition to its model, by name."""
         return {}
 
     def weight(self, update: ClientUpdate) -> float:

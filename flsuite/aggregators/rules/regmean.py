@@ -152,7 +152,7 @@ class RegMean(LinearRule, Settings):
 
 
 def _best(server: Server, models: Mapping[float, State]) -> float:
-    """Return the alpha whose model has the best score, the first of equals."""
+    """Return the alpha whose model has the best score, the first on a tie."""
     score = server.tools.score
     if len(models) == 1 or score is None:
         return next(iter(models))

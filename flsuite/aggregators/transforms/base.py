@@ -66,7 +66,7 @@ class Transform(Part, ABC):
 
     A transform with a :meth:`decode` is taken to make changes longer than a transform behind it has
     clipped them to. One with a :meth:`template` alone is taken to send something beside the change,
-    which no noise covers. One that never does declares ``withholds`` itself.
+    which no noise covers. Where this is not so, the transform declares ``withholds`` itself.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
