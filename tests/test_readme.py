@@ -30,9 +30,9 @@ from tests.docs.pages import (
 
 README = (ROOT / "README.md").read_text()
 GUIDE = ROOT / "configs" / "guide"
+OWN = GUIDE / "your-own.md"
 RESULTS = ["asynchronous", "cmga", "fusedspacefed", "nf_fisher", "one_shot", "trust"]
 WITH_CONFIG = ("fit", "validate", "test", "predict", "partition", "schedule")
-SHARED_OPTIONS = "--model --data --ckpt_path --seed_everything"
 
 
 # What it says
@@ -145,8 +145,12 @@ def test_python_shown_is_python(page: Path) -> None:
 
 
 @pytest.fixture
-def shown_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with the files that all pages show, from where they can be imported."""
+def at_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in the root of the repository, with the files that pages show in a folder on the path.
+
+    Returns:
+        The folder.
+    """
     for page in PAGES:
         for name, code in files_shown(page).items():
             (tmp_path / name).write_text(code)
@@ -155,14 +159,10 @@ def shown_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=page_id)
-def test_commands_shown_are_understood(
-    page: Path, shown_files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command, *arguments in new_commands()[page]:
-        configs = [word for word in arguments if word.startswith("configs/")]
-        assert all(Path(config).exists() for config in configs)
-        if command in WITH_CONFIG and configs:
+def require_understood(commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """Parse those that read a config, and look up the options of the others in their help."""
+    for command, *arguments in commands:
+        if command in WITH_CONFIG and arguments[0].startswith("--"):
             assert cli("fit", *arguments, "--print_config") == 0, arguments
             continue
 
@@ -170,26 +170,40 @@ def test_commands_shown_are_understood(
         main(["--help"] if command in WITH_CONFIG else [command, "--help"])
         help = capsys.readouterr().out
         options = {word for word in arguments if re.match(r"--[\w-]+$", word)}
-        unknown = [option for option in options if option not in help + SHARED_OPTIONS]
+        unknown = [option for option in options if option not in f"{help} --ckpt_path"]
         assert re.search(rf"(flsuite|^ ) {command}\b", help, flags=re.M) and not unknown
 
 
-def test_the_model_and_the_data_shown_are_a_federation(shown_files: Path) -> None:
-    run = ["--run_dir", str(shown_files / "run"), "--trainer.enable_progress_bar", "false"]
-    (page,) = (p for p in PAGES if p.stem == "your-own")
-    own, split = (c for c in commands(page) if "my_model.Net" in c)
-    assert cli(*own, *run) == 0
-    assert cli(*split, "--print_config") == 0
-    assert ",test,accuracy," in (shown_files / "run" / "metrics.csv").read_text()
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p) and p != OWN], ids=page_id)
+def test_commands_shown_are_understood(
+    page: Path, at_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = new_commands()[page]
+    assert all(Path(word).exists() for c in shown for word in c if word.startswith("configs/"))
+    require_understood(shown, capsys)
 
 
-def test_the_rule_and_the_speeds_shown_run(shown_files: Path) -> None:
+def test_the_ten_minutes_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("flsuite.commands.new")
+    monkeypatch.chdir(tmp_path)
+    (config,) = blocks(OWN.read_text(), "yaml")
+    first, *others = new_commands()[OWN]
+    main(first)
+    monkeypatch.chdir(tmp_path / "my_project")
+    monkeypatch.syspath_prepend(Path.cwd())
+    assert yaml.safe_load(config) == yaml.safe_load(Path("exp.yaml").read_text())
+    require_understood(others, capsys)
+
+
+def test_the_rule_and_the_speeds_shown_run(at_root: Path) -> None:
     short = ["--trainer.rounds", "2", "--trainer.enable_progress_bar", "false"]
-    plugged = [c for p in PAGES for c in commands(p) if "--plugins" in c]
+    plugged = [c for p in PAGES for c in commands(p) if "my_" in " ".join(c) and "--plugins" in c]
     assert len(plugged) == 2
     for command in plugged:
         where = "--run_dir" if command[0] == "fit" else "--output"
-        assert cli(*command, *short, where, str(shown_files / command[0])) == 0
+        assert cli(*command, *short, where, str(at_root / command[0])) == 0
 
 
 # Links
