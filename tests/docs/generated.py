@@ -129,6 +129,7 @@ def default(parameter: inspect.Parameter) -> str:
         return ""
     if given is None:
         return "`null`"
+    given = list(given) if isinstance(given, tuple) else given
     return f"`{str(given).lower() if isinstance(given, bool) else given}`"
 
 
