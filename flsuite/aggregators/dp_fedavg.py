@@ -13,19 +13,19 @@ from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius,
 
 
 class DPFedAvg(Aggregator):
-    """FedAvg of all clients alike, with a :class:`~flsuite.aggregators.GaussianMechanism`.
+    """FedAvg with uniform weights and a :class:`~flsuite.aggregators.GaussianMechanism`.
 
     Args:
-        clip: Largest L2 norm of a client's change. With ``quantile`` it is the first one.
-        noise_multiplier: Deviation of the noise, in multiples of ``clip``.
-        target_epsilon: Epsilon after ``trainer.rounds``. It sets the noise multiplier.
+        clip: Largest L2 norm of a client's change. With ``quantile``, it is the initial value.
+        noise_multiplier: Standard deviation of the noise, in multiples of ``clip``.
+        target_epsilon: Epsilon after ``trainer.rounds``. It determines the noise multiplier.
         delta: Delta of the guarantee. Default: ``clients ** -1.1``.
-        quantile: Share of the clients whose change is to stay whole. Default: ``clip`` is fixed.
-        clip_lr: Learning rate of the adaptive clip.
-        count_noise: Deviation of the noise on the number of whole changes.
-        secure_rng: Whether noise comes from the operating system. Such a run cannot be repeated.
-        transforms: What happens to a change before it is clipped.
-        parts: As for :class:`~flsuite.aggregators.Aggregator`.
+        quantile: Target fraction of clients whose change is not clipped. Default: ``clip`` is
+        fixed. clip_lr: Learning rate of the adaptive clip.
+        count_noise: Standard deviation of the noise on the number of unclipped changes.
+        secure_rng: Draw the noise from the operating system. Such a run cannot be reproduced.
+        transforms: Transforms of a change before it is clipped.
+        parts: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ class FedProx(FedAvg):
 
     Args:
         mu: Weight of the proximal term. With 0 this is FedAvg.
-        weighting: As for FedAvg.
-        parts: As for FedAvg.
+        weighting: See FedAvg.
+        parts: See FedAvg.
     """
 
     def __init__(
