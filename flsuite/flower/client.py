@@ -1,4 +1,4 @@
-"""Any flsuite model as a client of Flower."""
+"""A Flower client for any flsuite model."""
 
 import logging
 from typing import Any
@@ -24,15 +24,15 @@ _SPLITS: tuple[Split, ...] = ("val", "test")
 class Site:
     """Trains and scores clients where their data is.
 
-    What a client keeps (private entries of the model, the algorithm's notes, optimizers) lies in
-    the context of its node. Flower stores it there and never sends it. A site remembers nothing
-    else, so one site serves many simulated nodes. Lightning callbacks have the state that the
-    node's config gives them. Their state on the server does not travel.
+    A client's memory (private entries of the model, the algorithm's notes, optimizers) is in the
+    context of its node. Flower stores it there and never sends it. A site keeps no other state, so
+    one site serves many simulated nodes. Lightning callbacks have the state that the node's config
+    gives them. Their state on the server is not sent.
 
     Args:
-        trainer: The settings of the run; its rounds, engine and loggers are not used.
-        model: What the client trains.
-        datamodule: The data, split among all clients as on the server.
+        trainer: The settings of the run. Its rounds, engine and loggers are not used.
+        model: The model to train.
+        datamodule: The data, split among all clients like on the server.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Site:
         self.engine.start(trainer.worker_setup(self.run))
 
     def train(self, message: Message, context: Context) -> Message:
-        """Fit one client, and answer with its update or with the reason why there is none.
+        """Fit one client, and answer with its update or the reason of a failure.
 
         Raises:
             FlsuiteError: If the request is for another client or another model.
@@ -62,19 +62,19 @@ class Site:
 
         self.engine.submit([request])
         outcome = self.engine.collect(request.number)
-        # What the server would refuse must not be remembered here either.
+        # Do not keep the memory of a fit that the server would refuse.
         result = self.run.federation.uplink.checked(outcome, broadcast)
         if isinstance(result, ClientFailure):
             what = result.round, client, result.reason, result.details
             log.warning("round %d: client %d failed: %s\n%s", *what)
             return Message(Error(FAILED, result.reason), reply_to=message)
-        # What is sent is the packed update, which the server unpacks itself.
+        # Send the packed update, which the server unpacks itself.
         assert isinstance(outcome, ClientResult)
         _remember(context, outcome.memory)
         return Message(write_update(outcome.update), reply_to=message)
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Score the client's own model, with the shared part as received, on every split."""
+        """Score the client's own model on every split, with the received shared part."""
         client, request = own_client(context), unpack("evaluation", message.content)
         federation, evaluator = self.run.federation, self.run.evaluator
         evaluator.data = federation.data.at(request["round"])
@@ -83,8 +83,8 @@ class Site:
 
         records = RecordDict()
         for split in _SPLITS:
-            # The server cannot know yet whether a callback ends the run with this round, which
-            # then has scores by class.
+            # Always with details, because a callback may end the run with this round, whose scores
+            # then include the accuracy per class.
             scores = evaluator.own(client, state, split, details=split == "test")
             for field, numbers in scores._asdict().items() if scores else ():
                 values = {name: float(value) for name, value in numbers.items()}
@@ -102,7 +102,7 @@ class Site:
 
 
 def _recall(context: Context) -> dict[str, Any]:
-    """Return what the client kept in this run, and nothing that it kept in another one."""
+    """Return the client's memory of this run, ignoring other runs."""
     if _MEMORY not in context.state:
         return {}
     kept = unpack(_MEMORY, context.state)
