@@ -1,4 +1,4 @@
-"""FEMNIST: handwritten characters by their writers, as in the LEAF benchmark.
+"""FEMNIST: handwritten characters by writer, as in the LEAF benchmark.
 
 Source: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018, arXiv:1812.01097.
 """
@@ -29,7 +29,7 @@ Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of the training split, and those of the test split if there is one."""
+    """Return the files of the training split, and of the test split if there is one."""
     arrays = folder / "femnist.npz"
     if arrays.is_file():
         return [arrays], []
@@ -81,8 +81,8 @@ def _read_arrays(file: Path) -> Samples:
 def _read_leaf(file: Path) -> Iterator[Samples]:
     """Read a file of LEAF, one writer at a time.
 
-    Each writer's floats are dropped once they are converted, because Python objects take ten times
-    the memory.
+    Each writer's floats are dropped after conversion, because Python objects take ten times the
+    memory.
     """
     with file.open() as stream:
         content = json.load(stream)
@@ -112,7 +112,7 @@ SPLIT_SEED = 0
 
 
 def _joined(parts: list[Samples]) -> DataSplit:
-    """Return all samples as one split, the writers numbered over all parts."""
+    """Return all samples as one split, with writers numbered across all parts."""
     images, labels, writers = (np.concatenate(column) for column in zip(*parts, strict=True))
     ids = np.unique(writers, return_inverse=True)[1].astype(np.int64)
     return DataSplit(torch.from_numpy(images), torch.from_numpy(labels), torch.from_numpy(ids))
@@ -126,13 +126,13 @@ def _held_out(whole: DataSplit) -> Tensor:
     held = []
     for writer, rows in enumerate(rows_of):
         order = numpy_generator(SPLIT_SEED, "femnist/test", client=writer).permutation(rows)
-        # Rounded half up, so that a writer with five samples has one for testing.
+        # Rounded half up, so a writer with five samples has one for testing.
         held.append(order[: int(TEST_FRACTION * len(rows) + 0.5)])
     return torch.from_numpy(np.sort(np.concatenate(held)))
 
 
 class FEMNIST(FederatedDataModule):
-    """Handwritten digits and letters of some 3550 writers, 28x28 in grey, 62 classes.
+    """Handwritten digits and letters of some 3550 writers, 28x28 gray, 62 classes.
 
     With the ``Natural`` partition, clients are writers or groups of whole writers. LEAF publishes a
     script instead of files, so nothing is downloaded. The files are in ``root/femnist`` or, where

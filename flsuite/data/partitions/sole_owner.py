@@ -1,4 +1,4 @@
-"""A class that one client alone has."""
+"""A class that only one client has."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class SoleOwner(AssignedPartition, Settings):
 
     Args:
         label: The class that no other client has.
-        share: The share of the other samples that client 0 has.
+        share: The fraction of the other samples that client 0 has.
 
     Raises:
         FlsuiteError: If there is no other client, no sample of the class, or too few others.
