@@ -1,4 +1,4 @@
-"""Scores of predictions, by torchmetrics."""
+"""Scores of predictions, computed with torchmetrics."""
 
 import re
 from collections.abc import Mapping
@@ -35,23 +35,23 @@ def scores(
     """Return accuracy, macro F1, balanced accuracy, AUROC, and the mean of every per-sample column.
 
     Balanced accuracy is the mean recall over the classes that occur in ``y``. For multi-label data,
-    accuracy is the mean over labels of the binary accuracy at one half. Balanced accuracy is then
-    the mean over labels of (sensitivity + specificity) / 2, or of the one that the label's samples
-    define. A score that is not defined on these samples, such as the AUROC of a single class, is
-    left out.
+    accuracy is the mean over labels of the binary accuracy at threshold one half. Balanced accuracy
+    is then the mean over labels of (sensitivity + specificity) / 2, or of whichever of the two is
+    defined. A score that is undefined on these samples, such as the AUROC of a single class, is
+    omitted.
 
     Args:
-        outputs: ``scores`` ``(n, classes)``, if it is a classification, and per-sample columns
-            ``(n,)``, such as ``loss``.
+        outputs: ``scores`` ``(n, classes)`` for a classification, and per-sample columns ``(n,)``,
+            such as ``loss``.
         y: Classes, int64 ``(n,)``, or labels, 0/1 ``(n, labels)``.
         spec: The data's task and number of classes.
-        auroc: Whether to compute the AUROC, the costly one of the scores.
+        auroc: Whether to compute the AUROC, which is the most expensive score.
     """
     values = {
         name: float(column.double().mean()) for name, column in outputs.items() if column.ndim == 1
     }
 
-    if "scores" not in outputs:  # no classification
+    if "scores" not in outputs:  # not a classification
         return values
     probabilities = outputs["scores"]
     values |= (
@@ -66,9 +66,9 @@ def scores(
 
 
 def lower_is_better(name: str) -> bool | None:
-    """Return whether low values of a score are good, by the words in its name.
+    """Return whether low values of a score are good, judging by the words in its name.
 
-    The result is ``None`` where they do not say, or contradict each other.
+    ``None`` if the words do not decide or contradict each other.
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     low, high = bool(words & _LOW), bool(words & _HIGH)
@@ -76,7 +76,7 @@ def lower_is_better(name: str) -> bool | None:
 
 
 def require_score(owner: str, **names: str) -> None:
-    """Refuse the name of a score of which it is not known whether high or low values are good."""
+    """Refuse the name of a score if it is unknown whether high or low values are good."""
     for argument, name in names.items():
         if lower_is_better(name) is None:
             raise FlsuiteError(
@@ -87,7 +87,7 @@ def require_score(owner: str, **names: str) -> None:
 
 
 def score_name(name: str) -> str:
-    """Return the name of a logged number without its split: ``val_loss`` is ``loss``."""
+    """Return the name of a logged metric without its split: ``val_loss`` becomes ``loss``."""
     return _SPLIT_PREFIX.sub("", name).removesuffix("_epoch") or name
 
 
@@ -143,7 +143,7 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
     labels = y.shape[1]
     sensitivity = tm.multilabel_recall(probabilities, y, num_labels=labels, average="none")
     specificity = tm.multilabel_specificity(probabilities, y, num_labels=labels, average="none")
-    # A label without positive samples has no sensitivity, one without negative ones no specificity.
+    # Sensitivity requires positive samples of a label, and specificity negative ones.
     defined = torch.stack([y.bool().any(0), ~y.bool().all(0)])
 
     return {
@@ -160,7 +160,7 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def _auroc(probabilities: Tensor, y: Tensor, classes: int) -> float | None:
-    # A curve needs positive and negative samples, of every class or of a label.
+    # A curve needs positive and negative samples, for every class or for a label.
     if y.ndim == 2:
         defined = (y.any(0) & ~y.bool().all(0)).nonzero().squeeze(1)
         if not len(defined):

@@ -1,4 +1,4 @@
-"""Gradients of single samples for any parameters, vectorised over samples by torch.func."""
+"""Gradients of single samples for any parameters, vectorized over samples by torch.func."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,8 +12,7 @@ from flsuite.state import State
 
 Batch = tuple[Tensor, ...]
 
-# Elements of per-sample gradients at a time, 64 MiB. More at once is far beyond a cache, and
-# slower.
+# Elements of per-sample gradients at a time, 64 MiB. More would far exceed the cache and be slower.
 _NUMBERS_AT_ONCE = 2**24
 
 
@@ -55,7 +54,7 @@ def sample_gradients(
 def _by_vmap(
     of_one: Any, kept: int, outputs: Any, parameters: State, batch: Batch, columns: Tensor
 ) -> Iterator[State]:
-    """Yield ``of_one`` of the samples, which keeps ``kept`` gradients of each."""
+    """Yield ``of_one`` for chunks of samples. It keeps ``kept`` gradients per sample."""
 
     def of_sample(parameters: State, columns: Tensor, *sample: Tensor) -> State:
         def forward(parameters: Mapping[str, Tensor]) -> Tensor:
@@ -74,7 +73,7 @@ def _by_vmap(
             yield per_sample(parameters, at, *chunk)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # a whole batch went through before: it is the vectorising
+        except RuntimeError as error:  # a whole batch worked before, so vectorization is the cause
             raise FlsuiteError(
                 f"{outputs.owner}.{outputs.needs} cannot be vectorised over samples "
                 f"({one_line(error, longest=200)}); write it without in-place operations and "
