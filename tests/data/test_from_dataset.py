@@ -286,8 +286,10 @@ def test_what_is_wrong_is_one_line(name: str) -> None:
 def test_a_sample_that_cannot_be_read_in_a_fit_loses_its_client_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    test = TensorDataset(torch.ones(4, 1), torch.arange(4) % 2)
+    labels = [0, 1] * 33
     data = FromDataset(
-        Damaged(66), Pairs(2), labels=[0, 1] * 33, in_memory=False, clients=3, val_fraction=0.0
+        Damaged(66), test, labels=labels, in_memory=False, clients=3, val_fraction=0.0
     )
     made = trainer(rounds=1)
     made.fit(Classifier(MLP(hidden=(2,))), data)
