@@ -17,8 +17,8 @@ Capability = Literal[
     "a cohort of known size",
     "random cohorts",
     "a plain sum",
-    "parameters alone",
-    "changes alone",
+    "only parameters",
+    "only changes",
     "rounded matrices",
     "matrices",
     "dense changes",
@@ -32,7 +32,7 @@ _REMEDIES: Mapping[str, str] = {
     "clients": "set trainer.aggregator to FedAvg",
     "current models": "set trainer.schedule to Synchronous, or trainer.aggregator to FedBuff",
     "a cohort of known size": "set trainer.schedule.sampling to uniform",
-    "parameters alone": "set trainer.batchnorm to local, or take a model with GroupNorm",
+    "only parameters": "set trainer.batchnorm to local, or take a model with GroupNorm",
     "rounded matrices": "set trainer.compression to LowRank",
     "matrices": "set trainer.compression to Quantize",
     "shared parameters": "name fewer entries in model.private, or set trainer.aggregator to FedAvg",
@@ -201,6 +201,6 @@ def refuse_conflicts(parts: Iterable[Named]) -> None:
                 remedy = _REMEDIES.get(capability)
                 remedy = f" ({remedy})" if remedy else ""
                 raise FlsuiteError(
-                    f"{one.name} needs {capability}, and {other.name} {reason}; "
+                    f"{one.name} needs {capability}, but {other.name} {reason}; "
                     f"change {' or '.join(dict.fromkeys((one.key, other.key)))}{remedy}"
                 )

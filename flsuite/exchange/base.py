@@ -11,7 +11,7 @@ from flsuite.aggregators.part import Capability
 from flsuite.aggregators.transforms.base import Payload
 from flsuite.state import mismatch, mismatch_of_keys, non_finite
 
-_REASON = "makes a code of them"
+_REASON = "encodes them"
 WITHHELD: Mapping[Capability, str] = {"dense changes": _REASON, "plain updates": _REASON}
 """The capabilities that every codec withholds."""
 

@@ -69,8 +69,8 @@ class PairwiseMasks(SecureAggregation):
 
     needs = frozenset({"clients", "a cohort of known size", "current models", "shared parameters"})
     withholds = {
-        "each update": "shows the server a sum alone",
-        "plain updates": "shows the server a sum alone",
+        "each update": "shows the server only a sum",
+        "plain updates": "shows the server only a sum",
     }
 
     def __init__(

@@ -311,6 +311,6 @@ class _Travelling:
         if not layout.parameters:
             self.withholds["shared parameters"] = "keeps all of them with the clients"
         if layout.buffers:
-            self.withholds["parameters alone"] = (
+            self.withholds["only parameters"] = (
                 f"sends {layout.buffers[0]}, which is a buffer, and noise would spoil it"
             )

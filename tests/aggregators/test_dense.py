@@ -363,7 +363,7 @@ def test_rounds_in_a_federation_resume_exactly(tmp_path: Path) -> None:
 def test_a_missing_tool_is_named_before_the_first_round(caplog: pytest.LogCaptureFixture) -> None:
     net = random_net("conv")
     complete = tools(net)
-    for name, reason in [("module", "the head stays"), ("to_inputs", "the samples are no images")]:
+    for name, reason in [("module", "the head stays"), ("to_inputs", "the samples are not images")]:
         lacking = replace(complete, **{name: None}, missing={name: reason})
         with pytest.raises(FlsuiteError, match=f"DENSE .*, and {reason}"):
             DENSE().prepare(server_of({}, chain_layout(net), tools=lacking))

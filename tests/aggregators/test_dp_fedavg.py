@@ -375,8 +375,8 @@ def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> N
         ({"noise_multiplier": math.nan}, "noise_multiplier must be at least 0"),
         ({"noise_multiplier": 1.0, "clip": 0.0}, "clip must be positive"),
         ({"noise_multiplier": 1.0, "clip": math.nan}, "clip must be positive"),
-        ({"noise_multiplier": 1.0, "clip": math.inf}, "an infinite clip bounds nobody"),
-        ({"target_epsilon": 1.0, "clip": math.inf}, "an infinite clip bounds nobody"),
+        ({"noise_multiplier": 1.0, "clip": math.inf}, "an infinite clip does not bound"),
+        ({"target_epsilon": 1.0, "clip": math.inf}, "an infinite clip does not bound"),
         ({"noise_multiplier": 0.0, "clip": math.inf, "quantile": 0.5}, "an infinite clip"),
         ({"target_epsilon": 0.0}, "target_epsilon must be positive"),
         ({"noise_multiplier": 1.0, "delta": 0.0}, "delta must be above 0 and below 1"),
@@ -417,7 +417,7 @@ def test_a_target_needs_a_number_of_rounds() -> None:
             {"schedule": Synchronous(2, deadline=1.0, speeds=Stragglers())},
             "needs random cohorts",
         ),
-        ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts, and Asyn"),
+        ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts, but Asyn"),
         ({"keep_updates": True}, "keep_updates keeps the clients' models as they are"),
     ],
     ids=["size", "availability", "over_selection", "deadline", "asynchronous", "kept"],
@@ -435,7 +435,7 @@ def test_batch_norm_is_refused_unless_its_statistics_stay() -> None:
     def made(**kwargs: Any) -> Any:
         return federation(DPFedAvg(noise_multiplier=1.0), 1, **kwargs)
 
-    with pytest.raises(FlsuiteError, match=r"needs parameters alone, .*running_mean"):
+    with pytest.raises(FlsuiteError, match=r"needs only parameters, .*running_mean"):
         made().fit(table_model(), table_data())
     local = made(batchnorm="local")
     local.fit(table_model(), table_data())

@@ -101,7 +101,7 @@ def test_a_gaussian_mechanism_without_noise_and_limit_changes_nothing(name: str)
 
 def test_no_noise_covers_control_variates() -> None:
     silent = [GaussianMechanism(clip=math.inf, noise_multiplier=0.0)]
-    with pytest.raises(FlsuiteError, match="GaussianMechanism needs changes alone, and Control"):
+    with pytest.raises(FlsuiteError, match="GaussianMechanism needs only changes, but Control"):
         ended(SCAFFOLD(transforms=silent), batchnorm="local")
 
 

@@ -167,7 +167,7 @@ def test_it_refuses_models_without_a_chain_and_clients_that_do_not_exist() -> No
 def test_a_layer_that_reads_a_part_of_the_layer_before_is_named() -> None:
     layer = Layer("network.3", "conv2d", False)
     with pytest.raises(
-        FlsuiteError, match=r"network\.3 reads 2 columns, and the layer before has 4"
+        FlsuiteError, match=r"network\.3 reads 2 columns, but the layer before has 4"
     ):
         move_inputs(torch.zeros(4, 2, 3, 3), layer, assign(torch.eye(4, dtype=torch.float64)))
 

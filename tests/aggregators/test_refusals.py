@@ -92,16 +92,16 @@ private = partial(DPFedAvg, noise_multiplier=1.0, delta=1e-5)
 
 def test_a_change_must_not_grow_after_a_mechanism_has_clipped_it() -> None:
     with pytest.raises(
-        FlsuiteError, match=r"GaussianMechanism needs dense changes, and Tenfold is undone"
+        FlsuiteError, match=r"GaussianMechanism needs dense changes, but Tenfold is undone"
     ):
         run(private(transforms=[Tenfold()]), batchnorm="local")
     run(private(transforms=[ClipUpdates(2.0)]), rounds=1, batchnorm="local")
 
 
 def test_a_mechanism_refuses_what_no_noise_covers() -> None:
-    with pytest.raises(FlsuiteError, match="send measured beside their change"):
+    with pytest.raises(FlsuiteError, match="send measured with their change"):
         run(private(objective=Sends()), batchnorm="local")
-    with pytest.raises(FlsuiteError, match=r"needs changes alone, and Measures sends more"):
+    with pytest.raises(FlsuiteError, match=r"needs only changes, but Measures sends more"):
         run(private(transforms=[Measures()]), batchnorm="local")
     run(FedAvg(transforms=[Measures()]), rounds=1)
 

@@ -691,14 +691,14 @@ def test_the_older_name_of_the_rule_is_read() -> None:
         (
             lambda: Krum(2),
             7,
-            "Krum needs more than 2 f + 2 = 6 updates for f = 2 attackers, and there are 6; lower "
+            "Krum needs more than 2 f + 2 = 6 updates for f = 2 attackers, but there are 6; lower "
             "byzantine to at most 1, or let more clients train per round",
         ),
-        (lambda: MultiKrum(0, 4), 4, "MultiKrum needs the 4 updates that it selects, and there"),
+        (lambda: MultiKrum(0, 4), 4, "MultiKrum needs the 4 updates that it selects, but there"),
         (
             lambda: Krum(0),
             3,
-            "Krum needs more than 2 f + 2 = 2 updates for f = 0 attackers, and there are 2; let "
+            "Krum needs more than 2 f + 2 = 2 updates for f = 0 attackers, but there are 2; let "
             "more clients train per round",
         ),
         (lambda: TrimmedMean(2), 5, "TrimmedMean needs more than 2 b = 4 updates for b = 2, and"),
@@ -706,7 +706,7 @@ def test_the_older_name_of_the_rule_is_read() -> None:
             lambda: Bucketing(Krum(1), 2),
             9,
             "Bucketing makes 4 buckets of 8 updates, and Krum needs more than 2 f + 2 = 4 updates "
-            "for f = 1 attackers, and there are 4; lower byzantine to at most 0",
+            "for f = 1 attackers, but there are 4; lower byzantine to at most 0",
         ),
     ],
 )

@@ -302,10 +302,10 @@ def test_a_resume_with_another_attack_is_refused(tmp_path: Path) -> None:
         (lambda: SignFlip([0], fraction=0.2), "SignFlip: give either clients"),
         (lambda: GaussianNoise(fraction=1.5), "fraction must be from 0 to 1, got 1.5"),
         (lambda: LabelFlip(fraction=-0.1), "fraction must be from 0 to 1, got -0.1"),
-        (lambda: FreeRider([5]), "FreeRider: clients names 5, and the clients are 0 to 4"),
+        (lambda: FreeRider([5]), "FreeRider: clients names 5, but the clients are 0 to 4"),
         (lambda: FreeRider([-1]), "FreeRider: clients must be at least 0"),
         (lambda: InnerProduct([1, 1]), "names a client twice"),
-        (lambda: SignFlip(fraction=0.05), "a fraction of 0.05 of 5 clients is nobody"),
+        (lambda: SignFlip(fraction=0.05), "a fraction of 0.05 of 5 clients is 0 clients"),
         (lambda: ScaledUpdate([0], boost=float("nan")), "boost must be at least 0"),
         (lambda: ALittleIsEnough([0], z=-1.0), "z must be at least 0"),
         (lambda: ALittleIsEnough([0], knows="honest"), "knows must be one of attackers, all"),
@@ -331,7 +331,7 @@ def test_attackers_that_cannot_be_are_refused_before_training(
         (
             InnerProduct(WHO),
             {"aggregator": FedBuff(), "schedule": Asynchronous(concurrency=2)},
-            "InnerProduct needs current models, and Asynchronous .*; change .*trainer.attack",
+            "InnerProduct needs current models, but Asynchronous .*; change .*trainer.attack",
         ),
         (
             InnerProduct(WHO),
@@ -346,7 +346,7 @@ def test_attackers_that_cannot_be_are_refused_before_training(
         (
             SignFlip(WHO),
             {"aggregator": LocalOnly()},
-            "SignFlip needs shared parameters, and the model keeps",
+            "SignFlip needs shared parameters, but the model keeps",
         ),
         (
             InnerProduct(WHO),
@@ -384,7 +384,7 @@ def test_the_command_takes_an_attack_by_its_short_name(
     assert cli(*again, "--trainer.rounds", "2") == 0
 
     line = refused(capsys, *fit, "--trainer.attack.pairs", "{0: 16}")
-    assert "LabelFlip: pairs names class 16, and the classes are 0 to 9" in line
+    assert "LabelFlip: pairs names class 16, but the classes are 0 to 9" in line
     line = refused(capsys, *fit, "--trainer.attack.fraction", "2")
     assert "LabelFlip: fraction must be from 0 to 1, got 2.0" in line
     line = refused(capsys, "fit", "--config", QUICKSTART, "--trainer.attack", "SignFlop")

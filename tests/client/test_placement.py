@@ -44,7 +44,7 @@ def test_the_argument_devices_keeps_its_meaning(
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (4, "devices 4 needs other GPUs than those that are visible"),
+        (4, "devices 4 needs GPUs beyond the visible ones"),
         ([0, 3], r"devices \[0, 3\] needs other GPUs"),
         ("all", "devices must be a number of GPUs or a list of their numbers, got 'all'"),
     ],

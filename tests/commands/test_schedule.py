@@ -125,7 +125,7 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
         ),
         (
             ("--config", QUICKSTART, *POOLED),
-            "Centralized trains on pooled data, so that there are no clients; change "
+            "Centralized trains on pooled data, without clients; change "
             "trainer.schedule or trainer.aggregator (set trainer.aggregator to FedAvg)",
         ),
         (("--config", ASYNCHRONOUS, "--trainer.rouns", "3"), "did you mean --trainer.rounds?"),

@@ -121,7 +121,7 @@ PLAIN: dict[str, str] = {
     "secure_sum": "none",
 }
 
-DECLARED = re.compile(r"^\S.* needs [a-z ]+, and .+; change trainer\.\S+ or \S+( \(.+\))?$")
+DECLARED = re.compile(r"^\S.* needs [a-z ]+, but .+; change trainer\.\S+ or \S+( \(.+\))?$")
 """The form of a declared refusal: both parts, the reason, and what to change."""
 
 _WHOLE = ("FedFisher kfac", "RegMean", "OTFusion", "PFNM")

@@ -234,7 +234,7 @@ class Damaged(Dataset[Any]):
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no labels": (
         lambda: FromDataset(slope(40, 0), slope(9, 1), partition=Dirichlet(1.0)),
-        "Dirichlet splits by class, and these samples have no classes; set data.labels",
+        "Dirichlet splits by class, but these samples have no classes",
     ),
     "no such field": (
         lambda: FromDataset(Sentences(9, 0), Sentences(9, 0), collate=pad, labels="theme"),

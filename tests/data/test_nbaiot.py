@@ -243,7 +243,7 @@ CELL = r"3\.gafgyt\.scan\.csv: row 9, column 'MI_dir_L4_weight': "
             "a",
             r"3\.gafgyt\.scan\.csv: header, column 5: expected 'MI_dir_L4_weight' .*, got 'a';",
         ),
-        (0, 4, "a,b", r"3\.gafgyt\.scan\.csv has 116 columns, and N-BaIoT has 115"),
+        (0, 4, "a,b", r"3\.gafgyt\.scan\.csv has 116 columns, but N-BaIoT has 115"),
         (0, 4, "MI_dir_L3_weight", r"more than one column named 'MI_dir_L3_weight'"),
     ],
 )
@@ -272,7 +272,7 @@ def test_all_gaps_are_counted(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ([], r"3\.benign\.csv is empty"),
-        ([",".join(HEADER)], r"3\.benign\.csv has a header and no rows"),
+        ([",".join(HEADER)], r"3\.benign\.csv has a header but no rows"),
         (
             [",".join(map(str, np.arange(115) / 7))] * 3,
             r"more than one|3\.benign\.csv has no header",

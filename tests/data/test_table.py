@@ -252,7 +252,7 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
     ("content", "kwargs", "message"),
     [
         ("", {}, r"t\.csv is empty"),
-        ("a,b,y\n", {}, r"t\.csv has a header and no rows"),
+        ("a,b,y\n", {}, r"t\.csv has a header but no rows"),
         (",a,y\n0,1,u\n", {}, r"t\.csv has no name for column 1; name it"),
         ("a,a,y\n1,2,u\n", {}, r"more than one column named 'a'"),
         ("a,b,y\n1,2,u\n1,2,u,4\n", {}, r"t\.csv cannot be read as CSV \(.*line 3.*\)"),

@@ -197,7 +197,7 @@ def test_training_starts_from_the_arrays_that_it_is_given() -> None:
     ("kwargs", "message"),
     [
         ({"secure_sum": PairwiseMasks()}, "a round of Flower has one message to a node"),
-        ({"keep_updates": True, "enable_checkpointing": True}, "models lie on their nodes"),
+        ({"keep_updates": True, "enable_checkpointing": True}, "models are on their nodes"),
         ({"schedule": Synchronous(0.5, sampling="poisson")}, "a round without a client"),
     ],
 )

@@ -97,5 +97,5 @@ def test_a_failed_fit_leaves_its_node_as_it_was(how: str) -> None:
 
 def test_callbacks_that_need_private_entries_are_refused() -> None:
     measuring = trainer(callbacks=[GradientDissimilarity(every=1)])
-    with pytest.raises(FlsuiteError, match="the private part of client 0 lies on its node"):
+    with pytest.raises(FlsuiteError, match="the private part of client 0 is on its node"):
         serve(Nodes(5, node_app(fused)), measuring, fused(), unscaled())

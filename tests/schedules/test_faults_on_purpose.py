@@ -136,7 +136,7 @@ def test_too_many_clients_that_are_gone_end_the_run() -> None:
 
 
 def test_who_unmasks_nothing_can_be_gone_from_a_secure_sum_alone() -> None:
-    with pytest.raises(FlsuiteError, match="Faults needs secure aggregation, and the server"):
+    with pytest.raises(FlsuiteError, match="Faults needs secure aggregation, but the server"):
         fit(Faults(Synchronous(), gone=0.1))
 
 

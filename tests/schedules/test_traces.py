@@ -125,7 +125,7 @@ def test_a_missing_file_is_named(trace: Path) -> None:
     ("content", "message"),
     [
         ("", r"trace\.csv is empty"),
-        ("client,seconds\n", r"trace\.csv has a header and no rows"),
+        ("client,seconds\n", r"trace\.csv has a header but no rows"),
         (
             "client,speed\n0,1\n",
             r"trace\.csv: expected the columns client, seconds or client, start, end, "

@@ -266,20 +266,20 @@ def test_the_virtual_upload_is_that_of_the_protocol(
 
 
 def test_algorithms_that_need_single_updates_are_refused() -> None:
-    with pytest.raises(FlsuiteError, match="OTFusion needs each update, and PairwiseMasks shows"):
+    with pytest.raises(FlsuiteError, match="OTFusion needs each update, but PairwiseMasks shows"):
         fitted(OTFusion(), secure_sum=PairwiseMasks())
 
 
 @pytest.mark.parametrize("make", [FedAvg, FedFisher, partial(RegMean, alpha=0.5)])
 def test_clients_with_nothing_to_sum_are_refused(make: Callable[[], Aggregator]) -> None:
-    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs shared parameters, and the model"):
+    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs shared parameters, but the model"):
         fitted(make(), secure_sum=PairwiseMasks(), private=("network",))
 
 
 def test_what_cannot_be_summed_is_refused() -> None:
-    with pytest.raises(FlsuiteError, match=r"TopK needs each update, and PairwiseMasks shows"):
+    with pytest.raises(FlsuiteError, match=r"TopK needs each update, but PairwiseMasks shows"):
         fitted(FedAvg(), secure_sum=PairwiseMasks(), compression=TopK(0.1))
-    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs current models, and Asynchronous"):
+    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs current models, but Asynchronous"):
         fitted(FedBuff(), secure_sum=PairwiseMasks(), schedule=Asynchronous(2, 1))
 
 

@@ -51,7 +51,7 @@ class ControlVariates(Objective, Settings):
 
     control: Control = "displacement"
 
-    withholds = {"changes alone": "sends control variates with every change, which no noise covers"}
+    withholds = {"only changes": "sends control variates with every change, which no noise covers"}
 
     def broadcast(self, server: Server) -> dict[str, Any]:
         # c is sent with x (line 5), unless it is zero.

@@ -23,9 +23,9 @@ def withheld_by(sends: str = "", are_matrices: bool = False) -> Mapping[Capabili
         sends: What clients send in addition to their models, for messages. Default: nothing.
         are_matrices: Whether clients send symmetric positive semidefinite matrices.
     """
-    reasons: dict[Capability, str] = {"a plain sum": "is no plain sum of the clients' changes"}
+    reasons: dict[Capability, str] = {"a plain sum": "is not a plain sum of the clients' changes"}
     if sends:
-        reasons["changes alone"] = f"sends {sends} with every change, which no noise covers"
+        reasons["only changes"] = f"sends {sends} with every change, which no noise covers"
     if are_matrices:
         reasons["rounded matrices"] = f"sends {sends}, which rounding would make indefinite"
     else:

@@ -77,7 +77,7 @@ class Transform(Part, ABC):
         if "decode" in own:
             cls.withholds = {"dense changes": "is undone by the server after it has clipped"}
         elif "template" in own:
-            cls.withholds = {"changes alone": "sends more than the change, which no noise covers"}
+            cls.withholds = {"only changes": "sends more than the change, which no noise covers"}
 
     def broadcast(self, server: Server) -> dict[str, Any]:
         """Return what every client of the round receives for this transform."""

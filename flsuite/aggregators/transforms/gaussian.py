@@ -90,7 +90,7 @@ class GaussianMechanism(Transform, Settings):
     secure_rng: bool = False
 
     needs = frozenset(
-        {"random cohorts", "a plain sum", "parameters alone", "changes alone", "dense changes"}
+        {"random cohorts", "a plain sum", "only parameters", "only changes", "dense changes"}
     )
 
     # The client half
@@ -187,7 +187,7 @@ class GaussianMechanism(Transform, Settings):
             "a plain sum": "adds noise to the sum",  # a second mechanism would not cover the first
         }
         if self.quantile is not None:
-            withheld["changes alone"] = "sends whether its change was within the clip"
+            withheld["only changes"] = "sends whether its change was within the clip"
         return withheld
 
     def prepare(self, server: Server) -> None:
