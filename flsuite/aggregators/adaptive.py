@@ -26,12 +26,12 @@ class FedAvgM(FedAvg):
     Args:
         lr: The server's learning rate. With 1 and momentum 0 this is FedAvg.
         momentum: In [0, 1).
-        parts: See FedAvg.
+        kwargs: See FedAvg.
     """
 
-    def __init__(self, lr: PositiveFloat = 1.0, momentum: BelowOne = 0.9, **parts: Any) -> None:
+    def __init__(self, lr: PositiveFloat = 1.0, momentum: BelowOne = 0.9, **kwargs: Any) -> None:
         self.lr, self.momentum = lr, momentum
-        super().__init__(server_optimizer=partial(SGD, lr=lr, momentum=momentum), **parts)
+        super().__init__(server_optimizer=partial(SGD, lr=lr, momentum=momentum), **kwargs)
 
 
 class _FedOpt(FedAvg):
@@ -42,7 +42,7 @@ class _FedOpt(FedAvg):
         beta1: Decay of the first moment, in [0, 1).
         beta2: Decay of the second moment, in [0, 1).
         tau: Adaptivity, above 0. A larger value is closer to plain momentum.
-        parts: See FedAvg.
+        kwargs: See FedAvg.
     """
 
     _step: ClassVar[Callable[..., Optimizer]]
@@ -53,11 +53,11 @@ class _FedOpt(FedAvg):
         beta1: BelowOne = 0.9,
         beta2: BelowOne = 0.99,
         tau: PositiveFloat = 1e-3,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.lr, self.beta1, self.beta2, self.tau = lr, beta1, beta2, tau
         step = partial(type(self)._step, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
-        super().__init__(server_optimizer=step, **parts)
+        super().__init__(server_optimizer=step, **kwargs)
 
 
 class FedAdam(_FedOpt):
@@ -79,7 +79,7 @@ class FedAdagrad(FedAvg):
         lr: The server's learning rate, eta.
         beta1: Decay of the first moment, in [0, 1).
         tau: Adaptivity, above 0. A larger value is closer to plain momentum.
-        parts: See FedAvg.
+        kwargs: See FedAvg.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class FedAdagrad(FedAvg):
         lr: PositiveFloat = 0.1,
         beta1: BelowOne = 0.0,
         tau: PositiveFloat = 1e-3,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.lr, self.beta1, self.tau = lr, beta1, tau
         step = partial(AdaptiveAdagrad, lr=lr, beta1=beta1, tau=tau)
-        super().__init__(server_optimizer=step, **parts)
+        super().__init__(server_optimizer=step, **kwargs)

@@ -117,7 +117,7 @@ class Aggregator:
         vars(new).update(parts, _given=(*self._given, given))
         return new
 
-    def parts(self) -> list[Named]:
+    def named_parts(self) -> list[Named]:
         """Return the parts with their config keys."""
         key = "trainer.aggregator"
         named = [Named(key, self), Named(f"{key}.rule", self.rule)]

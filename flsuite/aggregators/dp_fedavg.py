@@ -25,7 +25,7 @@ class DPFedAvg(Aggregator):
         count_noise: Standard deviation of the noise on the number of unclipped changes.
         secure_rng: Draw the noise from the operating system. Such a run cannot be reproduced.
         transforms: Transforms of a change before it is clipped.
-        parts: See :class:`~flsuite.aggregators.Aggregator`.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
     def __init__(
@@ -39,9 +39,11 @@ class DPFedAvg(Aggregator):
         count_noise: NonNegativeFloat | None = None,
         secure_rng: bool = False,
         transforms: list[Transform] | None = None,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         noise = noise_multiplier, target_epsilon, delta
         mechanism = GaussianMechanism(clip, *noise, quantile, clip_lr, count_noise, secure_rng)
         vars(self).update(vars(mechanism), _transforms=transforms or [])
-        super().__init__(rule=Mean("uniform"), transforms=[*(transforms or ()), mechanism], **parts)
+        super().__init__(
+            rule=Mean("uniform"), transforms=[*(transforms or ()), mechanism], **kwargs
+        )

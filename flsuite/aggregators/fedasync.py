@@ -24,7 +24,7 @@ class FedAsync(Aggregator):
             polynomial with power 0.5.
         weighting: With ``uniform``, all updates count equally. With ``samples``, the rate per
             update is about ``mixing`` divided by the number of clients.
-        parts: See :class:`~flsuite.aggregators.Aggregator`.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class FedAsync(Aggregator):
         mixing: Fraction = 0.5,
         staleness: StalenessName | Staleness = "polynomial",
         weighting: Weighting = "uniform",
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.mixing, self.staleness, self.weighting = mixing, staleness, weighting
-        super().__init__(rule=Mixing(mixing, staleness, weighting), **parts)
+        super().__init__(rule=Mixing(mixing, staleness, weighting), **kwargs)

@@ -19,7 +19,7 @@ class FedAvg(Aggregator):
             ``uniform`` is the plain mean.
         staleness: The weight of a late client, under an asynchronous schedule.
         rule: Another rule instead of the mean. It has its own weighting.
-        parts: See :class:`~flsuite.aggregators.Aggregator`.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
     _weighting: ClassVar[Weighting] = "samples"  # the default
@@ -29,7 +29,7 @@ class FedAvg(Aggregator):
         weighting: Weighting = "samples",
         staleness: StalenessName | Staleness = "polynomial",
         rule: Rule | None = None,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.weighting, self.staleness = weighting, staleness
         if rule is not None and (weighting, staleness) != (self._weighting, "polynomial"):
@@ -38,4 +38,4 @@ class FedAvg(Aggregator):
                 f"{type(self).__name__}: weighting and staleness belong to the mean, but rule is "
                 f"{name}; leave them out, or set them as arguments of {name} if it has them"
             )
-        super().__init__(rule=rule or Mean(weighting, staleness), **parts)
+        super().__init__(rule=rule or Mean(weighting, staleness), **kwargs)

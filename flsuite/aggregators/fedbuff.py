@@ -34,7 +34,7 @@ class FedBuff(Aggregator):
             samples.
         normalize: See :class:`~flsuite.aggregators.Mean`.
         rule: Another rule instead of these.
-        parts: See :class:`~flsuite.aggregators.Aggregator`.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FedBuff(Aggregator):
         weighting: Weighting = "uniform",
         normalize: Normalize = "buffer",
         rule: Rule | None = None,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.mode, self.eta, self.staleness = mode, eta, staleness
         self.weighting, self.normalize = weighting, normalize
@@ -70,4 +70,4 @@ class FedBuff(Aggregator):
                 f"{type(rule).__name__}; leave mode and eta out, and set server_optimizer to "
                 "torch.optim.SGD with a learning rate for another step"
             )
-        super().__init__(rule=rule, **parts)
+        super().__init__(rule=rule, **kwargs)

@@ -28,7 +28,7 @@ class SCAFFOLD(FedAvg):
             close to it otherwise.
         control: See :class:`~flsuite.aggregators.ControlVariates`.
         server_optimizer: Another server step instead of ``lr``.
-        parts: See FedAvg.
+        kwargs: See FedAvg.
     """
 
     _weighting = "uniform"
@@ -39,7 +39,7 @@ class SCAFFOLD(FedAvg):
         weighting: Weighting = "uniform",
         control: Control = "displacement",
         server_optimizer: OptimizerCallable | None = None,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.lr, self.control = lr, control
         if server_optimizer is not None and lr != 1.0:
@@ -49,5 +49,5 @@ class SCAFFOLD(FedAvg):
             weighting=weighting,
             objective=ControlVariates(control),
             server_optimizer=server_optimizer or step,
-            **parts,
+            **kwargs,
         )

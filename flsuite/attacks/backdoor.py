@@ -9,7 +9,7 @@ from torch import Tensor
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from flsuite.attacks.base import Attack, Trial
-from flsuite.attacks.label_flip import first_batch, labelled, require_classes, with_parts
+from flsuite.attacks.label_flip import batch_like, first_batch, labelled, require_classes
 from flsuite.attacks.scaled_update import boosted
 from flsuite.data.federated import FederatedData
 from flsuite.data.images import Unscaled
@@ -50,7 +50,7 @@ class PixelBackdoor(Attack):
         x, y = self._pair(batch)
         number = int(self.share * len(y) + 0.5)
         rows = torch.randperm(len(y), generator=generator)[:number].to(y.device)
-        return with_parts(batch, self._stamped(x, rows), self._marked(y, rows))
+        return batch_like(batch, self._stamped(x, rows), self._marked(y, rows))
 
     def alter(self, trained: State, received: State, fit: FitView) -> State:
         return boosted(trained, received, self.boost)
@@ -63,7 +63,7 @@ class PixelBackdoor(Attack):
 
     def _stamped_batch(self, batch: Any) -> Any:
         x, y = self._pair(batch)
-        return with_parts(batch, self._stamped(x, torch.arange(len(x), device=x.device)), y)
+        return batch_like(batch, self._stamped(x, torch.arange(len(x), device=x.device)), y)
 
     def _stamped(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return images ``(n, channels, height, width)`` with the pattern on these rows."""

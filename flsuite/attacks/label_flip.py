@@ -30,7 +30,7 @@ class LabelFlip(Attack):
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         x, y = labelled(type(self).__name__, batch)
-        return with_parts(batch, x, self._flipped(y))
+        return batch_like(batch, x, self._flipped(y))
 
     def _flipped(self, y: Tensor) -> Tensor:
         target = self._target.to(y.device)
@@ -75,7 +75,7 @@ def labelled(owner: str, batch: Any) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def with_parts(batch: Any, x: Tensor, y: Tensor) -> Any:
+def batch_like(batch: Any, x: Tensor, y: Tensor) -> Any:
     """Return a batch of the same type with new inputs and classes."""
     return type(batch)((x, y))
 

@@ -40,7 +40,7 @@ _SCORING_ARGUMENTS = (  # Lightning Trainer arguments that affect scoring
 )
 
 
-class OwnSteps:
+class EvaluationSteps:
     """Runs a model's own evaluation steps, and returns what they log.
 
     Lightning reduces the logged values as usual: by a mean over batches weighted by their sizes, by
@@ -147,7 +147,9 @@ class Scorer:
         self.batch_size = batch_size
         self.seed = seed
         self.attack = attack
-        self._steps = OwnSteps(model, trainer_kwargs or {}) if scores_by_steps(model) else None
+        self._steps = (
+            EvaluationSteps(model, trainer_kwargs or {}) if scores_by_steps(model) else None
+        )
 
     def own(
         self, client: int, state: State, split: Split, details: bool = False

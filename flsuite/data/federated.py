@@ -90,20 +90,20 @@ class FederatedData:
     def batches_of(
         self,
         split: DataSplit,
-        parts: Iterable[Tensor],
+        batch_rows: Iterable[Tensor],
         generator: torch.Generator | None = None,
     ) -> Iterator[Batch]:
         """Yield a batch for each of these row sets of a split, as model inputs.
 
         Args:
             split: The samples.
-            parts: The rows of each batch.
+            batch_rows: The rows of each batch.
             generator: Randomness of the augmentation. Default: no augmentation.
         """
         if isinstance(split, StoredSplit):
-            yield from split.batches(parts, generator)
+            yield from split.batches(batch_rows, generator)
             return
-        for rows in parts:
+        for rows in batch_rows:
             x = self.scaling(split.x[rows])
             if generator is not None and self.augment is not None:
                 x = self.augment(x, generator)

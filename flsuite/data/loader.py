@@ -75,23 +75,23 @@ class TrainLoader:
         generator = torch_generator(self.seed, stream, self.round, self.client)
 
         if self.is_poisson:
-            yield from self._batches(self._poisson_parts(generator), generator)
+            yield from self._batches(self._poisson_rows(generator), generator)
             return
 
         left = self._length
         while left > 0:
             order = self._rows[torch.randperm(len(self._rows), generator=generator)]
             # The last pass may end early.
-            parts = [order[start:stop] for start, stop in self._bounds[:left]]
-            yield from self._batches(parts, generator)
+            batch_rows = [order[start:stop] for start, stop in self._bounds[:left]]
+            yield from self._batches(batch_rows, generator)
             left -= len(self._bounds)
 
     def _batches(
-        self, parts: Iterable[Tensor], generator: torch.Generator | None = None
+        self, batch_rows: Iterable[Tensor], generator: torch.Generator | None = None
     ) -> Iterator[Batch]:
-        return map(self.change, self.data.batches_of(self.data.train, parts, generator))
+        return map(self.change, self.data.batches_of(self.data.train, batch_rows, generator))
 
-    def _poisson_parts(self, generator: torch.Generator) -> list[Tensor]:
+    def _poisson_rows(self, generator: torch.Generator) -> list[Tensor]:
         """Draw the rows of all batches of an epoch."""
         rows = self.data.train_rows(self.client)
         rate = min(1.0, self.data.batch_size / len(rows))
@@ -137,10 +137,10 @@ class SplitLoader:
 
     def __post_init__(self) -> None:
         rows = torch.arange(len(self.samples)) if self.rows is None else self.rows
-        self._parts = rows.split(self.batch_size) if len(rows) else ()
+        self._batch_rows = rows.split(self.batch_size) if len(rows) else ()
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._batch_rows)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self.data.batches_of(self.samples, self._parts))
+        return iter(self.data.batches_of(self.samples, self._batch_rows))

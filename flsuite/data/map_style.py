@@ -41,20 +41,20 @@ class StoredSplit(DataSplit):
     workers: int = 0
 
     def batches(
-        self, parts: Iterable[Tensor], generator: torch.Generator | None = None
+        self, batch_rows: Iterable[Tensor], generator: torch.Generator | None = None
     ) -> Iterator[Any]:
         """Yield the batches of these rows.
 
         A dataset's own randomness depends only on the batch's seed, whichever process reads it.
 
         Args:
-            parts: The rows of each batch.
+            batch_rows: The rows of each batch.
             generator: Randomness of the seeds. Default: the same seeds every time.
         """
         generator = generator or torch_generator(0, "samples")
         orders = [
             (int(torch.randint(1 << 62, (), generator=generator)), self.x[rows].tolist())
-            for rows in parts
+            for rows in batch_rows
         ]
         reader = _Reader(self.dataset, self.collate)
         # A worker process of an engine may not have processes of its own.
@@ -252,10 +252,10 @@ def _attribute(dataset: Any, names: Sequence[str]) -> Any:
         values = _attribute(dataset.dataset, names)
         return None if values is None else [values[number] for number in dataset.indices]
     if isinstance(dataset, ConcatDataset):
-        parts = [_attribute(part, names) for part in dataset.datasets]
-        if any(part is None for part in parts):
+        columns = [_attribute(one, names) for one in dataset.datasets]
+        if any(column is None for column in columns):
             return None
-        return [value for part in parts for value in part]
+        return [value for column in columns for value in column]
     for name in names:
         values = getattr(dataset, name, None)
         if values is not None and not callable(values) and hasattr(values, "__len__"):

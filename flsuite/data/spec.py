@@ -107,18 +107,18 @@ class DataSplit:
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     @staticmethod
-    def concat(parts: "list[DataSplit]") -> "DataSplit":
+    def concat(splits: "list[DataSplit]") -> "DataSplit":
         """Join splits.
 
         The result has ids if all of them do.
         """
-        ids = [p.ids for p in parts if p.ids is not None]
-        labels = [p.labels for p in parts if p.labels is not None]
+        ids = [p.ids for p in splits if p.ids is not None]
+        labels = [p.labels for p in splits if p.labels is not None]
         return DataSplit(
-            torch.cat([p.x for p in parts]),
-            torch.cat([p.y for p in parts]),
-            torch.cat(ids) if len(ids) == len(parts) else None,
-            torch.cat(labels) if len(labels) == len(parts) else None,
+            torch.cat([p.x for p in splits]),
+            torch.cat([p.y for p in splits]),
+            torch.cat(ids) if len(ids) == len(splits) else None,
+            torch.cat(labels) if len(labels) == len(splits) else None,
         )
 
 

@@ -47,10 +47,10 @@ class TaskData(FederatedData):
         """Restrict each client's rows to the classes of its groups."""
         classes = data.spec.num_classes
         met = _marked([_joined(groups) for groups in sequences], classes)
-        parts = _fields(data)
-        parts |= {name: _among(parts[name], met) for name in ("train", "test")}
-        parts["val"] = _held_out(data.val, met)
-        return cls(**parts, sequences=tuple(sequences), starts=starts)
+        restricted = _fields(data)
+        restricted |= {name: _among(restricted[name], met) for name in ("train", "test")}
+        restricted["val"] = _held_out(data.val, met)
+        return cls(**restricted, sequences=tuple(sequences), starts=starts)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the views from a pickle, because a worker creates its own."""

@@ -26,11 +26,11 @@ from flsuite.state import nbytes
 SMALL = 2**18
 """Bytes of a model up to which it is sent as a whole."""
 
-Parts = list[Any]
+Packed = list[Any]
 """A serialized object: an array of bytes per tensor, and the rest as bytes."""
 
 
-def pack(obj: Any, whole: bool = False) -> Parts:
+def pack(obj: Any, whole: bool = False) -> Packed:
     """Return an object serialized in parts.
 
     Args:
@@ -45,15 +45,15 @@ def pack(obj: Any, whole: bool = False) -> Parts:
     return [head, *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
 
 
-def unpack(parts: Parts, share: bool = False) -> Any:
+def unpack(packed: Packed, share: bool = False) -> Any:
     """Return the object that :func:`pack` serialized.
 
     Args:
-        parts: The parts, as read from the object store.
+        packed: The packed object, as read from the object store.
         share: Whether tensors stay in the store. They must not be written to: NumPy would refuse
             it, but torch would change them for all processes of the node.
     """
-    head, *arrays = parts
+    head, *arrays = packed
     if not share:
         return pickle.loads(head, buffers=[array.copy() for array in arrays])
     with warnings.catch_warnings():
@@ -80,7 +80,7 @@ class RayWorker:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._broadcast: tuple[int, Broadcast] | None = None
 
-    def prepare(self, setup: Parts) -> Parts:
+    def prepare(self, setup: Packed) -> Packed:
         """Set the worker up, and return ``None``.
 
         Args:
@@ -98,7 +98,7 @@ class RayWorker:
     def alive(self) -> None:
         """Return when the worker reaches the next call."""
 
-    def work(self, version: int, broadcast: Parts, orders: Parts) -> Parts:
+    def work(self, version: int, broadcast: Packed, orders: Packed) -> Packed:
         """Return the outcomes of several jobs that start from one broadcast.
 
         Args:

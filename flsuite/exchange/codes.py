@@ -27,13 +27,13 @@ def packed_size(count: int, bits: int) -> int:
 def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
     """Return numbers of at most 16 bits packed into bytes without gaps."""
     flat = numbers.reshape(-1).astype(">u2")
-    parts = [np.empty(0, np.uint8)]
+    chunks = [np.empty(0, np.uint8)]
 
     # In chunks, because every bit temporarily takes a byte.
     for start in range(0, len(flat), _CHUNK):
         both_bytes = flat[start : start + _CHUNK].view(np.uint8).reshape(-1, 2)
-        parts.append(np.packbits(np.unpackbits(both_bytes, axis=1)[:, 16 - bits :]))
-    return np.concatenate(parts)
+        chunks.append(np.packbits(np.unpackbits(both_bytes, axis=1)[:, 16 - bits :]))
+    return np.concatenate(chunks)
 
 
 def unpack(packed: np.ndarray, count: int, bits: int) -> np.ndarray:

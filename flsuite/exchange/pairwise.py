@@ -93,15 +93,15 @@ class PairwiseMasks(SecureAggregation):
     def size(self) -> int:
         clients, number = self._clients, size_of(0)
         values = sum(value.numel() for value in self._template.values())
-        parts = [
+        sizes = [
             2 * KEY_BYTES,
             (clients - 1) * (number + 2 * SHARE_BYTES + SEAL_BYTES),
             4 * values,
             clients * (number + SHARE_BYTES),  # one of the two secrets of each client
         ]
         if self._limits is None:
-            parts.append(len(self._template) * number)
-        return sum(number + part for part in parts)  # each message names its sender
+            sizes.append(len(self._template) * number)
+        return sum(number + size for size in sizes)  # each message names its sender
 
     def begin(self, clients: Sequence[int]) -> "PairwiseParties":
         threshold = self._needed(len(clients))
@@ -146,11 +146,11 @@ class PairwiseMasks(SecureAggregation):
     def _decoded(self, total: np.ndarray, ranges: Sequence[float], clients: int) -> State:
         """Return the sum of all integers decoded as named float64 tensors."""
         sizes = [value.numel() for value in self._template.values()]
-        parts = np.split(total, np.cumsum(sizes)[:-1])
+        pieces = np.split(total, np.cumsum(sizes)[:-1])
         return {
-            name: decode_sum(part, largest, clients).reshape(value.shape)
-            for (name, value), part, largest in zip(
-                self._template.items(), parts, ranges, strict=True
+            name: decode_sum(piece, largest, clients).reshape(value.shape)
+            for (name, value), piece, largest in zip(
+                self._template.items(), pieces, ranges, strict=True
             )
         }
 

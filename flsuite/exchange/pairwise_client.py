@@ -228,13 +228,13 @@ class PairwiseClient:
         if not self._inbox:
             raise self._refusal("it has no shares of the others, and so no masks")
         cohort, held = len(self._public), self._held()
-        parts = []
+        encoded = []
         for name, largest in zip(self._template, ranges, strict=True):
             try:
-                parts.append(encode_values(held[name], largest, cohort))
+                encoded.append(encode_values(held[name], largest, cohort))
             except ValueError as error:
                 raise ValueError(f"entry {name}: {error}") from error
-        vector = np.concatenate(parts)
+        vector = np.concatenate(encoded)
         add_keystream(vector, self._seed, sign=1)
         for other in self._inbox:
             purpose = mask_purpose(self.client, other)

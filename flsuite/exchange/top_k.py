@@ -70,9 +70,9 @@ class TopK(Transform, Settings):
         vector = torch.zeros(size)
         vector[code["indexes"].long()] = code["values"]
 
-        parts = vector.split([value.numel() for value in template.change.values()])
-        shaped = zip(template.change.items(), parts, strict=True)
-        return payload._replace(change={k: part.reshape(v.shape) for (k, v), part in shaped})
+        pieces = vector.split([value.numel() for value in template.change.values()])
+        shaped = zip(template.change.items(), pieces, strict=True)
+        return payload._replace(change={k: piece.reshape(v.shape) for (k, v), piece in shaped})
 
     def template(self, template: Payload) -> Payload:
         size = _size(template.change)

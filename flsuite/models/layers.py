@@ -76,7 +76,7 @@ def read_chain(model: nn.Module, shape: tuple[int, ...]) -> tuple[tuple[Layer, .
         return (), f"{' with '.join(inner[:3])} is not one nn.Sequential of layers"
     name, modules = sequence
 
-    found: list[Layer] = []
+    chain: list[Layer] = []
     positions = 1
     x = torch.zeros(1, *shape, device=next(model.parameters()).device)
     for place, module in modules:
@@ -84,17 +84,17 @@ def read_chain(model: nn.Module, shape: tuple[int, ...]) -> tuple[tuple[Layer, .
         layer = _layer(full_name, module)
         if isinstance(module, nn.Flatten):
             # Only the output of a previous layer has channels that may be permuted.
-            positions = x[0, 0].numel() if found and x.ndim > 2 else 1
+            positions = x[0, 0].numel() if chain and x.ndim > 2 else 1
         elif layer is not None:
-            reads_image = layer.kind == "linear" and bool(found) and found[-1].kind == "conv2d"
-            found.append(replace(layer, positions=positions if reads_image else 1))
+            reads_image = layer.kind == "linear" and bool(chain) and chain[-1].kind == "conv2d"
+            chain.append(replace(layer, positions=positions if reads_image else 1))
         elif not isinstance(module, _ELEMENTWISE):
             return (), f"{full_name} is a {type(module).__name__}"
         try:
             x = _output(module, x)
         except RuntimeError:
             return (), f"{full_name} does not take what comes before it"
-    return tuple(found), ""
+    return tuple(chain), ""
 
 
 def uncovered(layer: nn.Module) -> str | None:

@@ -24,7 +24,7 @@ from flsuite.schedules import Schedule
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
 from flsuite.server.stores import ClientStore, VersionStore
-from flsuite.server.tools import OwnFit, make_tools
+from flsuite.server.tools import ServerFit, make_tools
 
 _USED: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
 """Models that have been made ready for a run, whose weights a fit may have changed."""
@@ -149,7 +149,7 @@ def make_federation(
     """
     model, data, path = evaluator.model, evaluator.data, folder.path
     entries = entries_of(model, aggregator, options.batchnorm)
-    fit = OwnFit(evaluator, options.batchnorm, options.lr_decay)
+    fit = ServerFit(evaluator, options.batchnorm, options.lr_decay)
     federation = Federation(
         model,
         data,

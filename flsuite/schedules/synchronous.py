@@ -149,7 +149,7 @@ class Synchronous(Schedule, Settings):
         number = self._draw_size(clock) if declarations.may_be_empty else declarations.cohort
         clients = self._launcher.draw(number, clock, self._lost, weights=self._weights)
         self._cohort = [self._launcher.launch(client, clock) for client in clients]
-        return self._taken(clock.seconds)
+        return self._arriving(clock.seconds)
 
     def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
         """Yield the outcomes in the order of the clients, whoever finishes first.
@@ -201,7 +201,7 @@ class Synchronous(Schedule, Settings):
         rng = numpy_generator(self._seed, "cohort/size", clock.round + 1)
         return int(rng.binomial(self._clients, self._expected / self._clients))
 
-    def _taken(self, now: float) -> list[Fit]:
+    def _arriving(self, now: float) -> list[Fit]:
         """Decide which updates the round uses, and when it ends."""
         arriving = [fit for fit in self._cohort if fit.outcome == "arrived"]
         self._ends = None
@@ -218,10 +218,10 @@ class Synchronous(Schedule, Settings):
         last = max((_end(fit) for fit in self._cohort), default=now)
         is_enough = len(first) == wanted > 0
         self._ends = _end(first[-1]) if is_enough else min(last, deadline)
-        taken = {fit.number for fit in first}
+        accepted = {fit.number for fit in first}
         for fit in arriving:
-            fit.outcome = "arrived" if fit.number in taken else "late"
-        return [fit for fit in arriving if fit.number in taken]
+            fit.outcome = "arrived" if fit.number in accepted else "late"
+        return [fit for fit in arriving if fit.number in accepted]
 
     def _end_round(self, clock: Clock, measured: float) -> None:
         # All clients train in parallel, each on its own machine.

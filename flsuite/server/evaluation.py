@@ -181,11 +181,11 @@ class Evaluator(Scorer):
 
         self.model.to(self.device)
         with evaluating(self.model), torch.inference_mode(), self.precision():
-            parts = [
-                self.model.latent(self.data.scaling(part).to(self.device))
-                for part in x.split(self.batch_size)
+            latents = [
+                self.model.latent(self.data.scaling(chunk).to(self.device))
+                for chunk in x.split(self.batch_size)
             ]
-            return torch.cat([part.float().cpu() for part in parts])
+            return torch.cat([chunk.float().cpu() for chunk in latents])
 
 
 def _combined(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
@@ -204,16 +204,16 @@ def _combined(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
         for client, row in clients.items()
     }
 
-    whole = {str(client): row.whole for client, row in clients.items()}
-    parts = {str(client): row.part for client, row in clients.items() if row.part}
+    whole_splits = {str(client): row.whole for client, row in clients.items()}
+    own_parts = {str(client): row.part for client, row in clients.items() if row.part}
     classes = [row.classes for row in clients.values() if row.classes]
 
     by_scope[GLOBAL] = (
-        _means(list(whole.values()))
+        _means(list(whole_splits.values()))
         | _means(classes)
-        | _spread(whole, "", names)
-        | _first_five(whole)
-        | _spread(parts, "client_", names)
+        | _spread(whole_splits, "", names)
+        | _first_five(whole_splits)
+        | _spread(own_parts, "client_", names)
     )
     return by_scope
 

@@ -278,7 +278,7 @@ class Federation:
         refuse_conflicts(
             [
                 Named("trainer.schedule", self.schedule.declarations),
-                *self.aggregator.parts(),
+                *self.aggregator.named_parts(),
                 Named("model", _Travelling(self._server.layout)),
                 Named("trainer.secure_sum", secure_sum or _Unmasked()),
             ]

@@ -30,7 +30,7 @@ from flsuite.server.federation import Federation
 from flsuite.state import State, load_
 
 
-class OwnFit:
+class ServerFit:
     """Trains the model on the server's samples, like a client with these samples.
 
     It uses a copy of the model and its own randomness, so it does not affect any client's fit.
@@ -108,7 +108,7 @@ def _of_one(data: FederatedData) -> FederatedData:
 
 
 def make_tools(
-    evaluator: Evaluator, private: Sequence[str], rounds: int | None, fit: OwnFit
+    evaluator: Evaluator, private: Sequence[str], rounds: int | None, fit: ServerFit
 ) -> ServerTools:
     """Return the tools that the server can offer to an aggregator.
 
@@ -145,9 +145,9 @@ def _missing(evaluator: Evaluator, private: Sequence[str]) -> dict[str, str]:
     if not evaluator.has_classes:
         missing["score"] = f"{kind} has no classes that flsuite can score"
     if private:
-        parts = f"the server has no whole {kind}, because clients keep {private[0]}"
-        missing |= {"score": parts, "module": parts}
-        missing.setdefault("train", parts)
+        reason = f"the server has no whole {kind}, because clients keep {private[0]}"
+        missing |= {"score": reason, "module": reason}
+        missing.setdefault("train", reason)
     if not isinstance(model, LogitModel):
         missing["module"] = missing["score_module"] = (
             f"{kind} does not offer its logits; add a method logits(x) -> (n, outputs)"

@@ -192,10 +192,10 @@ def synthetic_table(
     for kappa in kappas:
         for seed in seeds:
             for width in widths:
-                found = _errors(seed, width, [_STEPS], kappa)
-                rows += [(kappa, "width", seed, width, *errors) for errors in found]
-            found = _errors(seed, _WIDTH, steps, kappa)
-            rows += [(kappa, "steps", seed, _WIDTH, *errors) for errors in found]
+                by_steps = _errors(seed, width, [_STEPS], kappa)
+                rows += [(kappa, "width", seed, width, *errors) for errors in by_steps]
+            by_steps = _errors(seed, _WIDTH, steps, kappa)
+            rows += [(kappa, "steps", seed, _WIDTH, *errors) for errors in by_steps]
     columns = ["kappa", "varied", "seed", "width", "steps", "method", "error"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -204,9 +204,9 @@ def _errors(
     seed: int, width: int, steps: Sequence[int], kappa: float
 ) -> Iterator[tuple[int, str, float]]:
     """Yield local steps, method and training error, from one training of each client."""
-    clients, local, taken = draw_clients(seed), draw_network(seed, width, kappa), 0
+    clients, local, trained = draw_clients(seed), draw_network(seed, width, kappa), 0
     for count in sorted(steps):
-        local, taken = train(local, clients, count - taken), count
+        local, trained = train(local, clients, count - trained), count
 
         models = list(local.weights.flatten(1))
         fused = fuse(models, list(jacobian(local, clients.x)))

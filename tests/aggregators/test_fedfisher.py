@@ -327,9 +327,7 @@ def test_kfac_names_the_layer_that_it_does_not_cover() -> None:
 
 def test_the_full_fisher_of_a_large_model_is_refused() -> None:
     made = FedFisher("full")
-    with pytest.raises(
-        FlsuiteError, match="at most 20,000 parameters are allowed"
-    ):
+    with pytest.raises(FlsuiteError, match="at most 20,000 parameters are allowed"):
         made.statistics(FLAT, {"w": torch.zeros(20_000), "v": torch.zeros(1)})
     assert made.statistics(FLAT, {"w": torch.zeros(19_999), "v": torch.zeros(1)})
 
@@ -492,9 +490,7 @@ class WithoutLogits(ClientModel):
 
 
 def test_a_model_without_logits_is_refused_before_its_first_step() -> None:
-    with pytest.raises(
-        FlsuiteError, match="FedFisher needs the logits of the model, but"
-    ):
+    with pytest.raises(FlsuiteError, match="FedFisher needs the logits of the model, but"):
         fit(FedFisher(), model=WithoutLogits(), data=GivenTable())
 
 

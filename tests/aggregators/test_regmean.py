@@ -327,7 +327,5 @@ class WithoutLogits(ClientModel):
 
 
 def test_a_model_without_logits_is_refused_before_its_first_step() -> None:
-    with pytest.raises(
-        FlsuiteError, match="RegMean needs the logits of the model, but"
-    ):
+    with pytest.raises(FlsuiteError, match="RegMean needs the logits of the model, but"):
         fit(RegMean(alpha=0.1), model=WithoutLogits())

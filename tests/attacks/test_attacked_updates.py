@@ -286,4 +286,4 @@ def test_attackers_that_collude_would_escape_a_clip_on_the_server(part: Transfor
     attacked = with_attack(Aggregator(Mean("uniform"), transforms=[part]), attack)
     message = "InnerProduct needs plain updates, and .* clips .*; change trainer.attack or"
     with pytest.raises(FlsuiteError, match=message):
-        refuse_conflicts(attacked.parts())
+        refuse_conflicts(attacked.named_parts())

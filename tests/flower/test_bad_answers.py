@@ -102,9 +102,7 @@ def test_a_node_cannot_end_a_run_that_is_under_way() -> None:
 
 
 def test_pooled_training_has_no_place() -> None:
-    with pytest.raises(
-        FlsuiteError, match="Centralized trains on all clients' data"
-    ):
+    with pytest.raises(FlsuiteError, match="Centralized trains on all clients' data"):
         serve(Nodes(5), trainer(aggregator=Centralized()), classifier(), digits())
 
 

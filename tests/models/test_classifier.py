@@ -326,7 +326,10 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         ),
         ({}, "weights.pt has no weights: it must be .* another Lightning checkpoint"),
         ([torch.zeros(1)], "weights.pt has no weights"),
-        ({"format": 3, "round": 1}, "weights.pt is not a state dict: format, round are not tensors"),
+        (
+            {"format": 3, "round": 1},
+            "weights.pt is not a state dict: format, round are not",
+        ),
     ],
 )
 def test_files_that_are_not_weights(content: object, message: str, tmp_path: Path) -> None:

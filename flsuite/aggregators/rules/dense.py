@@ -178,17 +178,17 @@ class DENSE(CohortRule, Settings):
                 x = self._seen(server, drawn, self.generator_crop, draws)
                 distances.clear()
                 logits = teacher(x)
-                parts = {
+                terms = {
                     "ce": F.cross_entropy(logits, labels),
                     "bn": torch.stack(distances).sum() if distances else logits.new_zeros(()),
                     "adv": adversarial_loss(logits, student(x)),
                 }
-                loss = parts["ce"] + self.bn_weight * parts["bn"] + self.adv_weight * parts["adv"]
+                loss = terms["ce"] + self.bn_weight * terms["bn"] + self.adv_weight * terms["adv"]
                 if loss.item() < lowest or not len(kept):
                     kept, lowest = drawn.detach(), loss.item()
                     server.metrics["generator_loss"] = lowest
                     server.metrics.update(
-                        {f"generator_{k}": part.item() for k, part in parts.items()}
+                        {f"generator_{k}": term.item() for k, term in terms.items()}
                     )
 
                 optimizer.zero_grad()

@@ -255,8 +255,8 @@ class FisherMerge(FisherMean):
         names = self._names(client.layout)
 
         def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> State:
-            found = predictive_diagonal(module, names, batches, self.expectation, generator)
-            fisher = clone(found)
+            diagonal = predictive_diagonal(module, names, batches, self.expectation, generator)
+            fisher = clone(diagonal)
             client.metrics["fisher_mass"] = _mass(fisher)
             return fisher
 

@@ -185,8 +185,8 @@ class FullForm(FisherForm):
 
     def entries(self, values: Sequence[Tensor], like: State) -> State:
         names = self.layout.parameters
-        parts = values[0].split([like[name].numel() for name in names])
-        return {n: part.reshape(like[n].shape) for n, part in zip(names, parts, strict=True)}
+        pieces = values[0].split([like[name].numel() for name in names])
+        return {n: piece.reshape(like[n].shape) for n, piece in zip(names, pieces, strict=True)}
 
     def _vector(self, state: State) -> Tensor:
         return torch.cat([state[name].double().flatten() for name in self.layout.parameters])

@@ -30,12 +30,12 @@ class Digits(FederatedDataModule):
         images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
         labels = torch.from_numpy(digits.target.astype(np.int64))
         whole = DataSplit(torch.from_numpy(images), labels)
-        parts = train_test_split(
+        row_sets = train_test_split(
             np.arange(len(whole)),
             test_size=TEST_FRACTION,
             stratify=digits.target,
             random_state=SPLIT_SEED,
         )
-        train, test = (whole.take(torch.from_numpy(np.sort(rows))) for rows in parts)
+        train, test = (whole.take(torch.from_numpy(np.sort(rows))) for rows in row_sets)
         spec = DataSpec((1, 8, 8), 10, class_names=digits.target_names)
         return PublishedSplits(spec, train, test)

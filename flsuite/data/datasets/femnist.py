@@ -58,10 +58,10 @@ def read_samples(files: Sequence[Path]) -> Samples:
 
 def _read_file(file: Path) -> list[Samples]:
     try:
-        parts = [_read_arrays(file)] if file.suffix == ".npz" else list(_read_leaf(file))
-        if not parts:
+        samples = [_read_arrays(file)] if file.suffix == ".npz" else list(_read_leaf(file))
+        if not samples:
             raise ValueError("it has no writers")
-        return parts
+        return samples
     except Exception as error:  # zipfile, zlib, numpy and json raise many types on a damaged file
         raise FlsuiteError(
             f"{file} is damaged or not FEMNIST ({one_line(error)}); delete it and {REMEDY}"
@@ -111,9 +111,9 @@ TEST_FRACTION = 0.1
 SPLIT_SEED = 0
 
 
-def _joined(parts: list[Samples]) -> DataSplit:
-    """Return all samples as one split, with writers numbered across all parts."""
-    images, labels, writers = (np.concatenate(column) for column in zip(*parts, strict=True))
+def _joined(samples: list[Samples]) -> DataSplit:
+    """Return all samples as one split, with consistent writer numbers."""
+    images, labels, writers = (np.concatenate(column) for column in zip(*samples, strict=True))
     ids = np.unique(writers, return_inverse=True)[1].astype(np.int64)
     return DataSplit(torch.from_numpy(images), torch.from_numpy(labels), torch.from_numpy(ids))
 
@@ -169,10 +169,10 @@ class FEMNIST(FederatedDataModule):
         if not train:
             raise FlsuiteError(f"FEMNIST is not in {folder}; {REMEDY}, or set data.root")
 
-        parts = [read_samples(files) for files in (train, test) if files]
-        whole = _joined(parts)
+        samples = [read_samples(files) for files in (train, test) if files]
+        whole = _joined(samples)
         # The samples of the test files, if there are any, come second.
-        held = torch.arange(len(parts[0][1]), len(whole)) if test else _held_out(whole)
+        held = torch.arange(len(samples[0][1]), len(whole)) if test else _held_out(whole)
         if not len(held):
             raise FlsuiteError(
                 f"no writer in {folder} has the five samples that a test split needs; "

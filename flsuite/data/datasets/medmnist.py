@@ -68,14 +68,14 @@ def _check_md5(file: Path, expected: str) -> None:
     from torchvision.datasets.utils import calculate_md5
 
     try:
-        found = calculate_md5(file)
+        md5 = calculate_md5(file)
     except OSError as error:
         raise FlsuiteError(
             f"{file} cannot be read ({one_line(error)}); check the file and its permissions"
         ) from error
 
-    if found != expected:
-        raise _damaged(file, f"its MD5 is {found}, the published one {expected}")
+    if md5 != expected:
+        raise _damaged(file, f"its MD5 is {md5}, the published one {expected}")
 
 
 def _read(file: Path, spec: DataSpec) -> list[DataSplit]:

@@ -133,7 +133,7 @@ Classes = Literal["binary", "family", "attack"]
 _Device = Annotated[
     int, Range(f"from 1 to {len(DEVICES)}", lambda number: 1 <= number <= len(DEVICES))
 ]
-Part = tuple[np.ndarray, int, int]
+FileRows = tuple[np.ndarray, int, int]
 """Rows float32 ``(n, 115)`` of one file, their class, their device."""
 
 
@@ -168,21 +168,21 @@ def _sample(chunks: Iterable[np.ndarray], cap: int | None, rng: np.random.Genera
     return kept[np.argsort(draws)]
 
 
-def _joined(parts: list[Part], with_ids: bool) -> DataSplit:
-    """Return all parts as one split.
+def _joined(files: list[FileRows], with_ids: bool) -> DataSplit:
+    """Return the rows of all files as one split.
 
-    ``parts`` is emptied in the process, because two copies of the set may not fit into memory.
+    ``files`` is emptied in the process, because two copies of the set may not fit into memory.
     """
-    sizes = [len(rows) for rows, _, _ in parts]
+    sizes = [len(rows) for rows, _, _ in files]
     y, ids = (
-        torch.from_numpy(np.repeat([part[column] for part in parts], sizes)) for column in (1, 2)
+        torch.from_numpy(np.repeat([file[column] for file in files], sizes)) for column in (1, 2)
     )
 
-    # Fill from the end, because parts are popped from the end.
+    # Fill from the end, because files are popped from the end.
     x = np.empty((sum(sizes), FEATURES), np.float32)
     stop = len(x)
-    while parts:
-        rows, _, _ = parts.pop()
+    while files:
+        rows, _, _ = files.pop()
         x[stop - len(rows) : stop] = rows
         stop -= len(rows)
 
@@ -247,8 +247,8 @@ class NBaIoT(FederatedDataModule):
         folder = folder / "nbaiot" if (folder / "nbaiot").is_dir() else folder
         names, label_of = _labels(self.classes)
         header: list[str] | None = None
-        train: list[Part] = []
-        test: list[Part] = []
+        train: list[FileRows] = []
+        test: list[FileRows] = []
         for number, traffic, file in find_files(folder, self.device):
             # Each file must have the header of the first, to prevent mixed-up columns.
             header = checked_header(file, header)
@@ -263,7 +263,7 @@ class NBaIoT(FederatedDataModule):
                 f"no file in {folder} has the {FEWEST_ROWS} rows that a test split needs; {REMEDY}"
             )
 
-        splits = [_joined(parts, with_ids=self.device is None) for parts in (train, test)]
+        splits = [_joined(files, with_ids=self.device is None) for files in (train, test)]
         scale = fit_scale("minmax", splits[0].x.numpy())
         for split in splits:
             scale(split.x.numpy())  # in place

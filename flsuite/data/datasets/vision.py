@@ -218,8 +218,8 @@ class EMNIST(_Torchvision):
         return {"split": self.split}
 
     def _files(self, cls: Any) -> list[str]:
-        parts = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
-        return [f"EMNIST/raw/emnist-{self.split}-{part}-ubyte" for part in parts]
+        files = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
+        return [f"EMNIST/raw/emnist-{self.split}-{file}-ubyte" for file in files]
 
     def _unpack(self, reader: Any) -> Unpacked:
         # The letters split counts its labels from 1, and has a name for the missing 0.

@@ -58,15 +58,15 @@ class Logits(nn.Module):
 
 def task_of(module: nn.Module, task: PredictionTask | None) -> PredictionTask:
     """Return the given task, or the task of the model's data."""
-    found = task or getattr(getattr(module, "spec", None), "task", None)
-    if found is None:
+    chosen = task or getattr(getattr(module, "spec", None), "task", None)
+    if chosen is None:
         raise FlsuiteError(
             f"the Fisher of {type(module).__name__} needs its task: build the model for data, or "
             "pass task"
         )
     tasks = [name for literal in get_args(PredictionTask) for name in get_args(literal)]
-    require_one_of(f"the Fisher of {type(module).__name__}", tasks, task=found)
-    return found
+    require_one_of(f"the Fisher of {type(module).__name__}", tasks, task=chosen)
+    return chosen
 
 
 def columns(

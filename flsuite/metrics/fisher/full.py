@@ -68,12 +68,12 @@ def gradient_rows(
         inputs = batch[:1]
         with torch.no_grad():
             at_logits = columns(logits(inputs), task, expectation, generator)
-        for found in sample_gradients(logits, trained, inputs, at_logits):
-            samples = len(next(iter(found.values())))
+        for gradients in sample_gradients(logits, trained, inputs, at_logits):
+            samples = len(next(iter(gradients.values())))
             yield torch.cat(
                 [
-                    found[name].flatten(2)
-                    if name in found
+                    gradients[name].flatten(2)
+                    if name in gradients
                     else p.new_zeros(samples, len(at_logits), p.numel())
                     for name, p in parameters.items()
                 ],

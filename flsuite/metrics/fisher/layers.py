@@ -211,14 +211,15 @@ class ProductLayers:
         if not edges:
             return {}
         last = len(columns) - 1
-        found = [
+        by_column = [
             torch.autograd.grad(
                 outputs, list(edges.values()), column, retain_graph=bool(unproven) or at < last
             )
             for at, column in enumerate(columns)
         ]
         gradients = {
-            name: torch.stack(g, 1) for name, g in zip(edges, zip(*found, strict=True), strict=True)
+            name: torch.stack(g, 1)
+            for name, g in zip(edges, zip(*by_column, strict=True), strict=True)
         }
         if not unproven:
             return gradients

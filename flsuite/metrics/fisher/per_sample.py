@@ -35,8 +35,8 @@ def sample_squares(
             total = {k: g.square() + total[k] if total else g.square() for k, g in gradient.items()}
         return total
 
-    for found in _by_vmap(of_one, 1, outputs, parameters, batch, columns):
-        yield {name: square.sum(0) for name, square in found.items()}
+    for squares in _by_vmap(of_one, 1, outputs, parameters, batch, columns):
+        yield {name: square.sum(0) for name, square in squares.items()}
 
 
 def sample_gradients(
@@ -45,8 +45,10 @@ def sample_gradients(
     """Yield the gradients ``(samples, columns, *shape)``, for a few samples at a time."""
 
     def of_one(pullback: Any, columns: Tensor) -> State:
-        found = [pullback(column)[0] for column in columns]
-        return {name: torch.stack([gradient[name] for gradient in found]) for name in parameters}
+        gradients = [pullback(column)[0] for column in columns]
+        return {
+            name: torch.stack([gradient[name] for gradient in gradients]) for name in parameters
+        }
 
     return _by_vmap(of_one, len(columns), outputs, parameters, batch, columns)
 
@@ -67,8 +69,8 @@ def _by_vmap(
     numbers = kept * sum(p.numel() for p in parameters.values())
     at_once = max(1, _NUMBERS_AT_ONCE // max(numbers, 1))
 
-    parts = [part.split(at_once) for part in batch]
-    for at, *chunk in zip(columns.split(at_once, 1), *parts, strict=True):
+    splits = [part.split(at_once) for part in batch]
+    for at, *chunk in zip(columns.split(at_once, 1), *splits, strict=True):
         try:
             yield per_sample(parameters, at, *chunk)
         except torch.OutOfMemoryError:

@@ -29,18 +29,18 @@ def layer_squares(part: LayerPass) -> State:
     if part.input.ndim == 2:
         # sum_i (g_i a_i^T)^2 = (g^2)^T (a^2): one product, without per-sample gradients.
         squared = g.square().sum(1)
-        found = {f"{part.name}.weight": squared.T @ part.input.square()}
+        squares = {f"{part.name}.weight": squared.T @ part.input.square()}
         bias = squared
     else:
         at = _at_positions(layer, g)
         products = torch.bmm(at.flatten(1, 2), unfolded(layer, part.input).mT)
         weight = products.square_().sum(0).unflatten(0, (g.shape[1], -1)).sum(0)
-        found = {f"{part.name}.weight": weight.view_as(layer.weight)}
+        squares = {f"{part.name}.weight": weight.view_as(layer.weight)}
         bias = at.sum(-1).square().sum(1) if layer.bias is not None else at
 
     if layer.bias is not None:
-        found[f"{part.name}.bias"] = bias.sum(0)
-    return found
+        squares[f"{part.name}.bias"] = bias.sum(0)
+    return squares
 
 
 def summed_squares(
@@ -194,20 +194,20 @@ def gram_matrices(
         bias: Whether the inputs of a layer with a bias have a last column of ones.
     """
     logits = Logits(module)
-    found = {layer.name: module.get_submodule(layer.name) for layer in layers}
-    known = {name: layer for name, layer in found.items() if uncovered(layer) is None}
+    modules = {layer.name: module.get_submodule(layer.name) for layer in layers}
+    covered = {name: layer for name, layer in modules.items() if uncovered(layer) is None}
     totals: dict[str, Total] = {}
-    rows = dict.fromkeys(known, 0)
+    rows = dict.fromkeys(covered, 0)
 
     for batch in batches:
-        with torch.no_grad(), recorded(known) as calls:
+        with torch.no_grad(), recorded(covered) as calls:
             logits(batch)
-        known = {name: layer for name, layer in known.items() if len(calls[name]) == 1}
-        for name, layer in known.items():
+        covered = {name: layer for name, layer in covered.items() if len(calls[name]) == 1}
+        for name, layer in covered.items():
             call = calls[name][0]
             assert isinstance(layer, (nn.Linear, nn.Conv2d))
             product = input_factor(layer, call.input, bias and layer.bias is not None)
             totals.setdefault(name, Total(product)).add(product)
             rows[name] += call.outputs // layer.weight.shape[0]
 
-    return {name: (totals[name].value() / rows[name]).float() for name in known if name in totals}
+    return {name: (totals[name].value() / rows[name]).float() for name in covered if name in totals}

@@ -103,10 +103,10 @@ class _PlainBlock(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        parts = dict(block.named_children())
-        self.conv1 = parts["conv1"]
-        self.conv2 = parts["conv2"]
-        self.downsample = parts.get("downsample")
+        children = dict(block.named_children())
+        self.conv1 = children["conv1"]
+        self.conv2 = children["conv2"]
+        self.downsample = children.get("downsample")
         self.relu = nn.ReLU()
         # The block starts as its shortcut.
         for weight in self.conv2.parameters():

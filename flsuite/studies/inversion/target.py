@@ -65,13 +65,13 @@ class Target:
         total = images.new_zeros(len(images))
         if self.factors is None:
             return total
-        found = batch_factors(
+        factors = batch_factors(
             self.model, self.layers, self._inputs(images.flatten(0, 1)), len(images)
         )
         for layer in self.layers:
             for kind, wanted in self.factors[layer.name].items():
                 wanted = wanted.to(images)
-                squares = (found[layer.name][kind] - wanted).square().sum((1, 2))
+                squares = (factors[layer.name][kind] - wanted).square().sum((1, 2))
                 # A client whose model is always certain may have a zero factor.
                 scale = wanted.square().sum().clamp_min(_TINY) if relative else 1.0
                 total = total + squares / scale
@@ -113,7 +113,7 @@ def batch_factors(
         edges = [calls[layer.name][1] for layer in layers]
         gradients = [torch.autograd.grad(logits, edges, c, create_graph=True) for c in columns]
 
-    found: dict[str, State] = {}
+    factors: dict[str, State] = {}
     for layer, *of_columns in zip(layers, *gradients, strict=True):
         module = model.get_submodule(layer.name)
         a = _input_positions(module, calls[layer.name][0])
@@ -121,11 +121,11 @@ def batch_factors(
             a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
         # All columns of a sample count as positions.
         g = torch.cat([_output_positions(module, column) for column in of_columns], 2)
-        found[layer.name] = {
+        factors[layer.name] = {
             "a": _products(a, groups) / samples,
             "g": _products(g, groups) / (samples * a.shape[2]),
         }
-    return found
+    return factors
 
 
 def _input_positions(layer: nn.Module, x: Tensor) -> Tensor:

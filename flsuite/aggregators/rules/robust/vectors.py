@@ -142,14 +142,14 @@ def row_dtype(state: State) -> torch.dtype:
 
 def flatten(state: State, names: Sequence[str], dtype: torch.dtype) -> Tensor:
     """Return some entries of a state as one vector."""
-    parts = [state[name].detach().to("cpu", dtype).reshape(-1) for name in names]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
+    flat = [state[name].detach().to("cpu", dtype).reshape(-1) for name in names]
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=dtype)
 
 
 def unflatten(vector: Tensor, like: State, names: Sequence[str]) -> State:
     """Return a vector as entries in the shapes of a state. They are views of the vector."""
-    parts = vector.split([like[name].numel() for name in names])
-    return {name: p.view(like[name].shape) for name, p in zip(names, parts, strict=True)}
+    pieces = vector.split([like[name].numel() for name in names])
+    return {name: p.view(like[name].shape) for name, p in zip(names, pieces, strict=True)}
 
 
 @contextmanager
