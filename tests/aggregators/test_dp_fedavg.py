@@ -63,13 +63,13 @@ def update(client: int, *values: float, **extras: Any) -> ClientUpdate:
 
 
 def fold(half: ServerHalf, base: State, *updates: ClientUpdate) -> torch.Tensor:
-    """Return the next parameters from updates as they arrive."""
+    """Return the next parameters from arriving updates."""
     uplink, received = Uplink(half.aggregator, half.layout, base), half.broadcast(base)
     return half.aggregate(base, [uplink.unpack(u, base, received) for u in updates])["w"]
 
 
 def kept(half: Any) -> dict[str, Any]:
-    """Return what the mechanism keeps on the server."""
+    """Return the mechanism's memory on the server."""
     return half.memory["transforms/0"]
 
 
@@ -121,7 +121,7 @@ def test_a_client_clips_its_own_change_and_tells_nothing_else() -> None:
 
 
 def test_neighbouring_cohorts_are_never_further_apart_than_the_clip() -> None:
-    """The noise is the same, so that the distance is what one client has brought."""
+    """The noise is the same, so the distance is one client's contribution."""
     torch.manual_seed(0)
     base = {"w": torch.randn(50)}
     for size in (1e-3, 0.4, 1.0, 1e6):
@@ -354,7 +354,7 @@ def test_compressed_updates_are_clipped_again() -> None:
 
 
 def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> None:
-    """The server learns their sum alone, in fixed point."""
+    """The server learns only their sum, in fixed point."""
     masked, plain = (fit(adaptive(), 2, secure_sum=s) for s in (PairwiseMasks(), None))
     for name, value in plain.federation.state.items():
         torch.testing.assert_close(masked.federation.state[name], value, rtol=0, atol=1e-5)

@@ -52,7 +52,7 @@ def test_permuted_copies_are_undone_exactly(kind: str, bias: bool) -> None:
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_alignment_leaves_the_function_as_it_is(kind: str) -> None:
-    """Two networks without anything in common: the plan is no identity, the logits stay."""
+    """Two unrelated networks: the plan is not the identity, but the logits stay."""
     net = random_net(kind, dtype=torch.float64)
     chain = chain_layout(net).chain
     state, pivot = net.state_dict(), random_net(kind, dtype=torch.float64, seed=1).state_dict()

@@ -1,4 +1,4 @@
-"""Algorithms that would silently be others, or fail without a reason, are refused in one line."""
+"""Algorithms that would silently change, or fail without a reason, are refused in one line."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -79,7 +79,7 @@ class Incomplete(CohortRule):
 
 
 class Matrices(SGD):
-    """As torch.optim.Muon: it takes matrices alone."""
+    """Like torch.optim.Muon, which accepts only matrices."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)

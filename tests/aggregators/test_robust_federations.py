@@ -185,7 +185,7 @@ def test_a_model_that_shares_nothing_is_left_alone() -> None:
 
 
 def test_a_server_with_the_clients_data_trusts_them_all() -> None:
-    """All samples are alike, so that the server's fit is that of every client, and FedAvg's."""
+    """All samples are equal, so the server's fit equals every client's, and FedAvg's."""
 
     def data(server: int) -> Quadratics:
         made = Quadratics((2.0,) * 4, (1.5,) * 4, samples=(3, 3, 3, 3))

@@ -288,7 +288,7 @@ def test_nothing_that_was_given_changes(make: Callable[[], Rule]) -> None:
 
 @every_rule
 def test_clients_have_no_part_in_a_rule(make: Callable[[], Rule]) -> None:
-    """It keeps nothing of a round, so that workers are sent its settings alone."""
+    """It keeps no state of a round, so workers receive only its settings."""
     start, updates = models()
     rule = make()
     folded(rule, updates, start, trusting({"w": start["w"] + 0.5}))
@@ -585,7 +585,7 @@ class Averaging(LinearRule):
 
 
 class Choosing(CohortRule):
-    """The model of the client with the largest number of its own, which no mean has."""
+    """Takes the model of the client with the largest statistic, which no mean has."""
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"own": Statistic({"w": state["w"], "number": 0.0}, is_sum=False)}
@@ -606,7 +606,7 @@ INNER: dict[str, Callable[[], Rule]] = {
 
 
 def with_statistics(updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
-    """Return new updates that send numbers of their own."""
+    """Return new updates that send a statistic."""
     rows = cloud(len(updates), 12, seed=4).view(-1, 4, 3)
     extras = [{"own": {"w": row, "number": float(row[0, 0])}} for row in rows]
     return [

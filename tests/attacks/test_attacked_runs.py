@@ -1,4 +1,4 @@
-"""Runs with attackers: who they are, engines, resume, and what stays as it is without them."""
+"""Runs with attackers: their choice, engines, resume, and what is unchanged without them."""
 
 import json
 import logging
@@ -178,7 +178,7 @@ def test_an_attack_without_strength_is_no_attack(
 
 @pytest.mark.parametrize("make", [FedAvg, FedAdam, SCAFFOLD, CoordinateMedian])
 def test_a_single_attacker_that_sees_no_deviation_sends_its_honest_change(make: Any) -> None:
-    """A rule under attack is the rule itself, with the same server optimizer and objective."""
+    """A rule under attack keeps its name, server optimizer and objective."""
     honest = state(fitted(None, aggregator=make()))
     attacked = state(fitted(ALittleIsEnough([2], z=1.0), aggregator=make()))
     assert all(torch.allclose(honest[name], attacked[name], atol=1e-5) for name in honest)
@@ -200,7 +200,7 @@ def test_evaluation_data_is_never_touched(name: str) -> None:
     made.fit(classifier(), data)
     assert all(map(torch.equal, content(untouched), content(data)))
 
-    # The state that the attack has led to, scored by a run without an attack.
+    # The state after the attack, scored by a run without an attack.
     other = trainer().prepare(classifier(), digits())
     for split in ("val", "test"):
         with_attack = made.run.evaluator.shared(state(made), split, range(5))
@@ -392,7 +392,7 @@ def test_the_command_takes_an_attack_by_its_short_name(
 
 
 class Halves(SignFlip):
-    """Sends half of a change, as an attack of one's own might."""
+    """Sends half of a change, like a user's attack might."""
 
     def alter(self, trained: Any, received: Any, attacker: Any) -> Any:
         return {name: (value + received[name]) / 2 for name, value in trained.items()}

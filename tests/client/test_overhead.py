@@ -1,7 +1,7 @@
-"""What a client costs beside its training, measured against a loop without anything else.
+"""The overhead of a client on top of its training, measured against a bare loop.
 
-Both sides take turns in one process, and the smallest time of each counts, so that the load of the
-machine does not decide. The bound is three times what was measured.
+Both sides take turns in one process, and the smallest time of each counts, so the load of the
+machine does not decide. The bound is three times the measured overhead.
 """
 
 import time

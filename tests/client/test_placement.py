@@ -1,4 +1,4 @@
-"""Workers are spread over the visible GPUs, here over a number that is made up."""
+"""Workers are spread over the visible GPUs, here a fake number of them."""
 
 from typing import Any
 

@@ -190,7 +190,7 @@ def test_numbers_are_binned_for_the_partition_and_stay_targets() -> None:
 
 
 class NoTrain(LightningDataModule):
-    """Has loaders of nothing."""
+    """Has loaders without samples."""
 
 
 class NoTest(LightningDataModule):

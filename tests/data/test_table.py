@@ -156,7 +156,7 @@ def test_every_owner_and_class_has_its_share(tmp_path: Path) -> None:
 
 
 def test_the_last_row_of_a_class_is_trained_on(tmp_path: Path) -> None:
-    """That holds for every place of the row in the order."""
+    """This holds for every position of the row."""
     for others in range(5, 15):
         rows = "".join(f"{k},{k % 2}\n" for k in range(others)) + "3,2\n4,3\n5,4\n"
         source = text(tmp_path, "x,y\n" + rows)

@@ -1,4 +1,4 @@
-"""Workers add up the models of a part of the cohort, and nothing else changes."""
+"""Workers sum the models of a part of the cohort, and nothing else changes."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def sums_parts(made: Any) -> bool:
 
 
 class Reads(FederationCallback):
-    """Takes the mean of the models that it is shown."""
+    """Averages the models that it receives."""
 
     affects = "nothing"
 
@@ -62,7 +62,7 @@ class Reads(FederationCallback):
 
 
 class ReadsSound(FederationCallback):
-    """Needs every update, and does nothing with it."""
+    """Needs every update, but does nothing with it."""
 
     affects = "nothing"
 
@@ -84,7 +84,7 @@ class Spoils(Callback):
 
 
 class SpoilsHead(Callback):
-    """Gives two clients a NaN that they do not share: the last of a part, the first of another."""
+    """Gives two clients in different parts a NaN: the last of a part, the first of another."""
 
     supports_local_loop = True
 
@@ -94,7 +94,7 @@ class SpoilsHead(Callback):
 
 
 class KeepsALock(Objective):
-    """One client keeps what cannot be sent."""
+    """One client's memory cannot be sent."""
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         if client.id == 5:
@@ -119,7 +119,7 @@ class Dies(Callback):
 
 
 class OwnWeight(Mean):
-    """A mean of a user."""
+    """A user-defined mean."""
 
     def weight(self, update: ClientUpdate) -> float:
         return 1.0 + update.client
@@ -186,7 +186,7 @@ def test_a_client_that_cannot_be_sent_takes_no_other_with_it() -> None:
 
 class OwnProgress(RoundProgress):
     def on_client_end(self, run: Any, outcome: Outcome) -> None:
-        """Do something of its own."""
+        """Override a method."""
 
 
 def test_a_callback_that_does_not_say_what_it_reads_has_every_model() -> None:

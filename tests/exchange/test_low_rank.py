@@ -1,4 +1,4 @@
-"""Low-rank compression: its error, its bytes, and messages that are not its own."""
+"""Low-rank compression: its error, its bytes, and foreign messages."""
 
 import copy
 import pickle

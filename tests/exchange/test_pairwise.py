@@ -52,7 +52,7 @@ def configured(clients: int = len(CLIENTS), **arguments: Any) -> PairwiseMasks:
 def run(
     masks: PairwiseMasks, arrived: Iterable[int] = CLIENTS, clients: Iterable[int] = CLIENTS
 ) -> tuple[PairwiseParties, State, SumReport]:
-    """Return the parties of a round, the sums, and what they have cost."""
+    """Return the parties of a round, the sums, and their cost."""
     parties = masks.begin(list(clients))
     for client in arrived:
         parties.hold(client, contribution(client))
@@ -146,7 +146,7 @@ def test_below_the_threshold_the_round_fails_in_words(count: int) -> None:
 
 
 def test_a_client_may_also_be_lost_after_its_masked_vector() -> None:
-    """Its contribution is in the sum; the others' shares take its masks off."""
+    """Its contribution is in the sum, and the others' shares remove its masks."""
     parties = configured().begin(CLIENTS)
     server, devices = parties.server, parties._devices
     for client in CLIENTS:

@@ -1,4 +1,4 @@
-"""Quantization: its error, its bytes, and messages that are not its own."""
+"""Quantization: its error, its bytes, and foreign messages."""
 
 import copy
 import pickle

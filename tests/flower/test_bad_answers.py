@@ -1,4 +1,4 @@
-"""Answers that cost the round a client, and those that end the run."""
+"""Answers that lose a client for the round, and answers that end the run."""
 
 from typing import Any
 

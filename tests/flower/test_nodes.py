@@ -53,7 +53,7 @@ def test_the_first_round_waits_for_every_client(
 
 
 def raising(app: Any) -> Any:
-    """Turn what an app raises into an error message, as Flower does."""
+    """Convert an exception of an app into an error message, as Flower does."""
 
     def answer(message: Message, context: Context) -> Message:
         try:

@@ -1,4 +1,4 @@
-"""What clients keep stays on their nodes."""
+"""The clients' memories stay on their nodes."""
 
 import json
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def test_what_is_private_never_leaves_its_node(kind: str) -> None:
     names = set(private) if kind == "model" else set()
     assert private and all(name.startswith("encoder.") for name in names)
 
-    # Constant tensors, such as zeros of BatchNorm, are no secrets.
+    # Constant tensors, such as zeros of BatchNorm, are not secret.
     values = (value for memory in memories.values() for value in leaves(memory))
     secrets = {bits(value) for value in values if len(value.unique()) > 1}
     assert secrets and len(grid.answers) == 10

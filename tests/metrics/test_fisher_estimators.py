@@ -314,7 +314,7 @@ def test_exact_holds_in_every_batch_however_a_layer_is_used(kind: type[OneLayer]
 def test_the_flow_never_needs_the_gradient_of_a_single_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All layers of NFClassifier's flow take the shortcut, those of an untrained flow too."""
+    """All layers of NFClassifier's flow take the shortcut, also in an untrained flow."""
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("per-sample gradients")

@@ -201,7 +201,7 @@ def test_it_learns_a_table_and_a_plain_trainer_fits_it() -> None:
 
 
 def test_the_label_frequencies_of_a_fit_survive_as_weights() -> None:
-    """The state holds weights only: pi is a setting, not a tensor that travels."""
+    """The state holds weights only: pi is a setting, not a shared tensor."""
     assert "log_pi" not in clone(small().state_dict())
 
 

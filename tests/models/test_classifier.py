@@ -35,7 +35,7 @@ from tests.conftest import classifier, digits, equal_states, trainer
 
 
 class TinyImages(FederatedDataModule):
-    """Three classes of coloured squares, for three clients of different size and brightness."""
+    """Three classes of colored squares, for three clients of different size and brightness."""
 
     def load(self) -> PublishedSplits:
         generator = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ def tiny() -> TinyImages:
 
 
 class Updates(FederationCallback):
-    """Keeps what the clients sent."""
+    """Keeps the clients' messages."""
 
     def __init__(self) -> None:
         self.rounds: dict[int, list[ClientUpdate]] = {}
@@ -399,7 +399,7 @@ def test_a_run_needs_the_file_only_to_start(tmp_path: Path) -> None:
 
 
 def test_private_norms_stay_with_their_clients() -> None:
-    """FedBN: all entries of the normalisation stay with the client."""
+    """FedBN: all entries of the normalization stay with the client."""
     updates = Updates()
     made = trainer(rounds=2, callbacks=[updates])
     made.fit(Classifier(ResNet20(width=4), private=["*norm*"]), tiny())

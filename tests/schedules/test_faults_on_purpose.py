@@ -1,4 +1,4 @@
-"""Clients that fail on purpose cost the run these clients, and nothing else."""
+"""Injected faults lose these clients, and nothing else."""
 
 import logging
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ CLIENTS = 12
 
 
 class Absent(Faults):
-    """Leaves out the clients that would fail. What comes twice counts once."""
+    """Skips the clients that would fail. Duplicates count once."""
 
     def _declarations(self) -> Declarations:
-        return replace(super()._declarations(), faults=())  # nothing is carried out
+        return replace(super()._declarations(), faults=())  # no fault is injected
 
     def _with_faults(self, fits: Sequence[Fit]) -> list[Fit]:
         for fit in super()._with_faults(fits):
@@ -45,7 +45,7 @@ def fit(schedule: Schedule, ckpt_path: str | None = None, **kwargs: Any) -> Any:
 
 
 class Seen(FederationCallback):
-    """Notes every failure that the federation has named."""
+    """Records every failure that the federation reports."""
 
     affects = "nothing"
     reads_updates = False
@@ -141,7 +141,7 @@ def test_who_unmasks_nothing_can_be_gone_from_a_secure_sum_alone() -> None:
 
 
 def test_engines_are_equal_and_probability_zero_is_the_schedule_alone() -> None:
-    # Parts of several clients, whose models a worker adds up.
+    # Parts of several clients, whose models a worker sums.
     runs = [
         fit(Faults(Synchronous(), **faults), engine=engine, rounds=4)
         for engine, faults in [

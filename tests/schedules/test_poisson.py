@@ -1,4 +1,4 @@
-"""Poisson cohorts: independent draws, rounds without a client, and what they do not go with."""
+"""Poisson cohorts: independent draws, empty rounds, and incompatible settings."""
 
 from itertools import pairwise
 from typing import Any

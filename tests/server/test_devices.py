@@ -83,13 +83,13 @@ def test_results_depend_on_neither_the_keys_nor_the_engine() -> None:
 
 @dataclass(frozen=True)
 class Watched(Mean):
-    """The mean, which keeps all that its server half is given."""
+    """The mean, which records everything that its server half receives."""
 
     seen: list[ClientUpdate] = field(default_factory=list)
 
     def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
         self.seen.extend(updates)
-        # The resident model, on which clients train in this process, is no client's any more.
+        # The resident model, on which clients train here, no longer holds a client's weights.
         module = server.tools.module({})
         assert all(torch.equal(module.state_dict()[k], v) for k, v in server.state.items())
         return super().result(server, sums, updates)
@@ -102,9 +102,9 @@ def test_the_aggregator_sees_sums_and_no_client(tmp_path: Path) -> None:
     assert len(rule.seen) == 10
     assert all(not update.state and not update.extras for update in rule.seen)
     assert all(len(update.class_counts) == 0 for update in rule.seen)
-    # What the guide says that the server knows of each client.
+    # The server's knowledge of each client, as stated in the guide.
     assert all(u.samples and u.steps and "loss" in u.metrics for u in rule.seen)
-    # Nothing of a client is kept where it could be read later.
+    # No client data remains where it could be read later.
     memories = [trainer.federation.clients[client] for client in range(5)]
     assert all("held" not in memory for memory in memories)
     assert not list((tmp_path / "run").rglob("updates"))
@@ -183,7 +183,7 @@ def test_a_number_out_of_range_costs_the_round_its_client() -> None:
 
 
 class Told(FederationCallback):
-    """Notes the kind of every outcome."""
+    """Records the kind of every outcome."""
 
     def __init__(self) -> None:
         self.failed: list[int] = []
@@ -231,7 +231,7 @@ def test_what_a_client_out_of_range_has_sent_in_the_clear_counts() -> None:
     )
     federation = trainer.federation
     factors = nbytes(federation.uplink.statistics["fisher"])
-    # Of the two clients, and the rest are keys and shares.
+    # From the two clients. The rest are keys and shares.
     assert 2 * factors < federation.log.lost_up < 2 * factors + 2000
 
 
