@@ -124,7 +124,7 @@ def _hints_of_init(classes: tuple[type, ...]) -> dict[str, Any]:
         if init := vars(owner).get("__init__"):
             with contextlib.suppress(NameError, TypeError):  # a name defined in a user's module
                 hints |= get_type_hints(init, include_extras=True)
-    return {name: hint for name, hint in hints.items() if name not in ("return", "kwargs")}
+    return {name: hint for name, hint in hints.items() if name != "return"}
 
 
 @cache

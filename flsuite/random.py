@@ -24,7 +24,7 @@ def seed_for(seed: int, stream: str, round: int = 0, client: int = 0) -> int:
     """
     # crc32 and not hash(), which differs from process to process. Entropy must be non-negative.
     entropy = [seed & (2**63 - 1), zlib.crc32(stream.encode()), round, client + 1]
-    # SeedSequence mixes the entropy, so neighbouring seeds and rounds are unrelated.
+    # SeedSequence mixes the entropy, so neighboring seeds and rounds are unrelated.
     words = np.random.SeedSequence(entropy).generate_state(2, np.uint32)
     return (int(words[0]) << 31) ^ int(words[1])
 

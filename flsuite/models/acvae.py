@@ -88,7 +88,7 @@ class ACVAE(ClientModel):
         class_prior: pi, one positive number per class, normalized to a sum of one. Default:
         uniform.
         dropout: Probability of dropping a hidden unit in the networks for tables.
-        norm: Normalisation in the networks for images.
+        norm: Normalization in the networks for images.
         private: Entries that stay with the client. ``[]`` shares the encoder too.
         optimizer: Optimizer of a fit.
 

@@ -51,7 +51,7 @@ class Classifier(ClientModel):
         optimizer: Optimizer of a fit. Each fit starts with a new one.
         private: Entries of the state dict that stay with the client, by prefix or wildcard.
             ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
-            normalisation of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
+            normalization of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
         ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the normalization
         of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
         pretrained: A file with initial weights: ``checkpoints/model.ckpt`` of a run, any Lightning

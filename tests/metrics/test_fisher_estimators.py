@@ -173,7 +173,7 @@ def test_bad_log_likelihoods_are_named(estimator: Any, values: Any, said: str) -
         fisher_diagonal(Bad(), ["mean"], [(torch.ones(3, 2), torch.ones(3))], estimator)
 
 
-def test_what_cannot_be_vectorised_is_named_and_may_go_by_batches() -> None:
+def test_what_cannot_be_vectorized_is_named_and_may_go_by_batches() -> None:
     class InPlace(Normals):
         def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
             total = torch.zeros(len(batch[0]))
@@ -182,7 +182,7 @@ def test_what_cannot_be_vectorised_is_named_and_may_go_by_batches() -> None:
 
     batches = [(torch.ones(3, 2), torch.ones(3))]
     with pytest.raises(
-        FlsuiteError, match=r"InPlace.log_likelihood cannot be vectorised.*estimator to batch"
+        FlsuiteError, match=r"InPlace.log_likelihood cannot be vectorized.*estimator to batch"
     ):
         fisher_diagonal(InPlace(), ["mean"], batches, "exact")
     assert fisher_diagonal(InPlace(), ["mean"], batches, "batch")["mean"].tolist() == [1.0, 1.0]

@@ -53,7 +53,7 @@ class CMGA(LinearRule, Settings):
             amount per centre that is too near.
         separation_steps: Gradient steps of the separation. The description uses 3. 0 turns it off.
             One step separates an isolated pair fully, up to delta. More steps settle centres with
-            several neighbours.
+            several neighbors.
         sigma_floor: Smallest standard deviation of a prior.
         weighting: ``uniform`` is the description's mean. ``samples`` weights networks by training
             samples, and a class's prior by the samples of the class.
@@ -177,7 +177,7 @@ def separate(centres: Tensor, delta: float, weight: float, steps: int) -> Tensor
 
     The objective of a class is
     ``1/2 ||mu_c - m_c||^2 + weight sum_{j != c} max(0, delta - ||mu_c - mu_j||)``, starting at
-    ``mu = m``. At distance ``weight``, the first term balances the push of one neighbour, so delta
+    ``mu = m``. At distance ``weight``, the first term balances the push of one neighbor, so delta
     is encouraged, not enforced. A step is a unit gradient step that stops at delta: at the kink of
     the hinge, its slope is the fraction of ``weight`` that keeps the pair there.
 
@@ -198,7 +198,7 @@ def separate(centres: Tensor, delta: float, weight: float, steps: int) -> Tensor
         # mu - gradient, where the gradient is (mu - m) - weight push: mu cancels.
         moved = centres + weight * (towards * share.unsqueeze(-1)).sum(1)
 
-        # Neighbours push a pair too: the more there are, the smaller its own correction.
+        # Neighbors push a pair too: the more there are, the smaller its own correction.
         towards, distance = directions(moved)
         pushing = ((distance < delta) | (share > 0)).sum(1)
         both = (pushing[:, None] + pushing).clamp(min=1)

@@ -232,7 +232,7 @@ class DENSE(CohortRule, Settings):
         if tools.module is None:
             raise tools.refusal("DENSE", "module", "needs the clients' models as an ensemble")
         if tools.to_inputs is None:
-            raise tools.refusal("DENSE", "to_inputs", "invents images")
+            raise tools.refusal("DENSE", "to_inputs", "synthesizes images")
         if tools.task == "multilabel":
             raise FlsuiteError(
                 "DENSE synthesizes images of one class each, but this data has several labels per "

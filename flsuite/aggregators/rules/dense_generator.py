@@ -62,7 +62,7 @@ class ImageGenerator(nn.Module):
 
 
 class UpConv(nn.Module):
-    """Nearest-neighbour upsampling by 2, then a 3x3 convolution without bias.
+    """Nearest-neighbor upsampling by 2, then a 3x3 convolution without bias.
 
     Both are one transposed convolution with a 4x4 kernel, which costs 16 instead of 36 products per
     input pixel and pair of channels.

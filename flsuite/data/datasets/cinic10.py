@@ -32,7 +32,7 @@ Valid = Literal["validation", "training", "unused"]
 
 
 class CINIC10(FederatedDataModule):
-    """Objects and animals: 90000 training and 90000 test images, 32x32 in colour, 10 classes.
+    """Objects and animals: 90000 training and 90000 test images, 32x32 in color, 10 classes.
 
     A published validation split of 90000 images is included. The files are the publisher's folders
     ``train``, ``valid`` and ``test`` in ``CINIC-10`` under ``root``, by default under

@@ -135,7 +135,7 @@ class FEMNIST(FederatedDataModule):
     """Handwritten digits and letters of some 3550 writers, 28x28 gray, 62 classes.
 
     With the ``Natural`` partition, clients are writers or groups of whole writers. LEAF publishes a
-    script instead of files, so nothing is downloaded. The files are in ``root/femnist`` or, where
+    script instead of files, so nothing is downloaded. The files are in ``root/femnist`` or, if
     there is no such folder, in ``root`` itself. The default of ``root`` is ``~/.cache/flsuite``.
     The first of these is read:
 
@@ -144,7 +144,7 @@ class FEMNIST(FederatedDataModule):
     2. LEAF's ``train/*.json`` and ``test/*.json``, also under ``data/``. Without ``test``, as in 3.
     3. LEAF's ``all_data_*.json``, also under ``all_data/`` or ``data/all_data/``.
 
-    Where there is no test split, a tenth of each writer's samples (LEAF's own default) is held out
+    Without a test split, a tenth of each writer's samples (LEAF's own default) is held out
     with a fixed seed. A writer with fewer than five samples has no test samples.
 
     Args:

@@ -154,19 +154,19 @@ class _Torchvision(FederatedDataModule):
 
 
 class MNIST(_Torchvision):
-    """Handwritten digits: 60000 training and 10000 test images, 28x28 in grey, 10 classes."""
+    """Handwritten digits: 60000 training and 10000 test images, 28x28 gray, 10 classes."""
 
     reader = "MNIST"
 
 
 class FashionMNIST(_Torchvision):
-    """Articles of clothing: 60000 training and 10000 test images, 28x28 in grey, 10 classes."""
+    """Articles of clothing: 60000 training and 10000 test images, 28x28 gray, 10 classes."""
 
     reader = "FashionMNIST"
 
 
 class CIFAR10(_Torchvision):
-    """Objects and animals: 50000 training and 10000 test images, 32x32 in colour, 10 classes."""
+    """Objects and animals: 50000 training and 10000 test images, 32x32 in color, 10 classes."""
 
     reader = "CIFAR10"
 
@@ -176,13 +176,13 @@ class CIFAR10(_Torchvision):
 
 
 class CIFAR100(CIFAR10):
-    """Objects and animals: 50000 training and 10000 test images, 32x32 in colour, 100 classes."""
+    """Objects and animals: 50000 training and 10000 test images, 32x32 in color, 100 classes."""
 
     reader = "CIFAR100"
 
 
 class SVHN(_Torchvision):
-    """House numbers: 73257 training and 26032 test images, 32x32 in colour, 10 classes.
+    """House numbers: 73257 training and 26032 test images, 32x32 in color, 10 classes.
 
     The extra training images are not used.
     """
@@ -199,7 +199,7 @@ class SVHN(_Torchvision):
 
 
 class EMNIST(_Torchvision):
-    """Handwritten letters and digits, 28x28 in grey, upright (the published images are transposed).
+    """Handwritten letters and digits, 28x28 gray, upright (the published images are transposed).
 
     Args:
         split: ``balanced`` (47 classes), ``byclass`` (62), ``bymerge`` (47), ``letters`` (26,
@@ -229,7 +229,7 @@ class EMNIST(_Torchvision):
 
 
 class GTSRB(_Torchvision):
-    """German traffic signs: 26640 training and 12630 test images in colour, 43 classes.
+    """German traffic signs: 26640 training and 12630 test images in color, 43 classes.
 
     The published images have sides from 15 to 250 pixels, and show the sign with a margin. Each is
     resized bilinearly on reading, to a square regardless of its shape.

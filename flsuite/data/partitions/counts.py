@@ -15,7 +15,7 @@ class CountPartition(AssignedPartition, Settings):
 
     Attributes:
         min_samples: Minimum number of samples per client.
-        max_redraws: Maximum redraws if a client has fewer. The last table is then levelled.
+        max_redraws: Maximum redraws if a client has fewer. The last table is then leveled.
     """
 
     min_samples: int = 1

@@ -19,14 +19,14 @@ class Dirichlet(CountPartition):
 
     The whole table is redrawn until every client has ``min_samples``. With a small ``alpha`` and
     few classes, this may never happen in practice. After ``max_redraws``, the last table is
-    therefore levelled deterministically: the largest client gives one sample of its most frequent
+    therefore leveled deterministically: the largest client gives one sample of its most frequent
     class to the smallest, until every client has enough. All samples are used.
 
     Args:
         alpha: Concentration, above 0. A small value gives strong skew, and a large value approaches
             IID.
         min_samples: Minimum number of samples per client, at least 1.
-        max_redraws: Redraws before the last table is levelled. 0 levels the first one.
+        max_redraws: Redraws before the last table is leveled. 0 levels the first one.
 
     Raises:
         FlsuiteError: If a parameter is out of range, or the data cannot give ``min_samples`` to

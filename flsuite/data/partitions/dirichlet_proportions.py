@@ -23,7 +23,7 @@ class DirichletProportions(Dirichlet):
     are skewed: less than with ``Dirichlet``, because every client's mix has the same sum.
 
     The whole table is redrawn until every client has ``min_samples``. After ``max_redraws``, the
-    last table is levelled deterministically: the largest client gives one sample of its most
+    last table is leveled deterministically: the largest client gives one sample of its most
     frequent class to the smallest, until every client has enough. If no mix gives weight to a
     class, as may happen with a tiny ``alpha``, the class goes to one client at random.
 
@@ -31,7 +31,7 @@ class DirichletProportions(Dirichlet):
         alpha: Concentration per class, above 0. A small value gives strong skew, and a large value
             approaches IID.
         min_samples: Minimum number of samples per client, at least 1.
-        max_redraws: Redraws before the last table is levelled. 0 levels the first one.
+        max_redraws: Redraws before the last table is leveled. 0 levels the first one.
 
     Raises:
         FlsuiteError: If a parameter is out of range, or the data cannot give ``min_samples`` to

@@ -44,7 +44,7 @@ def fisher_diagonal(
 
     Raises:
         FlsuiteError: If the log-likelihood is not one number per sample, does not depend on the
-            parameters, or, with ``exact``, cannot be vectorised.
+            parameters, or, with ``exact``, cannot be vectorized.
     """
     likelihood = _LogLikelihood(model)
     diagonal = Diagonal(model, names)

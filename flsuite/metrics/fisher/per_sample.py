@@ -77,7 +77,7 @@ def _by_vmap(
             raise
         except RuntimeError as error:  # a whole batch worked before, so vectorization is the cause
             raise FlsuiteError(
-                f"{outputs.owner}.{outputs.needs} cannot be vectorised over samples "
+                f"{outputs.owner}.{outputs.needs} cannot be vectorized over samples "
                 f"({one_line(error, longest=200)}); write it without in-place operations and "
                 f".item(){outputs.otherwise}"
             ) from error

@@ -9,7 +9,7 @@ from flsuite.errors import require_at_least
 
 
 def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figure:
-    """Draw images in labelled rows.
+    """Draw images in labeled rows.
 
     Args:
         rows: Label to images within [0, 1], ``(n, channels, height, width)``. A label may have

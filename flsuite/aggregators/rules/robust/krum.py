@@ -18,7 +18,7 @@ from flsuite.arguments import PositiveInt
 
 @dataclass(frozen=True)
 class MultiKrum(ParameterRule):
-    """The mean of the ``m`` models that are closest to their neighbours.
+    """The mean of the ``m`` models that are closest to their neighbors.
 
     The score of a client is the sum of the squared distances to its ``n - f - 2`` nearest others,
     and the ``m`` lowest scores win. Ties go to the lower client number. With ``m = n``, it is the
@@ -68,7 +68,7 @@ class MultiKrum(ParameterRule):
 
 @dataclass(frozen=True)
 class Krum(MultiKrum):
-    """The one model that is closest to its neighbours: Multi-Krum with ``m = 1``.
+    """The one model that is closest to its neighbors: Multi-Krum with ``m = 1``.
 
     The global model becomes a single client's model.
 
