@@ -55,9 +55,8 @@ def _can_fork() -> bool:
     """Return whether a fork of this process can serve as a worker.
 
     In a fork, a thread pool, such as OpenMP's, waits for threads that no longer exist. A fork
-    cannot use an accelerator that its parent has used. If the parent has an accelerator that it has
-    not used, gradients would not work in the fork. In an interactive session, a module may be
-    reloaded after the fork.
+    cannot use an accelerator that its parent has used, and inherits disabled gradients. In an
+    interactive session, a module may be reloaded after the fork.
     """
     if _WORKER not in sys.modules or not can_fork_later() or hasattr(sys, "ps1") or _is_importing():
         return False
