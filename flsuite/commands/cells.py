@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flsuite.commands.main import import_plugins, run_command
+from flsuite.commands.main import run_command, work_here
+from flsuite.commands.plugins import import_plugins
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.sweeps.plan import Cell, fit_arguments, require_distinct, samples_of
 from flsuite.sweeps.queue import Queue
@@ -77,8 +78,7 @@ def _import_all() -> None:
     import flsuite.engines.worker  # noqa: F401  (where an engine's workers are forked from)
 
     torch.set_num_threads(1)  # also of what a cell does beside its engine
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # finds a user's package in the working folder
+    work_here()
     gc.freeze()  # a collection in a fork would copy each object that is shared
     gc.enable()
 

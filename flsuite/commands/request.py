@@ -1,0 +1,36 @@
+"""A request as it was typed, before any parser has read it."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from flsuite.errors import FlsuiteError
+
+
+def option_values(args: list[str], *options: str) -> list[str]:
+    """Return what follows these options, as ``--option value`` or ``--option=value``."""
+    found = [after for option, after in pairwise(args) if option in options]
+    return found + [
+        arg.split("=", 1)[1] for arg in args if arg.split("=", 1)[0] in options and "=" in arg
+    ]
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the content of a config.
+
+    Raises:
+        FlsuiteError: If there is no such file, or it is not a mapping in YAML.
+    """
+    import yaml
+
+    if not Path(path).is_file():
+        raise FlsuiteError(f"there is no config file {path}")
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FlsuiteError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise FlsuiteError(
+            f"{path} is not a config: it must be a mapping with model, data and trainer"
+        )
+    return content
