@@ -18,6 +18,7 @@ from flsuite.commands.end import end_process
 from flsuite.commands.helps import HELP, HELPS
 from flsuite.commands.plugins import import_plugins
 from flsuite.commands.request import option_values, read_config
+from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.termination import TERMINATED, ending_on_sigterm
 from flsuite.errors import FederationError, FlsuiteError, one_line
 
@@ -91,6 +92,8 @@ def run_command(command: str, args: list[str]) -> int:
     with ending_on_sigterm() as termination:
         try:
             _run(command, args)
+        except TyposError as error:
+            return max(_complain(line, 2) for line in error.lines)
         except FlsuiteError as error:
             return _complain(one_line(error), 2)
         except FederationError as error:
@@ -107,7 +110,7 @@ def run_command(command: str, args: list[str]) -> int:
 
 def _run(command: str, args: list[str]) -> None:
     if COMMANDS[command].reads_config:
-        _prepare(args)
+        _prepare(command, args)
     if COMMANDS[command].by_lightning:
         with _collecting_later():
             from flsuite.commands.fit import run
@@ -117,13 +120,15 @@ def _run(command: str, args: list[str]) -> None:
         getattr(importlib.import_module(f"flsuite.commands.{command}"), command)(args)
 
 
-def _prepare(args: list[str]) -> None:
-    """Import plugins, and start the process that workers are forked from if it cannot be a fork.
+def _prepare(command: str, args: list[str]) -> None:
+    """Refuse typos, import plugins, and start the process of workers if it cannot be a fork.
 
-    Both come before the parser is built. The parser must know a plugin's classes, and the other
-    process imports torch while this one does. A fork comes later, when an engine is constructed.
+    All of it comes before the parser is built. The parser must know a plugin's classes, and the
+    other process imports torch while this one does. A fork comes later, when an engine is
+    constructed.
     """
     work_here()
+    refuse_typos(command, args)
     configs = [read_config(path) for path in option_values(args, "--config", "-c")]
     chosen = option_values(args, "--trainer.engine") or [
         _engine(config) for config in configs

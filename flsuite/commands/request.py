@@ -1,5 +1,6 @@
 """A request as it was typed, before any parser has read it."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,3 +35,32 @@ def read_config(path: str) -> dict[str, Any]:
             f"{path} is not a config: it must be a mapping with model, data and trainer"
         )
     return content
+
+
+def options(args: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the options of a command line, without their dashes, and their values."""
+    index = 0
+    while index < len(args):
+        name, equals, value = args[index].partition("=")
+        index += 1
+        if name == "-c":
+            name = "--config"
+        if not name.startswith("--"):
+            continue
+        if equals:
+            yield name[2:], value
+        elif index < len(args) and not args[index].startswith("--"):
+            yield name[2:], args[index]
+            index += 1
+        else:
+            yield name[2:], None
+
+
+def read_value(text: str) -> Any:
+    """Return what a text stands for in YAML, or the text itself."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
