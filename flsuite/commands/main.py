@@ -17,17 +17,18 @@ from flsuite import __version__
 from flsuite.commands.end import end_process
 from flsuite.commands.helps import HELP, HELPS
 from flsuite.commands.plugins import import_plugins
-from flsuite.commands.request import option_values, read_config
+from flsuite.commands.request import option_values, read_config, require_config
 from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.termination import TERMINATED, ending_on_sigterm
+from flsuite.commands.waiting import waiting
 from flsuite.errors import FederationError, FlsuiteError, one_line
 
 
 class Command(NamedTuple):
-    """A subcommand. It is a function of the module of the same name, if it names no other.
+    """A subcommand: a function in the module of the same name, which takes the arguments.
 
     Attributes:
-        by_lightning: Whether LightningCLI runs it, as a method of the trainer.
+        by_lightning: Whether LightningCLI runs it instead, as a method of the trainer.
         reads_config: Whether it takes ``--config`` of an experiment.
         after_interrupt: What is said of going on, after Ctrl-C.
     """
@@ -109,36 +110,38 @@ def run_command(command: str, args: list[str]) -> int:
 
 
 def _run(command: str, args: list[str]) -> None:
-    if COMMANDS[command].reads_config:
-        _prepare(command, args)
-    if COMMANDS[command].by_lightning:
-        with _collecting_later():
-            from flsuite.commands.fit import run
+    traits = COMMANDS[command]
+    home = f"flsuite.commands.{'fit' if traits.by_lightning else command}"
+    if traits.reads_config:
+        work_here()
+        require_config(command, args)
+        refuse_typos(command, args)
+        with waiting("loading PyTorch and Lightning"), _collecting_later():
+            _prepare_engine(args)
+            import_plugins(args)
+            importlib.import_module(home)
 
-        run(command, args)
+    module = importlib.import_module(home)
+    if traits.by_lightning:
+        module.run(command, args)
     else:
-        getattr(importlib.import_module(f"flsuite.commands.{command}"), command)(args)
+        getattr(module, command)(args)
 
 
-def _prepare(command: str, args: list[str]) -> None:
-    """Refuse typos, import plugins, and start the process of workers if it cannot be a fork.
+def _prepare_engine(args: list[str]) -> None:
+    """Start the process that workers are forked from if it cannot be a fork of this one.
 
-    All of it comes before the parser is built. The parser must know a plugin's classes, and the
-    other process imports torch while this one does. A fork comes later, when an engine is
-    constructed.
+    It imports torch while this process does. A fork comes later, when an engine is constructed.
     """
-    work_here()
-    refuse_typos(command, args)
     configs = [read_config(path) for path in option_values(args, "--config", "-c")]
     chosen = option_values(args, "--trainer.engine") or [
         _engine(config) for config in configs
     ]  # overrides the config
-    if "Processes" in str(chosen) and "--print_config" not in args and "--help" not in args:
+    if "Processes" in str(chosen) and "--print_config" not in args:
         from flsuite.engines.forkserver import can_fork_later, prepare_workers
 
         if not can_fork_later():
             prepare_workers()
-    import_plugins(args)
 
 
 def work_here() -> None:

@@ -64,3 +64,22 @@ def read_value(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
+
+
+def require_config(command: str, args: list[str]) -> None:
+    """Refuse a request that says nothing of a model or data.
+
+    Raises:
+        FlsuiteError: If it is one.
+    """
+    keys = [key for key, _ in options(args)]
+    first = {key.partition(".")[0] for key in keys}
+    asks = any(key.endswith(".help") or key == "print_config" for key in keys)
+    if asks or first & {"config", "model", "data"}:
+        return
+    if command in ("validate", "test", "predict"):
+        raise FlsuiteError(f"{command}: give a run, as --config runs/NAME/TIME-SEED/config.yaml")
+    raise FlsuiteError(
+        f"{command}: give a config, as --config configs/quickstart.yaml; "
+        "flsuite new NAME writes one for a model and data of yours"
+    )
