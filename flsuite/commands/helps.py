@@ -2,6 +2,12 @@
 
 from flsuite import __version__
 
+SUMMARIES = {
+    "fit": "Run a federation and write its folder. --ckpt_path last resumes a run.",
+    "validate": "Score a finished run on validation data.",
+    "test": "Score a finished run on test data: the global model and every client.",
+    "predict": "Write class probabilities on test data to predictions.csv, and a model's pictures.",
+}
 HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch Lightning
 
 usage: flsuite COMMAND --config FILE [--KEY VALUE ...]

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from flsuite import __version__
 from flsuite.commands.end import end_process
-from flsuite.commands.helps import HELP, HELPS
+from flsuite.commands.helps import HELP, HELPS, SUMMARIES
 from flsuite.commands.plugins import import_plugins
-from flsuite.commands.request import option_values, read_config, require_config
+from flsuite.commands.request import help_topic, option_values, read_config, require_config
 from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.termination import TERMINATED, ending_on_sigterm
 from flsuite.commands.waiting import waiting
@@ -79,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"flsuite {__version__}")
     elif command in HELPS and {"-h", "--help"} & set(args):
         print(HELPS[command], end="")
+    elif command in COMMANDS and (topic := help_topic(args)) is not None:
+        sys.exit(_help(command, topic))
     elif command in COMMANDS:
         sys.exit(run_command(command, args[1:]))
     else:
@@ -106,6 +108,16 @@ def run_command(command: str, args: list[str]) -> int:
             if termination.has_come:
                 return _complain(f"terminated{how}", TERMINATED)
             return _complain(f"interrupted{how}", 130)
+    return 0
+
+
+def _help(command: str, topic: str) -> int:
+    from flsuite.commands.parser_help import help_of
+
+    try:
+        print(help_of(command, SUMMARIES[command], topic), end="")
+    except FlsuiteError as error:
+        return _complain(one_line(error), 2)
     return 0
 
 

@@ -83,3 +83,14 @@ def require_config(command: str, args: list[str]) -> None:
         f"{command}: give a config, as --config configs/quickstart.yaml; "
         "flsuite new NAME writes one for a model and data of yours"
     )
+
+
+def help_topic(args: list[str]) -> str | None:
+    """Return what ``--help`` is asked about, an empty text for all, or ``None`` if it is not."""
+    for index, arg in enumerate(args):
+        if arg.startswith("--help="):
+            return arg.removeprefix("--help=")
+        if arg in ("-h", "--help"):
+            after = args[index + 1 : index + 2]
+            return after[0] if after and not after[0].startswith("-") else ""
+    return None

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from flsuite.commands.static.modules import Definition, content_of, find_source, imported, resolve
+from flsuite.commands.static.modules import (
+    Definition,
+    content_of,
+    find_source,
+    imported,
+    lookup,
+    resolve,
+)
 from flsuite.commands.static.signatures import Parameter
 
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
@@ -54,6 +61,32 @@ def subclasses(base: Definition) -> dict[str, str]:
         }
         own |= more
     return {k: v for k, v in own.items() if not k.startswith("_")} | _loaded(base)
+
+
+def public_subclasses(base: Definition) -> dict[str, str]:
+    """Return those of :func:`subclasses` that a package exports, and that are not abstract."""
+    return {name: module for name, module in subclasses(base).items() if _is_public(name, module)}
+
+
+def public_classes() -> dict[str, str]:
+    """Return the module of each class that a package exports."""
+    return {name: module for name, module, _ in _index() if _is_public(name, module)}
+
+
+def _is_public(name: str, module: str) -> bool:
+    found = lookup(module, name)
+    if found is None or any("@abstractmethod" in line for line in _decorators(found)):
+        return False
+    parts = module.split(".")
+    packages = [".".join(parts[:count]) for count in range(1, len(parts))]
+    exported = (content_of(package) for package in packages)
+    return any(content and name in content.names for content in exported)
+
+
+def _decorators(found: Definition) -> list[str]:
+    body = found.node.body if isinstance(found.node, ast.ClassDef) else []
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    return [f"@{ast.unparse(d)}" for node in functions for d in node.decorator_list]
 
 
 def _kinds(module: str, node: ast.expr, depth: int) -> Kinds:
@@ -126,6 +159,8 @@ def _classes(package: str) -> Iterator[tuple[str, str, frozenset[str]]]:
     if source is None:
         return
     for path in sorted(source.parent.rglob("*.py")):
+        if "demos" in path.parts:
+            continue
         inner = path.relative_to(source.parent).with_suffix("").parts
         module = ".".join((package, *(part for part in inner if part != "__init__")))
         for name, bases in _CLASS.findall(path.read_text(encoding="utf-8")):

@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from flsuite.commands.static.docs import argument_docs
 from flsuite.commands.static.modules import Definition, resolve
 
 _PLAIN_BASES = {"ABC", "Generic", "NamedTuple", "Protocol", "object"}  # without arguments to add
@@ -20,11 +21,13 @@ class Parameter(NamedTuple):
         module: Where it is declared, which says what the names in its annotation mean.
         annotation: Its type.
         default: Its default.
+        doc: What the docstring says of it.
     """
 
     module: str
     annotation: ast.expr | None = None
     default: ast.expr | None = None
+    doc: str = ""
 
 
 class Signature(NamedTuple):
@@ -66,7 +69,8 @@ def signature_of(defined: Definition, depth: int = 9) -> Signature:
 def _of_init(
     defined: Definition, cls: ast.ClassDef, init: ast.FunctionDef, depth: int
 ) -> Signature:
-    own = function_parameters(defined.module, init)
+    docs = argument_docs(ast.get_docstring(init)) | argument_docs(ast.get_docstring(cls))
+    own = function_parameters(defined.module, init, docs)
     if any(_callee(node) not in _HARMLESS for node in init.decorator_list):
         return Signature(own, is_open=True)
     extra = init.args.kwarg.arg if init.args.kwarg else None
@@ -84,6 +88,8 @@ def _of_init(
     fixed = {k.arg for call in calls for k in call.keywords}
     inherited = _of_bases(defined, cls, depth)
     free = {k: v for k, v in inherited.parameters.items() if k not in fixed | own.keys()}
+    for name in own.keys() & inherited.parameters.keys():
+        own[name] = own[name]._replace(doc=own[name].doc or inherited.parameters[name].doc)
     return Signature(own | free, inherited.is_open)
 
 
@@ -104,23 +110,30 @@ def _with(signature: Signature, more: dict[str, Parameter], is_open: bool = Fals
     return Signature({**signature.parameters, **more}, signature.is_open or is_open)
 
 
-def function_parameters(module: str, function: ast.FunctionDef) -> dict[str, Parameter]:
+def function_parameters(
+    module: str, function: ast.FunctionDef, docs: dict[str, str]
+) -> dict[str, Parameter]:
     """Return the named arguments of a method."""
     arguments = function.args
     usual = [*arguments.posonlyargs, *arguments.args]
     missing = [None] * (len(usual) - len(arguments.defaults))
     pairs = [*zip(usual, [*missing, *arguments.defaults], strict=True)]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return {arg.arg: Parameter(module, arg.annotation, default) for arg, default in pairs[1:]}
+    return {
+        arg.arg: Parameter(module, arg.annotation, default, docs.get(arg.arg, ""))
+        for arg, default in pairs[1:]
+    }
 
 
 def _fields(defined: Definition, cls: ast.ClassDef) -> Iterator[tuple[str, Parameter]]:
+    docs = argument_docs(ast.get_docstring(cls))
     for node in cls.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         is_fixed = isinstance(node.value, ast.Call) and "init=False" in ast.unparse(node.value)
         if not is_fixed and _last_name(node.annotation) != "ClassVar":
-            yield node.target.id, Parameter(defined.module, node.annotation, node.value)
+            name = node.target.id
+            yield name, Parameter(defined.module, node.annotation, node.value, docs.get(name, ""))
 
 
 def _is_function(node: ast.AST, name: str) -> bool:

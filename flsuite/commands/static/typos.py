@@ -7,25 +7,17 @@ named. What a class may take beyond its source is left to the parser.
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flsuite.commands.options import OPTIONS
 from flsuite.commands.request import options, read_config, read_value
 from flsuite.commands.static.classes import Kinds, kinds_of, may_define, subclasses
+from flsuite.commands.static.first_keys import TRAINER, first_keys
 from flsuite.commands.static.modules import Definition, content_of, exists, find_source, lookup
-from flsuite.commands.static.signatures import (
-    OPEN,
-    Parameter,
-    Signature,
-    function_parameters,
-    signature_of,
-)
+from flsuite.commands.static.signatures import OPEN, Parameter, Signature, signature_of
 from flsuite.commands.static.suggestions import nearest, nearest_key
 from flsuite.errors import FlsuiteError
 
-_HOME = "flsuite.commands.fit"  # imports the classes that the first keys take
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _CONFIGS = (".yaml", ".yml", ".json")  # of a class alone, which the parser reads
@@ -83,22 +75,6 @@ def refuse_typos(command: str, args: list[str]) -> None:
         raise TyposError(lines)
 
 
-@cache
-def _first_keys(command: str) -> Signature:
-    """Return the keys that stand at the left."""
-    trainer = lookup("flsuite.trainer", "FederatedTrainer")
-    known = {name: Parameter(_HOME) for name in OPTIONS[command]}
-    for name, base in (("model", "LightningModule"), ("data", "LightningDataModule")):
-        known[name] = Parameter(_HOME, ast.Name(base))
-    known["trainer"] = Parameter(_HOME, ast.Name("FederatedTrainer"))
-    methods = trainer.node.body if trainer and isinstance(trainer.node, ast.ClassDef) else []
-    for node in methods:
-        if isinstance(node, ast.FunctionDef) and node.name == command:
-            arguments = function_parameters("flsuite.trainer", node)
-            known |= {k: v for k, v in arguments.items() if k not in ("model", "datamodule")}
-    return Signature(known)
-
-
 class _Checked:
     """What is known of a request so far, in the order in which the parser reads it."""
 
@@ -109,7 +85,7 @@ class _Checked:
         self.modules: set[str] = set()  # of the user's, as far as the request names them
         # The class that a key has now, and none where it cannot be told.
         self.classes: dict[KeyPath, Definition | None] = {}
-        self.classes["trainer",] = lookup("flsuite.trainer", "FederatedTrainer")
+        self.classes["trainer",] = lookup(*TRAINER)
 
     def config(self, path: str) -> None:
         """Check a file."""
@@ -117,7 +93,7 @@ class _Checked:
 
     def option(self, key: str, value: Any) -> None:
         """Check an option of the command line."""
-        place, at, parameter = Place(), (), Parameter(_HOME)
+        place, at, parameter = Place(), (), Parameter("")
         names = key.removesuffix("+").split(".")
         for name in names:
             if name in ("help", "dict_kwargs") or name.isdigit():
@@ -197,7 +173,7 @@ class _Checked:
 
     def _signature(self, at: KeyPath) -> Signature:
         if not at:
-            return _first_keys(self.command)
+            return first_keys(self.command)
         chosen = self.classes.get(at)
         return signature_of(chosen) if chosen else OPEN
 
