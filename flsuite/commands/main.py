@@ -114,6 +114,7 @@ def run_command(command: str, args: list[str]) -> int:
 def _help(command: str, topic: str) -> int:
     from flsuite.commands.parser_help import help_of
 
+    work_here()
     try:
         print(help_of(command, SUMMARIES[command], topic), end="")
     except FlsuiteError as error:

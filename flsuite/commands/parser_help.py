@@ -6,12 +6,12 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 
-from flsuite.commands.static.classes import kinds_of, public_classes, public_subclasses
+from flsuite.commands.static.classes import class_names, find_class, kinds_of, public_subclasses
 from flsuite.commands.static.docs import first_sentence
 from flsuite.commands.static.first_keys import TRAINER, first_keys
 from flsuite.commands.static.modules import Definition, lookup, resolve
 from flsuite.commands.static.signatures import Parameter, signature_of
-from flsuite.commands.static.suggestions import nearest
+from flsuite.commands.static.suggestions import nearest, nearest_key
 from flsuite.errors import FlsuiteError
 
 _NAME_WIDTH = 26
@@ -39,8 +39,7 @@ _EPILOG = """
 more:
   --help=trainer                  Lightning's arguments, which hold for each client's fit
   --help=trainer.aggregator       the classes that a key takes; so model, data, data.partition
-  --help=FedProx                  the arguments of a class
-  --model.help my_module.Net      all that the parser knows of a class, of your own too
+  --help=FedProx                  the arguments of a class; so --help=my_module.Net
 
 The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, or 143
 after SIGTERM. After 1, 130 or 143, fit goes on from the last finished round with --ckpt_path last.
@@ -66,15 +65,14 @@ def help_of(command: str, summary: str, topic: str = "") -> str:
     bases = _bases_of(command, name)
     if bases:
         return _of_key(name, bases)
-    classes = public_classes()
-    found = lookup(classes[name], name) if name in classes else None
+    found = find_class(name)
     if found is not None:
         return _of_class(found)
-    near = nearest(name, [*classes, *first_keys(command).parameters])
+    trainer = lookup(*TRAINER)
+    keys = [f"trainer.{key}" for key in signature_of(trainer).parameters] if trainer else []
+    near = nearest_key(name, first_keys(command).parameters, keys) or nearest(name, class_names())
     hint = f" (did you mean {near}?)" if near else ""
-    raise FlsuiteError(
-        f"--help={topic}: there is no class of this name, nor a key that takes one{hint}"
-    )
+    raise FlsuiteError(f"--help={topic}: there is no such class, nor a key that takes one{hint}")
 
 
 def _of_command(command: str, summary: str) -> str:
@@ -122,10 +120,7 @@ def _of_class(found: Definition) -> str:
     lines = [f"{found.node.name}: {_summary(found)}", ""]
     lines += _table("arguments:", signature.parameters)
     if signature.is_open:
-        lines += [
-            "",
-            f"It takes others too: --KEY.help {found.node.name} lists them, with the key that takes it.",
-        ]
+        lines += ["", f"It takes others too, which --KEY.help {found.node.name} lists."]
     return "\n".join(lines) + "\n"
 
 

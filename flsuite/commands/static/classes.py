@@ -68,9 +68,19 @@ def public_subclasses(base: Definition) -> dict[str, str]:
     return {name: module for name, module in subclasses(base).items() if _is_public(name, module)}
 
 
-def public_classes() -> dict[str, str]:
-    """Return the module of each class that a package exports."""
-    return {name: module for name, module, _ in _index() if _is_public(name, module)}
+def find_class(name: str) -> Definition | None:
+    """Return a class by its full path, or by its short name if a package exports it."""
+    if "." in name:
+        module, _, name = name.rpartition(".")
+        found = lookup(module, name)
+        return found if found and isinstance(found.node, ast.ClassDef) else None
+    places = [module for other, module, _ in _index() if other == name and _is_public(name, module)]
+    return lookup(places[0], name) if places else None
+
+
+def class_names() -> list[str]:
+    """Return the short names of all classes that are not private."""
+    return [name for name, _, _ in _index() if not name.startswith("_")]
 
 
 def _is_public(name: str, module: str) -> bool:

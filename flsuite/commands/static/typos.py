@@ -93,7 +93,8 @@ class _Checked:
 
     def option(self, key: str, value: Any) -> None:
         """Check an option of the command line."""
-        place, at, parameter = Place(), (), Parameter("")
+        place, parameter = Place(), Parameter("")
+        at: KeyPath = ()
         names = key.removesuffix("+").split(".")
         for name in names:
             if name in ("help", "dict_kwargs") or name.isdigit():
