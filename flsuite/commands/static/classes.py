@@ -26,7 +26,6 @@ _KNOWN_LIBRARIES = {
     *("flsuite", "lightning", "torch", "torchmetrics", "torchvision", "pytorch_lightning"),
     *("numpy", "scipy", "pandas", "sklearn", "matplotlib", "PIL", "yaml", "medmnist", "normflows"),
 }
-_NO_TEXT = {"bool", "int", "float"}
 
 
 class Kinds(NamedTuple):
@@ -50,7 +49,6 @@ def kinds_of(parameter: Parameter) -> Kinds:
 
 def subclasses(base: Definition) -> dict[str, str]:
     """Return the module of each class that has a short name where a base is expected."""
-    assert isinstance(base.node, ast.ClassDef)
     own = {base.node.name: base.module}
     more = dict(own)
     while more:
@@ -108,7 +106,7 @@ def _kinds(module: str, node: ast.expr, depth: int) -> Kinds:
         return _together(module, [node.left, node.right], depth)
     if isinstance(node, ast.Subscript):
         return _of_subscript(module, node, depth)
-    if ast.unparse(node) in _NO_TEXT:
+    if ast.unparse(node) == "bool":
         return Kinds()
     found = resolve(module, node) if depth else None
     if found is None or isinstance(found.node, ast.FunctionDef):
@@ -179,8 +177,7 @@ def _classes(package: str) -> Iterator[tuple[str, str, frozenset[str]]]:
 
 def _loaded(base: Definition) -> dict[str, str]:
     """Return the subclasses that this process has, of a user's own too."""
-    assert isinstance(base.node, ast.ClassDef)
-    todo = [getattr(sys.modules.get(base.module), base.node.name, None)]
+    todo = [getattr(sys.modules.get(base.module), base.name, None)]
     found = {}
     while todo:
         cls = todo.pop()

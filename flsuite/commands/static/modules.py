@@ -24,6 +24,10 @@ class Definition(NamedTuple):
     module: str
     node: ast.AST
 
+    @property
+    def name(self) -> str:
+        return getattr(self.node, "name", "")
+
 
 class Content(NamedTuple):
     """The names of a module.

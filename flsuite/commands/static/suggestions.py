@@ -1,14 +1,13 @@
 """The likeliest name where one is wrong."""
 
-import difflib
 from collections.abc import Iterable
 
+from flsuite.errors import likeliest
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name that is spelled most like another one, if any is."""
-    by_lower = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[close[0]] if close else None
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
+    """Return the likeliest name, if any is likely."""
+    return next(iter(likeliest(name, known, 1, cutoff)), None)
 
 
 def nearest_key(key: str, beside: Iterable[str], elsewhere: Iterable[str]) -> str | None:

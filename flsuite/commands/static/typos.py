@@ -4,7 +4,6 @@ They are found in the configs and on the command line, from the source of the cl
 named. What a class may take beyond its source is left to the parser.
 """
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -187,7 +186,7 @@ class _Checked:
 
     def _class_name(self, at: KeyPath) -> str:
         chosen = self.classes[at]
-        return chosen.node.name if chosen and isinstance(chosen.node, ast.ClassDef) else "it"
+        return chosen.name if chosen else "it"
 
     def _refuse_beside_class(self, place: Place, at: KeyPath, name: str) -> None:
         inside = name in self._signature(at).parameters
@@ -213,7 +212,9 @@ class _Checked:
             hint = (
                 f" (did you mean {near}?)" if near else "; give its module too, as my_module.Name"
             )
-            self._refuse(place, f"{place.named(at)}: there is no class {name}{hint}", name)
+            bases = " or ".join(dict.fromkeys(base.name for base in kinds.bases))
+            text = f"{place.named(at)}: there is no {bases} called {name}{hint}"
+            self._refuse(place, text, name)
             name = near or name
         self.classes[at] = lookup(known[name], name) if name in known else None
 
