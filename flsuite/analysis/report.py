@@ -71,8 +71,9 @@ def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
     if metric not in names:
         alike = [name for name in names if name.count("/") == metric.count("/")]
         near = " or ".join(likeliest(metric, alike, most=3))
-        known = f"did you mean {near}?" if near else f"there are {', '.join(sorted(names))}"
-        raise FlsuiteError(f"no run has the {split} score {metric!r}; {known}")
+        known = ", ".join(sorted(names)) or "none"
+        hint = f"did you mean {near}?" if near else f"there are {known}"
+        raise FlsuiteError(f"no run has the {split} score {metric!r}; {hint}")
 
 
 def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
