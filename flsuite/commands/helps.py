@@ -33,8 +33,10 @@ examples:
   flsuite sweep --config configs/sweeps/quickstart.yaml
   flsuite report runs/quickstart --metric accuracy f1_macro --html report.html
 
-flsuite COMMAND --help lists every key; flsuite fit --config FILE --print_config prints the resolved
-config. A key of a class is given without init_args:
+flsuite fit --help lists the options, --help=trainer those of Lightning's Trainer, --help=KEY the
+classes that a key takes, such as trainer.aggregator, and --help=CLASS the arguments of a class.
+flsuite fit --config FILE --print_config prints the resolved config. A key of a class is given
+without init_args:
   --trainer.aggregator FedAvgM --trainer.aggregator.momentum 0.5
 
 The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, or 143

@@ -21,7 +21,7 @@ from flsuite.commands.request import help_topic, option_values, read_config, req
 from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.termination import TERMINATED, ending_on_sigterm
 from flsuite.commands.waiting import waiting
-from flsuite.errors import FederationError, FlsuiteError, one_line
+from flsuite.errors import FederationError, FlsuiteError, likeliest, one_line
 
 
 class Command(NamedTuple):
@@ -84,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif command in COMMANDS:
         sys.exit(run_command(command, args[1:]))
     else:
-        sys.exit(_complain(f"unknown command {command!r}; there are: {', '.join(COMMANDS)}", 2))
+        near = likeliest(command, COMMANDS)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+        sys.exit(_complain(f"unknown command {command!r}; {hint}", 2))
 
 
 def run_command(command: str, args: list[str]) -> int:

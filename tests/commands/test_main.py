@@ -454,7 +454,9 @@ def test_a_bad_config_is_one_line(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("fti",), "unknown command 'fti'; there are: fit, validate, test, predict, partition"),
+        (("fti",), "unknown command 'fti'; did you mean fit?"),
+        (("bogus",), "unknown command 'bogus'; there are: fit, validate, test, predict, partition"),
+        (("report", "runs", "--metrc", "f1"), "did you mean --metric?"),
         (("fit", "--config", "nowhere.yaml"), "there is no config file nowhere.yaml"),
         (("fit", "--config"), "--config"),
         (("fit",), "fit: give a config, as --config configs/quickstart.yaml"),
