@@ -33,6 +33,22 @@ def one_line(error: BaseException, longest: int | None = None) -> str:
     return f"{message[:longest]}..." if is_long else message
 
 
+def likeliest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.65) -> list[str]:
+    """Return the names that are spelled most like a wrong one, if any are.
+
+    Args:
+        name: The wrong one.
+        known: Those that exist.
+        most: How many are returned.
+        cutoff: How like they must be: 1 for the same letters, whatever their case.
+    """
+    import difflib
+
+    by_lower = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, most, cutoff)
+    return [by_lower[other] for other in close]
+
+
 def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
     """Refuse an argument that is below ``least``, infinite or NaN.
 

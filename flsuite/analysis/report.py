@@ -10,7 +10,7 @@ from flsuite.analysis.curves import draw_band, label_axes
 from flsuite.analysis.groups import Group
 from flsuite.analysis.runs import run_scores
 from flsuite.analysis.target import target_cell, target_columns, target_title
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, likeliest
 
 
 def report_table(
@@ -69,8 +69,11 @@ def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
             is_global = (table["split"] == split) & (table["scope"] == "global")
             names.update(table[is_global]["metric"])
     if metric not in names:
+        alike = [name for name in names if name.count("/") == metric.count("/")]
+        near = " or ".join(likeliest(metric, alike, most=3))
         known = ", ".join(sorted(names)) or "none"
-        raise FlsuiteError(f"no run has the {split} score {metric!r}; there are {known}")
+        hint = f"did you mean {near}?" if near else f"there are {known}"
+        raise FlsuiteError(f"no run has the {split} score {metric!r}; {hint}")
 
 
 def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:

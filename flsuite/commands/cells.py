@@ -14,7 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flsuite.commands.main import import_plugins, run_command
+from flsuite.commands.main import run_command, work_here
+from flsuite.commands.plugins import import_plugins
+from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.sweeps.plan import Cell, fit_arguments, require_distinct, samples_of
 from flsuite.sweeps.queue import Queue
@@ -27,9 +29,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
     sweep, folder, parent = pickle.load(sys.stdin.buffer)
     die_with(parent)
-    _import_all()
+    work_here()
+    answer = typos_of(sweep)
+    if not answer:
+        _import_all()
+        answer = _checked_in_fork(sweep)
 
-    print(json.dumps(_checked_in_fork(sweep)), flush=True)
+    print(json.dumps(answer), flush=True)
     if not sys.stdin.buffer.readline():
         return 0
     return run_workers(Queue(sweep, folder), lambda arguments: run_command("fit", arguments))
@@ -60,6 +66,19 @@ def check(sweep: Sweep) -> dict[str, Any]:
     return {"workers": workers}
 
 
+def typos_of(sweep: Sweep) -> dict[str, Any]:
+    """Return the misspelled keys and classes of all methods as an error, if there are any."""
+    lines: dict[str, str] = {}
+    for cell in samples_of(sweep):
+        try:
+            refuse_typos("fit", fit_arguments(sweep, cell, Path()))
+        except TyposError as error:
+            lines = dict.fromkeys(error.lines, _place(sweep, cell)) | lines
+    return (
+        {"error": "; ".join(f"{place}: {line}" for line, place in lines.items())} if lines else {}
+    )
+
+
 def _place(sweep: Sweep, cell: Cell) -> str:
     """Return the method, and what the grid and the tuning change in it."""
     usual = {**sweep.shared, **sweep.methods[cell.method]}
@@ -77,8 +96,6 @@ def _import_all() -> None:
     import flsuite.engines.worker  # noqa: F401  (where an engine's workers are forked from)
 
     torch.set_num_threads(1)  # also of what a cell does beside its engine
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # finds a user's package in the working folder
     gc.freeze()  # a collection in a fork would copy each object that is shared
     gc.enable()
 

@@ -131,7 +131,7 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
         (("--config", ASYNCHRONOUS, "--trainer.rouns", "3"), "did you mean --trainer.rounds?"),
         (
             ("--config", ASYNCHRONOUS, "--trainer.schedule.concurency", "3"),
-            "trainer.schedule: Option 'concurency' is not accepted",
+            "did you mean --trainer.schedule.concurrency?",
         ),
         (
             ("--config", ASYNCHRONOUS, "--trainer.schedule.concurrency", "21"),
