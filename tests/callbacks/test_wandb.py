@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import WandbLogger
 from flsuite.aggregators import FedBuff
 from flsuite.analysis.groups import experiment_hash
 from flsuite.callbacks import RoundLogger, StopAt
-from flsuite.callbacks.wandb_media import client_rounds, confusion_chart
+from flsuite.callbacks.pictures import client_rounds, confusion_counts
 from flsuite.client.entries import Entries
 from flsuite.data.spec import DataSpec, DataSplit
 from flsuite.schedules import Asynchronous, Stragglers
@@ -29,7 +29,7 @@ from tests.conftest import classifier, digits, trainer
 
 ROUNDS = 2
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-FINAL = {"clients/heatmap/_type", "confusion_table/_type"}
+FINAL = {"clients/heatmap/_type", "confusion/_type"}
 
 
 def offline(folder: Path, **kwargs: Any) -> WandbLogger:
@@ -143,10 +143,11 @@ def test_pictures_and_the_confusion_matrix(tmp_path: Path) -> None:
     assert last.keys() >= FINAL and last["round"] == 2
     assert last["clients/heatmap/_type"] == "image-file"
 
-    cells = content(run, last, "confusion_table")["data"]
-    right = sum(count for actual, predicted, count in cells if actual == predicted)
-    samples = sum(count for *_, count in cells)
-    assert samples == len(made.federation.data.test)
+    counts = confusion_counts(made.run)
+    assert counts is not None
+    samples = len(made.federation.data.test)
+    right = sum(counts.to_numpy().diagonal())
+    assert counts.to_numpy().sum() == samples
     assert right / samples == pytest.approx(run.rounds[-1]["test/accuracy"])
 
     scores = client_rounds(made.run, "accuracy")
@@ -231,7 +232,7 @@ def test_no_confusion_matrix_for_several_labels_per_sample() -> None:
     samples = DataSplit(torch.zeros(4, 2), torch.zeros(4, 3, dtype=torch.uint8))
     data = SimpleNamespace(spec=DataSpec((2,), 3, "multilabel"), test=samples)
     run: Any = SimpleNamespace(federation=SimpleNamespace(data=data, entries=Entries(*6 * [()])))
-    assert confusion_chart(run) == {}
+    assert confusion_counts(run) is None
 
 
 # Online, with the local server
