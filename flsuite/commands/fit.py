@@ -57,8 +57,9 @@ def complete_loggers(config: Any, run_dir: Path) -> None:
         is_open = arguments.get("save_dir", "") in _NOWHERE
         if name == "MLFlowLogger":
             folder = Path.cwd() if is_open else Path(arguments.save_dir).resolve()
-            arguments.tracking_uri = arguments.tracking_uri or f"sqlite:///{folder}/mlflow.db"
-            arguments.artifact_location = arguments.artifact_location or f"{folder}/mlruns"
+            if not arguments.tracking_uri:  # a server has a place of its own for files
+                arguments.tracking_uri = f"sqlite:///{folder}/mlflow.db"
+                arguments.artifact_location = arguments.artifact_location or f"{folder}/mlruns"
         elif is_open:
             arguments.save_dir = str(run_dir.resolve())
 
