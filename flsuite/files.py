@@ -12,6 +12,11 @@ from typing import Any
 
 from flsuite.errors import FlsuiteError, one_line
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot flush folders
 _FULL_DISK_BYTES = 1 << 16  # below this, the disk is taken to be full
 
@@ -128,6 +133,22 @@ def flush_to_disk(paths: Iterable[Path]) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a folder, as one that writes a run does."""
+    if fcntl is None:
+        return False
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a disk without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class BackgroundTask:

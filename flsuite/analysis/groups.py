@@ -104,7 +104,7 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
         metrics = read_metrics(folder)
         if metrics.empty:  # the first round is not done yet
             continue
-        settings = _settings(folder)
+        settings = read_settings(folder)
         seed, shared = settings.get("seed"), _without_seed(settings)
         group = by_settings.setdefault(_text(shared), Group(dict(flatten(shared))))
         group.runs[folder] = metrics
@@ -171,8 +171,12 @@ def _is_trial(table: Path, root: Path) -> bool:
     return any(p.name == "tuning" and (p.parent / "tuning.csv").is_file() for p in parents[:-1])
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """Read all that decides a run's result."""
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read ``settings.yaml`` of a run: all that decides its result.
+
+    Raises:
+        FlsuiteError: If the file is not there, or is not that of a run.
+    """
     path = folder / "settings.yaml"
     if not path.is_file():
         raise FlsuiteError(

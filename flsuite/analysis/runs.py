@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from flsuite import metrics
+from flsuite import score_names
 from flsuite.errors import FlsuiteError, one_line
 
 _LATER_COLUMNS = ("client_updates", "bytes")  # those that runs of earlier versions do not have
@@ -181,7 +181,7 @@ def lower_is_better(metric: str) -> bool | None:
     if metric.endswith("_std") or metric.startswith(_DOWN):
         return True
     # Any other name is one that a model of the user's own has logged.
-    return False if metric.startswith(_UP) else metrics.lower_is_better(metric)
+    return False if metric.startswith(_UP) else score_names.lower_is_better(metric)
 
 
 def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dict[str, float]:

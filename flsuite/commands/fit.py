@@ -36,7 +36,7 @@ def complete_loggers(config: Any, run_dir: Path) -> None:
     """Give loggers without a folder that of the run, and MLflow a database.
 
     MLflow compares the runs of one database. It is ``mlflow.db`` in the working folder, or in the
-    ``save_dir`` of the config.
+    ``save_dir`` of the config, and ``mlruns`` beside it has the pictures.
 
     Args:
         config: ``trainer.logger`` of the config, which is changed in place.
@@ -57,7 +57,9 @@ def complete_loggers(config: Any, run_dir: Path) -> None:
         is_open = arguments.get("save_dir", "") in _NOWHERE
         if name == "MLFlowLogger":
             folder = Path.cwd() if is_open else Path(arguments.save_dir).resolve()
-            arguments.tracking_uri = arguments.tracking_uri or f"sqlite:///{folder}/mlflow.db"
+            if not arguments.tracking_uri:  # a server has a place of its own for files
+                arguments.tracking_uri = f"sqlite:///{folder}/mlflow.db"
+                arguments.artifact_location = arguments.artifact_location or f"{folder}/mlruns"
         elif is_open:
             arguments.save_dir = str(run_dir.resolve())
 

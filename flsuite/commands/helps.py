@@ -13,7 +13,10 @@ HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch Li
 usage: flsuite COMMAND --config FILE [--KEY VALUE ...]
 
 commands:
-  fit         run a federation and write its folder; --ckpt_path last resumes a run
+  new         write a model, its data and an experiment of your own, to start from
+  fit         run a federation and write its folder
+  resume      go on with a run: flsuite resume RUN
+  ls          list runs: method, data, rounds, score, state
   validate    score a finished run on validation data
   test        score a finished run on test data: the global model and every client
   predict     write class probabilities on test data to predictions.csv, and a model's pictures
@@ -26,8 +29,8 @@ commands:
 examples:
   flsuite fit --config configs/quickstart.yaml
   flsuite fit --config configs/quickstart.yaml --trainer.rounds 50 --data.partition.alpha 0.1
-  flsuite fit --config configs/quickstart.yaml --ckpt_path last
-  flsuite test --config runs/quickstart/TIME-SEED/config.yaml --ckpt_path best
+  flsuite resume runs/quickstart/TIME-SEED --trainer.rounds 100
+  flsuite test runs/quickstart/TIME-SEED --ckpt_path best
   flsuite partition --config configs/quickstart.yaml
   flsuite schedule --config configs/quickstart.yaml
   flsuite sweep --config configs/sweeps/quickstart.yaml
@@ -145,7 +148,39 @@ parts; clients; partition; comparison of runs. It needs pip install 'flsuite[wor
   --dry-run           print what would be made, without asking W&B
 """
 
+_RESUME_HELP = """usage: flsuite resume RUN [--KEY VALUE ...]
+
+Go on with a run in its folder, from its last finished round, with the settings of its config.yaml.
+It is flsuite fit --config RUN/config.yaml --run_dir RUN --ckpt_path last.
+
+  RUN                the folder of a run; flsuite ls lists them
+  --KEY VALUE        override a key, such as --trainer.rounds 100, which extends the run
+"""
+
+_LS_HELP = """usage: flsuite ls [FOLDER ...] [--method NAME] [--data NAME] [--partition NAME]
+                  [--state STATE] [--sort KEY] [--json | --csv]
+
+List the runs in or below a FOLDER: what they are, how far they have come, their score on test data
+in the last round and in the one picked on validation data, and when they last wrote something.
+
+  FOLDER             default: runs
+  --method NAME      runs of this aggregator; so are --data and --partition. A part of a name is
+                     enough if no run has that name
+  --state STATE      finished, interrupted, running or broken
+  --sort KEY         run (default), score (best first), rounds or age
+  --json, --csv      write the list to the standard output for other programs
+"""
+
+_NEW_HELP = """usage: flsuite new NAME
+
+Write a folder NAME with my_model.py (a LightningModule), my_data.py (a LightningDataModule) and
+exp.yaml (an experiment), which run as they are and are meant to be changed.
+"""
+
 HELPS = {
+    "resume": _RESUME_HELP,
+    "ls": _LS_HELP,
+    "new": _NEW_HELP,
     "partition": _PARTITION_HELP,
     "schedule": _SCHEDULE_HELP,
     "sweep": _SWEEP_HELP,

@@ -18,6 +18,7 @@ from flsuite.commands.end import end_process
 from flsuite.commands.helps import HELP, HELPS, SUMMARIES
 from flsuite.commands.plugins import import_plugins
 from flsuite.commands.request import help_topic, option_values, read_config, require_config
+from flsuite.commands.run_folder import with_run_folder
 from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.termination import TERMINATED, ending_on_sigterm
 from flsuite.commands.waiting import waiting
@@ -39,17 +40,20 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "new": Command(),
     "fit": Command(
         by_lightning=True,
         reads_config=True,
         after_interrupt="; fit goes on from the last finished round with --ckpt_path last",
     ),
+    "resume": Command(after_interrupt="; the same command goes on with the run"),
     "validate": Command(by_lightning=True, reads_config=True),
     "test": Command(by_lightning=True, reads_config=True),
     "predict": Command(by_lightning=True, reads_config=True),
     "partition": Command(reads_config=True),
     "schedule": Command(reads_config=True),
     "sweep": Command(after_interrupt="; the same command goes on with the sweep"),
+    "ls": Command(),
     "report": Command(),
     "workspace": Command(),
 }
@@ -125,6 +129,8 @@ def _help(command: str, topic: str) -> int:
 
 
 def _run(command: str, args: list[str]) -> None:
+    if command == "resume" or COMMANDS[command].by_lightning:
+        command, args = with_run_folder(command, args)
     traits = COMMANDS[command]
     home = f"flsuite.commands.{'fit' if traits.by_lightning else command}"
     if traits.reads_config:

@@ -7,15 +7,8 @@ from flsuite.metrics.continual import (
     forward_transfer,
 )
 from flsuite.metrics.dissimilarity import RunningDissimilarity
-from flsuite.metrics.scores import (
-    HIGHER_IS_BETTER,
-    class_accuracy,
-    lower_is_better,
-    require_score,
-    score_name,
-    scores,
-    summary,
-)
+from flsuite.metrics.scores import class_accuracy, scores, summary
+from flsuite.score_names import HIGHER_IS_BETTER, lower_is_better, require_score, score_name
 
 __all__ = [
     "HIGHER_IS_BETTER",
