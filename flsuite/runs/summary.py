@@ -11,10 +11,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from flsuite.messages import Scores
 from flsuite.metrics import lower_is_better
 from flsuite.server.arrivals import RoundLog
-from flsuite.server.evaluation import GLOBAL
 
 log = logging.getLogger("flsuite")
 
@@ -172,12 +170,12 @@ def _own_labels(scores: dict[str, float]) -> dict[str, str]:
     return labels
 
 
-def print_scores(scores: Scores, split: str, round: int) -> None:
+def print_scores(scores: Mapping[str, float], split: str, round: int) -> None:
     """Print the global scores of one evaluation as a table."""
     table = Table(title=f"{split} scores of round {round}", title_justify="left")
     table.add_column("")
     table.add_column("value", justify="right")
-    for metric, value in scores[GLOBAL].items():
+    for metric, value in scores.items():
         table.add_row(_LABELS.get(metric, metric), f"{value:.4f}")
     Console().print(table)
 
