@@ -1,7 +1,7 @@
 """Scores of predictions, by torchmetrics."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ HIGHER_IS_BETTER = {
     "loss": False,
 }
 _SPLIT_PREFIX = re.compile(r"^(val|valid|validation|test|eval)[_/]")
+_STATISTIC = re.compile(r"_(client_mean|client_worst|client_std|worst|std|first_five)$")
 _LOW = {
     *("bpc", "brier", "cer", "distance", "ece", "entropy", "error", "hamming", "kl", "logloss"),
     *("loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "rmse", "smape", "wer"),
@@ -89,6 +90,24 @@ def require_score(owner: str, **names: str) -> None:
 def score_name(name: str) -> str:
     """Return the name of a logged number without its split: ``val_loss`` is ``loss``."""
     return _SPLIT_PREFIX.sub("", name).removesuffix("_epoch") or name
+
+
+def main_scores(names: Iterable[str], monitor: str) -> list[str]:
+    """Return the names that stand for themselves: the monitor first, then the loss, then the rest.
+
+    Scores of single classes, tasks or models, and statistics over clients, are left out.
+    """
+    known = list(dict.fromkeys(names))
+    main = [name for name in known if not _is_detail(name, known)]
+    return sorted(main, key=lambda name: (name != monitor, name != "loss"))
+
+
+def _is_detail(name: str, names: Collection[str]) -> bool:
+    """Return whether a number is a part or a statistic of another one of these names."""
+    stem, *part = name.split("/", 1)
+    return (bool(part) and (stem in names or part[0] in names)) or (
+        _STATISTIC.sub("", name) in set(names) - {name}
+    )
 
 
 def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str, float]:

@@ -160,5 +160,5 @@ class ScoringTrainer(Trainer):
         whole = scores.pop(GLOBAL)
         self._scores |= {f"{split}/{name}": value for name, value in whole.items()}
         if run.options.show and verbose:
-            print_scores(whole, split, run.round)
+            print_scores(whole, split, run.round, run.summary.monitor)
         return [whole, *scores.values()]
