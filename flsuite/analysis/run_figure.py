@@ -45,7 +45,7 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
             _mark(panel, table, name, int(picked), x)
         label_axes(panel, name, "", x)
         if AXES[x].is_whole:
-            _end_ticks_at(panel, float(table[x].max()))
+            _end_ticks_at(panel, float(table[x].min()), float(table[x].max()))
     # Below the panels, where it covers no line.
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
@@ -73,9 +73,9 @@ def _mark(panel: Axes, table: pd.DataFrame, name: str, picked: int, x: str) -> N
         panel.plot([at], scores.iloc[0], "o", color="C0", markersize=7, mfc="white", label=label)
 
 
-def _end_ticks_at(panel: Axes, last: float) -> None:
-    """Put the last tick at the last point, without one that would touch it."""
-    low, high = panel.get_xlim()
-    gap = 0.08 * (high - low)
-    panel.set_xticks([t for t in panel.get_xticks() if low <= t < last - gap] + [last])
-    panel.set_xlim(low, high)
+def _end_ticks_at(panel: Axes, first: float, last: float) -> None:
+    """Put the last tick at the last point, without one that would touch it, or before the first."""
+    limits = panel.get_xlim()
+    gap = 0.08 * (limits[1] - limits[0])
+    panel.set_xticks([t for t in panel.get_xticks() if first <= t < last - gap] + [last])
+    panel.set_xlim(limits)
