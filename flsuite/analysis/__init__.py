@@ -17,6 +17,7 @@ from flsuite.analysis.partition import (
 )
 from flsuite.analysis.report import report_figure, report_markdown, report_table
 from flsuite.analysis.results import Results, load
+from flsuite.analysis.run_figure import run_figure
 from flsuite.analysis.runs import read_metrics, read_partition
 from flsuite.analysis.target import target_figure, target_table
 from flsuite.analysis.timeline import read_timeline, timeline_figure
@@ -52,6 +53,7 @@ __all__ = [
     "report_figure",
     "report_markdown",
     "report_table",
+    "run_figure",
     "target_figure",
     "target_table",
     "task_plan_figure",

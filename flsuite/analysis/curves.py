@@ -157,7 +157,7 @@ def draw_band(
 
 def label_axes(panel: Axes, metric: str, split: str, x: str) -> None:
     """Name the axes of a panel of curves, and give it a grid."""
-    panel.set(xlabel=AXES[x].label, ylabel=f"{split} {metric.replace('_', ' ')}")
+    panel.set(xlabel=AXES[x].label, ylabel=f"{split} {metric.replace('_', ' ')}".strip())
     panel.xaxis.set_major_locator(MaxNLocator(integer=AXES[x].is_whole))
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

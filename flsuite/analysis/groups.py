@@ -49,7 +49,7 @@ class Group:
     @property
     def monitor(self) -> str:
         """Return the score on validation data that the runs pick a round by."""
-        return str(self.settings.get("monitor", "accuracy"))
+        return _monitor(self.settings)
 
     def curves(self, metric: str, split: str, x: str = "round") -> pd.DataFrame:
         """Return the global score, one column per run.
@@ -120,6 +120,19 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
         group.partition = partition_of(group.settings, variation)
     _take_names_of_sweep(groups)
     return sorted(groups, key=lambda group: group.label)
+
+
+def monitor_of(run_dir: str | Path) -> str:
+    """Return the score on validation data that a run picks a round by.
+
+    Raises:
+        FlsuiteError: If the folder is not a run's.
+    """
+    return _monitor(_settings(Path(run_dir)))
+
+
+def _monitor(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("monitor") or "accuracy")
 
 
 def experiment_hash(settings: Mapping[str, Any]) -> str:

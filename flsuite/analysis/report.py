@@ -8,9 +8,23 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.curves import draw_band, label_axes
 from flsuite.analysis.groups import Group
-from flsuite.analysis.runs import run_scores
+from flsuite.analysis.runs import logged_scores, run_scores
 from flsuite.analysis.target import target_cell, target_columns, target_title
 from flsuite.errors import FlsuiteError, likeliest
+
+
+def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -> list[str]:
+    """Return the scores to compare where none is named: those that the runs pick a round by.
+
+    A single experiment has its other scores too, at most so many. If its monitor was not logged on
+    one of the splits, it has the others.
+    """
+    monitors = list(dict.fromkeys(group.monitor for group in groups))
+    tables = [table for group in groups for table in group.runs.values()]
+    known = [logged_scores(tables, monitors[0], [split]) for split in splits]
+    shared = [name for name in known[0] if all(name in names for names in known)]
+    chosen = [name for name in monitors if name in shared] or shared[:1]
+    return shared[:most] if len(groups) == 1 and shared else chosen or monitors
 
 
 def report_table(

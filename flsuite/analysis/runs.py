@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,21 @@ def _are_of_score(table: pd.DataFrame, metric: str, split: str, scope: str) -> n
     return np.logical_and.reduce(
         [(table[name] == word).to_numpy() for name, word in wanted.items()]
     )
+
+
+def logged_scores(
+    tables: Iterable[pd.DataFrame], monitor: str, splits: Sequence[str] = ("test", "val")
+) -> list[str]:
+    """Return the global scores that any of these runs has logged, on any of these splits.
+
+    The monitor is the first one, as :func:`~flsuite.metrics.main_scores` has it.
+    """
+    names: dict[str, None] = {}
+    for table in tables:
+        rows = table[(table["scope"] == "global").to_numpy()]
+        for split in splits:
+            names |= dict.fromkeys(rows.loc[rows["split"] == split, "metric"].unique())
+    return metrics.main_scores(names, monitor)
 
 
 _UP = (

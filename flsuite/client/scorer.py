@@ -89,6 +89,14 @@ class EvaluationSteps:
         # Exclude values that are undefined on these samples, like flsuite's own scores.
         return {name: value for name, value in logged.items() if not math.isnan(value)}
 
+    def predictions(self, batches: SplitLoader) -> list[Any]:
+        """Return what the model's ``predict_step`` returns for each batch."""
+        resident = Resident(self.model)
+        with kept_modes(self.model):
+            predictions = self._started_trainer().predict(self.model, dataloaders=batches)
+        resident.restore()
+        return predictions or []
+
     def _step(self, split: Split) -> str:
         own, other = "test_step", "validation_step"
         if split == "val":
@@ -179,6 +187,12 @@ class Scorer:
     def load(self, state: State) -> None:
         """Load a state into the resident model."""
         load_(self.model.state_dict(), state)
+
+    def predictions(self, batches: SplitLoader) -> list[Any]:
+        """Return what the ``predict_step`` of the resident model returns for each batch."""
+        with isolate_rng():
+            seed_process(self.seed, "predict")
+            return OwnSteps(self.model, self.trainer_kwargs).predictions(batches)
 
     def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
         """Return the model's evaluation columns for every sample, on the CPU."""

@@ -179,10 +179,10 @@ class _FederatedCLI(LightningCLI):
         """Draw curves, partition and timeline into the run's folder."""
         # pandas and matplotlib are of no use before.
         from flsuite.analysis import (
-            curves_figure,
             partition_figure,
             read_partition,
             read_timeline,
+            run_figure,
             timeline_figure,
         )
 
@@ -193,14 +193,14 @@ class _FederatedCLI(LightningCLI):
         is_virtual = self.trainer.schedule.declarations.is_virtual
         axis = "virtual_s" if is_virtual else "round"
         pictures: dict[str, Callable[[], Any]] = {
-            "curves.png": lambda: curves_figure({"run": folder}, x=axis),
+            "curves.png": lambda: run_figure(folder, axis),
             "partition.png": lambda: partition_figure(read_partition(folder)),
         }
         if is_virtual:
             pictures["timeline.png"] = lambda: timeline_figure(read_timeline(folder))
         for name, draw in pictures.items():
             try:
-                draw().savefig(folder / name, dpi=130)
+                draw().savefig(folder / name, dpi=150)
             except (OSError, FlsuiteError) as error:  # the run itself is complete
                 log.warning("%s was not written: %s", name, one_line(error))
 

@@ -105,7 +105,8 @@ in pairs, within the same partition: mean difference, 95 % interval and p-value 
 t-test, and p-value with Holm's correction over all pairs. Of a sweep, the budget of the tuning is
 shown too.
 
-  --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro; default accuracy
+  --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro; default: the score by which
+                      the runs pick a round, and of a single experiment the other main ones
   --last N            rounds in the mean of the last ones; default 10
   --x AXIS            axis of the picture and of --target: round, virtual_s, wall_s, client_updates
                       or bytes (shown in MB); default round

@@ -21,12 +21,14 @@ from flsuite.analysis.comparison import (
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.analysis.notes import apart, measured, repeated, uneven
 from flsuite.analysis.report import (
+    default_metrics,
     report_figure,
     report_markdown,
     report_table,
     require_score,
 )
 from flsuite.analysis.results import Results, results_of
+from flsuite.analysis.run_figure import MOST_SCORES
 from flsuite.analysis.target import amount_cell, first_to_target, reached_text, target_table
 from flsuite.analysis.tuning import read_tuning
 from flsuite.commands.arguments import CommandParser
@@ -46,6 +48,10 @@ def report(args: list[str]) -> None:
     if request.html:
         require_page()
     groups = group_runs(find_runs(request.folders))
+    if not request.metric:
+        # A target is a value of one score, and a cross table has one score a cell.
+        most = 1 if request.rows or request.target is not None else MOST_SCORES
+        request.metric = default_metrics(groups, ["test", request.split], most)
     if request.rows:
         report_cross(groups, request.rows, request.columns, request.metric, request.output)
         return
@@ -58,9 +64,12 @@ def report(args: list[str]) -> None:
         metric: compare(results, metric, against=request.against) for metric in request.metric
     }
 
+    if len(groups) == 1 and len(request.metric) > 1:
+        console.print(_shown(table, request.last))
     for metric in request.metric:
         rows = table[table["metric"] == metric]
-        console.print(_shown(rows, metric, request.last))
+        if len(groups) > 1 or len(request.metric) == 1:
+            console.print(_shown(rows, request.last))
         if request.target is not None:
             _print_target(console, results, rows, metric, request)
         _print_comparison(console, comparisons[metric], results, metric)
@@ -92,7 +101,7 @@ def report(args: list[str]) -> None:
 def _parse(args: list[str]) -> argparse.Namespace:
     parser = CommandParser("report")
     parser.add_argument("folders", nargs="+")
-    parser.add_argument("--metric", nargs="+", default=["accuracy"])
+    parser.add_argument("--metric", nargs="+")
     parser.add_argument("--last", type=int, default=10)
     parser.add_argument("--x", choices=list(AXES), default="round")
     parser.add_argument("--split", choices=["test", "val"], default="test")
@@ -115,18 +124,22 @@ def _parse(args: list[str]) -> argparse.Namespace:
     return request
 
 
-def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
-    """Return the table for a terminal of 80 characters."""
-    shown = Table(title=f"test {metric}, mean and spread over runs", title_justify="left")
-    shown.add_column("what differs", overflow="fold", min_width=14)
+def _shown(table: pd.DataFrame, last: int) -> Table:
+    """Return the table for a terminal of 80 characters: of one score, or of one experiment."""
+    metrics = table["metric"].unique()
+    what, first = (metrics[0], "what differs") if len(metrics) == 1 else ("scores", "score")
+    shown = Table(title=f"test {what}, mean and spread over runs", title_justify="left")
+    shown.add_column(first, overflow="fold", min_width=14)
     for heading in ("runs", "last", "picked", f"last {last}", "best on test"):
         shown.add_column(heading, justify="right", overflow="fold")
 
     for line in report_markdown(table, last).splitlines()[2:]:
-        label, _, *numbers = (
+        label, metric, *numbers = (
             cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")
         )
-        shown.add_row(label, *(number.replace(" ", "") for number in numbers))
+        shown.add_row(
+            label if len(metrics) == 1 else metric, *(number.replace(" ", "") for number in numbers)
+        )
 
     shown.caption = (
         f"picked: in the round best on validation; last {last}: mean; "

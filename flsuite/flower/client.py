@@ -12,6 +12,8 @@ from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Split
 from flsuite.models.base import ClientModel
+from flsuite.runs.preparation import set_precision, worker_setup
+from flsuite.server.evaluation import Evaluator
 from flsuite.state import State, mismatch
 from flsuite.trainer import FederatedTrainer
 
@@ -39,9 +41,10 @@ class Site:
         self, trainer: FederatedTrainer, model: ClientModel, datamodule: FederatedDataModule
     ) -> None:
         trainer.writes = False
+        self.trainer = trainer
         self.run = trainer.prepare(model, datamodule)
         self.engine = InProcess(threads=getattr(trainer.engine, "threads", 1))
-        self.engine.start(trainer.worker_setup(self.run))
+        self.engine.start(worker_setup(trainer, self.run))
 
     def train(self, message: Message, context: Context) -> Message:
         """Fit one client, and answer with its update or the reason of a failure.
@@ -55,6 +58,7 @@ class Site:
                 f"node {context.node_id} is client {client} and was sent a fit of client "
                 f"{order['client']}"
             )
+        self._follow(order["precision"])
         received, callbacks = unpack("received", message.content), self.run.callbacks.for_clients()
         broadcast = Broadcast(order["round"], self._shared(message), received, callbacks)
         memory = _recall(context)
@@ -76,6 +80,7 @@ class Site:
     def evaluate(self, message: Message, context: Context) -> Message:
         """Score the client's own model on every split, with the received shared part."""
         client, request = own_client(context), unpack("evaluation", message.content)
+        self._follow(request["precision"])
         federation, evaluator = self.run.federation, self.run.evaluator
         evaluator.data = federation.data.at(request["round"])
         private = _recall(context).get("model", {})
@@ -90,6 +95,24 @@ class Site:
                 values = {name: float(value) for name, value in numbers.items()}
                 records[f"{split}.{field}"] = MetricRecord(values)
         return Message(records, reply_to=message)
+
+    def _follow(self, precision: str | int | None) -> None:
+        """Take the precision of the server, which another CPU may have decided."""
+        if self.trainer.client_kwargs.get("precision") == precision:
+            return
+        set_precision(self.trainer, precision)
+        evaluator = self.run.evaluator
+        self.run.evaluator = Evaluator(
+            evaluator.model,
+            evaluator.data,
+            evaluator.device,
+            self.trainer.precision_plugin.forward_context,
+            seed=evaluator.seed,
+            trainer_kwargs=self.trainer.client_kwargs,
+            attack=evaluator.attack,
+        )
+        self.engine.stop()
+        self.engine.start(worker_setup(self.trainer, self.run))
 
     def _shared(self, message: Message) -> State:
         state = to_state(message.content.array_records[ARRAYS])

@@ -118,6 +118,7 @@ class FlowerStrategy(Strategy):
                 "batches": request.batches,
                 "round": request.broadcast.round,
                 "number": request.number,
+                "precision": self.run.settings["client"].get("precision"),
             }
             extras = pack("received", request.broadcast.extras)
             contents[request.client] = {ARRAYS: arrays, **extras, **pack("fit", order)}
@@ -163,7 +164,8 @@ class FlowerStrategy(Strategy):
         asked = range(clients if run.finished else min(options.score_clients, clients))
         self._asked = {client: nodes[client] for client in asked if client in nodes}
         self.node_evaluator.asked = set(asked)
-        request = pack("evaluation", {"round": run.round})
+        precision = run.settings["client"].get("precision")
+        request = pack("evaluation", {"round": run.round, "precision": precision})
         content = {ARRAYS: arrays, **request}
         mail = Mail(MessageType.EVALUATE, nodes, server_round, config)
         return mail.messages(dict.fromkeys(asked, content))

@@ -8,7 +8,13 @@ from flsuite.metrics.continual import (
 )
 from flsuite.metrics.dissimilarity import RunningDissimilarity
 from flsuite.metrics.scores import class_accuracy, scores, summary
-from flsuite.score_names import HIGHER_IS_BETTER, lower_is_better, require_score, score_name
+from flsuite.score_names import (
+    HIGHER_IS_BETTER,
+    lower_is_better,
+    main_scores,
+    require_score,
+    score_name,
+)
 
 __all__ = [
     "HIGHER_IS_BETTER",
@@ -19,6 +25,7 @@ __all__ = [
     "forgetting",
     "forward_transfer",
     "lower_is_better",
+    "main_scores",
     "require_score",
     "score_name",
     "scores",

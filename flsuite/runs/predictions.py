@@ -1,21 +1,26 @@
 """Predictions of a run, as a table and as pictures."""
 
 import csv
+import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import SplitLoader
-from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder
-from flsuite.models.declarations import pictures
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import make_folder, replace_file, save_tensors
+from flsuite.models.declarations import has_step, pictures
 from flsuite.models.modes import evaluating
 from flsuite.random import seed_process
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
+from flsuite.state import plain
+
+log = logging.getLogger("flsuite")
 
 _PICTURED = 10  # test samples
 _LEAST_SIDE = 56  # pixels of a picture
@@ -23,10 +28,12 @@ _LEAST_SIDE = 56  # pixels of a picture
 
 def predict(
     federation: Federation, evaluator: Evaluator, folder: Path | None
-) -> tuple[Tensor, list[Path]]:
-    """Return class probabilities on the test split, ``(n, classes)``, and the files written.
+) -> tuple[Any, list[Path]]:
+    """Return predictions on the test split, and the files written.
 
-    They are the global model's, or the mean over clients where each has a model of its own.
+    They are a list of what the model's own ``predict_step`` returns for each batch, or one list
+    per client where each has a model of its own. Without such a step they are class probabilities
+    ``(n, classes)``, of the global model or the mean over clients.
 
     Args:
         federation: As it is now.
@@ -34,14 +41,22 @@ def predict(
         folder: Folder of the table and of the model's pictures. ``None`` writes nothing.
 
     Raises:
-        FlsuiteError: If the model offers no probabilities.
+        FlsuiteError: If the model offers neither.
     """
+    clients = range(federation.data.clients) if federation.entries.personal else [None]
+    if has_step(evaluator.model, "predict_step"):
+        batches = SplitLoader(federation.data, federation.data.test, federation.data.batch_size)
+        by_client = []
+        for client in clients:
+            evaluator.load(federation.client_state(client))
+            by_client.append(evaluator.predictions(batches))
+        return _kept(by_client if federation.entries.personal else by_client[0], folder)
+
     if not evaluator.has_classes:
         raise FlsuiteError(
-            f"predict: {type(evaluator.model).__name__} offers no class probabilities; add "
-            "logits(x), and use data whose targets are classes"
+            f"predict: {type(evaluator.model).__name__} offers no class probabilities; add a "
+            "predict_step, or logits(x) for data whose targets are classes"
         )
-    clients = range(federation.data.clients) if federation.entries.personal else [None]
     total = torch.zeros(())
     for client in clients:
         evaluator.load(federation.client_state(client))
@@ -52,6 +67,20 @@ def predict(
 
     table = write_predictions(folder, probabilities, federation.data)
     return probabilities, [table, *write_pictures(folder, _pictures(federation, evaluator))]
+
+
+def _kept(predictions: Any, folder: Path | None) -> tuple[Any, list[Path]]:
+    """Write what a model's own step predicts, if it is plain data."""
+    if folder is None:
+        return predictions, []
+    path = make_folder(folder) / "predictions.pt"
+    try:
+        readable = plain(predictions, "predictions")
+    except FlsuiteError as error:
+        log.warning("%s was not written: %s", path, one_line(error))
+        return predictions, []
+    replace_file(lambda temporary: save_tensors(readable, temporary), path)
+    return predictions, [path]
 
 
 def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, Tensor]:

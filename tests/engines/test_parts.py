@@ -29,6 +29,7 @@ from flsuite.callbacks import FederationCallback, RoundProgress
 from flsuite.engines import InProcess, Processes, Ray
 from flsuite.exchange import Quantize
 from flsuite.messages import ClientContext, ClientResult, ClientUpdate, Outcome
+from flsuite.runs.preparation import worker_setup
 from flsuite.state import State, StateLayout, mean_of
 from tests.conftest import classifier, digits, equal_states, trainer
 
@@ -42,7 +43,7 @@ def fit(private: Sequence[str] = (), **kwargs: Any) -> Any:
 
 
 def sums_parts(made: Any) -> bool:
-    return made.worker_setup(made.run).sums_parts
+    return worker_setup(made, made.run).sums_parts
 
 
 class Reads(FederationCallback):
