@@ -21,13 +21,14 @@ from flsuite.analysis.comparison import (
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.analysis.notes import apart, measured, repeated, uneven
 from flsuite.analysis.report import (
+    averaged_text,
     report_figure,
     report_markdown,
     report_table,
     require_score,
 )
 from flsuite.analysis.results import Results, results_of
-from flsuite.analysis.target import amount_cell, first_to_target, reached_text, target_table
+from flsuite.analysis.target import amount_cell, first_to_target, target_table
 from flsuite.analysis.tuning import read_tuning
 from flsuite.commands.arguments import CommandParser
 from flsuite.commands.report_cross import report_cross
@@ -60,7 +61,7 @@ def report(args: list[str]) -> None:
 
     for metric in request.metric:
         rows = table[table["metric"] == metric]
-        console.print(_shown(rows, metric, request.last))
+        console.print(_shown(rows, metric))
         if request.target is not None:
             _print_target(console, results, rows, metric, request)
         _print_comparison(console, comparisons[metric], results, metric)
@@ -84,9 +85,7 @@ def report(args: list[str]) -> None:
     if request.wandb:
         from flsuite.publish.wandb_charts import send_report
 
-        send_report(
-            request.wandb, request.metric[0], report_markdown(table, request.last, **target)
-        )
+        send_report(request.wandb, request.metric[0], report_markdown(table, **target))
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
@@ -115,23 +114,22 @@ def _parse(args: list[str]) -> argparse.Namespace:
     return request
 
 
-def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
+def _shown(table: pd.DataFrame, metric: str) -> Table:
     """Return the table for a terminal of 80 characters."""
+    averaged = averaged_text(table)
     shown = Table(title=f"test {metric}, mean and spread over runs", title_justify="left")
     shown.add_column("what differs", overflow="fold", min_width=14)
-    for heading in ("runs", "last", "picked", f"last {last}", "best on test"):
+    for heading in filter(None, ("runs", "last", "picked", averaged, "best on test")):
         shown.add_column(heading, justify="right", overflow="fold")
 
-    for line in report_markdown(table, last).splitlines()[2:]:
+    for line in report_markdown(table).splitlines()[2:]:
         label, _, *numbers = (
             cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")
         )
         shown.add_row(label, *(number.replace(" ", "") for number in numbers))
 
-    shown.caption = (
-        f"picked: in the round best on validation; last {last}: mean; "
-        "best on test: no honest choice"
-    )
+    mean = f"{averaged}: mean; " if averaged else ""
+    shown.caption = f"picked: in the round best on validation; {mean}best on test: no honest choice"
     return shown
 
 
@@ -155,11 +153,11 @@ def _print_target(
         shown.add_column("method", overflow="fold", min_width=14)
         for x in axes:
             shown.add_column(AXES[x].unit, justify="right")
-        shown.add_column("runs", min_width=11)
+        shown.add_column("runs that do", justify="right", no_wrap=True)
         for row in own.to_dict("records"):
             # There is room for one spread, that of the axis that was asked for.
             amounts = [amount_cell(row, x, spread=x == request.x).replace(" ", "") for x in axes]
-            shown.add_row(row["method"], *amounts, reached_text(row["reached"], row["runs"]))
+            shown.add_row(row["method"], *amounts, f"{row['reached']} of {row['runs']}")
         console.print(shown)
 
     line = first_to_target(rows, metric, request.target, request.x, request.split)
@@ -225,11 +223,11 @@ def _write(
     folder = make_folder(Path(request.output))
     written = ["report.csv", "report.md", "report.png"]
     table.to_csv(folder / "report.csv", index=False)
-    (folder / "report.md").write_text(report_markdown(table, request.last, **target))
+    (folder / "report.md").write_text(report_markdown(table, **target))
     for metric in request.metric:
         for line in apart(groups, metric, request.split, request.x):
             console.print(line)
-    report_figure(groups, request.metric, **target).savefig(folder / "report.png", dpi=150)
+    report_figure(groups, request.metric, **target).savefig(folder / "report.png")
 
     pairs = pd.concat([own.assign(metric=name) for name, own in comparisons.items()])
     if len(pairs):
