@@ -153,7 +153,7 @@ def _print_target(
         shown.add_column("method", overflow="fold", min_width=14)
         for x in axes:
             shown.add_column(AXES[x].unit, justify="right")
-        shown.add_column("runs that do", justify="right", no_wrap=True)
+        shown.add_column("reached", justify="right", no_wrap=True)
         for row in own.to_dict("records"):
             # There is room for one spread, that of the axis that was asked for.
             amounts = [amount_cell(row, x, spread=x == request.x).replace(" ", "") for x in axes]
@@ -171,10 +171,10 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
         return
     for partition, own in table.groupby("partition", sort=False):
         title = _title(f"test {metric}, paired by seed", partition, table)
-        shown = Table(title=title, title_justify="left")
+        shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         shown.add_column("difference of", overflow="fold", min_width=14)
         for heading in ("seeds", "mean", "95 % interval", "p", "p (Holm)"):
-            shown.add_column(heading, justify="right", overflow="fold")
+            shown.add_column(heading, justify="right", no_wrap=True)
         for row in own.to_dict("records"):
             shown.add_row(
                 f"{row['method']} - {row['other']}",

@@ -108,7 +108,7 @@ def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, sp
         reached = f"{row['reached']} of {row['runs']}"
         rows.append([*cells, Cell(reached, row["reached"] / row["runs"])])
     units = [AXES[x].unit for x in axes]
-    return Table("target", ["method", "partition", "target", *units, "runs that do"], rows)
+    return Table("target", ["method", "partition", "target", *units, "reached"], rows)
 
 
 def pairs(table: pd.DataFrame) -> Table:
