@@ -200,7 +200,7 @@ class _FederatedCLI(LightningCLI):
             pictures["timeline.png"] = lambda: timeline_figure(read_timeline(folder))
         for name, draw in pictures.items():
             try:
-                draw().savefig(folder / name, dpi=150)
+                draw().savefig(folder / name)
             except (OSError, FlsuiteError) as error:  # the run itself is complete
                 log.warning("%s was not written: %s", name, one_line(error))
 

@@ -263,7 +263,7 @@ class ACVAE(ClientModel):
             "kl": self.kl(mean, log_variance, y),
         }
 
-    def pictures(self, x: Tensor) -> dict[str, Tensor]:
+    def pictures(self, x: Tensor) -> dict[str, dict[str, Tensor]]:
         """Return ``reconstructions`` below their originals, and ``samples``, one row per class.
 
         Tables have no pictures.
@@ -273,10 +273,10 @@ class ACVAE(ClientModel):
             return {}
 
         classes = torch.arange(self.spec.num_classes, device=x.device)
-        drawn = self.sample(classes.repeat_interleave(len(x)))
+        drawn = self.sample(classes.repeat_interleave(len(x))).split(len(x))
         return {
-            "reconstructions": torch.stack([x, self.reconstruct(x)]),
-            "samples": drawn.unflatten(0, (-1, len(x))),
+            "reconstructions": {"image": x, "reconstruction": self.reconstruct(x)},
+            "samples": dict(zip(self.spec.names, drawn, strict=True)),
         }
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

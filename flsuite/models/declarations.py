@@ -88,10 +88,11 @@ def begin_task(model: LightningModule, task: int, seen: Sequence[int], past: Seq
         method(task, seen, past)
 
 
-def pictures(model: LightningModule, x: Tensor) -> dict[str, Tensor]:
+def pictures(model: LightningModule, x: Tensor) -> dict[str, dict[str, Tensor]]:
     """Return pictures of samples ``(n, *shape)`` by a flsuite model, if it supports them.
 
-    They are grids of images by name, ``(rows, columns, channels, height, width)`` within [0, 1].
+    They are grids by name: the label of a row to its images ``(n, channels, height, width)`` within
+    [0, 1].
     """
     method = getattr(model, "pictures", None)
     # A user's module may have a layer of this name.

@@ -230,16 +230,17 @@ class FusedSpaceFed(ClientModel):
         plain_loss = classification_loss(self.classifier(plain), y).mean()
         return plain_loss, classification_loss(self.classifier(fused), y).mean()
 
-    def pictures(self, x: Tensor) -> dict[str, Tensor]:
+    def pictures(self, x: Tensor) -> dict[str, dict[str, Tensor]]:
         """Return ``reconstructions``, with rows of x and of x~.
 
         With ``sum``, the third row is C's input, scaled to [0, 1].
         """
         reconstruction = self.reconstruct(x).float()
-        rows = [x, reconstruction]
+        rows = {"image": x, "reconstruction": reconstruction}
         if self.fusion == "sum":
-            rows.append(self.fuse(x, reconstruction) / (1 + self.fusion_scale))  # within [0, 1]
-        return {"reconstructions": torch.stack(rows)}
+            # Within [0, 1].
+            rows["their sum"] = self.fuse(x, reconstruction) / (1 + self.fusion_scale)
+        return {"reconstructions": rows}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return one SGD with two learning rates."""

@@ -4,7 +4,7 @@ import csv
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,12 @@ from flsuite.state import plain
 
 log = logging.getLogger("flsuite")
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _PICTURED = 10  # test samples
 _LEAST_SIDE = 56  # pixels of a picture
+_LETTERS = 18  # pixels of a label's height
 
 
 def predict(
@@ -83,7 +87,7 @@ def _kept(predictions: Any, folder: Path | None) -> tuple[Any, list[Path]]:
     return predictions, [path]
 
 
-def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, Tensor]:
+def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[str, Tensor]]:
     """Return the model's pictures of the first test samples, on the CPU.
 
     If each client has a model of its own, they are those of client 0.
@@ -96,7 +100,10 @@ def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, Tensor]
     x, _ = next(iter(SplitLoader(data, samples, len(samples))))
     with evaluating(model), torch.inference_mode(), evaluator.precision():
         grids = pictures(model, x.to(device))
-        return {name: grid.float().cpu() for name, grid in grids.items()}
+        return {
+            name: {label: images.float().cpu() for label, images in grid.items()}
+            for name, grid in grids.items()
+        }
 
 
 def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:
@@ -119,16 +126,33 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
     return path
 
 
-def write_pictures(folder: Path, grids: Mapping[str, Tensor]) -> list[Path]:
-    """Write one PNG per grid ``(rows, columns, channels, height, width)`` within [0, 1]."""
-    from torchvision.utils import save_image
-
+def write_pictures(folder: Path, grids: Mapping[str, Mapping[str, Tensor]]) -> list[Path]:
+    """Write one PNG per grid: a row per label, of images ``(n, channels, height, width)``."""
     paths = []
     for name, grid in grids.items():
         paths.append(folder / f"{name}.png")
-        images = _enlarge(grid.flatten(0, 1).clamp(0, 1))
-        save_image(images, paths[-1], nrow=grid.shape[1])
+        _labelled(grid).save(paths[-1])
     return paths
+
+
+def _labelled(grid: Mapping[str, Tensor]) -> "Image":
+    """Return the rows of a grid as one picture, each with its label on the left."""
+    from PIL import Image, ImageDraw, ImageFont
+    from torchvision.transforms.functional import to_pil_image
+    from torchvision.utils import make_grid
+
+    rows = [_enlarge(images.clamp(0, 1)) for images in grid.values()]
+    images = to_pil_image(make_grid(torch.cat(rows), nrow=len(rows[0]), pad_value=1.0))
+    font = ImageFont.load_default(_LETTERS)
+    width = int(max(font.getlength(label) for label in grid)) + _LETTERS
+    picture = Image.new("RGB", (width + images.width, images.height), "white")
+    picture.paste(images, (width, 0))
+
+    height = images.height / len(rows)
+    for row, label in enumerate(grid):
+        place = width - _LETTERS / 2, (row + 0.5) * height
+        ImageDraw.Draw(picture).text(place, label, "black", font, anchor="rm")
+    return picture
 
 
 def _set_labels(labels: Tensor) -> str:

@@ -234,7 +234,7 @@ def synthetic_figure(table: pd.DataFrame) -> Figure:
     """
     rows = summary(table)
     kappas = rows["kappa"].unique()
-    figure = Figure(figsize=(8, 0.6 + 2.6 * len(kappas)), layout="constrained")
+    figure = Figure(figsize=(8, 0.6 + 2.6 * len(kappas)), layout="constrained", dpi=150)
     grid = figure.subplots(len(kappas), 2, squeeze=False, sharex="col", sharey=True)
 
     for panels, kappa in zip(grid, kappas, strict=True):
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     csv, png = request.output / "synthetic.csv", figures / "synthetic.png"
     summary(table).to_csv(csv, index=False, float_format="%.4g")
-    synthetic_figure(table).savefig(png, dpi=100)
+    synthetic_figure(table).savefig(png)
     print(f"{csv}\n{png}")
 
 

@@ -19,7 +19,8 @@ def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figu
     require_at_least("reconstruction_figure", 1, columns=columns)
     shown = {label: images[:columns].detach().cpu() for label, images in rows.items()}
     columns = max(len(images) for images in shown.values())
-    figure = Figure(figsize=(2.4 + 0.62 * columns, 0.72 * len(shown)), layout="constrained", dpi=80)
+    size = 2.4 + 0.62 * columns, 0.72 * len(shown)
+    figure = Figure(figsize=size, layout="constrained", dpi=150)
     # The labels have their own column.
     panels = figure.subplots(
         len(shown), 1 + columns, squeeze=False, width_ratios=[4] + [1] * columns
