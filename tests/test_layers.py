@@ -1,6 +1,7 @@
 """Imports run one way, type annotations included."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,11 @@ def test_the_root_holds_the_trainer_and_the_ground_floor() -> None:
         "state",
     }
     assert {path.stem for path in PACKAGE.glob("*.py")} <= {"__init__", "trainer", *floor}
+
+
+def test_the_picture_of_the_code_has_the_layers_from_the_top() -> None:
+    picture = (PACKAGE / "README.md").read_text().split("```")[1]
+    shown = re.findall(r"(?:^|  )(\w+)(?:/|\.py)(?=\s)", picture, flags=re.M)
+    floors = [FLOOR[name] for name in shown]
+    assert floors == sorted(floors, reverse=True)
+    assert set(shown) == FLOOR.keys() - {"__main__"}

@@ -1,73 +1,41 @@
-"""The README and the pages of the configs show what is true."""
+"""The README, the guide and the result pages show what is true."""
 
+import ast
 import re
-import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
-import flsuite.aggregators
-import flsuite.callbacks
-import flsuite.data
-import flsuite.engines
-import flsuite.models
-import flsuite.schedules
+import flsuite
 from flsuite.commands.main import main
+from flsuite.sweeps.plan import fit_arguments, samples_of
+from flsuite.sweeps.reading import read_sweep
+from tests.commands.command import cli
+from tests.docs.generated import KINDS, classes, tables, written
+from tests.docs.pages import (
+    NOTEBOOKS,
+    PAGES,
+    ROOT,
+    anchors,
+    blocks,
+    broken_links,
+    commands,
+    files_shown,
+    missing_files,
+    new_commands,
+    page_id,
+    text_of,
+)
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-GUIDE = (ROOT / "configs" / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "configs").rglob("*.md"))]
+GUIDE = ROOT / "configs" / "guide"
+OWN = GUIDE / "your-own.md"
 RESULTS = ["asynchronous", "cmga", "fusedspacefed", "nf_fisher", "one_shot", "trust"]
-MOST_WORDS = 900
+WITH_CONFIG = ("fit", "validate", "test", "predict", "partition", "schedule")
 
 
-def page_id(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.S)
-
-
-def without_blocks(text: str) -> str:
-    return re.sub(r"```.*?```", "", text, flags=re.S)
-
-
-def anchors(text: str) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", without_blocks(text), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def fit_commands(page: Path) -> list[list[str]]:
-    """Return the arguments of every ``flsuite fit`` that a page shows, as bash expands them.
-
-    Runs that differ in the seed alone count once.
-    """
-    commands: dict[tuple[str, ...], list[str]] = {}
-    for block in blocks(page.read_text(), "bash"):
-        if not re.search(r"^ *(run=\")?flsuite fit", block, flags=re.M):
-            continue  # such as the installation and Flower's commands, which must not run here
-
-        script = "flsuite() { printf '%q ' \"$@\"; echo; }\n" + block
-        printed = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, check=True
-        ).stdout
-        for arguments in map(shlex.split, printed.splitlines()):
-            if arguments[0] != "fit":
-                continue
-            if "--seed_everything" in arguments:
-                seed = arguments.index("--seed_everything")
-                del arguments[seed : seed + 2]
-            commands.setdefault(tuple(arguments), arguments)
-    return list(commands.values())
-
-
-def test_the_readme_is_short() -> None:
-    assert len(without_blocks(README).split()) < MOST_WORDS
+# What it says
 
 
 def test_the_python_example_runs(
@@ -82,9 +50,8 @@ def test_the_python_example_runs(
 
 def test_the_config_shown_is_the_shipped_one() -> None:
     (shown,) = blocks(README, "yaml")
-    assert yaml.safe_load(shown) == yaml.safe_load(
-        (ROOT / "configs" / "retinamnist.yaml").read_text()
-    )
+    shipped = (ROOT / "configs" / "quickstart.yaml").read_text()
+    assert yaml.safe_load(shown) == yaml.safe_load(shipped)
 
 
 def test_the_test_command_is_where_ci_reads_it() -> None:
@@ -93,98 +60,193 @@ def test_the_test_command_is_where_ci_reads_it() -> None:
     assert "pip install" in command and "python -m pytest" in command
 
 
+def test_the_guide_has_a_line_for_every_page_and_the_readme_for_every_notebook() -> None:
+    index = (ROOT / "configs" / "README.md").read_text()
+    assert all(f"(guide/{page.name})" in index for page in GUIDE.glob("*.md"))
+    assert all(f"| [{path.stem}](notebooks/{path.name}) |" in README for path in NOTEBOOKS)
+
+
+# The tables that follow from the code
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if tables(p.read_text())], ids=page_id)
+def test_generated_tables_are_those_of_today(page: Path) -> None:
+    assert page.read_text() == written(page.read_text()), "run python -m tests.docs.generated"
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["aggregators", "attacks", "callbacks", "data", "engines", "exchange", "models", "schedules"],
+)
+def test_everything_inside_is_listed(package: str) -> None:
+    """A class that is exported is in the README's table, or is no class that a config names."""
+    others = {base.__name__ for base, _ in KINDS.values()}
+    others |= {"CohortRule", "LinearRule", "Part", "Server", "Statistic"}  # parts of an algorithm
+    others |= {"Collusion", "Trial", "with_attack"}
+    others |= {"DataSpec", "DataSplit", "FederatedData", "PublishedSplits"}
+    others |= {"Parties", "PartyCost", "SumReport"}
+    others |= {"Clock", "Fit", "Work"}
+    exported = set(getattr(flsuite, package).__all__) - others
+    assert exported <= {cls.__name__ for kind in KINDS for cls in classes(kind)}
+
+
+# Blocks of code
+
+
 def test_the_table_shown_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (shown,) = (block for block in blocks(GUIDE, "yaml") if "Table" in block)
+    (shown,) = (b for b in blocks((GUIDE / "data.md").read_text(), "yaml") if "Table" in b)
     monkeypatch.chdir(tmp_path)
     rows = [f"{n}.5,{n % 2},device{n % 9}" for n in range(180)]
     Path("traffic.csv").write_text("\n".join(["bytes,attack,device", *rows]) + "\n")
     Path("traffic.yaml").write_text(shown)
-    with pytest.raises(SystemExit) as exit:
-        main(["partition", "--config", "traffic.yaml"])
-    assert exit.value.code == 0
+    assert cli("partition", "--config", "traffic.yaml") == 0
     lines = Path("traffic-partition.csv").read_text().splitlines()[1:]
     assert {line.split(",")[0] for line in lines} == {str(client) for client in range(9)}
 
 
 def test_the_tasks_shown_are_those_of_a_config() -> None:
-    (block,) = (block for block in blocks(GUIDE, "yaml") if "TaskSequence" in block)
-    shown = yaml.safe_load(block)["data"]
-    shipped = yaml.safe_load((ROOT / "configs" / "nf_fisher" / "fashionmnist.yaml").read_text())[
-        "data"
-    ]
-    shipped["init_args"]["data"]["init_args"].pop("batch_size")  # the default
-    assert shown == shipped
+    (block,) = blocks((GUIDE / "tasks.md").read_text(), "yaml")
+    shipped = (ROOT / "configs" / "nf_fisher" / "fashionmnist.yaml").read_text()
+    data = yaml.safe_load(shipped)["data"]
+    data["init_args"]["data"]["init_args"].pop("batch_size")  # the default
+    assert yaml.safe_load(block)["data"] == data
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", ["algorithm", "failures"])
+def test_parts_of_a_config_that_are_shown_are_understood(page: str, tmp_path: Path) -> None:
+    for shown in blocks((GUIDE / f"{page}.md").read_text(), "yaml"):
+        path = tmp_path / "shown.yaml"
+        path.write_text(shown)
+        quickstart = str(ROOT / "configs" / "quickstart.yaml")
+        assert cli("fit", "--config", quickstart, "--config", str(path), "--print_config") == 0
+
+
+def test_the_sweep_shown_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shown,) = blocks((GUIDE / "comparing.md").read_text(), "yaml")
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "shown.yaml").write_text(shown)
+    sweep = read_sweep(tmp_path / "shown.yaml")
+    for cell in samples_of(sweep)[-1:]:  # that of FedProx, with a value of each kind
+        assert cli("fit", *fit_arguments(sweep, cell, tmp_path), "--print_config") == 0
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text(), "python")], ids=page_id)
+def test_python_shown_is_python(page: Path) -> None:
+    """What a block imports of flsuite is there."""
+    for block in blocks(page.read_text(), "python"):
+        tree = ast.parse(block)
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        for node in imports:
+            if node.module and node.module.startswith("flsuite"):
+                exec(compile(ast.unparse(node), "<imports>", "exec"), {})
+
+
+# Commands
+
+
+@pytest.fixture
+def at_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in the root of the repository, with the files that pages show in a folder on the path.
+
+    Returns:
+        The folder.
+    """
+    for page in PAGES:
+        for name, code in files_shown(page).items():
+            (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
+    return tmp_path
+
+
+def require_understood(commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """Parse those that read a config, and look up the options of the others in their help."""
+    for command, *arguments in commands:
+        if command in WITH_CONFIG and arguments[0].startswith("--"):
+            assert cli("fit", *arguments, "--print_config") == 0, arguments
+            continue
+
+        capsys.readouterr()
+        main(["--help"] if command in WITH_CONFIG else [command, "--help"])
+        help = capsys.readouterr().out
+        options = {word for word in arguments if re.match(r"--[\w-]+$", word)}
+        unknown = [option for option in options if option not in f"{help} --ckpt_path"]
+        assert re.search(rf"(flsuite|^ ) {command}\b", help, flags=re.M) and not unknown
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p) and p != OWN], ids=page_id)
+def test_commands_shown_are_understood(
+    page: Path, at_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = new_commands()[page]
+    assert all(Path(word).exists() for c in shown for word in c if word.startswith("configs/"))
+    require_understood(shown, capsys)
+
+
+def test_the_ten_minutes_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("flsuite.commands.new")
+    monkeypatch.chdir(tmp_path)
+    (config,) = blocks(OWN.read_text(), "yaml")
+    first, *others = new_commands()[OWN]
+    main(first)
+    monkeypatch.chdir(tmp_path / "my_project")
+    monkeypatch.syspath_prepend(Path.cwd())
+    assert yaml.safe_load(config) == yaml.safe_load(Path("exp.yaml").read_text())
+    require_understood(others, capsys)
+
+
+def test_the_rule_and_the_speeds_shown_run(at_root: Path) -> None:
+    short = ["--trainer.rounds", "2", "--trainer.enable_progress_bar", "false"]
+    plugged = [c for p in PAGES for c in commands(p) if "my_" in " ".join(c) and "--plugins" in c]
+    assert len(plugged) == 2
+    for command in plugged:
+        where = "--run_dir" if command[0] == "fit" else "--output"
+        assert cli(*command, *short, where, str(at_root / command[0])) == 0
+
+
+# Links
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=page_id)
 def test_links_and_named_files_exist(page: Path) -> None:
-    text = page.read_text()
-    links = re.findall(r"\]\((?!https?:)([^)]*)\)", text)
-    for link in links:
-        path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target.read_text()), link
-    named = re.findall(r"(?<![\w/])(?:configs|notebooks|flsuite)/[\w/.-]+\.\w+", text)
-    assert links or named
-    missing = [name for name in named if not (ROOT / name).exists()]
-    assert not missing
+    assert not broken_links(page)
+    assert not missing_files(page)
 
 
-@pytest.mark.parametrize("folder", RESULTS)
+def test_pages_that_the_code_names_exist() -> None:
+    sources = [
+        p for s in ("py", "yaml", "sh", "sbatch") for p in (ROOT / "configs").rglob(f"*.{s}")
+    ]
+    sources += (ROOT / "flsuite").rglob("*.py")
+    for source in sources:
+        for link in re.findall(
+            r"(?<![\w/.])((?:\.\./)?[\w/-]+\.md(?:#[\w-]+)?)", source.read_text()
+        ):
+            path, _, anchor = link.partition("#")
+            if "/" not in path and path != "README.md":
+                continue  # a file of a run, such as report.md
+            found = [p for p in (source.parent / path, ROOT / path) if p.exists()]
+            assert found, (source, link)
+            assert not anchor or anchor in anchors(text_of(found[0])), (source, link)
+
+
+# Pages of results
+
+
+@pytest.mark.parametrize("folder", [*RESULTS, "benchmarks"])
 def test_a_results_page_names_its_configs(folder: str) -> None:
     page = ROOT / "configs" / folder / "README.md"
     named = set(re.findall(r"`([\w-]+\.yaml)`", page.read_text()))
-    assert named and all((page.parent / name).is_file() for name in named)
+    places = [page.parent, ROOT / "configs"]
+    assert named and all(any((place / n).is_file() for place in places) for n in named)
 
 
-@pytest.mark.parametrize("folder", RESULTS)
+@pytest.mark.parametrize("folder", [*RESULTS, "benchmarks"])
 def test_a_results_page_opens_with_one_table_and_three_findings(folder: str) -> None:
-    opening, appendix = (
-        (ROOT / "configs" / folder / "README.md").read_text().split("\n## Appendix\n")
-    )
+    page = (ROOT / "configs" / folder / "README.md").read_text()
+    opening, appendix = page.split("\n## Appendix\n")
     assert len(re.findall(r"^\|(?:---\|)+$", opening, flags=re.M)) == 1
     assert re.findall(r"^(\d)\. \*\*", opening, flags=re.M) == ["1", "2", "3"]
     assert opening.index("|---|") < opening.index("\n1. **") and "\n### " in appendix
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_commands_shown_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    commands = fit_commands(page)
-    # Flower's page has commands of Flower, and a page of tables has none.
-    assert commands or page.parent.name == "flower" or page.name == "tables.md"
-    for command in commands:
-        with pytest.raises(SystemExit) as exit:
-            main([*command, "--print_config"])
-        assert exit.value.code in (0, None), command
-
-
-@pytest.mark.parametrize(
-    "package", ["aggregators", "callbacks", "data", "engines", "models", "schedules"]
-)
-def test_everything_inside_is_listed(package: str) -> None:
-    abstract = {
-        "Aggregator",
-        "Clock",
-        "DataSplit",
-        "Augment",
-        "Backbone",
-        "ClientModel",
-        "CropFlip",
-        "DataSpec",
-        "Engine",
-    }
-    abstract |= {"CohortRule", "LinearRule", "Objective", "Part", "Rule", "Server", "Statistic"}
-    abstract |= {
-        "Transform",
-        "FederatedData",
-        "FederatedDataModule",
-        "FederationCallback",
-        "Partition",
-        "Schedule",
-        "PublishedSplits",
-    }
-    exported = set(getattr(flsuite, package).__all__) - abstract
-    missing = {name for name in exported if f"`{name}`" not in README}
-    assert not missing

@@ -19,7 +19,6 @@ from tests.composition.cells import (
     problem,
     trainer_of,
 )
-from tests.composition.table import table
 
 
 def sampled(count: int, seed: int) -> list[Cell]:
@@ -58,12 +57,6 @@ def test_each_pair_runs_or_is_refused(cells: Sequence[Cell]) -> None:
 @pytest.mark.parametrize("cells", parted(COMBINATIONS, 20), ids=range(20))
 def test_each_combination_runs_or_is_refused(cells: Sequence[Cell]) -> None:
     run_each(cells)
-
-
-def test_the_guide_has_the_table_of_pairs() -> None:
-    """Write it anew by ``python -m tests.composition.table > configs/composition/tables.md``."""
-    root = Path(__file__).parents[2]
-    assert (root / "configs" / "composition" / "tables.md").read_text() == table()
 
 
 def test_most_pairs_run() -> None:
