@@ -21,7 +21,8 @@ class DPFedAvg(Aggregator):
         target_epsilon: Epsilon after ``trainer.rounds``. It determines the noise multiplier.
         delta: Delta of the guarantee. Default: ``clients ** -1.1``.
         quantile: Target fraction of clients whose change is not clipped. Default: ``clip`` is
-        fixed. clip_lr: Learning rate of the adaptive clip.
+            fixed.
+        clip_lr: Learning rate of the adaptive clip.
         count_noise: Standard deviation of the noise on the number of unclipped changes.
         secure_rng: Draw the noise from the operating system. Such a run cannot be reproduced.
         transforms: Transforms of a change before it is clipped.

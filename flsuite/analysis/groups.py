@@ -128,7 +128,7 @@ def monitor_of(run_dir: str | Path) -> str:
     Raises:
         FlsuiteError: If the folder is not a run's.
     """
-    return _monitor(_settings(Path(run_dir)))
+    return _monitor(read_settings(Path(run_dir)))
 
 
 def _monitor(settings: Mapping[str, Any]) -> str:

@@ -163,14 +163,14 @@ def logged_scores(
 ) -> list[str]:
     """Return the global scores that any of these runs has logged, on any of these splits.
 
-    The monitor is the first one, as :func:`~flsuite.metrics.main_scores` has it.
+    The monitor is the first one, as :func:`~flsuite.score_names.main_scores` has it.
     """
     names: dict[str, None] = {}
     for table in tables:
         rows = table[(table["scope"] == "global").to_numpy()]
         for split in splits:
             names |= dict.fromkeys(rows.loc[rows["split"] == split, "metric"].unique())
-    return metrics.main_scores(names, monitor)
+    return score_names.main_scores(names, monitor)
 
 
 _UP = (

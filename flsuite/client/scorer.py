@@ -192,7 +192,7 @@ class Scorer:
         """Return what the ``predict_step`` of the resident model returns for each batch."""
         with isolate_rng():
             seed_process(self.seed, "predict")
-            return OwnSteps(self.model, self.trainer_kwargs).predictions(batches)
+            return EvaluationSteps(self.model, self.trainer_kwargs).predictions(batches)
 
     def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
         """Return the model's evaluation columns for every sample, on the CPU."""
