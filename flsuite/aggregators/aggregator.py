@@ -157,7 +157,7 @@ class Aggregator:
             layout: Names and groups of the shared entries.
             own: Names of the rule's own statistics, which its terms read. The others are summed.
 
-            Raises:
+        Raises:
             FlsuiteError: If the rule gives the client an invalid weight.
         """
         weight = self.rule.weight(update)

@@ -46,7 +46,7 @@ class FederatedData:
         augment: The random augmentation of training batches.
         stage: The current task. ``None`` without tasks.
         server: The server's own samples, which are in no other split. ``None`` if the server has
-        none.
+            none.
     """
 
     spec: DataSpec

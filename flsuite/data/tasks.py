@@ -161,13 +161,11 @@ class TaskSequence(FederatedDataModule):
         tasks: Number of groups that each client meets.
         classes_per_task: Number of classes per group.
         rounds_per_task: Rounds per task, one number for all or one per task. The last task lasts
-        until
-            the run ends.
+            until the run ends.
         arrangement: With ``disjoint``, the classes are cut into groups once, and all clients meet
-        them
-            in the same order. With ``shuffled``, they are cut once, and every client meets them in
-            its own order. With ``heterogeneous``, each client's groups are drawn from all classes,
-            so the groups of two clients may overlap. No client meets a class twice.
+            them in the same order. With ``shuffled``, they are cut once, and every client meets
+            them in its own order. With ``heterogeneous``, each client's groups are drawn from all
+            classes, so the groups of two clients may overlap. No client meets a class twice.
         seed: The seed of the groups and their order. Default: the run's seed.
 
     Raises:

@@ -63,7 +63,8 @@ def serve(
             after another. The first answer is :class:`Ready`. Every list is answered by the list of
             its outcomes, or by :class:`Fatal`.
         descriptor, head, places: The setup, as written by
-        :func:`~flsuite.engines.wire.dump_shared`. threads: torch threads.
+            :func:`~flsuite.engines.wire.dump_shared`.
+        threads: torch threads.
         worker: Number of the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent

@@ -59,7 +59,7 @@ def combine(shares: Mapping[int, bytes], weights: Mapping[int, int]) -> bytes:
         shares: Shares by point, at least for the points with a weight.
         weights: The weights of ``threshold`` points.
 
-        Raises:
+    Raises:
         ValueError: If these are not shares of one secret.
     """
     values = (int.from_bytes(shares[point], "big") * weight for point, weight in weights.items())

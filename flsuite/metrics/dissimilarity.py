@@ -33,8 +33,7 @@ class RunningDissimilarity:
         Args:
             gradient: Gradient at the input that the model trains on, ``(d,)``.
             plain: Gradient at the plain input, ``(d,)``, for a fused model. Give it for all clients
-            or
-                for none.
+                or for none.
         """
         gradient = gradient.double()
         self._gradient.add(gradient)

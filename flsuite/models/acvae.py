@@ -80,13 +80,12 @@ class ACVAE(ClientModel):
         kl_weight: Weight of the KL term.
         cls_weight: Weight of the classification.
         negatives: Classes that the cross-entropy covers in training: ``all``, or those ``present``
-        in the
-            batch.
+            in the batch.
         prior_scale: Standard deviation of the initial class centres.
         log_variance_limit: Bound on the absolute log variances of q and of the priors. It keeps the
             exponentials of the KL term finite.
         class_prior: pi, one positive number per class, normalized to a sum of one. Default:
-        uniform.
+            uniform.
         dropout: Probability of dropping a hidden unit in the networks for tables.
         norm: Normalization in the networks for images.
         private: Entries that stay with the client. ``[]`` shares the encoder too.

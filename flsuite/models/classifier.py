@@ -52,15 +52,15 @@ class Classifier(ClientModel):
         private: Entries of the state dict that stay with the client, by prefix or wildcard.
             ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
             normalization of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
-        ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the normalization
-        of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
+            ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
+            normalization of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
         pretrained: A file with initial weights: ``checkpoints/model.ckpt`` of a run, any Lightning
-        checkpoint of this model, or a state dict of it or of its network. The last linear layer
-        starts at random if the file is for another number of classes. Default: random weights.
+            checkpoint of this model, or a state dict of it or of its network. The last linear layer
+            starts at random if the file is for another number of classes. Default: random weights.
 
-        Attributes:
-        content_digests: Digests of the weight files, by the argument that names the file. ``None``
-        for a file that was not read, because other weights follow.
+    Attributes:
+        content_digests: Digests of the weight files, by the argument that names the file.
+            ``None`` for a file that was not read, because other weights follow.
     """
 
     def __init__(

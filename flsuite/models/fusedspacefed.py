@@ -71,8 +71,7 @@ class FusedSpaceFed(ClientModel):
         task_aware: Whether the classification's gradients reach the autoencoder through x~. In the
             reference code they do not.
         lambda_sp: Weight of L2-SP (Li et al. 2018, arXiv:1802.01483), which pulls E to its initial
-        weights
-            in the joint epochs. It is 1e-3 in the reference code. A model loaded by
+            weights in the joint epochs. It is 1e-3 in the reference code. A model loaded by
             ``load_from_checkpoint`` has another E_0: the weights that it is built with.
         lr: SGD's learning rate for C.
         autoencoder_lr: SGD's learning rate for E and D.

@@ -36,9 +36,9 @@ def read_layers(
         model: The model.
         shared: Names of the shared entries.
 
-        Returns:
-        The layers with shared parameters that belong only to them, in the model's order, and the
-        name and type of every other module that owns shared parameters.
+    Returns:
+    The layers with shared parameters that belong only to them, in the model's order, and the
+    name and type of every other module that owns shared parameters.
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     layers: list[Layer] = []

@@ -72,24 +72,21 @@ class NFClassifier(ClientModel):
         couplings: Couplings of the flow.
         flow_width: Hidden units of the networks in the couplings.
         backbone: h_a up to its last ReLU. Default: :class:`~flsuite.models.backbones.StridedCNN`
-        for
-            images and an MLP for tables. ``ResNet18`` suits color images.
+            for images and an MLP for tables. ``ResNet18`` suits color images.
         lr: Adam's learning rate for h_a and h_b.
         flow_lr: Adam's learning rate for the flow.
         k_replay: Weight of the replay. 0 turns it off.
         k_flow_last: Weight of the previous flow's samples.
         theta: Mix of two replay weights, in [0, 1]. 1 replays at full weight, and 0 scales the
-        replay by
-            the batch's density.
+            replay by the batch's density.
         k_last: Weight of distillation from the previous task's classifier.
         k_global: Weight of distillation from the global classifier, with which the fit starts.
         k_feature: Weight of the features' mean squared distance in both distillations.
         k_output: Weight of the outputs' cross-entropy at temperature 2 in both distillations.
         clip: Maximum norm of a gradient. 0 turns clipping off.
         replay_classes: ``all`` replays the classes that any client has met, like the authors' code,
-        if the
-            data has tasks. A client then also learns classes without own samples, from the global
-            flow. ``own`` replays only this client's classes.
+            if the data has tasks. A client then also learns classes without own samples, from the
+            global flow. ``own`` replays only this client's classes.
         normalize_features: Whether to normalize each sample's features to mean 0 and variance 1.
             Otherwise the flow has to follow the scale of features that are still changing.
     """

@@ -27,10 +27,9 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
     Args:
         path: A Lightning checkpoint, such as ``checkpoints/model.ckpt`` of a run, or a plain state
-        dict
-            saved by ``torch.save``. Nothing in it is executed.
+            dict saved by ``torch.save``. Nothing in it is executed.
 
-        Raises:
+    Raises:
         FlsuiteError: If the file does not exist, or is neither of the two.
     """
     file = Path(path).expanduser()

@@ -113,8 +113,7 @@ def credibility(
         drawn: Codes of the generated samples, ``(m, features)``.
         classes: Classes of the generated samples, int64 ``(m,)``.
         otherwise: Value ``()`` for a class with fewer than two samples in the batch, which do not
-        determine
-            a Gaussian.
+            determine a Gaussian.
     """
     with torch.autocast(codes.device.type, enabled=False):
         codes, drawn = codes.float(), drawn.float()

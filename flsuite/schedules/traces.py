@@ -84,7 +84,7 @@ def read_trace(path: str | Path, *layouts: tuple[str, ...]) -> dict[str, np.ndar
         layouts: The accepted sets of columns, in any order. The first column contains client
             numbers. The others contain seconds. An ``end`` must not precede its ``start``.
 
-        Raises:
+    Raises:
         FlsuiteError: If the file is missing, empty or unreadable, has other columns, or has an
             invalid cell. Rows are counted from 1 below the header.
     """

@@ -98,8 +98,7 @@ class CohortRule(Rule):
         Args:
             server: The rule's view of the server.
             updates: The checked updates, in a fixed order. ``update.base`` is the model that the
-            client
-                started from.
+                client started from.
         """
 
     def too_few(self, updates: int) -> str | None:

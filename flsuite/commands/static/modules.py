@@ -26,6 +26,7 @@ class Definition(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Return the name that its source gives it, empty for an expression."""
         return getattr(self.node, "name", "")
 
 

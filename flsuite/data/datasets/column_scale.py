@@ -15,7 +15,8 @@ class ColumnScale:
 
     Attributes:
         offset, divisor, base: float64 ``(columns,)``. An infinite divisor maps a column to its
-        base. bounds: The smallest and the largest result. ``None`` means no clipping.
+            base.
+        bounds: The smallest and the largest result. ``None`` means no clipping.
     """
 
     offset: np.ndarray

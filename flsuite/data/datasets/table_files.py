@@ -107,9 +107,9 @@ def feature_columns(
         features: The chosen columns. ``None`` means all numeric columns.
         client: The column of owners, if any.
 
-        Raises:
+    Raises:
         FlsuiteError: If a column is missing, files differ in their columns, or no column is
-        numeric.
+            numeric.
     """
     first_file, first = frames[0]
     owner = [] if client is None else [client]

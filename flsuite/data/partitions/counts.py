@@ -27,8 +27,7 @@ class CountPartition(AssignedPartition, Settings):
 
         Args:
             sizes: Samples of each class, int64 ``(classes,)``. There is a single class if the split
-            does
-                not depend on classes.
+                does not depend on classes.
             clients: Number of clients.
             rng: The only source of randomness.
         """

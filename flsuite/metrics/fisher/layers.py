@@ -147,8 +147,8 @@ class ProductLayers:
             columns: Computes the gradients at the outputs for the backward passes,
                 ``(columns, n, ...)``.
 
-            Returns:
-            One entry per layer, or ``None`` if the outputs do not depend on any of the parameters.
+        Returns:
+        One entry per layer, or ``None`` if the outputs do not depend on any of the parameters.
         """
         with recorded(self.layers) as calls:
             outputs = forward()

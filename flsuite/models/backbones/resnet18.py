@@ -23,22 +23,19 @@ class ResNet18(Backbone, Settings):
 
     Args:
         norm: ``batch``, ``group`` (32 groups, Wu and He 2018) or ``none``. Under label skew,
-        BatchNorm
-            loses accuracy that GroupNorm keeps (Hsieh et al. 2020). With ``none``, there are
-            neither norms nor biases to replace them. The last convolution of each block then starts
-            at zero, so every block starts as its shortcut, and the signal does not grow with depth.
+            BatchNorm loses accuracy that GroupNorm keeps (Hsieh et al. 2020). With ``none``, there
+            are neither norms nor biases to replace them. The last convolution of each block then
+            starts at zero, so every block starts as its shortcut, and the signal does not grow with
+            depth.
         small_images: Whether the stem is one convolution with stride 1 and no max-pool. The other
-        stem is
-            torchvision's, which reduces the image fourfold. Default: below 64 pixels per side.
+            stem is torchvision's, which reduces the image fourfold. Default: below 64 pixels per
+            side.
         head: Widths of further linear layers before the last one. There is no activation between
-        them, as
-            in FedFisher's network.
+            them, as in FedFisher's network.
         bias: Whether the linear layers have a bias. Convolutions have none, so with ``norm``
-        ``none`` and
-            without ``bias``, there is no bias anywhere.
+            ``none`` and without ``bias``, there is no bias anywhere.
         kernel: Side of the kernel of the stem for small images, whose padding is one pixel. With 7,
-        as in
-            FedFisher's network, a side of 32 becomes 28.
+            as in FedFisher's network, a side of 32 becomes 28.
     """
 
     norm: Norm = "batch"

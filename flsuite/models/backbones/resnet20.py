@@ -18,10 +18,9 @@ class ResNet20(Backbone, Settings):
 
     Args:
         norm: ``batch``, ``group`` (8 groups) or ``none``. Under label skew, BatchNorm loses
-        accuracy that
-            GroupNorm keeps (Hsieh et al. 2020). With ``none``, the last convolution of each block
-            starts at zero, so every block starts as its shortcut, and the signal does not grow with
-            depth.
+            accuracy that GroupNorm keeps (Hsieh et al. 2020). With ``none``, the last convolution
+            of each block starts at zero, so every block starts as its shortcut, and the signal does
+            not grow with depth.
         width: Channels of the first stage. The other two have twice and four times as many.
     """
 
