@@ -190,7 +190,7 @@ def test_the_ten_minutes_are_understood(
     monkeypatch.chdir(tmp_path)
     (config,) = blocks(OWN.read_text(), "yaml")
     first, *others = new_commands()[OWN]
-    main(first)
+    assert cli(*first) == 0
     monkeypatch.chdir(tmp_path / "my_project")
     monkeypatch.syspath_prepend(Path.cwd())
     assert yaml.safe_load(config) == yaml.safe_load(Path("exp.yaml").read_text())

@@ -5,7 +5,7 @@ The tables have what the parts declare. ``test_matrix.py`` runs every pair, and 
 """
 
 from collections import defaultdict
-from itertools import combinations
+from itertools import combinations, product
 
 from tests.composition.cells import CHOICES, conflict, pair
 
@@ -19,12 +19,10 @@ TITLES = {
 }
 
 
-def reasons(one: str, other: str) -> dict[str, dict[str, str | None]]:
-    """Return why choices of two dimensions are refused, or ``None``: by the second, the first."""
-    return {
-        second: {first: conflict(pair(one, first, other, second)) for first in CHOICES[one]}
-        for second in CHOICES[other]
-    }
+def reasons(one: str, other: str) -> dict[tuple[str, str], str | None]:
+    """Return why each pair of choices of two dimensions is refused, or ``None``."""
+    pairs = product(CHOICES[one], CHOICES[other])
+    return {(a, b): conflict(pair(one, a, other, b)) for a, b in pairs}
 
 
 def pairs_table() -> str:
@@ -34,11 +32,10 @@ def pairs_table() -> str:
     blocks: list[str] = []
     for one, other in combinations(CHOICES, 2):
         rows = defaultdict(list)
-        for second, row in reasons(one, other).items():
-            for reason in row.values():
-                total, running = total + 1, running + (reason is None)
-                number = numbers.setdefault(reason, len(numbers) + 1) if reason else 0
-                rows[second].append(f"({number})" if reason else "yes")
+        for (_, second), reason in reasons(one, other).items():
+            total, running = total + 1, running + (reason is None)
+            number = numbers.setdefault(reason, len(numbers) + 1) if reason else 0
+            rows[second].append(f"({number})" if reason else "yes")
         blocks.append(f"## {TITLES[one].capitalize()} and {TITLES[other]}\n")
         blocks.append(f"| | {' | '.join(CHOICES[one])} |\n{'|---' * (len(CHOICES[one]) + 1)}|")
         blocks += [f"| {second} | {' | '.join(cells)} |" for second, cells in rows.items()]
@@ -59,7 +56,7 @@ def summary_table() -> str:
     for place, one in enumerate(dimensions[:-1]):
         cells = [""] * place
         for other in dimensions[place + 1 :]:
-            pairs = [reason for row in reasons(one, other).values() for reason in row.values()]
+            pairs = list(reasons(one, other).values())
             cells.append(f"{pairs.count(None)} of {len(pairs)}")
         rows.append(f"| {TITLES[one]} | {' | '.join(cells)} |")
     return "\n".join(rows)
