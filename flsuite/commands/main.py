@@ -191,14 +191,14 @@ exp.yaml (an experiment), which run as they are and are meant to be changed.
 """
 
 _HELPS = {
-    "resume": _RESUME_HELP,
-    "ls": _LS_HELP,
-    "new": _NEW_HELP,
     "partition": _PARTITION_HELP,
     "schedule": _SCHEDULE_HELP,
     "sweep": _SWEEP_HELP,
     "report": _REPORT_HELP,
     "workspace": _WORKSPACE_HELP,
+    "resume": _RESUME_HELP,
+    "ls": _LS_HELP,
+    "new": _NEW_HELP,
 }
 _HOW_TO_GO_ON = {
     "resume": "; the same command goes on with the run",
