@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch.loggers import Logger
 
 from flsuite.callbacks.round_numbers import LAST_NUMBER, RoundNumbers
+from flsuite.callbacks.tensorboard_files import logged_steps
 from flsuite.errors import one_line
 from flsuite.runs.run import Run
 
@@ -177,7 +178,7 @@ class TensorBoardLink(_VersionLink):
     def go_on(self, run: Run) -> Set[int]:
         # TensorBoard then drops rounds after the checkpoint, which are done again.
         self.logger._kwargs["purge_step"] = run.round + 1
-        steps = _tensorboard_steps(Path(self.logger.log_dir), _last_name(self.logger))
+        steps = logged_steps(Path(self.logger.log_dir), _last_name(self.logger))
         if steps is None:
             return rounds_of(run)
         if not steps:
@@ -246,27 +247,6 @@ def _last_name(logger: Any) -> str:
     """Return the name in the log of the number that is sent last."""
     prefix = getattr(logger, "_prefix", "")
     return f"{prefix}{logger.LOGGER_JOIN_CHAR}{LAST_NUMBER}" if prefix else LAST_NUMBER
-
-
-def _tensorboard_steps(folder: Path, tag: str) -> Set[int] | None:
-    """Return the steps that the files of a version have of a number.
-
-    The result is ``None`` where TensorBoard, which reads them, is not installed.
-    """
-    try:
-        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-        from tensorboard.compat.proto.event_pb2 import Event
-    except ImportError:
-        return None
-    name = tag.encode()
-    records = (
-        record
-        for path in folder.glob("events.out.tfevents.*")
-        for record in RawEventFileLoader(str(path)).Load()
-    )
-    # Most records are of other numbers, and parsing them takes long.
-    events = (Event.FromString(record) for record in records if name in record)
-    return {event.step for event in events for value in event.summary.value if value.tag == tag}
 
 
 def _read_rows(folder: Path) -> list[dict[str, float]]:
