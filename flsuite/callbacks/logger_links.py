@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch.loggers import Logger
 
 from flsuite.callbacks.round_numbers import LAST_NUMBER, RoundNumbers
+from flsuite.callbacks.tensorboard_files import logged_steps
 from flsuite.errors import one_line
 from flsuite.runs.run import Run
 
@@ -152,16 +153,17 @@ class CSVLink(_VersionLink):
     """Keeps the rows of the earlier rounds, which Lightning's logger deletes when it starts."""
 
     def go_on(self, run: Run) -> Set[int]:
-        rows = {int(row["step"]): row for row in _read_rows(Path(self.logger.log_dir))}
+        rows = _read_rows(Path(self.logger.log_dir))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "previous log files will be deleted"
             self.logger.log_hyperparams(run.settings)
         # Rounds after the checkpoint are done again.
-        kept = {step: row for step, row in rows.items() if step <= run.round}
-        for step, row in kept.items():
-            self.logger.log_metrics({k: v for k, v in row.items() if k != "step"}, step=step)
+        kept = [row for row in rows if row["step"] <= run.round]
+        for row in kept:
+            numbers = {name: value for name, value in row.items() if name != "step"}
+            self.logger.log_metrics(numbers, step=int(row["step"]))
         self.logger.save()
-        return frozenset(step for step, row in kept.items() if _prefixed(self.logger) in row)
+        return frozenset(int(row["step"]) for row in kept if _last_name(self.logger) in row)
 
 
 class TensorBoardLink(_VersionLink):
@@ -176,7 +178,7 @@ class TensorBoardLink(_VersionLink):
     def go_on(self, run: Run) -> Set[int]:
         # TensorBoard then drops rounds after the checkpoint, which are done again.
         self.logger._kwargs["purge_step"] = run.round + 1
-        steps = _tensorboard_steps(Path(self.logger.log_dir), _prefixed(self.logger))
+        steps = logged_steps(Path(self.logger.log_dir), _last_name(self.logger))
         if steps is None:
             return rounds_of(run)
         if not steps:
@@ -206,7 +208,7 @@ class MLflowLink(LoggerLink):
             self.logger._experiment_name = PROJECT
         if self._can_resume(state):
             history = self.logger.experiment.get_metric_history(
-                self.logger.run_id, _prefixed(self.logger)
+                self.logger.run_id, _last_name(self.logger)
             )
             self.held = frozenset({0, *(metric.step for metric in history)})
         else:
@@ -241,28 +243,10 @@ class MLflowLink(LoggerLink):
         return True
 
 
-def _prefixed(logger: Any) -> str:
+def _last_name(logger: Any) -> str:
     """Return the name in the log of the number that is sent last."""
     prefix = getattr(logger, "_prefix", "")
     return f"{prefix}{logger.LOGGER_JOIN_CHAR}{LAST_NUMBER}" if prefix else LAST_NUMBER
-
-
-def _tensorboard_steps(folder: Path, tag: str) -> Set[int] | None:
-    """Return the steps that the files of a version have of a number.
-
-    The result is ``None`` where TensorBoard, which reads them, is not installed.
-    """
-    try:
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    except ImportError:
-        return None
-    return {
-        event.step
-        for path in folder.glob("events.out.tfevents.*")
-        for event in EventFileLoader(str(path)).Load()
-        for value in event.summary.value
-        if value.tag == tag
-    }
 
 
 def _read_rows(folder: Path) -> list[dict[str, float]]:

@@ -230,6 +230,26 @@ def test_every_round_is_there_once(
     assert log.scores() == expected(made) and len(log.scores()) == ROUNDS
 
 
+class Logs(FederationCallback):
+    """Sends a row of its own to the logger in each round."""
+
+    affects = "nothing"
+
+    def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
+        run.loggers[0].log_metrics({"mine": 10.0 * round}, step=round)
+
+
+def test_rows_that_a_callback_has_logged_stay(tmp_path: Path) -> None:
+    log = CSV(tmp_path / "log")
+    with pytest.raises(KilledError):
+        fit(tmp_path / "run", log.make(), Logs(), Dies())
+    fit(tmp_path / "run", log.make(), Logs())
+    with log._path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["mine"]) for row in rows if row["mine"]] == [10, 20, 30, 40, 50, 60]
+    assert [row["step"] for row in rows if row["wall_s"]] == ["1", "2", "3", "4", "5", "6"]
+
+
 def test_a_logger_that_is_new_gets_the_earlier_rounds(tmp_path: Path) -> None:
     """So does one whose folder is gone."""
     with pytest.raises(KilledError):
