@@ -458,7 +458,7 @@ def test_a_bad_config_is_one_line(
         (("bogus",), "unknown command 'bogus'; there are: fit, validate, test, predict, partition"),
         (("report", "runs", "--metrc", "f1"), "did you mean --metric?"),
         (("fit", "--config", "nowhere.yaml"), "there is no config file nowhere.yaml"),
-        (("fit", "--config"), "--config"),
+        (("fit", "--config"), "--config needs a file"),
         (("fit",), "fit: give a config, as --config configs/quickstart.yaml"),
         (("partition",), "partition: give a config"),
         (("partition", "--config", QUICKSTART, "--bogus", "3"), "unknown key --bogus"),

@@ -61,6 +61,8 @@ def refuse_typos(command: str, args: list[str]) -> None:
     """
     checked = _Checked(command)
     for key, text in options(args):
+        if key == "config" and text is None:
+            raise FlsuiteError("--config needs a file")
         if key == "config":
             checked.config(str(text))
         else:
