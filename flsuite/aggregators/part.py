@@ -35,7 +35,7 @@ _REMEDIES: Mapping[str, str] = {
     "parameters alone": "set trainer.batchnorm to local, or take a model with GroupNorm",
     "rounded matrices": "set trainer.compression to LowRank",
     "matrices": "set trainer.compression to Quantize",
-    "shared parameters": "change model.private",
+    "shared parameters": "name fewer entries in model.private, or set trainer.aggregator to FedAvg",
     "secure aggregation": "set trainer.secure_sum to PairwiseMasks",
     "random cohorts": "set trainer.schedule to Synchronous with sampling uniform or poisson, "
     "without over_selection, deadline and availability",

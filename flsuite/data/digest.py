@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from flsuite.data.arguments import arguments
 from flsuite.data.federated import FederatedData
-from flsuite.data.map_style import StoredSplit
+from flsuite.data.map_style import StoredSplit, readable
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSplit
 
@@ -66,7 +66,8 @@ def _content(data: FederatedData) -> str:
 def _probe(split: DataSplit) -> Any:
     assert isinstance(split, StoredSplit)
     step = max(1, len(split) // _PROBED)
-    return list(split.batches(torch.arange(0, len(split), step).split(1)))
+    with readable():
+        return list(split.batches(torch.arange(0, len(split), step).split(1)))
 
 
 def _add(digest: Any, value: Any) -> None:

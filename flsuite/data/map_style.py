@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,11 +101,29 @@ class _Reader(Dataset[Any]):
             ) from error
 
 
+class UnreadableSampleError(Exception):
+    """Names a sample that cannot be read. In a fit it loses the client, before that it is fatal."""
+
+
 def fetch(dataset: Any, numbers: list[int]) -> list[Any]:
-    """Return these samples, in one call where the dataset offers it."""
+    """Return these samples, in one call where the dataset offers it.
+
+    Raises:
+        UnreadableSampleError: If reading a sample raises.
+    """
     if hasattr(dataset, "__getitems__"):
         return list(dataset.__getitems__(numbers))
-    return [dataset[number] for number in numbers]
+    return [_sample(dataset, number) for number in numbers]
+
+
+def _sample(dataset: Any, number: int) -> Any:
+    try:
+        return dataset[number]
+    except Exception as error:
+        raise UnreadableSampleError(
+            f"data: sample {number} of {len(dataset)} in {type(dataset).__name__} cannot be read "
+            f"({type(error).__name__}: {one_line(error, 200)})"
+        ) from error
 
 
 def _unchanged(batch: Any) -> Any:
@@ -184,7 +203,7 @@ def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | Non
     elif isinstance(field, str):
         values = _named(dataset, field, name)
     elif callable(field):
-        values = [field(dataset[number]) for number in range(len(dataset))]
+        values = [field(sample) for sample in _samples(dataset)]
     else:
         values = field
     if values is None:
@@ -209,14 +228,22 @@ def _named(dataset: Any, field: str, name: str) -> Any:
         return list(dataset[field])
     if (values := _attribute(dataset, (field,))) is not None:
         return values
-    first = dataset[0]
+    first = next(_samples(dataset))
     if not isinstance(first, dict) or field not in first:
         there_are = ", ".join(first) if isinstance(first, dict) else type(first).__name__
         raise FlsuiteError(
             f"data.{name}: there is no field {field!r} in a sample, which has {there_are}; give a "
             "function of a sample, or the values themselves"
         )
-    return [dataset[number][field] for number in range(len(dataset))]
+    return [sample[field] for sample in _samples(dataset)]
+
+
+def _samples(dataset: Any) -> Iterator[Any]:
+    """Yield all samples, one by one."""
+    for number in range(len(dataset)):
+        with readable():
+            sample = _sample(dataset, number)
+        yield sample
 
 
 def _attribute(dataset: Any, names: Sequence[str]) -> Any:
@@ -268,6 +295,15 @@ def _in_memory(dataset: Any) -> DataSplit | None:
 
 
 def _seeded(dataset: Any, numbers: list[int], seed: int) -> list[Any]:
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), readable():
         seed_cpu(seed)
         return fetch(dataset, numbers)
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """End the command with one line if a sample cannot be read."""
+    try:
+        yield
+    except UnreadableSampleError as error:
+        raise FlsuiteError(str(error)) from error

@@ -32,7 +32,7 @@ from flsuite.models.autoencoders import (
     TableEncoder,
 )
 from flsuite.models.backbones.base import Norm, Widths
-from flsuite.models.base import ClientModel
+from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.gaussians import kl_divergence, log_density, sample
 
 Reconstruction = Literal["mse", "bce"]
@@ -138,11 +138,7 @@ class ACVAE(ClientModel):
         check_init(self, ACVAE)
 
     def build(self, spec: DataSpec) -> None:
-        if spec.task == "multilabel":
-            raise FlsuiteError(
-                "ACVAE has one prior per class, and a sample of multi-label data has several "
-                "classes; choose other data, or another model"
-            )
+        require_classes("ACVAE", spec, one_per_sample=True)
 
         self.encoder, self.decoder = self._networks(spec.shape)
         # Zeros: H starts as the identity.

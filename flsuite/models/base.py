@@ -14,6 +14,29 @@ from flsuite.models.strides import slice_strides
 _SPEC_KEY = "data_spec"
 
 
+def require_classes(model: str, spec: DataSpec, one_per_sample: bool = False) -> None:
+    """Refuse data that a classifier cannot be trained on.
+
+    Args:
+        model: The model's name, for the message.
+        spec: The data.
+        one_per_sample: Whether multi-label data is refused, too.
+
+    Raises:
+        FlsuiteError: If the data has no classes, or several per sample.
+    """
+    if spec.task == "other":
+        raise FlsuiteError(
+            f"{model} needs one class per sample, or 0 and 1 per label, and found neither in this "
+            "data; give integer targets or data.labels, or train a LightningModule of your own"
+        )
+    if one_per_sample and spec.task == "multilabel":
+        raise FlsuiteError(
+            f"{model} models one class per sample, and a sample of multi-label data has several; "
+            "choose other data, or another model"
+        )
+
+
 class ClientModel(LightningModule):
     """A model that clients train, and that a plain Lightning Trainer can fit as well.
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from flsuite.data.spec import DataSpec
 from flsuite.models.backbones import Backbone, LeNet5
-from flsuite.models.base import ClientModel
+from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.pretrained import file_digest, load_weights, read_weights
 
 
@@ -77,6 +77,7 @@ class Classifier(ClientModel):
         self.content_digests: dict[str, str | None] = {}
 
     def build(self, spec: DataSpec) -> None:
+        require_classes("Classifier", spec)
         self.network = (self.backbone or LeNet5()).build(spec.shape, spec.num_classes)
         if self.pretrained is not None and self.weights_follow:
             self.content_digests = {"pretrained": None}

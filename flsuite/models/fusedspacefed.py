@@ -29,7 +29,7 @@ from flsuite.models.autoencoders import (
 )
 from flsuite.models.backbones import Backbone, ResNet20
 from flsuite.models.backbones.base import Norm
-from flsuite.models.base import ClientModel
+from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
 
@@ -123,6 +123,7 @@ class FusedSpaceFed(ClientModel):
         check_init(self, FusedSpaceFed)
 
     def build(self, spec: DataSpec) -> None:
+        require_classes("FusedSpaceFed", spec)
         if len(spec.shape) != 3 or min(spec.shape[1:]) < SMALLEST:
             raise FlsuiteError(
                 f"FusedSpaceFed reconstructs images (channels, height, width) of at least "

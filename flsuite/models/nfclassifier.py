@@ -24,7 +24,7 @@ from flsuite.arguments import (
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 from flsuite.models.backbones import MLP, Backbone, StridedCNN
-from flsuite.models.base import ClientModel
+from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.flows import ConditionalFlow
 
 ReplayClasses = Literal["all", "own"]
@@ -139,11 +139,7 @@ class NFClassifier(ClientModel):
         self._steps = 0
 
     def build(self, spec: DataSpec) -> None:
-        if spec.task == "multilabel":
-            raise FlsuiteError(
-                "NFClassifier models one class per sample, and a sample of multi-label data has "
-                "several: choose other data, or another model"
-            )
+        require_classes("NFClassifier", spec, one_per_sample=True)
 
         backbone = self.backbone or (StridedCNN() if len(spec.shape) == 3 else MLP())
         # Without an affine part, so that the features keep one scale.

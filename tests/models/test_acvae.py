@@ -222,7 +222,7 @@ def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
 
 
 def test_multi_label_data_is_refused() -> None:
-    with pytest.raises(FlsuiteError, match="one prior per class"):
+    with pytest.raises(FlsuiteError, match="one class per sample"):
         small(DataSpec((1, 8, 8), 3, "multilabel"))
 
 

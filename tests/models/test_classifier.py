@@ -17,7 +17,16 @@ from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Task
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
-from flsuite.models import MLP, Backbone, Classifier, LeNet5, ResNet20
+from flsuite.models import (
+    ACVAE,
+    MLP,
+    Backbone,
+    Classifier,
+    FusedSpaceFed,
+    LeNet5,
+    NFClassifier,
+    ResNet20,
+)
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.random import seed_process
 from flsuite.state import clone
@@ -105,6 +114,13 @@ class Labels(FederatedDataModule):
             whole.take(torch.arange(60)),
             whole.take(torch.arange(60, 90)),
         )
+
+
+@pytest.mark.parametrize("model", [Classifier, FusedSpaceFed, ACVAE, NFClassifier])
+def test_targets_that_are_no_classes_are_one_line(model: Any) -> None:
+    with pytest.raises(FlsuiteError, match="needs one class per sample") as error:
+        model().ensure_built(DataSpec((1, 32, 32), 1, "other"))
+    assert "\n" not in str(error.value)
 
 
 def test_a_federation_learns_labels() -> None:

@@ -19,6 +19,7 @@ from flsuite.data.map_style import (
     StoredSplit,
     read_field,
     read_split,
+    readable,
     require_map_style,
 )
 from flsuite.data.module import FederatedDataModule
@@ -232,7 +233,8 @@ def _task(classes: dict[str, Tensor | None], splits: dict[str, DataSplit]) -> Ta
             continue
         # Enough to tell targets from something else that samples have been labelled by.
         probed = torch.arange(min(16, len(split)))
-        batch = next(split.batches([probed]))
+        with readable():
+            batch = next(split.batches([probed]))
         y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 1:
             return "other"
