@@ -116,7 +116,7 @@ class FederatedTrainer(ScoringTrainer):
         callbacks: list[Callback] | Callback | None = None,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
-        precision: str | int | None = None,
+        precision: int | str | None = None,
         buffers: BatchNorm | None = None,
         **kwargs: Any,
     ) -> None:

@@ -43,7 +43,7 @@ def _device(arguments: Mapping[str, Any]) -> tuple[str, bool]:
     if gpus(arguments, torch.cuda.device_count()):
         return "GPU", torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = arguments.get("accelerator") or "auto"
-    if accelerator == "mps" or (accelerator == "auto" and torch.backends.mps.is_available()):
+    if accelerator == "mps" or (accelerator != "cpu" and torch.backends.mps.is_available()):
         return "GPU", False
     return "CPU", cpu_has_bf16()
 

@@ -88,7 +88,7 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if str(kwargs.get("precision") or "32-true") not in _PRECISIONS:
         raise FlsuiteError(
             f"trainer: precision {kwargs['precision']} is not supported: weights are sent and "
-            "averaged in float32; use bf16-mixed, 16-mixed or 32-true"
+            "averaged in float32; use auto, bf16-mixed, 16-mixed or 32-true"
         )
 
     if kwargs.get("max_time") is not None:

@@ -2,7 +2,7 @@
 
 import csv
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,15 +48,12 @@ def predict(
         FlsuiteError: If the model offers neither.
     """
     clients = range(federation.data.clients) if federation.entries.personal else [None]
+    own = None
     if has_step(evaluator.model, "predict_step"):
-        batches = SplitLoader(federation.data, federation.data.test, federation.data.batch_size)
-        by_client = []
-        for client in clients:
-            evaluator.load(federation.client_state(client))
-            by_client.append(evaluator.predictions(batches))
-        return _kept(by_client if federation.entries.personal else by_client[0], folder)
-
-    if not evaluator.has_classes:
+        own = _own_predictions(federation, evaluator, clients)
+        if not evaluator.has_classes:
+            return own, _kept(own, folder)
+    elif not evaluator.has_classes:
         raise FlsuiteError(
             f"predict: {type(evaluator.model).__name__} offers no class probabilities; add a "
             "predict_step, or logits(x) for data whose targets are classes"
@@ -66,25 +63,38 @@ def predict(
         evaluator.load(federation.client_state(client))
         total = total + evaluator.outputs(federation.data.test)["scores"]
     probabilities = total / len(clients)
-    if folder is None:
-        return probabilities, []
-
-    table = write_predictions(folder, probabilities, federation.data)
-    return probabilities, [table, *write_pictures(folder, _pictures(federation, evaluator))]
-
-
-def _kept(predictions: Any, folder: Path | None) -> tuple[Any, list[Path]]:
-    """Write what a model's own step predicts, if it is plain data."""
+    predictions = probabilities if own is None else own
     if folder is None:
         return predictions, []
+
+    table = write_predictions(folder, probabilities, federation.data)
+    return predictions, [table, *write_pictures(folder, _pictures(federation, evaluator))]
+
+
+def _own_predictions(
+    federation: Federation, evaluator: Evaluator, clients: Iterable[int | None]
+) -> list[Any]:
+    """Return what the model's own step predicts, one list per client where each has a model."""
+    batches = SplitLoader(federation.data, federation.data.test, federation.data.batch_size)
+    by_client = []
+    for client in clients:
+        evaluator.load(federation.client_state(client))
+        by_client.append(evaluator.predictions(batches))
+    return by_client if federation.entries.personal else by_client[0]
+
+
+def _kept(predictions: Any, folder: Path | None) -> list[Path]:
+    """Write what a model's own step predicts, if it is plain data, and return the file."""
+    if folder is None:
+        return []
     path = make_folder(folder) / "predictions.pt"
     try:
         readable = plain(predictions, "predictions")
     except FlsuiteError as error:
         log.warning("%s was not written: %s", path, one_line(error))
-        return predictions, []
+        return []
     replace_file(lambda temporary: save_tensors(readable, temporary), path)
-    return predictions, [path]
+    return [path]
 
 
 def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[str, Tensor]]:

@@ -72,12 +72,14 @@ class ScoringTrainer(Trainer):
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | None = None,
     ) -> Any:
-        """Return predictions on the test split, and write them to a file in the run's folder.
+        """Return predictions on the test split, with the arguments of :meth:`test`.
 
-        A model with a ``predict_step`` of its own returns what Lightning does: a list with a
-        prediction per batch. Where each client has a model, it is one list per client. Other models
-        return class probabilities ``(n, classes)``, the mean over clients where each has a model,
-        with a table and the model's pictures. For arguments see :meth:`test`.
+        For a model with a ``predict_step`` of its own they are what Lightning returns, a list with
+        a prediction per batch, and one such list per client where each has a model. Otherwise they
+        are class probabilities ``(n, classes)``, the mean over clients where each has a model.
+
+        Class probabilities are written to ``predictions.csv`` in the run's folder, with the model's
+        pictures. Other predictions are written to ``predictions.pt``.
         """
         run = self._restored(model, datamodule, ckpt_path)
         predictions, paths = predict(run.federation, run.evaluator, run.folder.path)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -163,6 +164,16 @@ def test_each_client_predicts_where_each_has_a_model() -> None:
     made.run.evaluator.load(made.federation.client_state(1))
     x, _ = next(iter(batches()))
     assert torch.equal(by_client[1][0]["logits"], made.lightning_module(x).detach())
+
+
+def test_a_step_and_class_probabilities_go_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Predictor, "logits", Predictor.forward, raising=False)
+    predictions = predictor(run_dir=str(tmp_path)).predict()
+    classes = torch.cat([batch["class"] for batch in predictions])
+    table = pd.read_csv(tmp_path / "predictions.csv")
+    assert table["prediction"].tolist() == classes.tolist()
 
 
 def test_predictions_that_a_file_cannot_hold_are_returned(
