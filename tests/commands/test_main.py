@@ -315,7 +315,7 @@ BAD_ARGUMENTS = {
     ),
     "unknown_key_of_data": (
         ("--data.alfa", "3"),
-        "unknown key --data.alfa (did you mean --data.partition.alpha?)",
+        "unknown key --data.alfa; Digits takes clients",
     ),
     "unknown_nested_key": (
         ("--data.partition.alfa", "3"),

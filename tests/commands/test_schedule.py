@@ -138,9 +138,9 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
             "Asynchronous: concurrency 21 is above the number of clients, 20",
         ),
         (("--config", "nowhere.yaml"), "there is no config file nowhere.yaml"),
-        (("--config",), "schedule: argument -c/--config: expected one argument"),
+        (("--config",), "--config needs a file"),
         (("--config", ASYNCHRONOUS, "--output"), "schedule: argument --output: expected one"),
-        ((), "required"),
+        ((), "schedule: give a config"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )

@@ -22,6 +22,9 @@ from flsuite.trainer import FederatedTrainer
 from tests.commands.command import QUICKSTART, cli, refused
 
 MODULE = """
+import enum
+from pathlib import Path
+
 from lightning.pytorch import LightningModule
 from flsuite.aggregators import FedAvg
 
@@ -38,6 +41,15 @@ class Net(LightningModule):
 class Deep(Net):
     def __init__(self, depth: int = 2, **kwargs):
         super().__init__(**kwargs)
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+class Chosen(LightningModule):
+    def __init__(self, mode: Mode, file: Path | None = None):
+        super().__init__()
 
 
 class Loose(LightningModule):
@@ -152,6 +164,8 @@ RIGHT = (
     "--model my_typos.Net --trainer.aggregator MyFedAvg",
     "--model somewhere/model.yaml --model.any 3 --data data.yaml",
     "--data FromDataModule --data.data my_typos.MyData --data.data.init_args.any 1",
+    "--data Table --data.path traffic.csv --data.label attack",
+    "--model my_typos.Chosen --model.mode FAST --model.file some.csv",
     "--model.help Classifier --data.partition.help Dirichlet",
 )
 

@@ -20,6 +20,7 @@ from flsuite.commands.static.signatures import Parameter
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 # Whose classes have short names, because the command imports them.
 _PACKAGES = ("flsuite", "lightning.pytorch", "torch.optim")
+_TEXT_BASES = {"str", "int", "float", "Enum", "IntEnum", "StrEnum", "Flag", "Path", "Protocol"}
 _HOLDERS = {"Optional", "Union", "list", "List", "tuple", "Sequence", "Iterable"}
 _KNOWN_LIBRARIES = {
     *sys.stdlib_module_names,
@@ -112,13 +113,29 @@ def _kinds(module: str, node: ast.expr, depth: int) -> Kinds:
     if found is None or isinstance(found.node, ast.FunctionDef):
         return Kinds(takes_text=True)
     if isinstance(found.node, ast.ClassDef):
-        # Any class that has the methods of a protocol will do.
-        is_protocol = any("Protocol" in ast.unparse(base) for base in found.node.bases)
-        return Kinds(takes_text=True) if is_protocol else Kinds((found,))
+        return Kinds(takes_text=True) if _may_be_text(found) else Kinds((found,))
     return _kinds(found.module, found.node, depth - 1) if isinstance(found.node, ast.expr) else _ANY
 
 
 _ANY = Kinds(takes_text=True)
+
+
+def _may_be_text(found: Definition, depth: int = 9) -> bool:
+    """Return whether a text may stand for an object of a class, as for an enum or a path.
+
+    It is also where any class that has the methods of a protocol will do.
+    """
+    if found.module.split(".")[0] in sys.stdlib_module_names or depth == 0:
+        return True
+    for base in found.node.bases if isinstance(found.node, ast.ClassDef) else ():
+        node = base.value if isinstance(base, ast.Subscript) else base
+        if ast.unparse(node).rpartition(".")[2] in _TEXT_BASES:
+            return True
+        above = resolve(found.module, node)
+        is_own = above and above.module.split(".")[0] not in sys.stdlib_module_names
+        if above and is_own and _may_be_text(above, depth - 1):
+            return True
+    return False
 
 
 def _of_subscript(module: str, node: ast.Subscript, depth: int) -> Kinds:

@@ -120,7 +120,8 @@ class _Checked:
     def _value(self, place: Place, at: KeyPath, parameter: Parameter, value: Any) -> None:
         kinds = kinds_of(parameter)
         if at == ("plugins",):
-            self.modules |= {value} if isinstance(value, str) else {*map(str, value or ())}
+            named = value if isinstance(value, list) else [value]
+            self.modules |= {plugin for plugin in named if isinstance(plugin, str)}
         elif at == ("trainer",):  # its class is fixed
             if isinstance(value, Mapping):
                 self._keys(place, at, value)
@@ -206,7 +207,8 @@ class _Checked:
             self.classes[at] = lookup(module, last)
             if name.split(".")[0] not in _LIBRARIES:
                 self.modules.add(module)
-            self._refuse_path(place, at, module, last)
+            if not kinds.takes_text:  # else it may be a file
+                self._refuse_path(place, at, module, last)
             return
         known = {k: v for base in kinds.bases for k, v in subclasses(base).items()}
         if name not in known and known and not kinds.takes_text:
