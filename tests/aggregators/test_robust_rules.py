@@ -747,7 +747,7 @@ def test_a_rule_that_counts_clients_needs_a_cohort_of_known_size() -> None:
 @every_rule
 def test_noise_on_a_sum_does_not_cover_a_rule(make: Callable[[], Rule]) -> None:
     parts = [Named("one", GaussianMechanism(noise_multiplier=1.0)), Named("other", make())]
-    with pytest.raises(FlsuiteError, match=r"^GaussianMechanism needs a plain sum, and [A-Z]"):
+    with pytest.raises(FlsuiteError, match=r"^GaussianMechanism needs a plain sum, but [A-Z]"):
         refuse_conflicts(parts)
 
 

@@ -140,7 +140,7 @@ def test_below_the_threshold_the_round_fails_in_words(count: int) -> None:
         parties.hold(client, contribution(client))
     with pytest.raises(
         FederationError,
-        match=f"secure aggregation: {count} of 5 clients came back, and 3 are needed; ",
+        match=f"secure aggregation: {count} of 5 clients came back, but 3 are needed",
     ):
         masks.finish(parties, CLIENTS[:count])
 
