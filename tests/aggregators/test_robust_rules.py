@@ -701,7 +701,7 @@ def test_the_older_name_of_the_rule_is_read() -> None:
             "Krum needs more than 2 f + 2 = 2 updates for f = 0 attackers, but there are 2; let "
             "more clients train per round",
         ),
-        (lambda: TrimmedMean(2), 5, "TrimmedMean needs more than 2 b = 4 updates for b = 2, and"),
+        (lambda: TrimmedMean(2), 5, "TrimmedMean needs more than 2 b = 4 updates for b = 2, but"),
         (
             lambda: Bucketing(Krum(1), 2),
             9,

@@ -174,7 +174,7 @@ def test_clients_that_are_gone_after_masking_are_in_the_sum() -> None:
     parties = configured().begin(CLIENTS)
     for client in CLIENTS:
         parties.hold(client, contribution(client))
-    with pytest.raises(FederationError, match="2 of 5 clients revealed their shares, and 3 are"):
+    with pytest.raises(FederationError, match="2 of 5 clients revealed their shares, but 3 are"):
         configured().finish(parties, CLIENTS, gone=CLIENTS[2:])
 
 
