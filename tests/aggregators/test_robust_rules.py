@@ -701,7 +701,7 @@ def test_the_older_name_of_the_rule_is_read() -> None:
             "Krum needs more than 2 f + 2 = 2 updates for f = 0 attackers, but there are 2; let "
             "more clients train per round",
         ),
-        (lambda: TrimmedMean(2), 5, "TrimmedMean needs more than 2 b = 4 updates for b = 2, and"),
+        (lambda: TrimmedMean(2), 5, "TrimmedMean needs more than 2 b = 4 updates for b = 2, but"),
         (
             lambda: Bucketing(Krum(1), 2),
             9,
@@ -747,7 +747,7 @@ def test_a_rule_that_counts_clients_needs_a_cohort_of_known_size() -> None:
 @every_rule
 def test_noise_on_a_sum_does_not_cover_a_rule(make: Callable[[], Rule]) -> None:
     parts = [Named("one", GaussianMechanism(noise_multiplier=1.0)), Named("other", make())]
-    with pytest.raises(FlsuiteError, match=r"^GaussianMechanism needs a plain sum, and [A-Z]"):
+    with pytest.raises(FlsuiteError, match=r"^GaussianMechanism needs a plain sum, but [A-Z]"):
         refuse_conflicts(parts)
 
 

@@ -336,7 +336,7 @@ def test_attackers_that_cannot_be_are_refused_before_training(
         (
             InnerProduct(WHO),
             {"compression": TopK()},
-            "plain updates, and TopK makes a code",
+            "plain updates, but TopK encodes",
         ),
         (
             ALittleIsEnough(WHO),

@@ -46,7 +46,7 @@ def test_the_argument_devices_keeps_its_meaning(
     ("devices", "message"),
     [
         (4, "devices 4 needs GPUs beyond the visible ones"),
-        ([0, 3], r"devices \[0, 3\] needs other GPUs"),
+        ([0, 3], r"devices \[0, 3\] needs GPUs beyond"),
         ("all", "devices must be a number of GPUs or a list of their numbers, got 'all'"),
     ],
 )

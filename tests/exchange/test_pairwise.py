@@ -140,7 +140,7 @@ def test_below_the_threshold_the_round_fails_in_words(count: int) -> None:
         parties.hold(client, contribution(client))
     with pytest.raises(
         FederationError,
-        match=f"secure aggregation: {count} of 5 clients came back, and 3 are needed; ",
+        match=f"secure aggregation: {count} of 5 clients came back, but 3 are needed",
     ):
         masks.finish(parties, CLIENTS[:count])
 
@@ -174,7 +174,7 @@ def test_clients_that_are_gone_after_masking_are_in_the_sum() -> None:
     parties = configured().begin(CLIENTS)
     for client in CLIENTS:
         parties.hold(client, contribution(client))
-    with pytest.raises(FederationError, match="2 of 5 clients revealed their shares, and 3 are"):
+    with pytest.raises(FederationError, match="2 of 5 clients revealed their shares, but 3 are"):
         configured().finish(parties, CLIENTS, gone=CLIENTS[2:])
 
 

@@ -67,8 +67,8 @@ def raising(app: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"num-partitions": 2}, r"was told of 2 clients \(num-partitions\), and data.clients is 5"),
-        ({"partition-id": 5}, r"is client 5 \(its partition-id\), and data.clients is 5"),
+        ({"num-partitions": 2}, r"was told of 2 clients \(num-partitions\), but data.clients is 5"),
+        ({"partition-id": 5}, r"is client 5 \(its partition-id\), but data.clients is 5"),
         ({"partition-id": "0"}, "partition-id must be the number of a client, got '0'"),
     ],
 )

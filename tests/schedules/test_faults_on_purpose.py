@@ -131,7 +131,7 @@ def test_clients_that_are_gone_before_the_unmasking_cost_nothing(engine: Any) ->
 
 
 def test_too_many_clients_that_are_gone_end_the_run() -> None:
-    with pytest.raises(FederationError, match="clients revealed their shares, and 7 are needed"):
+    with pytest.raises(FederationError, match="clients revealed their shares, but 7 are needed"):
         fit(Faults(Synchronous(), gone=0.9), rounds=3, secure_sum=PairwiseMasks())
 
 
