@@ -1,6 +1,6 @@
 """flsuite: federated-learning experiments with PyTorch Lightning.
 
-Names are imported when they are first used, so that ``import flsuite`` costs nothing.
+Names are imported on first use, so ``import flsuite`` costs nothing.
 """
 
 from importlib import import_module

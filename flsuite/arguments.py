@@ -1,6 +1,7 @@
-"""Arguments that check themselves: a dataclass whose annotations say what each field may be.
+"""Arguments that check themselves: dataclasses whose annotations state each field's valid values.
 
-jsonargparse reads the same annotations, so that a config, the command line and Python refuse alike.
+jsonargparse reads the same annotations, so a config, the command line and Python reject the same
+values.
 """
 
 import contextlib
@@ -16,11 +17,11 @@ from flsuite.errors import FlsuiteError
 
 
 class Range(NamedTuple):
-    """The values that an argument may have.
+    """The valid values of an argument.
 
     Attributes:
-        text: The rest of the sentence that begins with "must be".
-        contains: Returns whether a value is one of them. A NaN is none.
+        text: Text that completes the sentence "must be ...".
+        contains: Returns whether a value is valid. NaN is never valid.
     """
 
     text: str
@@ -31,12 +32,12 @@ class Range(NamedTuple):
 
 
 def at_least(lowest: float) -> Range:
-    """Return the finite numbers from this one on."""
+    """Return the range of finite numbers >= ``lowest``."""
     return Range(f"at least {lowest}", lambda x: lowest <= x < math.inf)
 
 
 def at_most(highest: float) -> Range:
-    """Return the numbers up to this one."""
+    """Return the range of numbers <= ``highest``."""
     return Range(f"at most {highest}", lambda x: x <= highest)
 
 
@@ -50,21 +51,21 @@ Radius = Annotated[float, Range("positive", lambda x: x > 0)]  # may be infinite
 PositiveInt = Annotated[int, at_least(1)]
 NonNegativeInt = Annotated[int, at_least(0)]
 Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
-Threads = Annotated[int, at_least(1), at_most(4096)]  # torch refuses what no machine has
+Threads = Annotated[int, at_least(1), at_most(4096)]  # torch rejects absurd numbers
 
 
-_RENAMED = {"buffers": "batchnorm"}  # older names of arguments of the trainer
+_RENAMED = {"buffers": "batchnorm"}  # former names of trainer arguments
 _WORDS = {bool: "true or false", str: "text", tuple: "a list", list: "a list", Sequence: "a list"}
 
 
 class Settings:
-    """The base of a dataclass that checks its fields when it is made.
+    """Base of a dataclass that checks its fields on creation.
 
     A subclass with further checks, such as of two fields together, calls
     ``super().__post_init__()`` first.
 
     Attributes:
-        owner: What messages name in place of the class.
+        owner: The name that messages use instead of the class name.
     """
 
     owner = ""
@@ -77,7 +78,7 @@ def check_arguments(obj: Any) -> None:
     """Refuse a dataclass with a field that its annotation does not allow.
 
     Raises:
-        FlsuiteError: If there is one. The message names the class, the field and the value.
+        FlsuiteError: If a field is invalid. The message names the class, the field and the value.
     """
     kind: Any = type(obj)
     hints = _hints(kind)
@@ -85,23 +86,23 @@ def check_arguments(obj: Any) -> None:
 
 
 def check_init(obj: Any, cls: type | None = None) -> None:
-    """Refuse an object that keeps an argument of its ``__init__`` which the annotation forbids.
+    """Refuse an object with an ``__init__`` argument that the annotation does not allow.
 
-    It is :func:`check_arguments` for a class that is no dataclass.
+    Like :func:`check_arguments`, but for a class that is not a dataclass.
 
     Args:
         obj: The object.
-        cls: The class whose own ``__init__`` has the arguments, so that those of a subclass, which
-            may be somebody else's, are not checked. Default: the object's class and its bases.
+        cls: The class whose own ``__init__`` is checked. It excludes the arguments of subclasses,
+            which may come from users. Default: the object's class and its bases.
     """
     hints = _hints_of_init(type(obj).__mro__ if cls is None else (cls,))
     _check(obj, {name: hint for name, hint in hints.items() if hasattr(obj, name)})
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run, which may be older, under their present names.
+    """Return a run's settings with former argument names replaced by the present ones.
 
-    A value under an older name replaces the one under the present name, if it is not ``None``.
+    A value under a former name overrides the present one unless it is ``None``.
     """
     older = {new: settings[old] for old, new in _RENAMED.items() if settings.get(old) is not None}
     return {k: v for k, v in settings.items() if k not in _RENAMED} | older
@@ -121,9 +122,9 @@ def _hints_of_init(classes: tuple[type, ...]) -> dict[str, Any]:
     hints: dict[str, Any] = {}
     for owner in reversed(classes):
         if init := vars(owner).get("__init__"):
-            with contextlib.suppress(NameError, TypeError):  # a name of a user's own module
+            with contextlib.suppress(NameError, TypeError):  # a name defined in a user's module
                 hints |= get_type_hints(init, include_extras=True)
-    return {name: hint for name, hint in hints.items() if name not in ("return", "parts")}
+    return {name: hint for name, hint in hints.items() if name != "return"}
 
 
 @cache
@@ -132,11 +133,11 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fault(value: Any, hint: Any) -> str | None:
-    """Return what a value must be, or ``None`` if the annotation allows it."""
+    """Return what a value must be, or ``None`` if it is valid."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         faults = [_fault(value, option) for option in get_args(hint)]
-        # A null is an argument left out: the other options say what it must be.
+        # null means that an argument is left out. The other options say what it must be.
         named = [fault for fault in faults if fault not in (None, "null")]
         return None if None in faults else " or ".join(dict.fromkeys(named))
     if origin is Annotated:
@@ -160,14 +161,14 @@ def _fault_of_kind(value: Any, kind: Any) -> str | None:
     if kind is None or kind is type(None):
         return None if value is None else "null"
     if kind is float:
-        # bool is an int to Python, and nobody means it as a number. NumPy's numbers are Real.
+        # bool is a subclass of int, but is never meant as a number. NumPy's numbers are Real.
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         return None if is_number else "a number"
     if kind is int:
         is_whole = isinstance(value, Integral) and not isinstance(value, bool)
         return None if is_whole else "a whole number"
     if isinstance(kind, type) and not isinstance(value, kind):
-        # An array or a tensor is a list of values too.
+        # Arrays and tensors count as lists of values.
         is_indexed = hasattr(value, "__getitem__") and not isinstance(value, (str, Mapping))
         is_list = is_indexed and kind in (list, tuple, Sequence)
         return None if is_list else _WORDS.get(kind, f"a {kind.__module__}.{kind.__qualname__}")

@@ -1,4 +1,4 @@
-"""Errors of a request and of a run, and the checks of arguments that raise them."""
+"""The exceptions of flsuite, and argument checks that raise them."""
 
 import math
 from collections.abc import Iterable
@@ -6,37 +6,53 @@ from importlib.util import find_spec
 
 
 class FlsuiteError(Exception):
-    """A request that cannot be met.
+    """A request that cannot be fulfilled.
 
     The message says what to change. The command prints it as one line and exits with status 2. A
-    message is a single sentence that names the argument and, where there is one, the client and the
-    round. It is not a ValueError, because parsers catch those to try another reading.
+    message is a single sentence that names the argument and, where applicable, the client and the
+    round. This class is not a ValueError, because parsers catch those to try another reading.
     """
 
 
 class FederationError(RuntimeError):
-    """A run that cannot go on.
+    """A run that cannot continue.
 
-    Its folder keeps the state that it had reached.
+    The run folder keeps the last state that it reached.
     """
 
 
 def one_line(error: BaseException, longest: int | None = None) -> str:
-    """Return an error's message on one line, or its class's name if it has no message.
+    """Return an error's message on one line, or the class name if it has no message.
 
     Args:
-        error: Any exception. The message of a library may have many lines.
-        longest: Characters after which the message is cut. Default: it is not cut.
+        error: Any exception. Messages from libraries may span many lines.
+        longest: Maximum number of characters. Default: no limit.
     """
     message = " ".join(str(error).split()) or type(error).__name__
     is_long = longest is not None and len(message) > longest
     return f"{message[:longest]}..." if is_long else message
 
 
-def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
-    """Refuse an argument below ``least``, infinite or NaN.
+def likeliest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.65) -> list[str]:
+    """Return the names that are spelled most like a wrong one, if any are.
 
-    ``None`` is an argument left out.
+    Args:
+        name: The wrong one.
+        known: Those that exist.
+        most: How many are returned.
+        cutoff: How like they must be: 1 for the same letters, whatever their case.
+    """
+    import difflib
+
+    by_lower = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, most, cutoff)
+    return [by_lower[other] for other in close]
+
+
+def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
+    """Refuse an argument that is below ``least``, infinite or NaN.
+
+    ``None`` means that the argument is left out.
     """
     for name, value in numbers.items():
         if value is not None and not least <= value < math.inf:
@@ -44,10 +60,10 @@ def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
 
 
 def require_whole(owner: str, least: int, **numbers: int | None) -> None:
-    """Refuse an argument that is no integer, or is below ``least``.
+    """Refuse an argument that is not an integer, or is below ``least``.
 
-    ``None`` is an argument left out. Annotations alone refuse a fraction in a config, not in a
-    call.
+    ``None`` means that the argument is left out. Annotations alone reject a fraction in a config
+    but not in a Python call.
     """
     for name, value in numbers.items():
         if value is not None and type(value) is not int:
@@ -56,9 +72,9 @@ def require_whole(owner: str, least: int, **numbers: int | None) -> None:
 
 
 def require_positive(owner: str, **numbers: float | None) -> None:
-    """Refuse an argument that is not above zero and finite.
+    """Refuse an argument that is not finite and above zero.
 
-    ``None`` is an argument left out.
+    ``None`` means that the argument is left out.
     """
     for name, value in numbers.items():
         if value is not None and not 0 < value < math.inf:
@@ -68,7 +84,7 @@ def require_positive(owner: str, **numbers: float | None) -> None:
 def require_below_one(owner: str, **numbers: float | None) -> None:
     """Refuse an argument outside [0, 1).
 
-    ``None`` is an argument left out.
+    ``None`` means that the argument is left out.
     """
     for name, value in numbers.items():
         if value is not None and not 0 <= value < 1:
@@ -76,7 +92,7 @@ def require_below_one(owner: str, **numbers: float | None) -> None:
 
 
 def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:
-    """Refuse a word that is not among the choices."""
+    """Refuse a value that is not one of the choices."""
     choices = tuple(choices)
     for name, value in values.items():
         if value not in choices:
@@ -86,7 +102,7 @@ def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:
 
 
 def require_instance(owner: str, kind: type, **values: object) -> None:
-    """Refuse an object that is not of this kind."""
+    """Refuse an object that is not an instance of ``kind``."""
     for name, value in values.items():
         if not isinstance(value, kind):
             what = f"{kind.__module__}.{kind.__qualname__}"
@@ -94,15 +110,15 @@ def require_instance(owner: str, kind: type, **values: object) -> None:
 
 
 def require_extra(owner: str, packages: tuple[str, ...], extra: str) -> None:
-    """Refuse what needs a package that is not installed.
+    """Raise an error unless one of these packages is installed.
 
     Args:
-        owner: What needs it.
-        packages: Packages of which one is enough.
+        owner: The feature that requires it.
+        packages: Alternative packages. One of them is enough.
         extra: The extra of flsuite that installs one of them.
 
     Raises:
-        FlsuiteError: If there is none of them.
+        FlsuiteError: If none of them is installed.
     """
     if not any(find_spec(package) for package in packages):
         raise FlsuiteError(f"{owner} needs {packages[0]}: pip install 'flsuite[{extra}]'")

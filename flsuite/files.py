@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic file writes, tensor files with checksums, and background writing."""
 
 import contextlib
 import errno
@@ -12,12 +12,17 @@ from typing import Any
 
 from flsuite.errors import FlsuiteError, one_line
 
-_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks, of a folder
-_FULL_DISK_BYTES = 1 << 16  # left at most: what torch could not write is longer
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot flush folders
+_FULL_DISK_BYTES = 1 << 16  # below this, the disk is taken to be full
 
 
 def make_folder(path: Path) -> Path:
-    """Make a folder and its parents where they are missing.
+    """Make a folder and its missing parents.
 
     Raises:
         FlsuiteError: If the folder cannot be made.
@@ -32,12 +37,12 @@ def make_folder(path: Path) -> Path:
 
 
 def save_tensors(content: Any, path: Path) -> None:
-    """Write plain data with tensors as one file of torch's format.
+    """Write plain data with tensors to one file in torch's format.
 
     Raises:
-        OSError: If the disk is full. torch itself raises a RuntimeError that says nothing of it.
+        OSError: If the disk is full. torch itself raises a RuntimeError that does not say so.
     """
-    import torch  # commands that need no torch import this module
+    import torch  # imported late: commands without torch use this module
 
     try:
         torch.save(content, path)
@@ -49,20 +54,19 @@ def save_tensors(content: Any, path: Path) -> None:
 
 
 def load_tensors(path: Path, remedy: str) -> Any:
-    """Read what :func:`save_tensors` wrote, as plain data on the CPU.
+    """Read a file of :func:`save_tensors` as plain data on the CPU.
 
-    Checksums are compared, so that no altered number is taken for a weight. Nothing in the file is
-    executed.
+    Checksums are verified, so a corrupted weight is never loaded. Nothing in the file is executed.
 
     Args:
         path: The file.
-        remedy: What to do if it is missing or damaged, for the message.
+        remedy: What to do if the file is missing or damaged, for the message.
 
     Raises:
-        FlsuiteError: If the file is missing or damaged, or another kind of file.
+        FlsuiteError: If the file is missing, damaged, or of another kind.
         OSError: If the file cannot be opened.
     """
-    import torch  # commands that need no torch import this module
+    import torch  # imported late: commands without torch use this module
 
     if not path.is_file():
         raise FlsuiteError(f"{path} is missing; {remedy}")
@@ -71,17 +75,17 @@ def load_tensors(path: Path, remedy: str) -> Any:
         return torch.load(path, weights_only=True, map_location="cpu")
     except OSError:
         raise
-    except Exception as error:  # torch, zip and pickle raise errors of their own
+    except Exception as error:  # torch, zip and pickle each raise their own errors
         raise FlsuiteError(
             f"{path} cannot be read: it is damaged ({one_line(error, 80)}); {remedy}"
         ) from error
 
 
 def require_whole(path: Path) -> None:
-    """Compare the checksums of an archive, which torch itself does not.
+    """Verify the checksums of an archive, which torch itself does not do.
 
     Raises:
-        ValueError, zipfile.BadZipFile: If one of them is wrong, or it is no archive.
+        ValueError, zipfile.BadZipFile: If a checksum is wrong, or the file is not an archive.
     """
     with zipfile.ZipFile(path) as archive:
         if wrong := archive.testzip():
@@ -91,17 +95,17 @@ def require_whole(path: Path) -> None:
 def replace_file(write: Callable[[Path], object], path: Path, flush: bool = False) -> None:
     """Write a file under a temporary name and rename it into place.
 
-    A reader sees the old file or the new one.
+    A reader sees either the old file or the new one.
 
     Args:
-        write: Writes the content to the path that it is given.
+        write: Writes the content to the path that it receives.
         path: The file to replace.
-        flush: Flush the file before the rename, and its folder after it, so that it outlives a
-            power loss. Without it, a power loss can leave an empty file, until
+        flush: Flush the file before the rename and its folder after it, so the file survives a
+            power loss. Without it, a power loss can leave an empty file until
             :func:`flush_to_disk` is called.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    # What a kill has left may be a link to another file, which must not be written through.
+    # A killed process may have left a link here. Do not write through it to another file.
     temporary.unlink(missing_ok=True)
     try:
         write(temporary)
@@ -116,11 +120,11 @@ def replace_file(write: Callable[[Path], object], path: Path, flush: bool = Fals
 
 
 def flush_to_disk(paths: Iterable[Path]) -> None:
-    """Wait until files, or the entries of folders, have reached the disk."""
+    """Flush files and folder entries to disk, and wait for it."""
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY)
-        except PermissionError:  # some systems do not open folders
+        except PermissionError:  # some systems cannot open folders
             continue
         try:
             os.fsync(descriptor)
@@ -131,17 +135,33 @@ def flush_to_disk(paths: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a folder, as one that writes a run does."""
+    if fcntl is None:
+        return False
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a disk without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 class BackgroundTask:
-    """Runs one piece of work at a time in a thread, so that waiting for a disk costs no time."""
+    """Runs one task at a time in a thread, so the main thread does not wait for the disk."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Start work.
+        """Start a task.
 
-        Work that was started before is finished first, and its error is raised.
+        The previous task is finished first, and its error is raised.
         """
         self.wait()
         if self._executor is None:
@@ -149,13 +169,13 @@ class BackgroundTask:
         self._pending = self._executor.submit(work)
 
     def wait(self) -> None:
-        """Wait for the work in progress, and raise its error if it failed."""
+        """Wait for the task in progress, and raise its error if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the work in progress, and end the thread."""
+        """Wait for the task in progress, and end the thread."""
         try:
             self.wait()
         finally:

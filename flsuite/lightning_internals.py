@@ -1,7 +1,7 @@
-"""Private attributes of Lightning that flsuite touches, all in one place.
+"""The private attributes of Lightning that flsuite uses, in one place.
 
-Lightning promises nothing about them, so ``pyproject.toml`` bounds its version. A test resolves
-every name in :data:`INTERNALS` and reports those that are gone.
+Lightning does not guarantee them, so ``pyproject.toml`` pins its version. A test resolves every
+name in :data:`INTERNALS` and reports those that are missing.
 """
 
 from collections.abc import Iterator
@@ -50,8 +50,8 @@ INTERNALS = (
 )
 """Owner and path of every private attribute, as ``Class.attribute.attribute``.
 
-Those of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`, those of loggers are used
-in :mod:`flsuite.callbacks.logger_links` and :mod:`flsuite.callbacks.wandb_link`, and
+The attributes of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`. Those of loggers
+are used in :mod:`flsuite.callbacks.logger_links` and :mod:`flsuite.callbacks.wandb_link`.
 ``Trainer._run_stage`` is overridden in :mod:`flsuite.client.trainer`. The functions of this module
 use the others.
 """
@@ -70,10 +70,9 @@ TrainerSettings = list[tuple[Any, str, Any]]
 
 
 def make_slim(trainer: Trainer) -> None:
-    """Remove the work that Lightning does once per fit, which means once per client.
+    """Remove work that Lightning does once per fit, which here means once per client.
 
-    It is the move of the module back to the CPU, the signal handlers, and the search for
-    checkpoints.
+    This covers moving the module back to the CPU, signal handlers, and the search for checkpoints.
     """
     trainer.strategy.teardown = _nothing  # type: ignore[method-assign]
     trainer.strategy.model_to_device = lambda: _move_to_device(trainer)  # type: ignore[method-assign]
@@ -91,7 +90,7 @@ def make_slim(trainer: Trainer) -> None:
 
 
 def rewind(trainer: Trainer, max_epochs: int, settings: TrainerSettings) -> None:
-    """Reset a Trainer as if it had fitted nothing.
+    """Reset a Trainer to its state before any fit.
 
     Otherwise, a second ``fit`` would silently do nothing.
     """
@@ -109,7 +108,7 @@ def rewind(trainer: Trainer, max_epochs: int, settings: TrainerSettings) -> None
 
 
 def trainer_settings(trainer: Trainer) -> TrainerSettings:
-    """Return the settings of a Trainer that hooks may change during a fit, with their owners."""
+    """Return the Trainer settings that hooks may change during a fit, with their owners."""
     loop = trainer.fit_loop
     owned = ((trainer, _SETTINGS), (loop.epoch_loop, ("max_steps", "min_steps")))
     names = [(owner, name) for owner, names in owned for name in names] + [(loop, "min_epochs")]
@@ -117,9 +116,9 @@ def trainer_settings(trainer: Trainer) -> TrainerSettings:
 
 
 def steps_taken(trainer: Trainer) -> int:
-    """Return the steps of this fit.
+    """Return the number of optimizer steps of this fit.
 
-    Under manual optimization a batch is one step, however many optimizers it steps.
+    Under manual optimization, a batch counts as one step, however many optimizers it steps.
     """
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
@@ -127,14 +126,14 @@ def steps_taken(trainer: Trainer) -> int:
 
 
 def scaler_of(trainer: Trainer) -> Any:
-    """Return the gradient scaler of ``16-mixed``, or ``None`` under any other precision."""
+    """Return the gradient scaler of ``16-mixed``, or ``None`` for any other precision."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def skips_step(trainer: Trainer, optimizer: Optimizer) -> bool:
     """Return whether the gradient scaler is about to skip this step.
 
-    It does so if a gradient overflows. The answer is known in ``on_before_optimizer_step``.
+    It skips a step when a gradient overflows. This is known in ``on_before_optimizer_step``.
     """
     scaler = scaler_of(trainer)
     if scaler is None or not scaler.is_enabled():
@@ -143,7 +142,7 @@ def skips_step(trainer: Trainer, optimizer: Optimizer) -> bool:
 
 
 def train_loader(trainer: Trainer) -> Any:
-    """Return the loader that the current fit was called with."""
+    """Return the train dataloader passed to the current fit."""
     return trainer.fit_loop._data_source.dataloader()
 
 
@@ -151,25 +150,25 @@ def attach_to_fit(trainer: Trainer, loader: Any) -> None:
     """Connect the loader and the callbacks to a fit, as ``Trainer.fit`` does."""
     trainer.lightning_module.trainer = trainer
     trainer.fit_loop._data_source.instance = loader
-    trainer.fit_loop._combined_loader = None  # it has the loader of the fit before
+    trainer.fit_loop._combined_loader = None  # it holds the previous fit's loader
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         callback.log = trainer.lightning_module.log
         callback.log_dict = trainer.lightning_module.log_dict
 
 
 def run_stage(trainer: Trainer) -> None:
-    """Run the part of a fit between its hooks ``on_fit_start`` and ``on_fit_end``."""
+    """Run the part of a fit between the hooks ``on_fit_start`` and ``on_fit_end``."""
     trainer._run_stage()
 
 
 def set_train_loader(trainer: Trainer, loader: Any) -> None:
-    """Set what ``trainer.train_dataloader`` and ``trainer.num_training_batches`` return."""
+    """Set ``trainer.train_dataloader`` and ``trainer.num_training_batches``."""
     trainer.fit_loop._combined_loader = CombinedLoader(loader, "max_size_cycle")
     trainer.fit_loop.max_batches = len(loader)
 
 
 def detects_anomalies(trainer: Trainer) -> bool:
-    """Return the Trainer's argument ``detect_anomaly``."""
+    """Return the Trainer's ``detect_anomaly`` argument."""
     return trainer._detect_anomaly
 
 
@@ -181,15 +180,15 @@ def enter_hook(module: LightningModule, name: str) -> None:
 def leave_hooks(module: LightningModule) -> None:
     """Tell ``self.log`` that no hook is running."""
     module._current_fx_name = None
-    # Metrics that a hook has made would be known from the fit before.
+    # Otherwise, metrics created by a hook would carry over from the previous fit.
     module._metric_attributes = None
 
 
 @contextmanager
 def detached(module: LightningModule) -> Iterator[None]:
-    """Take the module away from its Trainer, so that it cannot log.
+    """Detach the module from its Trainer, so it cannot log.
 
-    The Trainer is given back at the end.
+    The Trainer is restored on exit.
     """
     trainer = module._trainer
     module.trainer = None
@@ -200,10 +199,10 @@ def detached(module: LightningModule) -> Iterator[None]:
 
 
 def _move_to_device(trainer: Trainer) -> None:
-    """Move the module, unless it is there already.
+    """Move the module to its device, unless it is already there.
 
-    A look at every tensor takes longer than a small operation, and where there is nothing but a CPU
-    they can only be there.
+    Checking every tensor takes longer than a small operation. On a CPU-only machine, the check is
+    skipped.
     """
     if not _has_accelerator():
         return

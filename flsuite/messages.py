@@ -1,6 +1,6 @@
 """Messages between the server and its clients.
 
-They are plain data: the same in one process, across processes, and on a wire.
+They are plain data, identical in one process, across processes, and on the network.
 """
 
 import math
@@ -17,20 +17,20 @@ POOLED = -1
 
 
 Fault = Literal["raises", "nan", "shapes", "hangs", "dies", "late", "twice", "gone"]
-"""A fault on purpose, see :class:`flsuite.schedules.Faults`."""
+"""An injected fault, see :class:`flsuite.schedules.Faults`."""
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """One version of the global model, as it is sent to the clients that start from it.
+    """One version of the global model, as sent to the clients that start from it.
 
     Attributes:
         round: The round that the clients train in, counted from 1. The version of the global model
-            is ``round - 1``, the number of aggregations done.
+            is ``round - 1``, the number of aggregations so far.
         state: The shared part of the global model.
-        extras: What the aggregator sends beside the model.
-        callbacks: The user's Lightning callbacks as they are when the round starts. Every fit works
-            on a copy, so that all clients of a round see the same state on every engine.
+        extras: What the aggregator sends in addition to the model.
+        callbacks: The user's Lightning callbacks at the start of the round. Every fit works on a
+            copy, so all clients of a round see the same state on every engine.
     """
 
     round: int
@@ -41,13 +41,13 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class TrainedFit:
-    """The outcome of a client's local training, kept from another run.
+    """The outcome of a client's local training, reused from another run.
 
     Attributes:
         state: The shared part of the trained model.
-        memory: What the client keeps of it: ``model`` and ``optimizers``, where there are any.
+        memory: The memory that the client keeps: ``model`` and ``optimizers``, if any.
         steps: Optimizer steps taken.
-        metrics: Numbers about the fit.
+        metrics: Metrics of the fit.
         seconds: Wall time of the training.
     """
 
@@ -60,21 +60,21 @@ class TrainedFit:
 
 @dataclass(frozen=True)
 class FitRequest:
-    """One fit with all that a worker needs to carry it out.
+    """One fit with all that a worker needs to run it.
 
     Attributes:
         number: Number of the fit in the run, from 0. It identifies the request.
         client: The client's number.
         broadcast: The version of the global model to start from.
-        memory: What the client has kept from its earlier rounds.
+        memory: The client's memory from earlier rounds.
         batches: Batches per local epoch. Default: one pass over the client's samples.
-        repeat: Fits that the client has started from the same version before. Each has randomness
-            of its own.
-        trained: What this very fit has led to in another run. The client then does not train again.
-        part: The part of the cohort that the client is in. One worker may train a whole part.
-            Default: it trains for itself.
-        fault: How this fit is to fail, for an experiment. Default: not at all.
-        stands_for: Fits of a cohort that it replaces.
+        repeat: Number of earlier fits that the client started from the same version. Each fit has
+            its own randomness.
+        trained: The outcome of this fit in another run. If given, the client does not train again.
+        part: The part of the cohort that the client belongs to. One worker may train a whole part.
+            Default: the client trains alone.
+        fault: The fault to inject in this fit. Default: none.
+        stands_for: Fits of a cohort that this fit replaces.
     """
 
     number: int
@@ -91,7 +91,7 @@ class FitRequest:
     def failure(
         self, reason: str, details: str = "", before_first_step: bool = False
     ) -> "ClientFailure":
-        """Return the outcome of this request if it fails."""
+        """Return the outcome of this request as a failure."""
         round = self.broadcast.round
         return ClientFailure(self.client, round, reason, details, before_first_step, self.number)
 
@@ -108,8 +108,8 @@ class OwnScores(NamedTuple):
 
     Attributes:
         whole: Scores on the whole split.
-        part: Scores on the client's part of the split. It is empty where the client has none.
-        classes: Accuracy per class, if asked for.
+        part: Scores on the client's part of the split. Empty if the client has none.
+        classes: Accuracy per class, if requested.
     """
 
     whole: dict[str, float]
@@ -119,14 +119,14 @@ class OwnScores(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One client's own model, to be scored.
+    """A request to score one client's own model.
 
     Attributes:
         number: It identifies the request.
         client: The client's number.
-        broadcast: The version of the global model that it is scored with. Its round is the last one
-            done.
-        private: The client's private entries. It is empty if the client never trained.
+        broadcast: The version of the global model to score with. Its round is the last completed
+            one.
+        private: The client's private entries. Empty if the client never trained.
         split: The split to score on.
         details: Whether to add the accuracy per class.
     """
@@ -139,7 +139,7 @@ class ScoreRequest:
     details: bool
 
     def failure(self, reason: str, details: str = "") -> "ClientFailure":
-        """Return the outcome of this request if it fails."""
+        """Return the outcome of this request as a failure."""
         return ClientFailure(self.client, self.broadcast.round, reason, details)
 
 
@@ -154,12 +154,12 @@ class ClientContext:
         class_counts: Training samples per class (per label in a multi-label task), int64
             ``(classes,)``.
         global_state: The shared model as received. It must not be changed.
-        received: What the part of the algorithm has broadcast beside it.
-        memory: The client's own notes, plain data. They are kept from one of its rounds to the next
-            and never sent.
+        received: What this part of the algorithm has broadcast in addition to the model.
+        memory: The client's own notes, plain data. They persist between the client's rounds and are
+            never sent.
         extras: What to send with the update: nested dicts of tensors and numbers.
-        metrics: Numbers about this fit, for the log.
-        layout: Names and groups of the entries that travel.
+        metrics: Metrics of this fit, for the log.
+        layout: Names and groups of the shared entries.
     """
 
     id: int
@@ -176,30 +176,30 @@ class ClientContext:
 
 @dataclass
 class ClientUpdate:
-    """The message that a client sends back, which is all that an aggregator sees of it.
+    """The message that a client sends back. An aggregator sees nothing else of the client.
 
     Attributes:
         client: The client's number.
         round: The round that it trained in, counted from 1. It started from version ``round - 1``.
         samples: Number of training samples.
         steps: Optimizer steps taken.
-        class_counts: Training samples per class, int64 ``(classes,)``. It is empty under a secure
-            sum.
+        class_counts: Training samples per class, int64 ``(classes,)``. Empty under secure
+            aggregation.
         state: The shared part of its model.
-        extras: What the client half of the algorithm sends beside it.
-        metrics: Numbers about the fit, for the log.
+        extras: What the client half of the algorithm sends in addition.
+        metrics: Metrics of the fit, for the log.
         bytes_up: Bytes sent, tensors in their own dtype.
         bytes_down: Bytes received.
         seconds: Wall time of the fit.
-        number: Number of the fit in the run. The server takes each fit once.
-        staleness: Aggregations between the version it started from and its arrival. The server sets
-            it, to 0 in a synchronous round.
-        base: The shared state that the client started from. The server sets it. Without staleness
+        number: Number of the fit in the run. The server accepts each fit once.
+        staleness: Aggregations between the version that it started from and its arrival. Set by
+            the server, to 0 in a synchronous round.
+        base: The shared state that the client started from, set by the server. Without staleness,
             it is the global state. It must not be changed.
-        part: The part of the cohort that the client is in. The server sets it.
-        partial: What the clients of the part add to the sums of the round, where a worker has
-            added it up. The last update of the part has it and the others have an empty one. None
-            of them has a state then.
+        part: The part of the cohort that the client belongs to. Set by the server.
+        partial: The partial sum of the part's contributions, if a worker has computed it. The last
+            update of the part carries it and the others have an empty one. None of these updates
+            has a state.
     """
 
     client: int
@@ -223,8 +223,9 @@ class ClientUpdate:
         """Return how the update differs from templates of its tensors, or ``None``.
 
         Args:
-            state: The state, of which keys, shapes and dtypes count.
-            extras: The statistics, likewise, see :meth:`Aggregator.statistics`.
+            state: A state with the expected keys, shapes and dtypes.
+            extras: Statistics with the expected keys, shapes and dtypes, see
+                :meth:`Aggregator.statistics`.
         """
         return mismatch(self.state, state) or mismatch(self.extras, extras, "extras")
 
@@ -232,12 +233,12 @@ class ClientUpdate:
         """Return why this update must not reach the aggregator, or ``None`` if it may.
 
         Args:
-            reads_numbers: Whether every number is looked at: it must be finite.
+            reads_numbers: Whether to check that every number is finite.
         """
         if fault := self._fault_of_numbers():
             return fault
 
-        # Checked last, because it reads every number of the update.
+        # Last, because this check reads every number of the update.
         name = (
             non_finite(self.state) or non_finite(self.extras, "extras") if reads_numbers else None
         )
@@ -249,7 +250,7 @@ class ClientUpdate:
         return None
 
     def _fault_of_numbers(self) -> str | None:
-        """Return what is wrong with the numbers beside the tensors, which the record is made of."""
+        """Return what is wrong with the non-tensor fields, which make up the record."""
         if type(self.samples) is not int or self.samples < 1:
             return f"it claims {self.samples!r} training samples"
         for name in ("steps", "bytes_up", "bytes_down", "seconds"):
@@ -258,15 +259,15 @@ class ClientUpdate:
                 return f"its {name} are {value!r}"
         for name, value in self.metrics.items() if isinstance(self.metrics, dict) else [("", "")]:
             if type(name) is not str or type(value) not in (int, float):
-                return f"its metrics are no numbers: {self.metrics!r}"[:200]
+                return f"its metrics are not numbers: {self.metrics!r}"[:200]
         if not isinstance(self.class_counts, Tensor) or self.class_counts.ndim != 1:
-            return "its class counts are no vector"
+            return "its class counts are not a vector"
         return None
 
     def without_tensors(self) -> "ClientUpdate":
         """Return a copy without tensors, for the record.
 
-        It shares ``metrics``, so that an aggregator can still add the weight that it gives.
+        The copy shares ``metrics``, so an aggregator can still add the client's weight to them.
         """
         return replace(self, state={}, extras={}, base={}, partial=None)
 
@@ -276,11 +277,11 @@ class ClientResult:
     """A finished fit.
 
     Attributes:
-        update: What travels to the server.
-        memory: What the client keeps for its next round: ``model`` (private entries), ``objective``
-            (its notes), ``optimizers``, ``transforms`` (notes by the place of the transform) and,
-            until it is masked, ``held``, where there are any.
-        training: The numbers about the fit that local training alone has led to.
+        update: The message to the server.
+        memory: The client's memory for its next round: ``model`` (private entries), ``objective``
+            (its notes), ``optimizers``, ``transforms`` (notes by the position of the transform)
+            and, until it is masked, ``held``, if any.
+        training: The metrics of local training alone.
     """
 
     update: ClientUpdate
@@ -290,15 +291,15 @@ class ClientResult:
     def fault(self, reads_numbers: bool = True) -> str | None:
         """Return why the update must not reach the aggregator, or ``None`` if it may.
 
-        The argument is that of :meth:`ClientUpdate.fault`. What a worker has added up, it has
-        checked.
+        The argument is that of :meth:`ClientUpdate.fault`. Sums computed by a worker have been
+        checked by that worker.
         """
         if self.update.partial is not None:
             return None
         if fault := self.update.fault(reads_numbers):
             return fault
         if not isinstance(self.memory, dict):
-            return "what it keeps is no dict"
+            return "its memory is not a dict"
         name = non_finite(self.memory.get("model", {}))
         return None if name is None else f"its private entry {name} is not finite"
 
@@ -309,14 +310,14 @@ class ClientFailure:
 
     Attributes:
         client: The client's number.
-        round: The round that it should have trained in.
+        round: The round of the fit.
         reason: The reason on one line.
-        details: The traceback, where there is one.
+        details: The traceback, if any.
         before_first_step: Whether the client's code raised before its first step. If all clients
-            fail in this way, a setting is the reason.
-        number: Number of the fit in the run. The server takes each fit once.
-        steps: Optimizer steps of an update that the client has sent and nobody uses, because it
-            was refused or late. It is 0 where nothing was sent.
+            fail in this way, the settings are to blame.
+        number: Number of the fit in the run. The server accepts each fit once.
+        steps: Optimizer steps of an update that was sent but not used, because it was refused or
+            late. 0 if nothing was sent.
     """
 
     client: int

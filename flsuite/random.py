@@ -1,8 +1,8 @@
 """Seeds as a function of (seed, stream, round, client).
 
-Nothing in flsuite draws from a generator whose state depends on what ran before it. Each use of
-randomness names its stream. A run thus has the same result on every engine, with any number of
-workers, and after a resume from any round.
+Nothing in flsuite draws from a generator whose state depends on earlier calls. Each use of
+randomness names its stream. A run therefore has the same result on every engine, with any number
+of workers, and after a resume from any round.
 """
 
 import os
@@ -19,28 +19,28 @@ def seed_for(seed: int, stream: str, round: int = 0, client: int = 0) -> int:
     Args:
         seed: The run's seed.
         stream: The purpose of the randomness, e.g. ``"cohort"``. Streams are independent.
-        round: The round, counted from 1. 0 is for what happens once.
+        round: The round, counted from 1. 0 means once per run.
         client: The client's number. -1 is the pooled client.
     """
-    # crc32 and not hash(), which differs from process to process. Entropy must not be negative.
+    # crc32 and not hash(), which differs from process to process. Entropy must be non-negative.
     entropy = [seed & (2**63 - 1), zlib.crc32(stream.encode()), round, client + 1]
-    # SeedSequence mixes the entropy, so that neighbouring seeds and rounds are unrelated.
+    # SeedSequence mixes the entropy, so neighboring seeds and rounds are unrelated.
     words = np.random.SeedSequence(entropy).generate_state(2, np.uint32)
     return (int(words[0]) << 31) ^ int(words[1])
 
 
 def numpy_generator(seed: int, stream: str, round: int = 0, client: int = 0) -> np.random.Generator:
-    """Return NumPy's generator with the seed of :func:`seed_for`."""
+    """Return a NumPy generator seeded by :func:`seed_for`."""
     return np.random.default_rng(seed_for(seed, stream, round, client))
 
 
 def torch_generator(seed: int, stream: str, round: int = 0, client: int = 0) -> torch.Generator:
-    """Return torch's generator with the seed of :func:`seed_for`."""
+    """Return a torch generator seeded by :func:`seed_for`."""
     return torch.Generator().manual_seed(seed_for(seed, stream, round, client))
 
 
 def seed_process(seed: int, stream: str, round: int = 0, client: int = 0) -> None:
-    """Seed the global generators before a fit: dropout and third-party code draw from them."""
+    """Seed the global generators before a fit, because dropout and third-party code use them."""
     value = seed_for(seed, stream, round, client)
     seed_cpu(value)
     if torch.cuda.is_initialized():
@@ -48,21 +48,20 @@ def seed_process(seed: int, stream: str, round: int = 0, client: int = 0) -> Non
 
 
 def seed_cpu(value: int) -> None:
-    """Seed the global generators, except those of GPUs."""
+    """Seed the global generators of the CPU only."""
     python_random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    # torch.manual_seed would collect a stack trace for GPUs that are not in use.
+    # torch.manual_seed would collect a stack trace for unused GPUs.
     torch.default_generator.manual_seed(value)
 
 
 def secure_normal(size: int) -> torch.Tensor:
-    """Return standard normal numbers from the operating system, float64 ``(size,)``.
+    """Return standard normal samples from the operating system's randomness, float64 ``(size,)``.
 
-    They are the inverse of the normal distribution at 52 random bits of ``os.urandom``. No seed
-    brings them back.
+    They are the inverse normal CDF of 52 random bits from ``os.urandom``. No seed reproduces them.
     """
     from scipy.special import ndtri
 
     words = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(12)
-    # In the middle of each of 2^52 intervals: neither 0 nor 1, whose inverses are infinite.
+    # Use midpoints of 2^52 intervals to avoid 0 and 1, whose inverses are infinite.
     return torch.from_numpy(np.asarray(ndtri((words + 0.5) * 2.0**-52)))

@@ -1,8 +1,8 @@
 """Arithmetic on state dicts.
 
-A :data:`State` maps names to tensors, as ``module.state_dict()`` returns them. Functions here never
-change their arguments, unless their name ends in an underscore, and never return tensors that alias
-their arguments, unless they say so.
+A :data:`State` maps names to tensors, as ``module.state_dict()`` does. Functions here never change
+their arguments, unless their name ends in an underscore. They never return tensors that alias their
+arguments, unless documented.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,15 +24,15 @@ LayerKind = Literal["linear", "conv2d"]
 
 @dataclass(frozen=True)
 class Layer:
-    """A Linear or Conv2d layer whose parameters travel.
+    """A shared Linear or Conv2d layer.
 
     Attributes:
         name: Prefix of its entries in the state dict, such as ``network.0``.
         kind: ``linear``, with a weight ``(out, in)``, or ``conv2d``, with a weight
             ``(out, in, height, width)``.
         bias: Whether it has a bias ``(out,)``.
-        positions: Columns of the weight per channel of the layer before: ``height * width`` where a
-            linear layer reads a flattened image, else 1. Channels come one after the other.
+        positions: Columns of the weight per channel of the previous layer: ``height * width`` where
+            a linear layer reads a flattened image, else 1. Columns are grouped by channel.
     """
 
     name: str
@@ -53,21 +53,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The part of a model's structure that an aggregator may know.
+    """The part of a model's structure that is visible to an aggregator.
 
     Attributes:
-        parameters: Names of the trainable entries that travel, in the model's order. The other
-            entries of the shared state are buffers.
-        clients: Number of clients, whether they take part or not.
+        parameters: Names of the shared trainable entries, in the model's order. The other shared
+            entries are buffers.
+        clients: Number of registered clients.
         groups: Parameter names of each group that the model declares.
         samples: Training samples of all clients.
-        layers: The Linear and Conv2d layers that travel whole, in the model's order.
-        outside_layers: The modules whose parameters travel and belong to no such layer: the name of
-            each to what it is, such as ``BatchNorm2d``.
-        chain: The same layers if each feeds the next one, through pools, ReLU, dropout and Flatten
-            alone. It is empty for any other model.
-        no_chain: Why there is no chain.
-        buffers: Names of the entries that travel and are no parameters.
+        layers: The Linear and Conv2d layers that are shared as a whole, in the model's order.
+        outside_layers: Modules with shared parameters outside such layers: each name with its type,
+            such as ``BatchNorm2d``.
+        chain: The same layers if each feeds the next one through pools, ReLU, dropout and Flatten
+            only. It is empty for any other model.
+        no_chain: The reason if there is no chain.
+        buffers: Names of the shared entries that are not parameters.
     """
 
     parameters: tuple[str, ...]
@@ -82,13 +82,13 @@ class StateLayout:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name starts with one of the patterns, which may have wildcards."""
+    """Return whether a name starts with one of the patterns, which may contain wildcards."""
     return any(fnmatchcase(name, pattern + "*") for pattern in patterns)
 
 
 def clone(state: Mapping[str, Tensor]) -> State:
-    """Return a snapshot on the CPU, because ``state_dict()`` aliases tensors that keep changing."""
-    # copy=True, because .to() returns the tensor itself if it is on the CPU already.
+    """Return a CPU snapshot. ``state_dict()`` itself aliases tensors that keep changing."""
+    # copy=True, because .to() returns the tensor itself if it is already on the CPU.
     return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
 
@@ -100,7 +100,7 @@ def load_(resident: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
     """
     with torch.no_grad():
         for name, value in source.items():
-            # In place: the optimizer and the model keep referring to these tensors.
+            # In place, because the optimizer and the model hold references to these tensors.
             resident[name].copy_(value)
 
 
@@ -112,7 +112,7 @@ def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> State:
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
     """Return ``a + scale * b`` over the entries of ``b``.
 
-    Other entries of ``a`` are copied.
+    The other entries of ``a`` are copied.
     """
     return {
         name: torch.add(value, b[name], alpha=scale) if name in b else value.clone()
@@ -121,9 +121,9 @@ def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) ->
 
 
 def nbytes(tree: Any) -> int:
-    """Return the bytes of all tensors in nested dicts, lists and tuples.
+    """Return the total bytes of the tensors in nested dicts, lists and tuples.
 
-    A number counts eight.
+    A number counts as eight bytes.
     """
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
@@ -135,7 +135,7 @@ def nbytes(tree: Any) -> int:
 
 
 def non_finite(tree: Any, name: str = "") -> str | None:
-    """Return the name of the first entry of nested data with a NaN or an infinity, or ``None``."""
+    """Return the name of the first entry of nested data with NaN or infinity, or ``None``."""
     if isinstance(tree, Mapping) and _has_finite_sum(tree):
         return None
     if isinstance(tree, Tensor):
@@ -144,15 +144,15 @@ def non_finite(tree: Any, name: str = "") -> str | None:
     if isinstance(tree, (Mapping, list, tuple)):
         names = (non_finite(value, _join(name, key)) for key, value in _items(tree))
         return next((bad for bad in names if bad is not None), None)
-    # inf - inf and NaN - NaN are NaN, which is not equal to 0.
+    # inf - inf and NaN - NaN are both NaN, which does not equal 0.
     return (name or "value") if isinstance(tree, float) and tree - tree != 0.0 else None
 
 
 def _has_finite_sum(state: Mapping[Any, Any]) -> bool:
     """Return whether all entries are tensors whose floats have a finite sum.
 
-    It is several times faster than a look at every number, and never right about a NaN or an
-    infinity by mistake: neither leaves a sum.
+    This is several times faster than checking every number. A finite sum proves that all numbers
+    are finite, because NaN and infinity propagate through a sum.
     """
     if not all(isinstance(value, Tensor) for value in state.values()):
         return False
@@ -168,8 +168,8 @@ def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
 
     Args:
         got: A tensor, a number, or nested dicts of them.
-        expected: The template. The numbers in its tensors do not count.
-        name: The name of ``got`` in the answer.
+        expected: The template. The values of its tensors are ignored.
+        name: The name of ``got`` in the message.
     """
     if isinstance(expected, Mapping):
         faults = (mismatch(got[key], value, _join(name, key)) for key, value in expected.items())
@@ -186,13 +186,13 @@ def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
     if got.dtype != expected.dtype:
         return f"{what} has dtype {got.dtype}; {expected.dtype} is expected"
     if got.layout != expected.layout:
-        # Most functions that read a message know dense tensors alone.
+        # Most functions that read a message support dense tensors only.
         return f"{what} has layout {got.layout}; {expected.layout} is expected"
     return None
 
 
 def mismatch_of_keys(got: Any, expected: Iterable[str], name: str = "") -> str | None:
-    """Return how ``got`` differs from a dict with these keys, or ``None``."""
+    """Return how the keys of ``got`` differ from the expected ones, or ``None``."""
     prefix = f"{name} " if name else ""
     if not isinstance(got, Mapping):
         return f"{name or 'value'} is a {type(got).__name__}; a dict is expected"
@@ -204,19 +204,19 @@ def mismatch_of_keys(got: Any, expected: Iterable[str], name: str = "") -> str |
 
 
 def plain(tree: Any, name: str) -> Any:
-    """Return nested data with NumPy scalars as Python numbers, checked to be readable again.
+    """Return nested data with NumPy scalars as Python numbers, checked to be loadable.
 
-    Checkpoints are loaded with ``weights_only=True``, which reads tensors, numbers, text and the
-    containers of Python, and nothing else.
+    Checkpoints are loaded with ``weights_only=True``, which accepts only tensors, numbers, text and
+    Python containers.
 
     Raises:
-        FlsuiteError: If there is anything else in it. The message names the place.
+        FlsuiteError: If it contains anything else. The message names the place.
     """
     if isinstance(tree, np.generic):
         return plain(tree.item(), name)
-    # The exact type: a subclass, such as an enum's, would need its class to be loaded.
+    # Check the exact type: loading a subclass, such as an enum, would require its class.
     if isinstance(tree, Tensor):
-        return tree.detach()  # a tensor with a graph could not be copied
+        return tree.detach()  # a tensor with a graph cannot be copied
     if tree is None or type(tree) in (bool, int, float, str, bytes):
         return tree
 
@@ -244,28 +244,28 @@ class Sums:
     """Sums of nested data that arrives one client at a time.
 
     Floating-point tensors and numbers are summed in float64. Integer tensors, such as
-    ``num_batches_tracked``, take their maximum, because a sum of counters is not a counter. No more
-    than one client's data is held.
+    ``num_batches_tracked``, take their maximum, because summed counters are meaningless. At most
+    one client's data is held at a time.
 
     Attributes:
-        values: The sums, nested as the data is.
+        values: The sums, nested like the data.
     """
 
     def __init__(self) -> None:
         self.values: Tree = {}
 
     def add(self, tree: Tree, scale: float = 1.0) -> None:
-        """Add one client's data, times ``scale``."""
+        """Add one client's data, multiplied by ``scale``."""
         _add_(self.values, tree, scale)
 
     def merge(self, other: "Sums") -> None:
-        """Add all that other sums have been given."""
+        """Add the values of other sums."""
         _add_(self.values, other.values, 1.0)
 
     @property
     def is_finite(self) -> bool:
-        """Return whether every number that was added is finite."""
-        # Neither a NaN nor an infinity leaves a sum, and float32 cannot overflow float64.
+        """Return whether every added number is finite."""
+        # NaN and infinity propagate through a sum, and summed float32 cannot overflow float64.
         return non_finite(self.values) is None
 
 
@@ -280,17 +280,17 @@ def _add_(sums: Tree, tree: Mapping[str, Any], scale: float) -> None:
         elif name in sums:
             sums[name].add_(value, alpha=scale)
         else:
-            # From zero, so that the first client's numbers round like those of the others.
+            # Start from zero, so the first client's numbers are rounded like the others'.
             sums[name] = torch.zeros_like(value, dtype=torch.float64).add_(value, alpha=scale)
 
 
 def _is_leaf(value: Any) -> bool:
-    # Most are tensors, and to see that something is no mapping takes longer.
+    # Most are tensors, and the Mapping check is slower.
     return isinstance(value, Tensor) or not isinstance(value, Mapping)
 
 
 def mapped(tree: Mapping[str, Any], function: Callable[[Any], Any]) -> Tree:
-    """Return nested data with what a function returns for each tensor and number."""
+    """Return nested data with a function applied to each tensor and number."""
     return {
         name: function(value) if _is_leaf(value) else mapped(value, function)
         for name, value in tree.items()
@@ -298,7 +298,7 @@ def mapped(tree: Mapping[str, Any], function: Callable[[Any], Any]) -> Tree:
 
 
 def template_of(tree: Mapping[str, Any]) -> Tree:
-    """Return nested data whose tensors have a shape and a dtype, and no numbers."""
+    """Return nested data with meta tensors: shapes and dtypes without values."""
 
     def empty(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -309,14 +309,14 @@ def template_of(tree: Mapping[str, Any]) -> Tree:
 
 
 def scaled(tree: Mapping[str, Any], factor: float) -> Tree:
-    """Return nested data times a number, in float64. Integer tensors are passed on as they are."""
+    """Return nested data times a number, in float64. Integer tensors are returned unchanged."""
 
     def times(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf * factor
         if not leaf.is_floating_point():
             return leaf
-        # In place: one copy of a large model less.
+        # In place, to avoid another copy of a large model.
         return leaf.to(torch.float64, copy=True).mul_(factor)
 
     return mapped(tree, times)
@@ -326,7 +326,7 @@ def divided(sums: Mapping[str, Any], by: float) -> Tree:
     """Return sums divided by a number. Integer tensors are copied.
 
     Raises:
-        ZeroDivisionError: If the number is not above zero.
+        ZeroDivisionError: If the divisor is not above zero.
     """
     if by <= 0:
         raise ZeroDivisionError("no weight to average over")
@@ -344,7 +344,7 @@ def mean_of(states: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
     Integer entries take their maximum.
 
     Raises:
-        ZeroDivisionError: If nothing with a weight has been given.
+        ZeroDivisionError: If the total weight is zero.
     """
     sums, total = Sums(), 0.0
     for state, weight in states:
@@ -354,7 +354,7 @@ def mean_of(states: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
 
 
 def wide(state: Mapping[str, Tensor]) -> State:
-    """Return a copy whose floating-point entries are in float64."""
+    """Return a copy with floating-point entries in float64."""
     return {
         name: value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
         for name, value in state.items()
@@ -362,12 +362,12 @@ def wide(state: Mapping[str, Tensor]) -> State:
 
 
 def cast(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
-    """Return the entries of ``like``, in its dtypes and order, with the numbers of ``state``."""
+    """Return the values of ``state`` in the dtypes and order of ``like``, for its entries only."""
     return {name: state[name].to(value.dtype, copy=True) for name, value in like.items()}
 
 
 def flatten_tree(tree: Mapping[str, Any], name: str = "") -> State:
-    """Return the leaves of nested data by their paths, numbers as tensors."""
+    """Return the leaves of nested data by path, with numbers as tensors."""
     flat: State = {}
     for key, value in tree.items():
         path = f"{name}/{key}" if name else str(key)
@@ -379,7 +379,7 @@ def flatten_tree(tree: Mapping[str, Any], name: str = "") -> State:
 
 
 def nested_like(tree: Mapping[str, Any], flat: Mapping[str, Tensor], name: str = "") -> Tree:
-    """Return flat leaves in the shape of nested data, where they have been given."""
+    """Return flat leaves nested like ``tree``, without the leaves that are missing."""
     nested: Tree = {}
     for key, value in tree.items():
         path = f"{name}/{key}" if name else str(key)

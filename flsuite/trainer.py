@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 
 from flsuite.aggregators import Aggregator, FedAvg, Rule
-from flsuite.aggregators.part import Named
 from flsuite.aggregators.transforms import Transform
 from flsuite.attacks import Attack
 from flsuite.attacks.compose import with_attack
@@ -20,36 +18,44 @@ from flsuite.callbacks.defaults import moved_into, with_defaults, with_task_matr
 from flsuite.client.entries import BatchNorm
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
-from flsuite.client.setup import WorkerSetup, client_arguments
+from flsuite.client.precision import resolve_precision
+from flsuite.client.setup import client_arguments
 from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine, InProcess
-from flsuite.errors import FlsuiteError
 from flsuite.exchange import SecureAggregation
-from flsuite.messages import Split
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.options import Budget, RunOptions
-from flsuite.runs.predictions import predict
-from flsuite.runs.preparation import make_evaluator, make_federation, make_ready
+from flsuite.runs.preparation import (
+    compressed,
+    make_evaluator,
+    make_federation,
+    make_ready,
+    use_precision,
+    worker_setup,
+)
 from flsuite.runs.reuse import Reuse
 from flsuite.runs.run import Run
+from flsuite.runs.scoring import ScoringTrainer
 from flsuite.runs.session import opened, started
 from flsuite.runs.settings import run_settings
-from flsuite.runs.summary import print_scores
 from flsuite.schedules import Schedule, Synchronous
-from flsuite.server.evaluation import GLOBAL
 from flsuite.server.federation import Federation
 
 log = logging.getLogger("flsuite")
 
 
-class FederatedTrainer(Trainer):
+class FederatedTrainer(ScoringTrainer):
     """Runs a federation.
 
     Every further argument is one of :class:`lightning.pytorch.Trainer` and holds for each client's
     fit, with its usual meaning. ``max_epochs`` counts local epochs. Loggers belong to the
     federation. A callback may have the federation's hooks
     (:class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
+
+    A ``round`` is what an epoch is to Lightning's Trainer, whose ``current_epoch`` and
+    ``checkpoint_callback`` are not used. ``run_dir`` has ``checkpoints/model.ckpt``, the global
+    model for ``load_from_checkpoint``. Scores are in :attr:`callback_metrics` and :attr:`results`.
 
     Args:
         rounds: Rounds of the federation. Default: 10, or no limit where another one is given.
@@ -78,6 +84,8 @@ class FederatedTrainer(Trainer):
             for training, so that aggregators are compared on the same ones.
         enable_checkpointing: Whether to write the run's folder. ``False`` leaves nothing on disk.
         enable_progress_bar: Whether to show the federation's progress and the final table.
+        precision: As in Lightning, or ``auto``: ``bf16-mixed`` if the device has instructions for
+            it, else ``32-true``. A resumed run keeps the one that it began with.
         buffers: The older name of ``batchnorm``, which it replaces if it is given.
     """
 
@@ -108,6 +116,7 @@ class FederatedTrainer(Trainer):
         callbacks: list[Callback] | Callback | None = None,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
+        precision: int | str | None = None,
         buffers: BatchNorm | None = None,
         **kwargs: Any,
     ) -> None:
@@ -115,6 +124,8 @@ class FederatedTrainer(Trainer):
         if buffers is not None:
             log.warning("trainer.buffers is the older name of trainer.batchnorm; use that")
             batchnorm = buffers
+        self.precision_request = precision
+        kwargs["precision"], _ = resolve_precision(precision, kwargs)
         self.client_kwargs = client_arguments({**kwargs, "max_epochs": max_epochs})
         kwargs["default_root_dir"] = kwargs.get("default_root_dir") or run_dir
         self._logs_into_run = logger is True and kwargs["default_root_dir"] is None
@@ -134,7 +145,7 @@ class FederatedTrainer(Trainer):
         self.aggregator, self.schedule = aggregator or FedAvg(), schedule or Synchronous()
         self.engine = engine or InProcess()
         self.compression, self.secure_sum, self.attack = compression, secure_sum, attack
-        self.run_dir, self.writes = Path(run_dir) if run_dir else None, enable_checkpointing
+        self._run_dir, self.writes = Path(run_dir) if run_dir else None, enable_checkpointing
         self.keep_updates, self.from_updates = keep_updates, from_updates
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
@@ -150,7 +161,6 @@ class FederatedTrainer(Trainer):
             show=bool(enable_progress_bar),
         )
         self.config: str | None = None
-        self.run: Run | None = None
 
     def fit(  # type: ignore[override]
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
@@ -167,7 +177,7 @@ class FederatedTrainer(Trainer):
             FederationError: If a round fails. The run's folder keeps the state before it.
         """
         run = self.prepare(model, datamodule, ckpt_path)
-        with opened(run, ckpt_path), started(run, self.engine, self.worker_setup(run)):
+        with opened(run, ckpt_path), started(run, self.engine, worker_setup(self, run)):
             clock = run.federation.clock
             while not run.finished:
                 # 1. Who starts training now, from the current version of the global model.
@@ -182,51 +192,6 @@ class FederatedTrainer(Trainer):
                 run.evaluate()
                 run.record()
                 run.save()
-
-    def validate(  # type: ignore[override]
-        self,
-        model: LightningModule | None = None,
-        datamodule: LightningDataModule | None = None,
-        ckpt_path: str | None = None,
-    ) -> list[dict[str, float]]:
-        """Score on validation data, with the arguments of :meth:`test`."""
-        return self._scored("val", model, datamodule, ckpt_path)
-
-    def test(  # type: ignore[override]
-        self,
-        model: LightningModule | None = None,
-        datamodule: LightningDataModule | None = None,
-        ckpt_path: str | None = None,
-    ) -> list[dict[str, float]]:
-        """Score on test data.
-
-        Args:
-            model: Not needed after a fit.
-            datamodule: Not needed after a fit.
-            ckpt_path: ``last``, ``best`` (the round picked on validation data) or a path. It
-                replaces the state in memory. Default: that state after a fit, else ``last``.
-
-        Returns:
-            The global scores, then one dict per client.
-        """
-        return self._scored("test", model, datamodule, ckpt_path)
-
-    def predict(  # type: ignore[override]
-        self,
-        model: LightningModule | None = None,
-        datamodule: LightningDataModule | None = None,
-        ckpt_path: str | None = None,
-    ) -> torch.Tensor:
-        """Return class probabilities on the test split, ``(n, classes)``, and write them to a file.
-
-        They are the global model's, or the mean over clients where each has a model of its own. A
-        model's pictures are written beside ``predictions.csv``. For arguments see :meth:`test`.
-        """
-        run = self._restored(model, datamodule, ckpt_path)
-        probabilities, paths = predict(run.federation, run.evaluator, run.folder.path)
-        if run.options.show and paths:
-            print(f"predictions of round {run.round}: {', '.join(map(str, paths))}")
-        return probabilities
 
     @property
     def federation(self) -> Federation | None:
@@ -249,10 +214,12 @@ class FederatedTrainer(Trainer):
             FlsuiteError: If the request cannot be met.
         """
         options, seed = self.options, self.options.seed
-        aggregator = self._aggregator()
+        aggregator = compressed(self.aggregator, self.compression)
         name = f"{type(datamodule).__name__}-{aggregator.name}".lower()
-        folder = RunFolder((self.run_dir or new_run_dir(name, seed)) if self.writes else None)
-        is_restored = folder.find_checkpoint(ckpt_path) is not None
+        folder = RunFolder((self._run_dir or new_run_dir(name, seed)) if self.writes else None)
+        checkpoint = folder.find_checkpoint(ckpt_path)
+        use_precision(self, checkpoint)
+        is_restored = checkpoint is not None
         data, weights = make_ready(model, datamodule, self, options, is_restored, self.attack)
         self.loggers = moved_into(folder.path if self._logs_into_run else None, self.loggers)
 
@@ -275,74 +242,6 @@ class FederatedTrainer(Trainer):
         self.run = Run(
             federation, evaluator, folder, options, settings, config, hooks, self.loggers, reuse
         )
-        self._model, self._datamodule = model, datamodule
+        self.strategy.connect(model)
+        self.datamodule, self._scores = datamodule, {}
         return self.run
-
-    def worker_setup(self, run: Run) -> WorkerSetup:
-        """Return what a worker needs to train any client of the run."""
-        federation, options = run.federation, run.options
-        reads_updates = run.callbacks.read_updates or self.keep_updates
-        may_sum = federation.uplink.sums_parts and not self.schedule.declarations.is_asynchronous
-        return WorkerSetup(
-            model=run.evaluator.model,
-            data=federation.data,
-            aggregator=federation.aggregator,
-            uplink=federation.uplink,
-            layout=federation.server.layout,
-            seed=options.seed,
-            initial=federation.initial,
-            trainer_kwargs=self.client_kwargs,
-            batchnorm=options.batchnorm,
-            keep_optimizers=options.keep_optimizers,
-            channels_last=options.channels_last,
-            lr_decay=options.lr_decay,
-            sums_parts=may_sum and not reads_updates,
-            attack=self.attack,
-        )
-
-    def _aggregator(self) -> Aggregator:
-        """Return the algorithm with its compression."""
-        chosen = self.aggregator
-        aggregator = Aggregator(chosen) if isinstance(chosen, Rule) else chosen
-        if self.compression is None:
-            return aggregator
-        transforms = [*aggregator.transforms, self.compression]
-        given = Named("trainer.compression", self.compression)
-        return aggregator.with_parts(given, transforms=transforms)
-
-    def _restored(
-        self,
-        model: LightningModule | None,
-        datamodule: LightningDataModule | None,
-        ckpt_path: str | None,
-    ) -> Run:
-        """Return the run in the state that a request for scores means."""
-        run = self.run
-        if run is None:
-            if model is None or datamodule is None:
-                raise FlsuiteError("nothing has been fitted yet: pass model, datamodule, ckpt_path")
-            if self.run_dir is None and ckpt_path not in (None, "last", "best"):
-                self.run_dir = Path(str(ckpt_path)).parent.parent
-            run = self.prepare(model, datamodule, ckpt_path or "last")
-        elif model not in (None, self._model) or datamodule not in (None, self._datamodule):
-            raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer")
-        elif ckpt_path is None and run.round:
-            return run
-        checkpoint = run.folder.find_checkpoint(ckpt_path or "last")
-        if checkpoint is None:
-            raise FlsuiteError(
-                f"there is no checkpoint in {run.folder.checkpoints}: fit first, or name one with "
-                "ckpt_path"
-            )
-        run.store.restore(checkpoint, to_train=False)
-        return run
-
-    def _scored(self, split: Split, *request: Any) -> list[dict[str, float]]:
-        run = self._restored(*request)
-        clients = range(run.federation.data.clients)
-        scores = run.evaluator.scores(run.federation, split, clients, details=True)
-        if not scores:
-            raise FlsuiteError("there is no validation data: set data.val_fraction above 0")
-        if run.options.show:
-            print_scores(scores, split, run.round)
-        return [scores[GLOBAL], *(row for scope, row in scores.items() if scope != GLOBAL)]

@@ -17,6 +17,9 @@ from flsuite.schedules import Clock, Fit, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.callbacks.wandb_server import WandbServer
 
+# The child processes of a test would start one thread per core each, beside the other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Modules of helpers whose asserts explain themselves like those of a test.
 pytest.register_assert_rewrite(
     "tests.aggregators.federations",

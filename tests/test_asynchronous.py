@@ -359,12 +359,12 @@ def test_a_run_can_be_extended_and_a_missing_version_is_named(tmp_path: Path) ->
 )
 def test_rules_that_merge_whole_models_need_the_current_version(rule: Rule) -> None:
     name = type(rule).__name__
-    with pytest.raises(FlsuiteError, match=rf"{name} needs current models, and Asyn.*FedBuff"):
+    with pytest.raises(FlsuiteError, match=rf"{name} needs current models, but Asyn.*FedBuff"):
         fitted(rule, stragglers())
 
 
 def test_a_pooled_fit_is_no_client_that_could_be_late() -> None:
-    with pytest.raises(FlsuiteError, match="Asynchronous needs clients, and Centralized trains"):
+    with pytest.raises(FlsuiteError, match="Asynchronous needs clients, but Centralized trains"):
         fitted(Centralized(), stragglers())
 
 
@@ -449,7 +449,7 @@ def test_a_pooled_fit_counts_as_its_cohort_and_has_no_virtual_time() -> None:
     made = trainer(aggregator=Centralized(), max_client_updates=20)
     made.fit(classifier(), digits(clients=5))
     assert made.round == 4 and made.federation.clock.client_updates == 20
-    with pytest.raises(FlsuiteError, match="Synchronous needs clients, and Centralized"):
+    with pytest.raises(FlsuiteError, match="Synchronous needs clients, but Centralized"):
         fitted(Centralized(), Synchronous(speeds=Stragglers()))
 
 

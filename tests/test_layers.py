@@ -27,7 +27,7 @@ LAYERS = (  # from the top to the ground floor; a file imports its own layer and
     ("lightning_internals",),
     ("messages",),
     ("state",),
-    ("arguments", "random", "files"),
+    ("arguments", "random", "files", "score_names"),
     ("errors",),
 )
 FLOOR = {name: floor for floor, names in enumerate(reversed(LAYERS)) for name in names}
@@ -104,6 +104,7 @@ def test_the_root_holds_the_trainer_and_the_ground_floor() -> None:
         "lightning_internals",
         "messages",
         "random",
+        "score_names",
         "state",
     }
     assert {path.stem for path in PACKAGE.glob("*.py")} <= {"__init__", "trainer", *floor}

@@ -150,7 +150,7 @@ KFAC = ["--trainer.aggregator", "FedFisher"]
         ([*KFAC, "--trainer.compression", "Quantize"], "set trainer.compression to LowRank"),
         (
             ["--trainer.compression", "LowRank"],
-            "LowRank needs matrices, and Mean sends none; .*set trainer.compression to Quantize",
+            "LowRank needs matrices, but Mean sends none; .*set trainer.compression to Quantize",
         ),
         (["--trainer.aggregator", "RegMean"], "data.server_samples"),
         ([*KFAC, "--trainer.aggregator.solver", "newton"], "newton"),

@@ -319,3 +319,15 @@ def test_natural_clients_by_a_field() -> None:
     made.fit(Reader(), sentences(partition=Natural(), clients=3, ids="topic"))
     counts = made.federation.data
     assert [int((counts.class_counts(c) > 0).sum()) for c in range(3)] == [1, 1, 1]
+
+
+# What a run shows of itself
+
+
+def test_a_run_shows_the_scores_of_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    fitted("regression", enable_progress_bar=True)
+    out, err = capsys.readouterr()
+    assert all("val/r2" in line and "test/r2" in line for line in err.splitlines())
+    rows = [line.split("│")[1].strip() for line in out.splitlines() if "│" in line]
+    assert rows[:3] == ["global r2", "global mae", "clients' r2, mean/worst"]
+    assert "spread" not in out

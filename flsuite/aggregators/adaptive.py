@@ -1,12 +1,12 @@
-"""Server optimizers: the clients' mean change is a pseudo-gradient.
+"""FedAvgM and FedOpt: a server optimizer with the mean change as pseudo-gradient.
 
 FedAvgM: Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distribution for Federated
 Visual Classification, arXiv:1909.06335, section 4.3. FedAdagrad, FedYogi, FedAdam: Reddi et al.
 2021, Adaptive Federated Optimization, arXiv:2003.00295, algorithm 2.
 
-Under an asynchronous schedule late changes act like momentum: with long delays, lower the momentum
-or ``beta1``. The adaptive methods divide by the size of recent changes, so that damping which all
-changes share cancels from the step: with long delays, lower ``lr``.
+Under an asynchronous schedule, late changes act like momentum: with long delays, lower the momentum
+or ``beta1``. The adaptive methods divide by the size of recent changes, so damping that is common
+to all changes cancels out of the step: with long delays, lower ``lr``.
 """
 
 from collections.abc import Callable
@@ -26,23 +26,23 @@ class FedAvgM(FedAvg):
     Args:
         lr: The server's learning rate. With 1 and momentum 0 this is FedAvg.
         momentum: In [0, 1).
-        parts: As for FedAvg.
+        kwargs: See FedAvg.
     """
 
-    def __init__(self, lr: PositiveFloat = 1.0, momentum: BelowOne = 0.9, **parts: Any) -> None:
+    def __init__(self, lr: PositiveFloat = 1.0, momentum: BelowOne = 0.9, **kwargs: Any) -> None:
         self.lr, self.momentum = lr, momentum
-        super().__init__(server_optimizer=partial(SGD, lr=lr, momentum=momentum), **parts)
+        super().__init__(server_optimizer=partial(SGD, lr=lr, momentum=momentum), **kwargs)
 
 
 class _FedOpt(FedAvg):
-    """FedAvg with one of the adaptive optimizers on the server.
+    """FedAvg with an adaptive optimizer on the server.
 
     Args:
         lr: The server's learning rate, eta.
         beta1: Decay of the first moment, in [0, 1).
         beta2: Decay of the second moment, in [0, 1).
-        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
-        parts: As for FedAvg.
+        tau: Adaptivity, above 0. A larger value is closer to plain momentum.
+        kwargs: See FedAvg.
     """
 
     _step: ClassVar[Callable[..., Optimizer]]
@@ -53,11 +53,11 @@ class _FedOpt(FedAvg):
         beta1: BelowOne = 0.9,
         beta2: BelowOne = 0.99,
         tau: PositiveFloat = 1e-3,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.lr, self.beta1, self.beta2, self.tau = lr, beta1, beta2, tau
         step = partial(type(self)._step, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
-        super().__init__(server_optimizer=step, **parts)
+        super().__init__(server_optimizer=step, **kwargs)
 
 
 class FedAdam(_FedOpt):
@@ -78,8 +78,8 @@ class FedAdagrad(FedAvg):
     Args:
         lr: The server's learning rate, eta.
         beta1: Decay of the first moment, in [0, 1).
-        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
-        parts: As for FedAvg.
+        tau: Adaptivity, above 0. A larger value is closer to plain momentum.
+        kwargs: See FedAvg.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class FedAdagrad(FedAvg):
         lr: PositiveFloat = 0.1,
         beta1: BelowOne = 0.0,
         tau: PositiveFloat = 1e-3,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.lr, self.beta1, self.tau = lr, beta1, tau
         step = partial(AdaptiveAdagrad, lr=lr, beta1=beta1, tau=tau)
-        super().__init__(server_optimizer=step, **parts)
+        super().__init__(server_optimizer=step, **kwargs)

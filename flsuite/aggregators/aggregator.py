@@ -3,10 +3,10 @@
 With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and staleness ``t_k``::
 
     client   train  F_k(w) + objective                      -> D_k, s_k
-    client   D_k <- T_n(... T_1(D_k))                       transforms, in their order
-    server   D_k <- T_1^-1(... T_n^-1(D_k))                 undone, in reverse
-    server   D   <- rule({D_k, p_k, s_k})                   a weighted sum, or one over the cohort
-    server   D   <- transforms of the aggregate             noise, for example
+    client   D_k <- T_n(... T_1(D_k))                       transforms, in order
+    server   D_k <- T_1^-1(... T_n^-1(D_k))                 undone, in reverse order
+    server   D   <- rule({D_k, p_k, s_k})                   a weighted sum, or a rule over the
+    cohort server   D   <- transforms of the aggregate             noise, for example
     server   w   <- server_optimizer(w, D)
 """
 
@@ -40,25 +40,25 @@ from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
 
 
 class Aggregator:
-    """A federated algorithm, made of four parts. Each of them may be left out.
+    """A federated algorithm, made of four optional parts.
 
-    It is settings alone. What it keeps from round to round lies in :class:`Server`.
+    It contains only settings. Its state between rounds is in :class:`Server`.
 
     Args:
-        rule: How the updates of a round become one model. Default: their mean by samples.
-        objective: What clients minimise beside their own loss. Default: nothing.
-        transforms: What happens to a client's change on its way, in this order.
-        server_optimizer: Any optimizer of torch, whose gradient is the negative change. Its state
-            is in the checkpoint. Default: the server takes the rule's model.
-        private: Prefixes of the entries that stay with the clients, beside those that the model
-            declares.
+        rule: How the updates of a round become one model. Default: their mean, weighted by samples.
+        objective: A term that clients minimize in addition to their own loss. Default: none.
+        transforms: Transforms of a client's change on its way to the server, in this order.
+        server_optimizer: Any torch optimizer. Its gradient is the negative change. Its state is in
+            the checkpoint. Default: the rule's model becomes the global model.
+        private: Prefixes of entries that stay with the clients, in addition to the model's own
+            declaration.
 
     Raises:
-        FlsuiteError: If a part is of another kind.
+        FlsuiteError: If a part has the wrong type.
     """
 
     pools: ClassVar[bool] = False
-    """Whether one fit on the samples of all clients replaces those of a cohort."""
+    """Whether one fit on the samples of all clients replaces the fits of a cohort."""
     _given: tuple[Named, ...] = ()  # parts set by other keys of the run, such as trainer.attack
 
     def __init__(
@@ -84,7 +84,7 @@ class Aggregator:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # An override would silently miss workers' sums and secure aggregation.
+        # An override would silently be ignored by workers' partial sums and secure aggregation.
         if own := sorted({"aggregate", "contribution"} & vars(cls).keys()):
             raise FlsuiteError(
                 f"{cls.__name__} overrides Aggregator.{own[0]}; write a LinearRule or a "
@@ -93,32 +93,32 @@ class Aggregator:
 
     @property
     def name(self) -> str:
-        """Return the name of the preset, or of the rule if there is no preset."""
+        """Return the name of the preset, or of the rule if this is not a preset."""
         return Named("", self.rule).name if type(self) is Aggregator else type(self).__name__
 
     def described(self) -> dict[str, Any]:
-        """Return the arguments that a config can set, as a run's settings have them.
+        """Return the arguments that a config can set, as recorded in a run's settings.
 
-        What a preset sets itself is not one of them. A preset that adds to an argument keeps what
-        it was given with an underscore before its name.
+        Values set by a preset itself are excluded. If a preset extends an argument, the original
+        value is in an attribute with a leading underscore.
         """
         cls: Any = type(self)
         names = (name for name in _settable(cls) if hasattr(self, name))
         return {name: vars(self).get(f"_{name}", getattr(self, name)) for name in names}
 
     def with_parts(self, given: Named, **parts: Any) -> "Aggregator":
-        """Return a copy with other parts, by their names.
+        """Return a copy with some parts replaced, by name.
 
         Args:
-            given: The part of the run that asks for them, such as an attack.
-            parts: The other parts.
+            given: The part of the run that requests them, such as an attack.
+            parts: The new parts.
         """
         new = copy.copy(self)
         vars(new).update(parts, _given=(*self._given, given))
         return new
 
-    def parts(self) -> list[Named]:
-        """Return the parts with the keys of a config that name them."""
+    def named_parts(self) -> list[Named]:
+        """Return the parts with their config keys."""
         key = "trainer.aggregator"
         named = [Named(key, self), Named(f"{key}.rule", self.rule)]
         named.append(Named(f"{key}.objective", self.objective))
@@ -127,10 +127,10 @@ class Aggregator:
         return [*named, *(Named(f"{key}.transforms", part) for part in own), *self._given]
 
     def prepare(self, server: Server) -> None:
-        """Refuse a model or a server on which a part cannot work.
+        """Refuse a model or a server that a part cannot work with.
 
         Raises:
-            FlsuiteError: If there is one.
+            FlsuiteError: If a part cannot work with it.
         """
         parts: dict[str, Part] = {"rule": self.rule, "objective": self.objective}
         for name, part in (parts | self._placed()).items():
@@ -154,11 +154,11 @@ class Aggregator:
 
         Args:
             update: The update, as the server reads it.
-            layout: Names and groups of the entries that travel.
-            own: Names of the rule's statistics, which its terms read. The others are summed.
+            layout: Names and groups of the shared entries.
+            own: Names of the rule's own statistics, which its terms read. The others are summed.
 
         Raises:
-            FlsuiteError: If the rule gives the client a weight that is none.
+            FlsuiteError: If the rule gives the client an invalid weight.
         """
         weight = self.rule.weight(update)
         if not (isinstance(weight, Real) and 0 <= weight < math.inf):
@@ -187,9 +187,9 @@ class Aggregator:
         """Return the next global state.
 
         Args:
-            server: What the server knows.
-            updates: The checked updates, in a fixed order. The iterator can be consumed once. For
-                a linear rule they may be partial sums.
+            server: The server's view of the round.
+            updates: The checked updates, in a fixed order. The iterator can be consumed once. For a
+                linear rule, they may be partial sums.
 
         Raises:
             FederationError: If there are too few updates for the rule.
@@ -199,7 +199,7 @@ class Aggregator:
         contribution = partial(self.contribution, layout=server.layout, own=own)
         if isinstance(rule, LinearRule):
             sums, seen = sum_by_parts(rule, server, updates, contribution)
-            # They are empty in a round without clients.
+            # The sums are empty in a round without clients.
             model = rule.result(server.of("rule"), sums["rule"], seen) if sums else server.state
         else:
             assert isinstance(rule, CohortRule)
@@ -224,14 +224,14 @@ class Aggregator:
 
 
 def _incomplete(model: Any, state: State) -> str | None:
-    """Return why the model of a rule cannot be the next one, or ``None`` if it can."""
+    """Return why a rule's model cannot become the next global model, or ``None`` if it can."""
     if not isinstance(model, Mapping):
-        return f"it is a {type(model).__name__}, and no dict of tensors"
+        return f"it is a {type(model).__name__}, not a dict of tensors"
     missing = [name for name in state if name not in model]
     return f"it has no {missing[0]}" if missing else None
 
 
 @cache
 def _settable(cls: type) -> list[str]:
-    """Return the names of the arguments that a class takes from a config."""
+    """Return the names of the arguments that a config can set for a class."""
     return ArgumentParser().add_class_arguments(cls, fail_untyped=False)

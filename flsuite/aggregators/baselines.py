@@ -4,7 +4,7 @@ from flsuite.aggregators.aggregator import Aggregator
 
 
 class LocalOnly(Aggregator):
-    """The lower baseline: every entry is private, so that every client trains alone."""
+    """The lower baseline: every entry is private, so each client trains alone."""
 
     def __init__(self) -> None:
         super().__init__(private=["*"])
@@ -13,12 +13,12 @@ class LocalOnly(Aggregator):
 class Centralized(Aggregator):
     """The upper baseline: one client with the training samples of all clients.
 
-    In each round one fit replaces those of the cohort. It draws batches from the union of all
-    clients' training samples, and takes as many steps as the cohort together.
+    In each round, one fit replaces the fits of the cohort. It draws batches from the union of all
+    clients' training samples, and takes as many steps as the cohort does in total.
     """
 
     pools = True
-    withholds = {"clients": "trains on pooled data, so that there are no clients"}
+    withholds = {"clients": "trains on pooled data, without clients"}
 
     def __init__(self) -> None:
         super().__init__()

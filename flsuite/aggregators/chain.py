@@ -1,4 +1,4 @@
-"""The transforms of an algorithm in their order, from a trained model to what is sent and back."""
+"""The chain of transforms between a trained model and the message that is sent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,16 +14,16 @@ from flsuite.state import State, Tree, mismatch, mismatch_of_keys, nbytes, templ
 
 
 class Chain:
-    """The way of an update from the client to the server.
+    """Packs updates on the client and unpacks them on the server.
 
     Args:
-        transforms: The transforms, in their order.
-        parameters: Names of the entries that are parameters. The others pass by.
+        transforms: The transforms, in order.
+        parameters: Names of the entries that are parameters. The others bypass the transforms.
         state: The shared state, as a template.
-        statistics: What clients send beside it.
+        statistics: What clients send in addition to the state.
 
     Attributes:
-        packs: Whether the change travels as a code. Otherwise the model itself does.
+        packs: Whether the change is sent as a code. Otherwise the model itself is sent.
         added: Templates of the statistics that transforms add.
         bytes_up: The largest number of bytes of an update.
     """
@@ -43,14 +43,14 @@ class Chain:
         own = template_of({name: statistic.template for name, statistic in statistics.items()})
         psd = frozenset(name for name, statistic in statistics.items() if statistic.is_psd)
 
-        # What each transform is given, and what the last one returns.
+        # The input of each transform, and the output of the last one.
         self._templates = [Payload(change, own, psd)]
         for transform in self.transforms:
             self._templates.append(transform.template(self._templates[-1]))
         self._last = self._templates[-1]
         self.added: Tree = {}
         for old, new in pairwise(self._templates):
-            if new.change is old.change:  # a codec packs the statistics, and adds none
+            if new.change is old.change:  # a codec packs the statistics but adds none
                 self.added |= {k: v for k, v in new.statistics.items() if k not in old.statistics}
 
         self.packs = self._last.change is not change
@@ -64,10 +64,10 @@ class Chain:
         """Return a client's update as it is sent.
 
         Args:
-            update: The update, whole.
+            update: The complete update.
             base: The global state that the client started from.
             fit: The fit. Each transform sees its own part of ``received``.
-            notes: The notes of each transform, by its place. They may be changed.
+            notes: The notes of each transform, by its position. They may be changed.
 
         Raises:
             ValueError: If a number is not finite.
@@ -94,7 +94,7 @@ class Chain:
         """Return an update as the server reads it.
 
         Raises:
-            ValueError: If it cannot be read. The text says why.
+            ValueError: If it cannot be read. The message says why.
         """
         if fault := self._fault(update):
             raise ValueError(fault)
@@ -115,9 +115,9 @@ class Chain:
         return replace(update, state=state, extras=payload.statistics)
 
     def _moved(self, sent: State, base: State, before: Any, change: State, is_sent: bool) -> State:
-        """Return ``base + change``, in float64, or in the dtypes of the state if it is sent.
+        """Return ``base + change``, in float64, or in the state's dtypes if ``is_sent``.
 
-        A parameter whose change no transform has touched is passed on as it is.
+        A parameter whose change no transform has touched is returned unchanged.
         """
         moved = dict(sent)
         for name in self._names:
@@ -128,7 +128,7 @@ class Chain:
         return {name: moved[name] for name in self._state}
 
     def _fault(self, update: ClientUpdate) -> str | None:
-        """Return why a message is not one of this chain, before any transform reads it."""
+        """Return why a message does not fit this chain, before any transform reads it."""
         if not self.packs:
             return update.mismatch(self._state, self._last.statistics)
         keys = ("change", "statistics")

@@ -13,19 +13,20 @@ from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius,
 
 
 class DPFedAvg(Aggregator):
-    """FedAvg of all clients alike, with a :class:`~flsuite.aggregators.GaussianMechanism`.
+    """FedAvg with uniform weights and a :class:`~flsuite.aggregators.GaussianMechanism`.
 
     Args:
-        clip: Largest L2 norm of a client's change. With ``quantile`` it is the first one.
-        noise_multiplier: Deviation of the noise, in multiples of ``clip``.
-        target_epsilon: Epsilon after ``trainer.rounds``. It sets the noise multiplier.
+        clip: Largest L2 norm of a client's change. With ``quantile``, it is the initial value.
+        noise_multiplier: Standard deviation of the noise, in multiples of ``clip``.
+        target_epsilon: Epsilon after ``trainer.rounds``. It determines the noise multiplier.
         delta: Delta of the guarantee. Default: ``clients ** -1.1``.
-        quantile: Share of the clients whose change is to stay whole. Default: ``clip`` is fixed.
+        quantile: Target fraction of clients whose change is not clipped. Default: ``clip`` is
+            fixed.
         clip_lr: Learning rate of the adaptive clip.
-        count_noise: Deviation of the noise on the number of whole changes.
-        secure_rng: Whether noise comes from the operating system. Such a run cannot be repeated.
-        transforms: What happens to a change before it is clipped.
-        parts: As for :class:`~flsuite.aggregators.Aggregator`.
+        count_noise: Standard deviation of the noise on the number of unclipped changes.
+        secure_rng: Draw the noise from the operating system. Such a run cannot be reproduced.
+        transforms: Transforms of a change before it is clipped.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class DPFedAvg(Aggregator):
         count_noise: NonNegativeFloat | None = None,
         secure_rng: bool = False,
         transforms: list[Transform] | None = None,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         noise = noise_multiplier, target_epsilon, delta
         mechanism = GaussianMechanism(clip, *noise, quantile, clip_lr, count_noise, secure_rng)
         vars(self).update(vars(mechanism), _transforms=transforms or [])
-        super().__init__(rule=Mean("uniform"), transforms=[*(transforms or ()), mechanism], **parts)
+        super().__init__(
+            rule=Mean("uniform"), transforms=[*(transforms or ()), mechanism], **kwargs
+        )

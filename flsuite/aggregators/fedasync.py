@@ -14,16 +14,17 @@ from flsuite.arguments import Fraction
 class FedAsync(Aggregator):
     """The server mixes each client's model into the global one as soon as it arrives.
 
-    It is :class:`~flsuite.aggregators.Mixing`. With the objective
-    :class:`~flsuite.aggregators.Proximal` clients have the paper's proximal term.
+    This is the rule :class:`~flsuite.aggregators.Mixing`. Add the objective
+    :class:`~flsuite.aggregators.Proximal` for the paper's proximal term.
 
     Args:
-        mixing: The mixing rate, in (0, 1]. Times the weight of a fresh update it must be at most 1.
+        mixing: The mixing rate, in (0, 1]. Multiplied by the weight of a fresh update, it must be
+            at most 1.
         staleness: The weight ``s(tau)`` of an update of staleness ``tau``. Default: the paper's
             polynomial with power 0.5.
-        weighting: With ``uniform``, all updates count alike. With ``samples``, the rate per update
-            is about ``mixing`` divided by the number of clients.
-        parts: As for :class:`~flsuite.aggregators.Aggregator`.
+        weighting: With ``uniform``, all updates count equally. With ``samples``, the rate per
+            update is about ``mixing`` divided by the number of clients.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class FedAsync(Aggregator):
         mixing: Fraction = 0.5,
         staleness: StalenessName | Staleness = "polynomial",
         weighting: Weighting = "uniform",
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.mixing, self.staleness, self.weighting = mixing, staleness, weighting
-        super().__init__(rule=Mixing(mixing, staleness, weighting), **parts)
+        super().__init__(rule=Mixing(mixing, staleness, weighting), **kwargs)

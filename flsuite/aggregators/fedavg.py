@@ -15,11 +15,11 @@ class FedAvg(Aggregator):
     """The mean of the clients' models.
 
     Args:
-        weighting: ``samples`` weights a client by its number of training samples, as the paper
-            does. ``uniform`` is the plain mean.
-        staleness: The weight of a client that is late, under an asynchronous schedule.
-        rule: Another rule in place of the mean. It has a weighting of its own.
-        parts: As for :class:`~flsuite.aggregators.Aggregator`.
+        weighting: ``samples`` weights a client by its number of training samples, as in the paper.
+            ``uniform`` is the plain mean.
+        staleness: The weight of a late client, under an asynchronous schedule.
+        rule: Another rule instead of the mean. It has its own weighting.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
     _weighting: ClassVar[Weighting] = "samples"  # the default
@@ -29,13 +29,13 @@ class FedAvg(Aggregator):
         weighting: Weighting = "samples",
         staleness: StalenessName | Staleness = "polynomial",
         rule: Rule | None = None,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.weighting, self.staleness = weighting, staleness
         if rule is not None and (weighting, staleness) != (self._weighting, "polynomial"):
             name = type(rule).__name__
             raise FlsuiteError(
-                f"{type(self).__name__}: weighting and staleness are those of the mean, and rule "
-                f"is {name}; leave them out, or set them as arguments of {name} if it has them"
+                f"{type(self).__name__}: weighting and staleness belong to the mean, but rule is "
+                f"{name}; leave them out, or set them as arguments of {name} if it has them"
             )
-        super().__init__(rule=rule or Mean(weighting, staleness), **parts)
+        super().__init__(rule=rule or Mean(weighting, staleness), **kwargs)

@@ -15,26 +15,26 @@ Mode = Literal["delta", "mix"]
 
 
 class FedBuff(Aggregator):
-    """The server folds in a buffer of updates at a time, each damped by its staleness.
+    """The server aggregates a buffer of updates at a time, each damped by its staleness.
 
     The schedule holds the buffer. If all clients started from the same version, ``delta`` without
-    damping and with ``eta`` 1 is FedAvg, bit for bit. In ``delta`` BatchNorm statistics can
-    overshoot if many clients train at a time: each of them brings the full change of the same
-    statistics. ``mix``, or ``trainer.batchnorm: local``, avoids that.
+    damping and with ``eta`` 1 is FedAvg, bit for bit. In ``delta``, BatchNorm statistics can
+    overshoot if many clients train at a time, because each of them contributes the full change of
+    the same statistics. ``mix`` or ``trainer.batchnorm: local`` avoids that.
 
     Args:
         mode: ``delta`` is the paper's rule, the :class:`~flsuite.aggregators.Mean` of the clients'
-            changes. ``mix`` pulls the global model to their models, as
-            :class:`~flsuite.aggregators.MixedMean` does.
+            changes. ``mix`` moves the global model toward their models, like
+            :class:`~flsuite.aggregators.MixedMean`.
         eta: The server's learning rate, at least 0, and at most 1 in ``mix``. Default: 1 in
             ``delta``, as in FedAvg, and 0.5 in ``mix``.
         staleness: The weight ``s(tau)`` of an update of staleness ``tau``. Default: ``polynomial``
             in ``delta``, as in the paper, and ``constant`` in ``mix``, whose rule has no staleness.
-        weighting: ``uniform`` weights all updates alike. ``samples`` weights them by training
+        weighting: ``uniform`` weights all updates equally. ``samples`` weights them by training
             samples.
-        normalize: As for :class:`~flsuite.aggregators.Mean`.
-        rule: Another rule in place of these.
-        parts: As for :class:`~flsuite.aggregators.Aggregator`.
+        normalize: See :class:`~flsuite.aggregators.Mean`.
+        rule: Another rule instead of these.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class FedBuff(Aggregator):
         weighting: Weighting = "uniform",
         normalize: Normalize = "buffer",
         rule: Rule | None = None,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.mode, self.eta, self.staleness = mode, eta, staleness
         self.weighting, self.normalize = weighting, normalize
-        check_init(self)  # before a rule, which calls eta its rate
+        check_init(self)  # before the rule, which reports eta as its rate
         if rule is None and mode == "mix":
             rate = 0.5 if eta is None else eta
             if rate > 1:
@@ -61,13 +61,13 @@ class FedBuff(Aggregator):
         elif (staleness, weighting, normalize) != (None, "uniform", "buffer"):
             name = type(rule).__name__
             raise FlsuiteError(
-                "FedBuff: staleness, weighting and normalize are those of its own rules, and rule "
-                f"is {name}; leave them out, or set them as arguments of {name} if it has them"
+                "FedBuff: staleness, weighting and normalize belong to its own rules, but rule is "
+                f"{name}; leave them out, or set them as arguments of {name} if it has them"
             )
         elif mode == "mix" or eta not in (None, 1.0):  # it would silently do nothing
             raise FlsuiteError(
-                f"FedBuff: mode {mode!r} and eta {eta} are those of its own rules, and rule is "
+                f"FedBuff: mode {mode!r} and eta {eta} belong to its own rules, but rule is "
                 f"{type(rule).__name__}; leave mode and eta out, and set server_optimizer to "
                 "torch.optim.SGD with a learning rate for another step"
             )
-        super().__init__(rule=rule, **parts)
+        super().__init__(rule=rule, **kwargs)

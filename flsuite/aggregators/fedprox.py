@@ -16,12 +16,12 @@ class FedProx(FedAvg):
 
     Args:
         mu: Weight of the proximal term. With 0 this is FedAvg.
-        weighting: As for FedAvg.
-        parts: As for FedAvg.
+        weighting: See FedAvg.
+        kwargs: See FedAvg.
     """
 
     def __init__(
-        self, mu: NonNegativeFloat = 0.01, weighting: Weighting = "samples", **parts: Any
+        self, mu: NonNegativeFloat = 0.01, weighting: Weighting = "samples", **kwargs: Any
     ) -> None:
         self.mu = mu
-        super().__init__(weighting=weighting, objective=Proximal(mu), **parts)
+        super().__init__(weighting=weighting, objective=Proximal(mu), **kwargs)

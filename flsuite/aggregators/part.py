@@ -1,4 +1,4 @@
-"""What the parts of an algorithm have in common: what they need, what they see, what they send."""
+"""Base of an algorithm's parts: declared needs, the server's view, and typed statistics."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,8 +17,8 @@ Capability = Literal[
     "a cohort of known size",
     "random cohorts",
     "a plain sum",
-    "parameters alone",
-    "changes alone",
+    "only parameters",
+    "only changes",
     "rounded matrices",
     "matrices",
     "dense changes",
@@ -26,16 +26,16 @@ Capability = Literal[
     "clients",
     "shared parameters",
 ]
-"""Something that one part of a run needs and that another part may withhold."""
+"""A property that one part of a run needs and another part may withhold."""
 
 _REMEDIES: Mapping[str, str] = {
     "clients": "set trainer.aggregator to FedAvg",
     "current models": "set trainer.schedule to Synchronous, or trainer.aggregator to FedBuff",
     "a cohort of known size": "set trainer.schedule.sampling to uniform",
-    "parameters alone": "set trainer.batchnorm to local, or take a model with GroupNorm",
+    "only parameters": "set trainer.batchnorm to local, or take a model with GroupNorm",
     "rounded matrices": "set trainer.compression to LowRank",
     "matrices": "set trainer.compression to Quantize",
-    "shared parameters": "change model.private",
+    "shared parameters": "name fewer entries in model.private, or set trainer.aggregator to FedAvg",
     "secure aggregation": "set trainer.secure_sum to PairwiseMasks",
     "random cohorts": "set trainer.schedule to Synchronous with sampling uniform or poisson, "
     "without over_selection, deadline and availability",
@@ -44,14 +44,14 @@ _REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Statistic:
-    """Tensors that a client sends beside its change.
+    """Tensors that a client sends in addition to its change.
 
     Attributes:
-        template: Nested dicts of tensors and numbers, of which keys, shapes and dtypes count.
-        is_sum: Whether the server needs their sum over clients alone.
+        template: Nested dicts of tensors and numbers. Keys, shapes and dtypes count.
+        is_sum: Whether the server needs only their sum over clients.
         is_psd: Whether the matrices are symmetric positive semidefinite, and must stay so.
-        from_steps: Whether they follow from the trained model and the optimizer's steps alone.
-            Noise on the steps then covers them.
+        from_steps: Whether they depend only on the trained model and the optimizer's steps. Noise
+            on the steps then covers them.
     """
 
     template: Any
@@ -62,27 +62,26 @@ class Statistic:
 
 @dataclass(frozen=True)
 class ServerTools:
-    """The tools of the server. One that model or data cannot give is ``None``.
+    """The tools of the server. A tool that the model or data does not support is ``None``.
 
     Attributes:
-        score: Returns the accuracy of a shared state on the server's own samples, which no client
-            trains on and no test uses. It is within [0, 1].
-        score_module: Returns the accuracy of such a module on the same samples. Its layers may have
+        score: Returns the accuracy of a shared state on the server's own samples, which are neither
+            training samples of a client nor test samples. It is in [0, 1].
+        score_module: Returns the accuracy of a module on the same samples. Its layers may have
             other widths than the model's.
         module: Returns a new module that holds a shared state, in evaluation mode. It maps inputs
-            ``(n, *shape)`` to logits ``(n, outputs)``. No two of them share tensors.
-        to_inputs: Returns images ``(n, channels, height, width)`` within [0, 1] as the clients'
-            models see them.
-        train: Returns the shared state after a fit on the server's own samples, given the one that
-            it starts from and the round, counted from 1. The fit is that of a client with these
+            ``(n, *shape)`` to logits ``(n, outputs)``. Modules never share tensors.
+        to_inputs: Returns images ``(n, channels, height, width)`` in [0, 1] as the clients' models
+            receive them.
+        train: Returns the shared state after a fit on the server's own samples, given the initial
+            state and the round, counted from 1. The fit is like that of a client with these
             samples.
         shape: Shape of a sample as the model receives it.
         outputs: Number of the model's outputs.
         task: The kind of classification, see :class:`~flsuite.data.DataSpec`.
         seed: The run's seed.
-        rounds: Rounds of the run, or ``None`` where another limit ends it.
-        sampling: How cohorts are drawn, if neither data nor times nor availability decide about
-            them.
+        rounds: Rounds of the run, or ``None`` if another limit ends it.
+        sampling: How cohorts are drawn, if the draw does not depend on data, times or availability.
         missing: The reason why a tool is missing, by the tool's name.
     """
 
@@ -100,7 +99,7 @@ class ServerTools:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, owner: str, tool: str, purpose: str) -> FlsuiteError:
-        """Return the error of an aggregator whose tool is missing.
+        """Return the error of an aggregator that lacks a tool.
 
         Args:
             owner: Name of the aggregator.
@@ -114,18 +113,18 @@ class ServerTools:
 
 @dataclass(frozen=True)
 class Server:
-    """What a part sees on the server in one round.
+    """The server as seen by a part in one round.
 
     Attributes:
         state: The shared part of the global model. It must not be changed.
-        layout: Names and groups of the entries that travel.
-        tools: What the server offers beside the updates.
-        round: The round in progress, counted from 1.
-        memory: What the part keeps from one round to the next: nested dicts of tensors and plain
-            data. The checkpoint stores it.
-        metrics: Numbers about the round, for the log.
-        artifacts: Networks that a part has built beside the global model, by name. The run scores
-            them and writes them to disk.
+        layout: Names and groups of the shared entries.
+        tools: Tools for scoring and training on the server.
+        round: The current round, counted from 1.
+        memory: The part's state between rounds: nested dicts of tensors and plain data. The
+            checkpoint stores it.
+        metrics: Metrics of the round, for the log.
+        artifacts: Networks that a part has built in addition to the global model, by name. The run
+            scores them and writes them to disk.
     """
 
     state: State
@@ -137,41 +136,41 @@ class Server:
     artifacts: dict[str, Any] = field(default_factory=dict)
 
     def of(self, part: str) -> "Server":
-        """Return the same with the memory of one part alone."""
+        """Return the same view, with the memory of one part only."""
         return replace(self, memory=self.memory.setdefault(part, {}))
 
 
 class Part:
-    """One part of an algorithm: settings and functions, and no state of its own.
+    """One part of an algorithm: settings and functions, without state.
 
-    What it keeps lies in ``server.memory`` and ``client.memory``. One object may therefore serve
-    several runs, and be sent to workers as it is.
+    Its state is in ``server.memory`` and ``client.memory``. One object can therefore serve several
+    runs, and be sent to workers.
 
     Attributes:
-        needs: What it needs of the other parts of a run.
-        withholds: What the other parts do not get where it takes part, each with the reason.
+        needs: What it requires of the other parts of a run.
+        withholds: What it denies to the other parts, each with the reason.
     """
 
     needs: frozenset[Capability] = frozenset()
     withholds: Mapping[Capability, str] = {}
 
     def prepare(self, server: Server) -> None:
-        """Refuse a model or a server on which it cannot work.
+        """Refuse a model or a server that this part cannot work with.
 
-        It is called once, before the first round.
+        Called once, before the first round.
 
         Raises:
-            FlsuiteError: If it cannot. The message says what to change.
+            FlsuiteError: If it cannot work with it. The message says what to change.
         """
         return
 
 
 class Named(NamedTuple):
-    """A part of a run, and where a config names it.
+    """A part of a run with its config key.
 
     Attributes:
-        key: The key of the config, such as ``trainer.aggregator.rule``.
-        part: It may have ``needs`` and ``withholds``, as a :class:`Part` has them.
+        key: The config key, such as ``trainer.aggregator.rule``.
+        part: An object that may have ``needs`` and ``withholds``, like a :class:`Part`.
     """
 
     key: str
@@ -179,20 +178,21 @@ class Named(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of its class."""
+        """Return the part's class name."""
         return str(getattr(self.part, "name", type(self.part).__name__))
 
 
 def refuse_conflicts(parts: Iterable[Named]) -> None:
-    """Refuse parts of which one needs what another one withholds.
+    """Refuse parts if one needs what another one withholds.
 
     Raises:
-        FlsuiteError: If there are two. The message names both, the reason, and what to change.
+        FlsuiteError: If there is such a pair. The message names both, the reason, and what to
+            change.
     """
     parts = list(parts)
     for place, one in enumerate(parts):
         for capability in sorted(getattr(one.part, "needs", ())):
-            # A codec packs a change for the transforms behind it alone.
+            # A codec withholds dense changes only from the transforms after it.
             others = parts[:place] if capability == "dense changes" else parts
             for other in others:
                 reason = getattr(other.part, "withholds", {}).get(capability)
@@ -201,6 +201,6 @@ def refuse_conflicts(parts: Iterable[Named]) -> None:
                 remedy = _REMEDIES.get(capability)
                 remedy = f" ({remedy})" if remedy else ""
                 raise FlsuiteError(
-                    f"{one.name} needs {capability}, and {other.name} {reason}; "
+                    f"{one.name} needs {capability}, but {other.name} {reason}; "
                     f"change {' or '.join(dict.fromkeys((one.key, other.key)))}{remedy}"
                 )

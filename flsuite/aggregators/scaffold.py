@@ -19,16 +19,16 @@ from flsuite.errors import FlsuiteError
 class SCAFFOLD(FedAvg):
     """FedAvg with :class:`~flsuite.aggregators.ControlVariates`.
 
-    The server moves to ``x + lr mean(y_i - x)`` (line 16), and buffers take the mean.
+    The server moves to ``x + lr mean(y_i - x)`` (line 16). Buffers are averaged.
 
     Args:
         lr: The server's learning rate, ``eta_g``.
         weighting: ``uniform`` is the paper's mean. ``samples`` weights both means by training
             samples. ``c`` is then the weighted mean of the ``c_i`` if all clients take part, and
-            near it otherwise.
-        control: As for :class:`~flsuite.aggregators.ControlVariates`.
-        server_optimizer: Another step, in place of ``lr``.
-        parts: As for FedAvg.
+            close to it otherwise.
+        control: See :class:`~flsuite.aggregators.ControlVariates`.
+        server_optimizer: Another server step instead of ``lr``.
+        kwargs: See FedAvg.
     """
 
     _weighting = "uniform"
@@ -39,7 +39,7 @@ class SCAFFOLD(FedAvg):
         weighting: Weighting = "uniform",
         control: Control = "displacement",
         server_optimizer: OptimizerCallable | None = None,
-        **parts: Any,
+        **kwargs: Any,
     ) -> None:
         self.lr, self.control = lr, control
         if server_optimizer is not None and lr != 1.0:
@@ -49,5 +49,5 @@ class SCAFFOLD(FedAvg):
             weighting=weighting,
             objective=ControlVariates(control),
             server_optimizer=server_optimizer or step,
-            **parts,
+            **kwargs,
         )

@@ -1,4 +1,4 @@
-"""Updates that come late: their weights, and their change from the global model as it is now.
+"""Staleness: weights of late updates, and rebasing them on the current global model.
 
 The staleness ``tau`` of an update is the number of aggregations between the version that its client
 started from and its arrival. Constant, polynomial and hinge weights: Xie et al. 2019, Asynchronous
@@ -19,18 +19,18 @@ from flsuite.messages import ClientUpdate
 
 
 class Staleness(ABC):
-    """The weight ``s(tau)`` of an update, which must not grow with its staleness."""
+    """The weight ``s(tau)`` of an update. It must not increase with the staleness."""
 
     @abstractmethod
     def __call__(self, tau: int) -> float:
         """Return the weight of an update of staleness ``tau``, at least 0.
 
-        An update of weight 0 does not count.
+        An update of weight 0 is ignored.
         """
 
 
 class Constant(Staleness):
-    """The weight 1 for every update, however old."""
+    """The weight 1 for every update, whatever its staleness."""
 
     def __call__(self, tau: int) -> float:
         return 1.0
@@ -66,7 +66,7 @@ class Polynomial(Staleness, Settings):
 
 @dataclass(frozen=True)
 class Hinge(Staleness, Settings):
-    """The weight 1 up to a staleness of ``b``, and ``1 / (a (tau - b) + 1)`` beyond it.
+    """The weight 1 up to a staleness of ``b``, and ``1 / (a (tau - b) + 1)`` beyond.
 
     Args:
         a: Slope beyond ``b``, above 0.
@@ -94,7 +94,7 @@ def staleness_weight(staleness: StalenessName | Staleness, tau: int) -> float:
     """Return the weight of an update of staleness ``tau``.
 
     Args:
-        staleness: The weights, or the name of a class above, which stands for its defaults.
+        staleness: The weights, or the name of a class above with its defaults.
         tau: Aggregations since the version that the update started from.
 
     Raises:
@@ -103,11 +103,11 @@ def staleness_weight(staleness: StalenessName | Staleness, tau: int) -> float:
     weights = _NAMED[staleness] if isinstance(staleness, str) else staleness
     weight, fresh = float(weights(tau)), float(weights(0))
 
-    # A class of the user's own may grow, and a mixture would then leave its old and new models.
+    # A user's weights may increase. A mixture would then extrapolate beyond its models.
     if not 0 <= weight <= fresh:
         raise FlsuiteError(
             f"{type(weights).__name__}: the weight at staleness {tau} is {weight}; return one from "
-            f"0 to that of a fresh update, {fresh}"
+            f"0 to the weight of a fresh update, {fresh}"
         )
     return weight
 
@@ -129,13 +129,13 @@ def rebased(update: ClientUpdate, server: Server) -> ClientUpdate:
 
 
 def _moved(value: Tensor, now: Tensor, base: Tensor, is_parameter: bool) -> Tensor:
-    # The counter of an old model must not set back that of the global one.
+    # The counter of an old model must not reset the global counter.
     if not value.is_floating_point():
         return torch.maximum(value, now)
     moved = value.double() + (now.double() - base.double())
     if is_parameter:
         return moved
-    # Several clients that each lower the same variance would else bring it below zero, and a
-    # BatchNorm layer would return NaN.
+    # Otherwise, several clients that each lower the same variance would make it negative, and
+    # BatchNorm would return NaN.
     smaller = torch.minimum(value.double(), now.double())
     return torch.where((smaller > 0) & (moved <= 0), smaller, moved)

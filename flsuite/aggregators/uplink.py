@@ -1,4 +1,4 @@
-"""The way of an update from the client to the server: transforms, sums, and masks."""
+"""The path of an update from the client to the server: transforms, sums, and masks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,24 +25,24 @@ from flsuite.state import (
 
 
 class Uplink:
-    """Packs an update where a client trains, and reads it on the server.
+    """Packs updates where clients train, and unpacks them on the server.
 
-    Under secure aggregation a client keeps its contribution to the sums, and sends what is no sum
-    in the clear: integer tensors, which have a maximum, and statistics that the rule needs one by
-    one.
+    Under secure aggregation, a client keeps its contribution to the sums. It sends what cannot be
+    summed in the clear: integer tensors, which take a maximum, and statistics that the rule needs
+    per client.
 
     Args:
         aggregator: The algorithm.
-        layout: Names and groups of the entries that travel.
+        layout: Names and groups of the shared entries.
         state: The shared state, as a template.
         classes: Number of classes that clients count.
-        masks: Whether the server learns sums alone.
+        masks: Whether the server learns only sums.
 
     Attributes:
         chain: The transforms, for this model.
-        statistics: Templates of what an update carries once it is read.
-        held: What a client keeps to be masked, of which names and shapes count.
-        bytes_clear: The bytes of what is sent in the clear beside masked sums.
+        statistics: Templates of an update's statistics after unpacking.
+        held: A template of what a client keeps to be masked. Names and shapes count.
+        bytes_clear: Bytes sent in the clear in addition to masked sums.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Uplink:
         templates = {name: statistic.template for name, statistic in statistics.items()}
         self.statistics = template_of(templates) | self.chain.added
 
-        # A contribution, of which names and shapes count.
+        # A contribution as a template: names and shapes count.
         self._example: Tree = {}
         if masks:
             extras = templates | dict.fromkeys(self.chain.added, 0.0)
@@ -77,7 +77,7 @@ class Uplink:
 
     @property
     def sums_parts(self) -> bool:
-        """Return whether a worker may add up what the clients of a part contribute."""
+        """Return whether a worker may sum the contributions of a part's clients."""
         is_linear = isinstance(self.aggregator.rule, LinearRule)
         return is_linear and not (self.masks or self.chain.packs or self._single)
 
@@ -87,10 +87,10 @@ class Uplink:
         """Return a client's update as it is sent, and what stays on its device to be masked.
 
         Args:
-            update: The update, whole.
+            update: The complete update.
             base: The global state that the client started from.
             fit: The fit.
-            notes: The client's notes for the transforms, which may be changed.
+            notes: The client's notes for the transforms. They may be changed.
 
         Raises:
             ValueError: If a number is not finite.
@@ -101,10 +101,10 @@ class Uplink:
             read = self.chain.unpack(packed, base, fit.received)
             held, integers = _by_kind(self.contribution(read))
             clear = {name: read.extras[name] for name in self._single}
-            # Nothing that an algorithm of sums needs: the counts say what a client's data is.
+            # Class counts reveal a client's data, and an algorithm of sums does not need them.
             unknown = update.class_counts.new_zeros(0)
             packed = replace(update, state=integers, extras=clear, class_counts=unknown)
-        # The size of what is sent, as if the client were on another machine.
+        # The size of the message, as if the client were on another machine.
         packed.bytes_up = nbytes(packed.state) + nbytes(packed.extras)
         return packed, held
 
@@ -112,7 +112,7 @@ class Uplink:
         """Return an update as the server reads it.
 
         Raises:
-            ValueError: If it cannot be read. The text says why.
+            ValueError: If it cannot be read. The message says why.
         """
         if self.masks:
             if fault := update.mismatch(*self._clear):
@@ -124,13 +124,13 @@ class Uplink:
         """Return an outcome unpacked, or a failure if its update must not reach the aggregator.
 
         Args:
-            outcome: What came back.
+            outcome: The outcome of a fit.
             broadcast: The version that the client started from.
         """
         if isinstance(outcome, ClientFailure):
             return outcome
 
-        # Checked before the aggregator sees it: one NaN would spoil the mean of all clients.
+        # Check before aggregation: a single NaN would spoil the mean of all clients.
         update = outcome.update
         try:
             fault = update.fault(reads_numbers=False)
@@ -151,11 +151,11 @@ class Uplink:
         return ClientFailure(update.client, update.round, reason, steps=steps)
 
     def contribution(self, update: ClientUpdate) -> Tree:
-        """Return what a client adds to the sums of a round with others."""
+        """Return what a client adds to the sums of a round."""
         return self.aggregator.contribution(replace(update, part=0), self.layout, self._own)
 
     def summed(self, masked: State, updates: Sequence[ClientUpdate]) -> Iterator[ClientUpdate]:
-        """Return the updates of a round with the sums of what they have kept to be masked.
+        """Return the updates of a round with the unmasked sums of their held tensors.
 
         Args:
             masked: The sums of the held tensors, by name.
@@ -165,27 +165,27 @@ class Uplink:
         for update in updates:
             integers.add(dict(update.state))
         total.add(nested_like(self._example, masked | integers.values))
-        # As if one worker had added them up: the last of them has the sums.
+        # As if one worker had summed them: the last update carries the sums.
         last = len(updates) - 1
         for place, update in enumerate(updates):
             yield replace(update, state={}, partial=total if place == last else Sums())
 
 
 def _by_kind(tree: Tree) -> tuple[State, State]:
-    """Return the floating-point leaves of nested data, and the integer ones, by their paths."""
+    """Return the floating-point leaves of nested data, and the integer ones, by path."""
     flat = flatten_tree(tree)
     floats = {name: value for name, value in flat.items() if value.is_floating_point()}
     return floats, {name: value for name, value in flat.items() if name not in floats}
 
 
-_PARTS = 20  # a number that few workers can share evenly: 1, 2, 4, 5, 10
-_LARGEST = 16  # clients in a part, so that a retry after a worker's death repeats few of them
+_PARTS = 20  # divides evenly among 1, 2, 4, 5 or 10 workers
+_LARGEST = 16  # clients per part, which bounds the work repeated when a worker dies
 
 
 def part_size(cohort: int) -> int:
     """Return the number of clients in each part of a cohort.
 
-    A worker that trains a whole part sends the sum of its models, and not each of them. What a sum
-    rounds to depends on the order of its terms, so that the parts follow from the cohort alone.
+    A worker that trains a whole part sends the sum of its models instead of each model. Rounding
+    depends on the order of summation, so the parts depend only on the cohort, not on the workers.
     """
     return min(max(cohort // _PARTS, 1), _LARGEST)

@@ -7,6 +7,7 @@ from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices,
 from flsuite.analysis.curves import curves_figure, gamma_figure
 from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.latent import flow_figure, latent_figure, load_model
+from flsuite.analysis.listing import list_runs
 from flsuite.analysis.partition import (
     forgetting_figure,
     label_skew,
@@ -16,6 +17,7 @@ from flsuite.analysis.partition import (
 )
 from flsuite.analysis.report import report_figure, report_markdown, report_table
 from flsuite.analysis.results import Results, load
+from flsuite.analysis.run_figure import run_figure
 from flsuite.analysis.runs import read_metrics, read_partition
 from flsuite.analysis.target import target_figure, target_table
 from flsuite.analysis.timeline import read_timeline, timeline_figure
@@ -40,6 +42,7 @@ __all__ = [
     "group_runs",
     "label_skew",
     "latent_figure",
+    "list_runs",
     "load",
     "load_model",
     "partition_figure",
@@ -50,6 +53,7 @@ __all__ = [
     "report_figure",
     "report_markdown",
     "report_table",
+    "run_figure",
     "target_figure",
     "target_table",
     "task_plan_figure",

@@ -28,8 +28,8 @@ def compare(
     ``difference`` is the mean over seeds of the method's test score minus that of the other one.
     ``low`` and ``high`` bound its 95 % interval, and ``p`` is the two-sided p-value, both of the
     paired t-test (:func:`scipy.stats.ttest_rel`). ``p_holm`` is the p-value with Holm's correction
-    over all pairs of the table. A pair with fewer than two common seeds has no interval and no
-    p-value.
+    over all pairs of the table. A pair with a single common seed has no interval and no p-value.
+    One without any is left out.
 
     Args:
         results: What :func:`~flsuite.analysis.load` returns.
@@ -59,8 +59,9 @@ def compare(
         by_seed = own.pivot_table(index="seed", columns="method", values="value")
         for method, other in _pairs([m for m in methods if m in by_seed], against):
             both = by_seed[[method, other]].dropna()
-            numbers = paired(both[method].to_numpy(), both[other].to_numpy())
-            rows.append((partition, method, other, len(both), *numbers))
+            if len(both):
+                numbers = paired(both[method].to_numpy(), both[other].to_numpy())
+                rows.append((partition, method, other, len(both), *numbers))
     table = pd.DataFrame(rows, columns=list(_COLUMNS[:-1]))
     table["p_holm"] = holm(table["p"].to_numpy(dtype=float))
     return table
@@ -168,14 +169,14 @@ def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
         "mean_last": "as the mean of the last rounds",
     }[score]
     seeds = int(table["seeds"].max()) if len(table) else 0
+    if seeds < 2:
+        return f"Test {metric} {what}. An interval and a p-value need two common seeds of a pair."
     pairs = int(table["p"].notna().sum())
     note = (
         f"Test {metric} {what}: mean difference over common seeds, 95 % interval and p-value of "
         f"the paired t-test, and p-value with Holm's correction over {pairs} "
         f"{'pair' if pairs == 1 else 'pairs'}."
     )
-    if seeds < 2:
-        return f"{note} A pair needs two common seeds."
     floor = floor_of_rank_tests(seeds)
     return (
         f"{note} The t-test takes the differences as normal. With {seeds} seeds, tests without "

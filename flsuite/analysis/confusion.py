@@ -1,5 +1,6 @@
 """Confusion matrices, from the predictions of runs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,18 @@ def confusion_figure(results: pd.DataFrame) -> Figure:
         FlsuiteError: If a run has no predictions, or a sample has several labels.
     """
     require_results(results)
-    matrices = {}
+    totals = {}
     for title, rows in by_experiment(results).items():
         counts = [confusion_matrix(run) for run in rows["run"].unique()]
-        total = sum(counts[1:], counts[0])
-        matrices[title] = total.div(total.sum(axis=1).replace(0, np.nan), axis=0)
+        totals[title] = sum(counts[1:], counts[0])
+    return draw_confusion(totals)
 
+
+def draw_confusion(counts: Mapping[str, pd.DataFrame]) -> Figure:
+    """Draw the share of each class that is taken for each class, one panel per matrix of counts."""
+    matrices = {
+        title: own.div(own.sum(axis=1).replace(0, np.nan), axis=0) for title, own in counts.items()
+    }
     classes = len(next(iter(matrices.values())))
     side = 1.6 + min(0.42 * classes, 5.0)
     figure, panels = panel_grid(len(matrices), (side + 0.4, side))
@@ -66,8 +73,12 @@ def confusion_matrix(run_dir: str | Path) -> pd.DataFrame:
             "confusion matrix"
         ) from error
 
-    classes = sum(column.startswith("p_") for column in table.columns)
-    counts = np.zeros((classes, classes), dtype=int)
-    np.add.at(counts, (target.to_numpy(), prediction.to_numpy()), 1)
     names = list(read_partition(folder)["class"].unique())
+    return count_pairs(target.to_numpy(), prediction.to_numpy(), names)
+
+
+def count_pairs(targets: np.ndarray, predictions: np.ndarray, names: list[str]) -> pd.DataFrame:
+    """Count the samples of each class (row) that were taken for each class (column)."""
+    counts = np.zeros((len(names), len(names)), dtype=int)
+    np.add.at(counts, (targets, predictions), 1)
     return pd.DataFrame(counts, index=names, columns=names)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.groups import Group
 from flsuite.analysis.labels import Flat, Variation, setting_text, shown_value
-from flsuite.analysis.panels import draw_matrix
+from flsuite.analysis.panels import draw_matrix, new_figure
 from flsuite.analysis.report import group_row, require_score, score_cell
 from flsuite.errors import FlsuiteError
 
@@ -126,7 +126,7 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     title_width = 0.075 * max(map(len, matrices)) + 0.2
     panel_width = max(0.5 + 0.42 * columns, title_width)
     size = (wide * panel_width + 2.2, tall * (0.4 + 0.27 * rows) + 1.3)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(*size)
     panels = figure.subplots(tall, wide, squeeze=False, sharex=True, sharey=True).ravel().tolist()
 
     values = pd.concat([matrix.stack().dropna() for matrix in matrices.values()])

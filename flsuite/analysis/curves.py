@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from flsuite.analysis.axes import AXES, aligned, require_axis
-from flsuite.analysis.panels import by_experiment, legend_right, panel_grid
+from flsuite.analysis.panels import by_experiment, legend_right, new_figure, panel_grid
 from flsuite.analysis.results import only, require_results
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.errors import FlsuiteError
@@ -45,11 +45,11 @@ def curves_figure(
         by_partition = _from_folders(runs, metrics, split, x)
     rows = len(by_partition)
     if len(metrics) == 1:
-        figure, flat = panel_grid(rows, (4.2, 3.0))
+        figure, flat = panel_grid(rows, (4.2, 3.0), shares_y=True)
         panels = [[panel] for panel in flat]
     else:
-        figure = Figure(figsize=(4.6 * len(metrics), 0.4 + 3.0 * rows), layout="constrained")
-        panels = figure.subplots(rows, len(metrics), squeeze=False).tolist()
+        figure = new_figure(4.6 * len(metrics), 0.4 + 3.0 * rows)
+        panels = figure.subplots(rows, len(metrics), squeeze=False, sharey="col").tolist()
 
     names = dict.fromkeys(
         label for line in by_partition.values() for lines in line.values() for label in lines
@@ -157,7 +157,7 @@ def draw_band(
 
 def label_axes(panel: Axes, metric: str, split: str, x: str) -> None:
     """Name the axes of a panel of curves, and give it a grid."""
-    panel.set(xlabel=AXES[x].label, ylabel=f"{split} {metric.replace('_', ' ')}")
+    panel.set(xlabel=AXES[x].label, ylabel=f"{split} {metric.replace('_', ' ')}".strip())
     panel.xaxis.set_major_locator(MaxNLocator(integer=AXES[x].is_whole))
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

@@ -49,7 +49,7 @@ class Group:
     @property
     def monitor(self) -> str:
         """Return the score on validation data that the runs pick a round by."""
-        return str(self.settings.get("monitor", "accuracy"))
+        return _monitor(self.settings)
 
     def curves(self, metric: str, split: str, x: str = "round") -> pd.DataFrame:
         """Return the global score, one column per run.
@@ -104,7 +104,7 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
         metrics = read_metrics(folder)
         if metrics.empty:  # the first round is not done yet
             continue
-        settings = _settings(folder)
+        settings = read_settings(folder)
         seed, shared = settings.get("seed"), _without_seed(settings)
         group = by_settings.setdefault(_text(shared), Group(dict(flatten(shared))))
         group.runs[folder] = metrics
@@ -120,6 +120,19 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
         group.partition = partition_of(group.settings, variation)
     _take_names_of_sweep(groups)
     return sorted(groups, key=lambda group: group.label)
+
+
+def monitor_of(run_dir: str | Path) -> str:
+    """Return the score on validation data that a run picks a round by.
+
+    Raises:
+        FlsuiteError: If the folder is not a run's.
+    """
+    return _monitor(read_settings(Path(run_dir)))
+
+
+def _monitor(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("monitor") or "accuracy")
 
 
 def experiment_hash(settings: Mapping[str, Any]) -> str:
@@ -171,8 +184,12 @@ def _is_trial(table: Path, root: Path) -> bool:
     return any(p.name == "tuning" and (p.parent / "tuning.csv").is_file() for p in parents[:-1])
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """Read all that decides a run's result."""
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read ``settings.yaml`` of a run: all that decides its result.
+
+    Raises:
+        FlsuiteError: If the file is not there, or is not that of a run.
+    """
     path = folder / "settings.yaml"
     if not path.is_file():
         raise FlsuiteError(

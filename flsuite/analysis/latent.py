@@ -10,7 +10,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flsuite.analysis.panels import panel_grid
+from flsuite.analysis.panels import new_figure, panel_grid
 from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors
 
@@ -46,7 +46,7 @@ def latent_figure(
         means if min(means.shape) > 2 else np.concatenate([means, *latents.values()])
     )
 
-    figure = Figure(figsize=(3.3 * len(latents) + 1.6, 3.6), layout="constrained")
+    figure = new_figure(3.3 * len(latents) + 1.6, 3.6)
     panels = figure.subplots(1, len(latents), sharex=True, sharey=True, squeeze=False)[0]
     for panel, (title, points) in zip(panels, latents.items(), strict=True):
         _scatter_classes(panel, plane.transform(points), y, class_names)

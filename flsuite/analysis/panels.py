@@ -7,17 +7,25 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 
 _COLUMNS = 3
+_DPI = 150  # sharp on a screen and in a paper
 
 
-def panel_grid(number: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of a size in inches, without pyplot."""
+    return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+
+
+def panel_grid(
+    number: int, size: tuple[float, float], shares_y: bool = False
+) -> tuple[Figure, list[Axes]]:
     """Return a figure with this number of panels, each of a size in inches, at most three a row.
 
-    Four panels are two rows of two.
+    Four panels are two rows of two. They may share the range of their vertical axes.
     """
     columns = 2 if number == 4 else max(1, min(number, _COLUMNS))
     rows = max(1, -(-number // columns))
-    figure = Figure(figsize=(size[0] * columns + 0.6, size[1] * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    figure = new_figure(size[0] * columns + 0.6, size[1] * rows)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=shares_y).ravel().tolist()
     for unused in panels[number:]:
         unused.remove()
     return figure, panels[:number]

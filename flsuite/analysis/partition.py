@@ -6,7 +6,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flsuite.analysis.panels import by_experiment, draw_matrix, panel_grid
+from flsuite.analysis.panels import by_experiment, draw_matrix, new_figure, panel_grid
 from flsuite.analysis.results import require_results
 from flsuite.analysis.runs import read_partition
 from flsuite.errors import FlsuiteError
@@ -29,10 +29,8 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
     counts = shown_rows.pivot(index="class", columns="client", values="samples")
     counts = counts.reindex(rows["class"].unique())
     classes, clients = counts.shape
-    figure = Figure(
-        figsize=(min(max(5.0, 1.8 + 0.42 * clients), 24), min(max(3.6, 2.0 + 0.34 * classes), 16)),
-        layout="constrained",
-    )
+    width, height = 1.8 + 0.42 * clients, 2.0 + 0.34 * classes
+    figure = new_figure(min(max(5.0, width), 24), min(max(3.6, height), 16))
     sizes, mix = figure.subplots(2, 1, sharex=True, height_ratios=[1, max(1.6, classes / 4)])
 
     sizes.bar(range(clients), counts.sum(), color="#4c72b0", width=0.7)
@@ -77,7 +75,8 @@ def partitions_figure(results: pd.DataFrame, split: str = "train", clients: int 
     """
     require_results(results)
     of_partition = results.groupby("partition", observed=True)["run"].first()
-    figure, panels = panel_grid(len(of_partition), (4.2, 3.0))
+    figure, panels = panel_grid(len(of_partition), (4.2, 3.0), shares_y=True)
+    highest = 0.0
     for panel, (name, run) in zip(panels, of_partition.items(), strict=True):
         table = read_partition(run)
         counts = class_counts(table, split)
@@ -96,7 +95,8 @@ def partitions_figure(results: pd.DataFrame, split: str = "train", clients: int 
             below += shown[label].to_numpy()
         panel.set_title(f"{name}: label skew {label_skew(counts):.2f}", fontsize=10)
         # Bars without height would else keep the axis from ending above the others.
-        panel.set(xlabel="client", ylabel=f"{split} samples", ylim=(0, 1.04 * below.max()))
+        highest = max(highest, float(below.max()))
+        panel.set(xlabel="client", ylabel=f"{split} samples", ylim=(0, 1.04 * highest))
         panel.spines[["top", "right"]].set_visible(False)
 
     handles, labels = panels[0].get_legend_handles_labels()
@@ -144,12 +144,8 @@ def task_plan_figure(table: pd.DataFrame) -> Figure:
     # In the order of the pool of tasks, if there is one.
     names = list(dict.fromkeys(shown.sort_values(["task", "client"])["class"]))
     clients, tasks = shown["client"].nunique(), int(shown["task"].max()) + 1
-    figure = Figure(
-        figsize=(
-            min(max(4.5, 1.8 + 0.42 * clients), 24),
-            min(max(3.0, 1.2 + 0.34 * len(names)), 16),
-        )
-    )
+    width, height = 1.8 + 0.42 * clients, 1.2 + 0.34 * len(names)
+    figure = new_figure(min(max(4.5, width), 24), min(max(3.0, height), 16))
     panel = figure.subplots()
 
     colors = colormaps["viridis_r"]
@@ -167,7 +163,6 @@ def task_plan_figure(table: pd.DataFrame) -> Figure:
     panel.grid(alpha=0.25)
     panel.set_axisbelow(True)
     panel.set_title("the task in which a client meets a class", fontsize=10)
-    figure.set_layout_engine("constrained")
     return figure
 
 

@@ -8,9 +8,24 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.curves import draw_band, label_axes
 from flsuite.analysis.groups import Group
-from flsuite.analysis.runs import run_scores
+from flsuite.analysis.panels import new_figure
+from flsuite.analysis.runs import curve, logged_scores, of_last_task, run_scores
 from flsuite.analysis.target import target_cell, target_columns, target_title
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, likeliest
+
+
+def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -> list[str]:
+    """Return the scores to compare where none is named: those that the runs pick a round by.
+
+    A single experiment has its other scores too, at most so many. If its monitor was not logged on
+    one of the splits, it has the others.
+    """
+    monitors = list(dict.fromkeys(group.monitor for group in groups))
+    tables = [table for group in groups for table in group.runs.values()]
+    known = [logged_scores(tables, monitors[0], [split]) for split in splits]
+    shared = [name for name in known[0] if all(name in names for names in known)]
+    chosen = [name for name in monitors if name in shared] or shared[:1]
+    return shared[:most] if len(groups) == 1 and shared else chosen or monitors
 
 
 def report_table(
@@ -23,14 +38,15 @@ def report_table(
 ) -> pd.DataFrame:
     """Return one row per group and metric, with mean and spread over its runs.
 
-    The columns are ``group, metric, runs``, then mean and spread of each score of
+    The columns are ``group, metric, runs, averaged``, then mean and spread of each score of
     :func:`run_scores`. The spread is the standard deviation with ddof 1, empty for a single run.
     With a target, those of :func:`target_columns` follow.
 
     Args:
         groups: The experiments.
         metrics: Names of test scores.
-        last: Rounds that ``mean_last`` is the mean of.
+        last: Evaluations that ``mean_last`` is the mean of. A shorter run lowers it for all, and
+            ``averaged`` is what is left.
         target: A score to reach.
         x: The axis on which the way to the target is measured.
         split: The data whose score must reach the target: ``test`` or ``val``.
@@ -43,12 +59,23 @@ def report_table(
         require_score(groups, metric, "test")
         if target is not None:
             require_score(groups, metric, split)
+        averaged = averaged_scores(groups, metric, last)
         for group in groups:
-            row = group_row(group, metric, last)
+            row = group_row(group, metric, averaged)
             if row and target is not None:
                 row |= target_columns(group, metric, target, x, split)
             rows += [row] if row else []
     return pd.DataFrame(rows)
+
+
+def averaged_scores(groups: Sequence[Group], metric: str, last: int) -> int:
+    """Return how many of the last test scores all runs have, ``last`` at most.
+
+    Means over as many are comparable. A run without the score does not count.
+    """
+    tables = [of_last_task(table) for group in groups for table in group.runs.values()]
+    counts = [len(curve(table, metric, "test")) for table in tables]
+    return min([last, *(count for count in counts if count)])
 
 
 def group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
@@ -57,7 +84,7 @@ def group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
     scores = [row for row in scores if row]
     if not scores:
         return None
-    runs = {"group": group.label, "metric": metric, "runs": len(scores)}
+    runs = {"group": group.label, "metric": metric, "runs": len(scores), "averaged": last}
     return {**runs, **_mean_and_spread(scores)}
 
 
@@ -69,8 +96,11 @@ def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
             is_global = (table["split"] == split) & (table["scope"] == "global")
             names.update(table[is_global]["metric"])
     if metric not in names:
+        alike = [name for name in names if name.count("/") == metric.count("/")]
+        near = " or ".join(likeliest(metric, alike, most=3))
         known = ", ".join(sorted(names)) or "none"
-        raise FlsuiteError(f"no run has the {split} score {metric!r}; there are {known}")
+        hint = f"did you mean {near}?" if near else f"there are {known}"
+        raise FlsuiteError(f"no run has the {split} score {metric!r}; {hint}")
 
 
 def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
@@ -86,26 +116,24 @@ def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
 
 def report_markdown(
     table: pd.DataFrame,
-    last: int = 10,
     target: float | None = None,
     x: str = "round",
     split: str = "test",
 ) -> str:
     """Write the table as Markdown, with cells ``mean ± spread``.
 
+    The mean of the last scores is left out where a run has only one.
+
     Args:
         table: As :func:`report_table` returns it.
-        last: As for the table.
         target: As for the table. ``None`` leaves the way to it out.
         x: As for the table.
         split: As for the table.
     """
-    titles = {
-        "last": "last round",
-        "picked": "picked on validation",
-        "mean_last": f"mean of the last {last}",
-        "best_on_test": "best on test",
-    }
+    titles = {"last": "last round", "picked": "picked on validation"}
+    if averaged := averaged_text(table):
+        titles["mean_last"] = f"mean of the {averaged}"
+    titles["best_on_test"] = "best on test"
     headings = ["what differs", "metric", "runs", *titles.values()]
     if target is not None:
         metrics = table["metric"].unique()
@@ -119,6 +147,14 @@ def report_markdown(
             cells.append(target_cell(row, x))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def averaged_text(table: pd.DataFrame) -> str:
+    """Return which scores of a table ``mean_last`` is the mean of, empty if it is of one each."""
+    counts = sorted(set(table["averaged"]))
+    if counts[-1] == 1:
+        return ""
+    return "last " + (f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}")
 
 
 def score_cell(row: Mapping[Any, Any], name: str) -> str:
@@ -146,7 +182,7 @@ def report_figure(
         target: A score that is drawn as a dashed line.
     """
     height = 3.6 + 0.2 * len(groups)
-    figure = Figure(figsize=(max(5.2, 4.6 * len(metrics)), height), layout="constrained")
+    figure = new_figure(max(5.2, 4.6 * len(metrics)), height)
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
         for group in groups:

@@ -2,14 +2,14 @@
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from flsuite import metrics
+from flsuite import score_names
 from flsuite.errors import FlsuiteError, one_line
 
 _LATER_COLUMNS = ("client_updates", "bytes")  # those that runs of earlier versions do not have
@@ -158,6 +158,21 @@ def _are_of_score(table: pd.DataFrame, metric: str, split: str, scope: str) -> n
     )
 
 
+def logged_scores(
+    tables: Iterable[pd.DataFrame], monitor: str, splits: Sequence[str] = ("test", "val")
+) -> list[str]:
+    """Return the global scores that any of these runs has logged, on any of these splits.
+
+    The monitor is the first one, as :func:`~flsuite.score_names.main_scores` has it.
+    """
+    names: dict[str, None] = {}
+    for table in tables:
+        rows = table[(table["scope"] == "global").to_numpy()]
+        for split in splits:
+            names |= dict.fromkeys(rows.loc[rows["split"] == split, "metric"].unique())
+    return score_names.main_scores(names, monitor)
+
+
 _UP = (
     "accuracy",
     "f1_macro",
@@ -181,7 +196,7 @@ def lower_is_better(metric: str) -> bool | None:
     if metric.endswith("_std") or metric.startswith(_DOWN):
         return True
     # Any other name is one that a model of the user's own has logged.
-    return False if metric.startswith(_UP) else metrics.lower_is_better(metric)
+    return False if metric.startswith(_UP) else score_names.lower_is_better(metric)
 
 
 def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dict[str, float]:

@@ -125,18 +125,19 @@ def target_table(
     return table.reset_index()
 
 
-def own_target(results: pd.DataFrame, metric: str, split: str = "test") -> float | None:
-    """Return 95 % of the best last score, as the mean over seeds of a method.
+def own_targets(results: pd.DataFrame, metric: str, split: str = "test") -> dict[str, float]:
+    """Return 95 % of the best last score of each partition, as the mean over seeds of a method.
 
     It is rounded to two digits. There is none for losses, and for scores of which it is not known
     whether they should be high.
     """
     if lower_is_better(metric) is not False:
-        return None
+        return {}
     rows = only(results, metric, split).sort_values("round")
     last = rows.drop_duplicates("run", keep="last")
-    best = float(last.groupby(["method", "partition"], observed=True)["value"].mean().max())
-    return float(f"{0.95 * best:.2g}") if best > 0 else None
+    means = last.groupby(["partition", "method"], observed=True)["value"].mean()
+    best = means.groupby("partition", observed=True, sort=False).max()
+    return {str(name): float(f"{0.95 * top:.2g}") for name, top in best.items() if top > 0}
 
 
 def reached_text(reached: int, runs: int) -> str:
@@ -185,7 +186,9 @@ def target_figure(
     panel.set_yticks(range(len(groups)), list(groups))
     panel.set_ylim(len(groups) - 0.4, -0.6)
     panel.set_xlim(left=0)
-    panel.set_xlabel(f"{AXES[x].label} to {split} {metric} {target:g}")
+    only_some = points[x].isna().any()
+    runs = ", of the runs that reach it" if only_some else ""
+    panel.set_xlabel(f"{AXES[x].label} to {split} {metric} {target:g}{runs}")
     panel.grid(axis="x", alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
     return figure

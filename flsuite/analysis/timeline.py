@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from flsuite.analysis.axes import AXES
+from flsuite.analysis.panels import new_figure
 from flsuite.analysis.runs import read_table, typed
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 
@@ -107,11 +108,11 @@ def timeline_figure(table: pd.DataFrame, clients: int = 40, seconds: float | Non
     view = _view(table, clients, seconds)
     height = min(max(1.8, 1.0 + 0.24 * len(view.clients)), 12)
     if not view.most_stale:
-        figure = Figure(figsize=(9, height + 0.4), layout="constrained")
+        figure = new_figure(9, height + 0.4)
         bars = figure.subplots()
         _draw_bars(bars, view)
     else:
-        figure = Figure(figsize=(9, height + 1.6), layout="constrained")
+        figure = new_figure(9, height + 1.6)
         above, bars = figure.subplots(2, 1, sharex=True, height_ratios=[1.0, height])
         _draw_staleness(above, view)
         shades = _draw_bars(bars, view)
@@ -180,7 +181,8 @@ def _draw_staleness(panel: Axes, view: _View) -> None:
     panel.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     panel.grid(axis="y", alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(loc="upper left", ncols=2, frameon=False, fontsize=8)
+    # Above the panel: any place in it may have points.
+    panel.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, frameon=False, fontsize=8)
 
 
 def _draw_bars(panel: Axes, view: _View) -> ScalarMappable:

@@ -1,4 +1,4 @@
-"""Attacks by some of the clients, one a file."""
+"""Attacks by some of the clients, one per file."""
 
 from flsuite.attacks.alie import ALittleIsEnough
 from flsuite.attacks.backdoor import PixelBackdoor

@@ -1,4 +1,4 @@
-"""A little is enough: attackers hide within the spread of honest updates."""
+"""The attack "A little is enough", which hides within the spread of honest updates."""
 
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -8,25 +8,25 @@ from flsuite.arguments import NonNegativeFloat
 from flsuite.attacks.collusion import Collusion
 from flsuite.state import State, add
 
-# The largest share of clients that are nearer to the mean. Without a bound, a majority of attackers
-# would be infinitely far from it.
+# The largest fraction of clients nearer to the mean. Without a bound, a majority of attackers
+# would be infinitely far from the mean.
 _MOST = 0.999
 
 
 @dataclass(eq=False)
 class ALittleIsEnough(Collusion):
-    """Attackers move the mean as far as the spread of the updates hides it (Baruch et al. 2019).
+    """Shifts the mean as far as the spread of the updates conceals it (Baruch et al. 2019).
 
-    Every attacker sends ``mean + z std`` of the changes, coordinate by coordinate. The
-    mean and the deviation are those of the attackers' own changes, trained honestly. A single
+    Every attacker sends ``mean + z std`` of the changes, coordinate by coordinate. Mean and
+    standard deviation are computed from the attackers' own honestly trained changes. A single
     attacker sees no deviation, and sends its honest change.
 
     Args:
         clients: Numbers of the attackers.
-        fraction: Share of the clients that attack, instead of ``clients``.
-        z: Deviations from the mean. Default: ``z_max`` of the paper for the clients of the round,
-            see :func:`largest_hidden`.
-        knows: ``attackers``, as in the paper, or ``all``: the moments are those of all clients.
+        fraction: Fraction of the clients that attack, instead of ``clients``.
+        z: Standard deviations from the mean. Default: ``z_max`` of the paper for the clients of the
+            round, see :func:`largest_hidden`.
+        knows: ``attackers``, as in the paper, or ``all``: compute the moments over all clients.
     """
 
     z: NonNegativeFloat | None = None
@@ -46,12 +46,12 @@ class ALittleIsEnough(Collusion):
 
 
 def largest_hidden(clients: int, attackers: int) -> float:
-    """Return ``z_max``, the deviations at which honest clients still support the attackers.
+    """Return ``z_max``, the largest deviation at which honest clients still support the attackers.
 
     With ``s = floor(n / 2 + 1) - m`` supporters needed, it is the largest ``z`` with
-    ``phi(z) < (n - m - s) / (n - m)``, where ``phi`` is the normal distribution. It is 0 where that
-    is below one half, which is so for few attackers, and at most 3.09, where attackers are a
-    majority.
+    ``phi(z) < (n - m - s) / (n - m)``, where ``phi`` is the normal CDF. It is 0 if the right-hand
+    side is below one half, as for few attackers, and at most 3.09, which a majority of attackers
+    reaches.
 
     Args:
         clients: Clients of the round, ``n``.

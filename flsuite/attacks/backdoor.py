@@ -1,4 +1,4 @@
-"""A backdoor: images with a small pattern are taken for one class."""
+"""A backdoor: images with a small pattern are classified as the target class."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from flsuite.attacks.base import Attack, Trial
-from flsuite.attacks.label_flip import first_batch, labelled, require_classes, with_parts
+from flsuite.attacks.label_flip import batch_like, first_batch, labelled, require_classes
 from flsuite.attacks.scaled_update import boosted
 from flsuite.data.federated import FederatedData
 from flsuite.data.images import Unscaled
@@ -20,23 +20,23 @@ from flsuite.state import State
 
 @dataclass(eq=False)
 class PixelBackdoor(Attack):
-    """Attackers train on images with a pattern as one class (Gu et al. 2017, BadNets).
+    """Trains on images with a pattern as one class (Gu et al. 2017, BadNets).
 
-    The pattern is a square in the lower right corner. With ``boost`` the attackers replace the
+    The pattern is a square in the lower right corner. With ``boost``, the attackers replace the
     global model by theirs (Bagdasaryan et al. 2020).
 
-    ``backdoor_success`` is the share of images of other classes that the model takes for the target
-    class once the pattern is on them. It is measured on copies, at every evaluation. In a
-    multi-label task, the target is a label that images with the pattern have besides their own.
+    ``backdoor_success`` is the fraction of images of other classes that the model assigns to the
+    target class once the pattern is added. It is measured on copies at every evaluation. In a
+    multi-label task, the target is a label that is added to the labels of images with the pattern.
 
     Args:
         clients: Numbers of the attackers.
-        fraction: Share of the clients that attack, instead of ``clients``.
-        target: The class.
+        fraction: Fraction of the clients that attack, instead of ``clients``.
+        target: The target class.
         size: Side of the square, in pixels.
-        value: Brightness of the square, from 0 to 1. Where a dataset transforms its images itself,
-            it is the value that the model sees, and of bytes the share of 255.
-        share: Share of each training batch that has the pattern. 0 is an honest update.
+        value: Brightness of the square, from 0 to 1. For byte images, it is a fraction of 255. If
+            the dataset transforms its images itself, it is the value that the model receives.
+        share: Fraction of each training batch that gets the pattern. 0 is an honest update.
         boost: Factor of the attackers' changes, see :class:`~flsuite.attacks.ScaledUpdate`.
     """
 
@@ -50,7 +50,7 @@ class PixelBackdoor(Attack):
         x, y = self._pair(batch)
         number = int(self.share * len(y) + 0.5)
         rows = torch.randperm(len(y), generator=generator)[:number].to(y.device)
-        return with_parts(batch, self._stamped(x, rows), self._marked(y, rows))
+        return batch_like(batch, self._stamped(x, rows), self._marked(y, rows))
 
     def alter(self, trained: State, received: State, fit: FitView) -> State:
         return boosted(trained, received, self.boost)
@@ -63,7 +63,7 @@ class PixelBackdoor(Attack):
 
     def _stamped_batch(self, batch: Any) -> Any:
         x, y = self._pair(batch)
-        return with_parts(batch, self._stamped(x, torch.arange(len(x), device=x.device)), y)
+        return batch_like(batch, self._stamped(x, torch.arange(len(x), device=x.device)), y)
 
     def _stamped(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return images ``(n, channels, height, width)`` with the pattern on these rows."""
@@ -90,7 +90,7 @@ class PixelBackdoor(Attack):
         x, y = labelled(type(self).__name__, batch)
         if x.ndim != 4:
             raise FlsuiteError(
-                f"{type(self).__name__} needs images (n, channels, height, width), and a batch has "
+                f"{type(self).__name__} needs images (n, channels, height, width), but a batch has "
                 f"inputs of shape {tuple(x.shape)}; choose another attack"
             )
         return x, y
@@ -99,23 +99,23 @@ class PixelBackdoor(Attack):
         owner, spec = type(self).__name__, data.spec
         require_classes(owner, data)
         if len(spec.shape) != 3:
-            raise FlsuiteError(f"{owner} needs images, and this data has none; choose LabelFlip")
+            raise FlsuiteError(f"{owner} needs images, but this data has none; choose LabelFlip")
         if self.target >= spec.num_classes:
             raise FlsuiteError(
-                f"{owner}: target is class {self.target}, and the classes are 0 to "
+                f"{owner}: target is class {self.target}, but the classes are 0 to "
                 f"{spec.num_classes - 1}"
             )
         if self.size > min(spec.shape[1:]):
             height, width = spec.shape[1:]
             raise FlsuiteError(
-                f"{owner}: size is {self.size} pixels, and the images have {height} x {width}"
+                f"{owner}: size is {self.size} pixels, but the images have {height} x {width}"
             )
         self._is_multilabel = spec.task == "multilabel"
         self._patch = _as_inputs(self.value, data)
 
 
 def _as_inputs(value: float, data: FederatedData) -> Tensor:
-    """Return a brightness as the model sees it, ``(1, channels or 1, 1, 1)``."""
+    """Return a brightness in the scale of the model's inputs, ``(1, channels or 1, 1, 1)``."""
     stored = data.train.x
     if isinstance(data.scaling, Unscaled) or stored.dtype != torch.uint8:
         x, _ = first_batch(data)

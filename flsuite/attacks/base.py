@@ -22,13 +22,13 @@ from flsuite.state import State
 
 
 class Trial(NamedTuple):
-    """A test of whether an attack has reached its aim.
+    """A test of an attack's success.
 
     Attributes:
-        metric: Name of the score, which is the share of hits.
-        rows: Rows of the split that are tried, int64 ``(n,)``.
-        change: Returns a changed copy of a batch. It must not touch the batch itself.
-        hits: Returns whether each sample is a hit, bool ``(n,)``, from the model's probabilities
+        metric: Name of the score, which is the fraction of hits.
+        rows: Rows of the split to test, int64 ``(n,)``.
+        change: Returns a changed copy of a batch. It must not modify the batch itself.
+        hits: Returns which samples are hits, bool ``(n,)``, given the model's probabilities
             ``(n, classes)``.
     """
 
@@ -40,23 +40,23 @@ class Trial(NamedTuple):
 
 @dataclass(init=False, eq=False)
 class Attack(ABC):
-    """What the attackers among the clients do.
+    """Base of all attacks.
 
-    An attack acts on the training batches of its clients (:meth:`poison`), or on the update that a
-    client has finished (:meth:`alter`). Attackers that see each other's updates are a
+    An attack changes the training batches of the attackers (:meth:`poison`), or their finished
+    updates (:meth:`alter`). Attackers that see each other's updates are a
     :class:`~flsuite.attacks.Collusion`. Honest clients draw the same random numbers with and
     without attackers, and evaluation data is never changed.
 
-    A subclass is a dataclass with fields of its own, which are checked by their annotations.
+    A subclass is a dataclass. Its fields are checked by their annotations.
 
     Args:
-        clients: Numbers of the attackers. They may be none.
-        fraction: Share of the clients that attack, drawn with the run's seed. One of the two must
-            be given.
+        clients: Numbers of the attackers. The list may be empty.
+        fraction: Fraction of the clients that attack, drawn with the run's seed. Give either
+            ``clients`` or ``fraction``.
 
     Attributes:
-        needs: What it needs of the other parts of a run.
-        attackers: Numbers of the attackers, ascending. :meth:`configure` sets them.
+        needs: What the attack requires of the other parts of a run.
+        attackers: Numbers of the attackers, ascending, set by :meth:`configure`.
 
     Raises:
         FlsuiteError: If both or neither are given, or the fraction is outside [0, 1].
@@ -81,7 +81,7 @@ class Attack(ABC):
 
     @property
     def needs(self) -> frozenset[Capability]:
-        # An attack on batches has an effect where nothing travels too.
+        # An attack on batches has an effect even if nothing is shared.
         if type(self).poison is not Attack.poison:
             return frozenset({"clients"})
         return frozenset({"clients", "shared parameters"})
@@ -89,57 +89,58 @@ class Attack(ABC):
     def configure(self, data: FederatedData, seed: int) -> None:
         """Choose the attackers of a run, and refuse data that they cannot attack.
 
-        It is called once, before the first round.
+        Called once, before the first round.
 
         Args:
             data: The samples of all clients.
             seed: The run's seed.
 
         Raises:
-            FlsuiteError: If a client does not exist, or the attack does not go with the data.
+            FlsuiteError: If a client does not exist, or the attack cannot handle the data.
         """
         self.attackers = self._chosen(data.clients, seed)
         self.prepare(data)
 
     def prepare(self, data: FederatedData) -> None:
-        """Note what the attack needs of the data, or refuse data that it cannot attack."""
+        """Extract what the attack needs from the data, or refuse data that it cannot attack."""
         return
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        """Return the callbacks of one client's fit, which come before those of the algorithm."""
+        """Return the callbacks of one client's fit. They run before the algorithm's callbacks."""
         poisons = client.id in self.attackers and type(self).poison is not Attack.poison
         return [PoisonBatches(self.poison)] if poisons else []
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
-        """Return a training batch as an attacker trains on it.
+        """Return the poisoned version of a training batch.
 
         Args:
             batch: A batch of the attacker's own samples. It must not be changed.
-            generator: Draws what the attack does to the batches of this fit.
+            generator: Randomness for the batches of this fit.
         """
         return batch
 
     def alter(self, trained: State, received: State, fit: FitView) -> State:
         """Return the parameters that an attacker sends.
 
-        Buffers, private entries and what the algorithm sends beside the model stay as trained.
+        Buffers, private entries and extras of the algorithm stay as trained.
 
         Args:
-            trained: The shared parameters after its fit. They must not be changed.
-            received: The same parameters of the global model that it started from, likewise.
+            trained: The shared parameters after the attacker's fit. They must not be changed.
+            received: The global model's parameters that the fit started from. They must not be
+                changed.
             fit: The fit. Its memory holds the attacker's own notes.
         """
         return trained
 
     def trial(self, samples: DataSplit) -> Trial | None:
-        """Return how to test on a split whether the attack has reached its aim.
+        """Return a test of the attack's success on a split.
 
-        Default: accuracy says it.
+        Default: no test, because accuracy shows the effect.
         """
         return None
 
     def line(self, clients: int) -> str:
-        """Return one line for the start of a run of so many clients."""
+        """Return the line that names the attackers at the start of a run."""
         numbers = ", ".join(map(str, self.attackers[:20]))
         more = ", ..." if len(self.attackers) > 20 else ""
         who = f": {numbers}{more}" if self.attackers else ""
@@ -148,12 +149,12 @@ class Attack(ABC):
     def _chosen(self, clients: int, seed: int) -> tuple[int, ...]:
         owner = type(self).__name__
         if self.fraction is not None:
-            # Half a client is a whole one: 0.25 of 10 clients are 3.
+            # Rounded half up: 0.25 of 10 clients is 3.
             number = int(self.fraction * clients + 0.5)
             if self.fraction > 0 and not number:
                 raise FlsuiteError(
-                    f"{owner}: a fraction of {self.fraction} of {clients} clients is nobody; raise "
-                    "fraction, or name clients"
+                    f"{owner}: a fraction of {self.fraction} of {clients} clients is 0 clients; "
+                    "raise fraction, or name clients"
                 )
             drawn = numpy_generator(seed, "attackers").choice(clients, number, replace=False)
             return tuple(sorted(drawn.tolist()))
@@ -163,7 +164,7 @@ class Attack(ABC):
             require_whole(owner, 0, clients=client)
             if client >= clients:
                 raise FlsuiteError(
-                    f"{owner}: clients names {client}, and the clients are 0 to {clients - 1}"
+                    f"{owner}: clients names {client}, but the clients are 0 to {clients - 1}"
                 )
         if len(set(named)) < len(named):
             raise FlsuiteError(f"{owner}: clients names a client twice: {named}")
@@ -174,10 +175,10 @@ Poison = Callable[[Batch, torch.Generator], Batch]
 
 
 class PoisonBatches(Callback):
-    """Changes all batches of one fit, and those that the algorithm measures after it.
+    """Poisons all batches of one fit, including those that the algorithm measures after training.
 
     Args:
-        poison: Returns a batch as the attacker trains on it. It must not change the batch itself.
+        poison: Returns the poisoned version of a batch. It must not change the batch itself.
     """
 
     def __init__(self, poison: Poison) -> None:

@@ -1,4 +1,4 @@
-"""Attackers that see updates of others before they send theirs."""
+"""Colluding attackers, which see other updates before they send theirs."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
@@ -11,16 +11,16 @@ from flsuite.messages import ClientUpdate
 from flsuite.state import State, Sums, Tree, wide
 
 Known = Literal["attackers", "honest", "all"]
-"""The clients whose updates attackers know: their own, those of all honest clients, or all."""
+"""The clients whose updates the attackers know: attackers, honest clients, or all."""
 
 
 class Collusion(Attack):
-    """Attackers that all send the same change, made from what they know of a round's updates.
+    """Attackers that all send the same change, computed from the round's updates that they know.
 
-    Every client counts the same in what they know, whatever its samples.
+    Each known client counts equally, whatever its number of samples.
 
     Attributes:
-        knows: The clients whose updates they know.
+        knows: The clients whose updates the attackers know.
     """
 
     knows: Known
@@ -33,13 +33,13 @@ class Collusion(Attack):
     def conspire(self, mean: State, std: State, clients: int, attackers: int) -> State:
         """Return the change that every attacker of a round sends.
 
-        In a round without any client that they know, they send the model that they have received.
+        If a round has no client that they know, they send the model that they received.
 
         Args:
-            mean: The mean of the changes of the clients that they know, trained honestly, float64.
-            std: The standard deviation of these changes (ddof 0), float64.
-            clients: Updates in the round.
-            attackers: Those of attackers among them, at least one.
+            mean: Mean of the known clients' changes, trained honestly, float64.
+            std: Standard deviation of these changes (ddof 0), float64.
+            clients: Number of updates in the round.
+            attackers: Number of attackers among them, at least one.
         """
 
 
@@ -48,13 +48,13 @@ def collude(
 ) -> Iterator[ClientUpdate]:
     """Yield the updates of a round, with the attackers' updates replaced.
 
-    Honest updates pass through one at a time, in their order, and those of attackers follow. Two
-    states in float64 and the attackers' buffers are held meanwhile.
+    Honest updates pass through one at a time, in order, and the attackers' updates follow.
+    Meanwhile, two float64 states and the attackers' buffers are held in memory.
 
     Args:
         attack: The attack.
-        received: The shared state that all clients have started from.
-        names: Its parameters. Other entries are sent as trained.
+        received: The shared state that all clients started from.
+        names: Names of its parameters. Other entries are sent as trained.
         updates: The updates as trained.
     """
     known, held, clients, parameters = Sums(), list[ClientUpdate](), 0, set(names)
@@ -84,19 +84,19 @@ def collude(
     }
     for update in held:
         state = {name: sent[name] if name in sent else update.state[name] for name in received}
-        # A part of their own, because updates of one part follow each other.
+        # A separate part, because updates of one part must be adjacent.
         yield replace(update, state=state, part=-1)
 
 
 def mean_and_std(known: Tree) -> tuple[State, State]:
-    """Return mean and standard deviation (ddof 0) from sums over changes, float64.
+    """Return mean and standard deviation (ddof 0) of changes from their sums, float64.
 
     Args:
-        known: ``count``, ``sums`` and the sums of ``squares``.
+        known: The sums over changes: ``count``, ``sums`` and ``squares``.
     """
     mean = {name: total / known["count"] for name, total in known["sums"].items()}
     std = {
-        # Rounding may leave a difference of equal numbers below zero.
+        # Rounding may make a difference of equal numbers negative.
         name: (total / known["count"] - mean[name].square()).clamp_(min=0).sqrt_()
         for name, total in known["squares"].items()
     }

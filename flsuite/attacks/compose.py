@@ -14,13 +14,13 @@ from flsuite.state import State, add, difference, wide
 
 
 def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
-    """Return an algorithm whose attackers attack, once they have been chosen.
+    """Return an algorithm that includes the attack on its updates.
 
-    What an attack does to training batches is not in it, see :meth:`Attack.callbacks`.
+    Changes to training batches are not included, see :meth:`Attack.callbacks`.
 
     Args:
         aggregator: The algorithm. It is not changed.
-        attack: The attack. Default: there is none.
+        attack: The attack, whose attackers are chosen later. Default: none.
     """
     if attack is None or not attack.attackers:
         return aggregator
@@ -30,7 +30,7 @@ def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
     if type(attack).alter is Attack.alter:
         return aggregator.with_parts(given)
 
-    # After the algorithm's own transforms, and before the codecs, which see what attackers send.
+    # After the algorithm's transforms and before the codecs, which see the altered change.
     transforms = list(aggregator.transforms)
     is_codec = ["dense changes" in transform.withholds for transform in transforms]
     transforms.insert(is_codec.index(True) if any(is_codec) else len(transforms), _Altering(attack))
@@ -39,7 +39,7 @@ def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
 
 @dataclass(frozen=True)
 class _Altering(Transform):
-    """Attackers alter their change, as an attack on updates says.
+    """Applies an attack on updates to the attackers' changes.
 
     Args:
         attack: The attack, whose attackers have been chosen.
@@ -60,7 +60,7 @@ class _Altering(Transform):
 
 @dataclass(frozen=True)
 class _Colluding(RuleAround):
-    """A rule that sees the updates of a round with those of attackers replaced.
+    """A rule that receives a round's updates with the attackers' updates replaced.
 
     Args:
         rule: The rule.

@@ -1,4 +1,4 @@
-"""Free riders: clients that send what they have not learned."""
+"""Free riders: clients that send fake updates instead of training."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ from flsuite.state import State, add, difference
 
 @dataclass(eq=False)
 class FreeRider(Attack):
-    """Attackers return the model that they have received (Lin et al. 2019; Fraboni et al. 2021).
+    """Returns the received model instead of a trained one (Lin et al. 2019; Fraboni et al. 2021).
 
-    With ``last_change`` they send ``w_t + (w_t - w_s)``, where ``w_s`` is the model that they
-    received the time before: the delta-weights attack of Lin et al. With ``noise`` too
-    it is their advanced attack. The fit takes place, because an algorithm may need more than the
-    model of it, and its parameters are thrown away.
+    With ``last_change``, attackers send ``w_t + (w_t - w_s)``, where ``w_s`` is the model that they
+    received the previous time: the delta-weights attack of Lin et al. Adding ``noise`` gives their
+    advanced attack. The fit still runs, because an algorithm may need its other results, but its
+    parameters are discarded.
 
     Args:
         clients: Numbers of the attackers.
-        fraction: Share of the clients that attack, instead of ``clients``.
-        last_change: Whether to repeat the last change of the global model. There is none in the
-            first round of a client.
+        fraction: Fraction of the clients that attack, instead of ``clients``.
+        last_change: Whether to repeat the last change of the global model. A client's first round
+            has none.
         noise: Standard deviation of Gaussian noise on every parameter, as a disguise.
     """
 
@@ -34,6 +34,6 @@ class FreeRider(Attack):
         if self.last_change:
             before: State = fit.memory.get("received", received)
             sent = add(received, difference(received, before))
-            # Clones, because what is received may live on in memory that is used again.
+            # Clones, because the received tensors may be in reused memory.
             fit.memory["received"] = {name: value.clone() for name, value in received.items()}
         return noisy(sent, self.noise, fit)

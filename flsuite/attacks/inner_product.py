@@ -10,18 +10,18 @@ from flsuite.state import State
 
 @dataclass(eq=False)
 class InnerProduct(Collusion):
-    """Attackers send the honest mean with the opposite sign (Xie et al. 2020, "Fall of empires").
+    """Sends the honest mean with the opposite sign (Xie et al. 2020, "Fall of empires").
 
     Every attacker sends ``-epsilon`` times the mean of the honest changes. With ``m`` attackers of
-    ``n`` clients with equal weights, the inner product of the mean and the honest mean is negative
-    if ``epsilon > (n - m) / m``. A small ``epsilon`` stays near honest updates and defeats rules
-    that pick by distance. Attackers that know nobody send the model that they have received.
+    ``n`` equally weighted clients, the inner product of the mean and the honest mean is negative if
+    ``epsilon > (n - m) / m``. A small ``epsilon`` stays near honest updates and defeats rules that
+    select by distance. Attackers that know no client send the model that they received.
 
     Args:
         clients: Numbers of the attackers.
-        fraction: Share of the clients that attack, instead of ``clients``.
+        fraction: Fraction of the clients that attack, instead of ``clients``.
         epsilon: Factor of the mean.
-        knows: ``honest``, as in the paper, or ``attackers``: the mean is that of their own changes,
+        knows: ``honest``, as in the paper, or ``attackers``: use the mean of their own changes,
             trained honestly.
     """
 

@@ -1,4 +1,4 @@
-"""Label flipping: attackers train on false classes."""
+"""Label flipping: attackers train on wrong classes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,29 +14,29 @@ from flsuite.errors import FlsuiteError
 
 @dataclass(eq=False)
 class LabelFlip(Attack):
-    """Attackers train on wrong classes (Tolpegin et al. 2020; ``C - 1 - c``: Fang et al. 2020).
+    """Trains on wrong classes (Tolpegin et al. 2020; ``C - 1 - c``: Fang et al. 2020).
 
-    In a multi-label task, a sample that has label ``c`` is said to have its target instead. The
-    numbers of samples per class that a client reports are the true ones.
+    In a multi-label task, each label ``c`` of a sample is replaced by its target. The class counts
+    that a client reports are the true ones.
 
     Args:
         clients: Numbers of the attackers.
-        fraction: Share of the clients that attack, instead of ``clients``.
-        pairs: Class to the class that takes its place. Others stay. Default: class ``c`` of ``C``
-            becomes ``C - 1 - c``.
+        fraction: Fraction of the clients that attack, instead of ``clients``.
+        pairs: Mapping from a class to its replacement. Other classes stay. Default: class ``c`` of
+            ``C`` becomes ``C - 1 - c``.
     """
 
     pairs: dict[int, int] | None = None
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         x, y = labelled(type(self).__name__, batch)
-        return with_parts(batch, x, self._flipped(y))
+        return batch_like(batch, x, self._flipped(y))
 
     def _flipped(self, y: Tensor) -> Tensor:
         target = self._target.to(y.device)
         if y.ndim == 1:
             return target[y].to(y.dtype)
-        # Two labels may have one target, which then is there once.
+        # Two labels with the same target set it once.
         return torch.zeros_like(y).index_add_(1, target, y).clamp_(max=1)
 
     def prepare(self, data: FederatedData) -> None:
@@ -47,7 +47,7 @@ class LabelFlip(Attack):
         for number in (n for pair in (self.pairs or {}).items() for n in pair):
             if not 0 <= number < classes:
                 raise FlsuiteError(
-                    f"{owner}: pairs names class {number}, and the classes are 0 to {classes - 1}"
+                    f"{owner}: pairs names class {number}, but the classes are 0 to {classes - 1}"
                 )
         self._target = torch.arange(classes)
         if self.pairs is None:
@@ -63,30 +63,30 @@ def labelled(owner: str, batch: Any) -> tuple[Tensor, Tensor]:
     """Return inputs and classes of a batch.
 
     Raises:
-        FlsuiteError: If it is of another structure.
+        FlsuiteError: If the batch has another structure.
     """
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     if not is_pair or not all(isinstance(part, Tensor) for part in batch):
         raise FlsuiteError(
-            f"{owner} needs batches of inputs and classes, (x, y), and a batch of this data is a "
+            f"{owner} needs batches of inputs and classes, (x, y), but a batch of this data is a "
             f"{type(batch).__name__}; {_OTHERS}"
         )
     x, y = batch
     return x, y
 
 
-def with_parts(batch: Any, x: Tensor, y: Tensor) -> Any:
-    """Return a batch of the same type with other inputs and classes."""
+def batch_like(batch: Any, x: Tensor, y: Tensor) -> Any:
+    """Return a batch of the same type with new inputs and classes."""
     return type(batch)((x, y))
 
 
 def first_batch(data: FederatedData) -> Batch:
-    """Return a batch of one training sample, not augmented."""
+    """Return a batch of one training sample, without augmentation."""
     return next(data.batches_of(data.train, [data.train.rows.values[:1]]))
 
 
 def require_classes(owner: str, data: FederatedData) -> None:
-    """Refuse data without classes, or with batches of another structure than ``(x, y)``."""
+    """Refuse data without classes, or whose batches are not ``(x, y)``."""
     labelled(owner, first_batch(data))
     if data.spec.task == "other":
-        raise FlsuiteError(f"{owner} needs data with classes, and this has none; {_OTHERS}")
+        raise FlsuiteError(f"{owner} needs data with classes, but this data has none; {_OTHERS}")

@@ -12,11 +12,11 @@ from flsuite.state import State
 
 @dataclass(eq=False)
 class GaussianNoise(Attack):
-    """Attackers add noise to every parameter that they send (Blanchard et al. 2017).
+    """Adds noise to every parameter that is sent (Blanchard et al. 2017).
 
     Args:
         clients: Numbers of the attackers.
-        fraction: Share of the clients that attack, instead of ``clients``.
+        fraction: Fraction of the clients that attack, instead of ``clients``.
         std: Standard deviation of the noise, in the unit of the parameters. 0 is an honest update.
     """
 
@@ -27,10 +27,10 @@ class GaussianNoise(Attack):
 
 
 def noisy(state: State, std: float, fit: FitView) -> State:
-    """Return a copy of a state with independent normal noise of this deviation on every number."""
+    """Return a copy of a state with i.i.d. normal noise of standard deviation ``std``."""
     if not std:
         return {name: value.clone() for name, value in state.items()}
-    generator = fit.generator("attack/update")  # no honest client draws from it
+    generator = fit.generator("attack/update")  # honest clients never draw from this stream
     return {
         name: value + std * torch.randn(value.shape, generator=generator, dtype=value.dtype)
         for name, value in state.items()

@@ -1,4 +1,4 @@
-"""Scaled updates: an attacker puts its own model in the place of the mean."""
+"""Scaled updates: an attacker replaces the global model by its own."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from flsuite.state import State, add, difference
 
 @dataclass(eq=False)
 class ScaledUpdate(Attack):
-    """Attackers scale their change (Bagdasaryan et al. 2020, "How to backdoor federated learning").
+    """Scales the attackers' change (Bagdasaryan et al. 2020, "How to backdoor federated learning").
 
-    An attacker that received ``w`` and trained to ``w_k`` sends ``w + boost (w_k - w)``, as in
-    the paper. If it has the share ``1 / boost`` of the mean's weight, and the other clients hardly
-    change, the next global model is its own.
+    An attacker that received ``w`` and trained to ``w_k`` sends ``w + boost (w_k - w)``, as in the
+    paper. If it has ``1 / boost`` of the mean's weight, and the other clients hardly change, the
+    next global model is its own.
 
     Args:
         clients: Numbers of the attackers.
-        fraction: Share of the clients that attack, instead of ``clients``.
+        fraction: Fraction of the clients that attack, instead of ``clients``.
         boost: Factor of the change. 1 is an honest update.
     """
 
@@ -29,5 +29,5 @@ class ScaledUpdate(Attack):
 
 
 def boosted(trained: State, received: State, boost: float) -> State:
-    """Return ``received + boost (trained - received)``, with a boost of 1 exactly ``trained``."""
+    """Return ``received + boost (trained - received)``, exactly ``trained`` for a boost of 1."""
     return add(trained, difference(trained, received), boost - 1)

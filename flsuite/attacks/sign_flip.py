@@ -1,4 +1,4 @@
-"""Sign flipping: attackers undo what they have learned."""
+"""Sign flipping: attackers send the opposite of their change."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from flsuite.state import State, add, difference
 
 @dataclass(eq=False)
 class SignFlip(Attack):
-    """Attackers send their change with the opposite sign (Li et al. 2019, RSA).
+    """Sends the change with the opposite sign (Li et al. 2019, RSA).
 
     An attacker that received ``w`` and trained to ``w_k`` sends ``w - scale (w_k - w)``.
 
     Args:
         clients: Numbers of the attackers.
-        fraction: Share of the clients that attack, instead of ``clients``.
+        fraction: Fraction of the clients that attack, instead of ``clients``.
         scale: Factor of the change.
     """
 

@@ -80,7 +80,7 @@ class LatentSpace(FederationCallback, Settings):
         if run.folder.path is not None:
             path = run.folder.path / "latent" / f"round-{round:04d}.png"
             path.parent.mkdir(exist_ok=True)
-            figure.savefig(path, dpi=100)
+            figure.savefig(path)
             _send(run, path, round)
 
 

@@ -6,16 +6,20 @@ import math
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.loggers import Logger
 
+from flsuite.callbacks.round_numbers import LAST_NUMBER, RoundNumbers
+from flsuite.callbacks.tensorboard_files import logged_steps
 from flsuite.errors import one_line
 from flsuite.runs.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger("flsuite")
 
@@ -57,22 +61,11 @@ def _with_value(description: Mapping[str, Any]) -> str:
     return _class_name(description) + ("" if first is None else f"({first})")
 
 
+LIGHTNING_NAME = "lightning_logs"
+"""What Lightning calls a project that the user has not named."""
+PROJECT = "flsuite"
+"""What it is called instead: the project in W&B, and the experiment in MLflow."""
 _MOST_METRICS = 500  # MLflow takes at most 1,000 at once
-
-
-@dataclass(frozen=True)
-class RoundNumbers:
-    """The numbers of a round.
-
-    Attributes:
-        round: The round.
-        numbers: Those for every logger.
-        of_clients: The numbers of single clients, as ``client/<n>/<split>/<metric>``.
-    """
-
-    round: int
-    numbers: dict[str, float]
-    of_clients: dict[str, float]
 
 
 class LoggerLink:
@@ -80,21 +73,41 @@ class LoggerLink:
 
     Args:
         logger: The logger.
+
+    Attributes:
+        held: The rounds that the log had when the link started. They are not sent again. Round 0
+            stands for what is sent before the first round.
+        takes_pictures: Whether :meth:`show` does anything.
     """
+
+    takes_pictures: ClassVar[bool] = False
 
     def __init__(self, logger: Logger) -> None:
         self.logger: Any = logger
+        self.held: Set[int] = frozenset()
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
-        """Begin, or go on where :meth:`state_dict` was called. The state is then not empty."""
+        """Begin, or go on where :meth:`state_dict` was called. The state is then not empty.
+
+        A logger of which nothing else is known has kept all that it was sent.
+        """
+        self.held = rounds_of(run) if state else frozenset()
         self.logger.log_hyperparams(run.settings)
 
     def start_round(self, run: Run) -> None:
         """Handle the start of a round. The engine is running."""
 
     def log(self, run: Run, row: RoundNumbers) -> None:
+        """Send the numbers of a round, unless the log has them."""
+        if row.round not in self.held:
+            self.send(run, row)
+
+    def send(self, run: Run, row: RoundNumbers) -> None:
         """Send the numbers of a round."""
         self.logger.log_metrics(row.numbers, step=row.round)
+
+    def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
+        """Send pictures of the run, by name, as it is after a round."""
 
     def finish(self, run: Run) -> None:
         """End the log of the run."""
@@ -105,26 +118,31 @@ class LoggerLink:
         return {"link": type(self).__name__}
 
 
+def rounds_of(run: Run) -> Set[int]:
+    """Return the rounds that the run has done, from 0."""
+    return frozenset(range(run.round + 1))
+
+
 class _VersionLink(LoggerLink, ABC):
     """Goes on in the version, which is a folder, of the run that is resumed.
 
-    Each round is written at once. A killed run then has lost nothing.
+    Each round is written at once. A killed run has lost what the system had not yet written.
     """
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
         if state and self.logger._version is None:
             self.logger._version = state["version"]
         if state:
-            self.go_on(run)
+            self.held = self.go_on(run)
         else:
             super().start(run, state)
 
     @abstractmethod
-    def go_on(self, run: Run) -> None:
-        """Open the files of the run that is resumed."""
+    def go_on(self, run: Run) -> Set[int]:
+        """Open the files of the run that is resumed, and return the rounds that they have."""
 
-    def log(self, run: Run, row: RoundNumbers) -> None:
-        super().log(run, row)
+    def send(self, run: Run, row: RoundNumbers) -> None:
+        super().send(run, row)
         self.logger.save()
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,24 +152,44 @@ class _VersionLink(LoggerLink, ABC):
 class CSVLink(_VersionLink):
     """Keeps the rows of the earlier rounds, which Lightning's logger deletes when it starts."""
 
-    def go_on(self, run: Run) -> None:
-        earlier = _read_rows(Path(self.logger.log_dir) / "metrics.csv")
+    def go_on(self, run: Run) -> Set[int]:
+        rows = _read_rows(Path(self.logger.log_dir))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "previous log files will be deleted"
             self.logger.log_hyperparams(run.settings)
         # Rounds after the checkpoint are done again.
-        for row in earlier:
-            if (step := int(row.pop("step"))) <= run.round:
-                self.logger.log_metrics(row, step=step)
+        kept = [row for row in rows if row["step"] <= run.round]
+        for row in kept:
+            numbers = {name: value for name, value in row.items() if name != "step"}
+            self.logger.log_metrics(numbers, step=int(row["step"]))
         self.logger.save()
+        return frozenset(int(row["step"]) for row in kept if _last_name(self.logger) in row)
 
 
 class TensorBoardLink(_VersionLink):
     """Adds a second file to the version's folder, which TensorBoard shows as one run."""
 
-    def go_on(self, run: Run) -> None:
+    takes_pictures = True
+
+    def start(self, run: Run, state: dict[str, Any]) -> None:
+        self.logger._default_hp_metric = False  # a chart of the number -1
+        super().start(run, state)
+
+    def go_on(self, run: Run) -> Set[int]:
         # TensorBoard then drops rounds after the checkpoint, which are done again.
         self.logger._kwargs["purge_step"] = run.round + 1
+        steps = logged_steps(Path(self.logger.log_dir), _last_name(self.logger))
+        if steps is None:
+            return rounds_of(run)
+        if not steps:
+            self.logger.log_hyperparams(run.settings)
+            return frozenset()
+        return rounds_of(run) & {0, *steps}
+
+    def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
+        for name, figure in pictures.items():
+            self.logger.experiment.add_figure(name, figure, global_step=round, close=False)
+        self.logger.save()
 
 
 class MLflowLink(LoggerLink):
@@ -161,17 +199,30 @@ class MLflowLink(LoggerLink):
     folder. The second one becomes ``test/accuracy.0``.
     """
 
+    takes_pictures = True
+
     def start(self, run: Run, state: dict[str, Any]) -> None:
         if self.logger._run_name is None:
             self.logger._run_name = run_name(run.settings)
+        if self.logger._experiment_name in (None, LIGHTNING_NAME):
+            self.logger._experiment_name = PROJECT
         if self._can_resume(state):
-            return
-        super().start(run, state)
+            history = self.logger.experiment.get_metric_history(
+                self.logger.run_id, _last_name(self.logger)
+            )
+            self.held = frozenset({0, *(metric.step for metric in history)})
+        else:
+            super().start(run, {})
 
-    def log(self, run: Run, row: RoundNumbers) -> None:
+    def send(self, run: Run, row: RoundNumbers) -> None:
         numbers = [(_mlflow_name(name), value) for name, value in row.numbers.items()]
         for first in range(0, len(numbers), _MOST_METRICS):
             self.logger.log_metrics(dict(numbers[first : first + _MOST_METRICS]), step=row.round)
+
+    def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
+        for name, figure in pictures.items():
+            path = f"pictures/{_mlflow_name(name)}.png"
+            self.logger.experiment.log_figure(self.logger.run_id, figure, path)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "run_id": self.logger._run_id}
@@ -192,16 +243,24 @@ class MLflowLink(LoggerLink):
         return True
 
 
-def _read_rows(path: Path) -> list[dict[str, float]]:
-    """Return the rows of a file of Lightning's CSVLogger, without the empty cells."""
+def _last_name(logger: Any) -> str:
+    """Return the name in the log of the number that is sent last."""
+    prefix = getattr(logger, "_prefix", "")
+    return f"{prefix}{logger.LOGGER_JOIN_CHAR}{LAST_NUMBER}" if prefix else LAST_NUMBER
+
+
+def _read_rows(folder: Path) -> list[dict[str, float]]:
+    """Return the whole rows of a file of Lightning's CSVLogger, without the empty cells."""
+    path = folder / "metrics.csv"
     if not path.is_file():
         return []
     rows = []
     with path.open(newline="", errors="replace") as file:
-        for cells in csv.DictReader(file):
+        whole = [line for line in file if line.endswith("\n")]  # a kill cuts the last one
+        for cells in csv.DictReader(whole):
             row = {}
             for name, cell in cells.items():
-                with suppress(ValueError, TypeError):  # empty, or cut off by a kill
+                with suppress(ValueError, TypeError):  # empty, or damaged
                     row[name] = float(cell)
             if math.isfinite(row.get("step", math.nan)):
                 rows.append(row)

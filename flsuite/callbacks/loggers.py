@@ -1,8 +1,9 @@
 """The federation's metrics in Lightning's loggers, with the round as their axis."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.loggers import (
     CSVLogger,
@@ -18,11 +19,19 @@ from flsuite.callbacks.logger_links import (
     CSVLink,
     LoggerLink,
     MLflowLink,
-    RoundNumbers,
     TensorBoardLink,
+    rounds_of,
 )
+from flsuite.callbacks.pictures import final_pictures, first_pictures
+from flsuite.callbacks.round_numbers import earlier_rounds, latest_round
 from flsuite.callbacks.wandb_link import WandbLink
+from flsuite.errors import one_line
 from flsuite.runs.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("flsuite")
 
 _LINKS: tuple[tuple[type[Logger], type[LoggerLink]], ...] = (
     (WandbLogger, WandbLink),
@@ -37,11 +46,13 @@ class RoundLogger(FederationCallback, Settings):
     """Sends every round's metrics to all loggers, as ``<split>/<metric>``.
 
     Virtual seconds, wall seconds, client updates and bytes so far go with them, so that a chart can
-    have any of these as its horizontal axis. Scores of single clients go to W&B as tables and as a
-    picture. ``metrics.csv`` of the run has all of them.
+    have any of these as its horizontal axis. Scores of single clients go to W&B as tables.
+    ``metrics.csv`` of the run has all of them. W&B, TensorBoard and MLflow get pictures: the
+    partition, the clients over the rounds, the timeline, and the confusion matrix.
 
-    A resumed federation goes on in the same W&B run, TensorBoard version, CSV file or MLflow run. A
-    round that was logged but not saved when the run was killed is logged again.
+    A resumed federation goes on in the same W&B run, TensorBoard version, CSV file or MLflow run.
+    Rounds that the log lacks are sent from ``metrics.csv``: those that were on their way when the
+    run was killed, or all earlier ones where the logger is new.
 
     Args:
         log_model: Whether to upload the final model to W&B as an artifact.
@@ -61,36 +72,28 @@ class RoundLogger(FederationCallback, Settings):
         self._states: list[dict[str, Any]] = []  # of loggers that this process does not have
 
     def on_federation_start(self, run: Run) -> None:
-        self._links = []
         if run.round == 0:
             self._states = []
+        self._links = []
         for logger in run.loggers:
             link = _link(logger, self.log_model)
             link.start(run, self._take_state(link))
             self._links.append(link)
+        _show(0, lambda: first_pictures(run), [link for link in self._links if 0 not in link.held])
+        self._send_missing(run)
 
     def on_round_start(self, run: Run, round: int, clients: Any) -> None:
         for link in self._links:
             link.start_round(run)
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
-        of_clients = {name: v for name, v in metrics.items() if name.startswith("client/")}
-        numbers = {name: v for name, v in metrics.items() if name not in of_clients}
-        clock = run.federation.clock
-        totals = {
-            "virtual_s": clock.seconds,
-            "wall_s": run.summary.wall_seconds,
-            "client_updates": clock.client_updates,
-            "bytes": clock.bytes,
-            "total/bytes_up": run.summary.bytes_up,
-            "total/bytes_down": run.summary.bytes_down,
-        }
-        shown = of_clients if run.federation.data.clients <= self.per_client else {}
-        row = RoundNumbers(round, {**numbers, **shown, **totals}, of_clients)
+        row = latest_round(run, metrics, self._with_clients(run))
         for link in self._links:
             link.log(run, row)
 
     def on_federation_end(self, run: Run) -> None:
+        if run.status == "success" and run.round:
+            _show(run.round, lambda: final_pictures(run), self._links)
         for link in self._links:
             link.finish(run)
 
@@ -102,12 +105,47 @@ class RoundLogger(FederationCallback, Settings):
         if state_dict.get("wandb_id"):  # of an earlier version
             self._states = [{"link": WandbLink.__name__, "id": state_dict["wandb_id"]}]
 
+    def _with_clients(self, run: Run) -> bool:
+        """Return whether the clients are few enough to be logged one by one."""
+        return run.federation.data.clients <= self.per_client
+
+    def _send_missing(self, run: Run) -> None:
+        """Send what the logs of a resumed run lack, from the run's table."""
+        done = rounds_of(run) - {0}
+        lacking = [link for link in self._links if done - link.held]
+        if not lacking:
+            return
+        for link in lacking:
+            rounds = sorted(done - link.held)
+            kind = type(link.logger).__name__
+            log.info(
+                "%s: sending %d rounds that the log lacks, from %d on", kind, len(rounds), rounds[0]
+            )
+        for row in earlier_rounds(run, self._with_clients(run)):
+            for link in lacking:
+                link.log(run, row)
+
     def _take_state(self, link: LoggerLink) -> dict[str, Any]:
         """Return what a link of this kind has saved, if any, and keep the states of the others."""
         for place, state in enumerate(self._states):
             if state["link"] == type(link).__name__:
                 return self._states.pop(place)
         return {}
+
+
+def _show(round: int, draw: Callable[[], dict[str, "Figure"]], links: Sequence[LoggerLink]) -> None:
+    """Draw pictures and send them to the loggers that take some.
+
+    A run does not end because a picture cannot be stored.
+    """
+    links = [link for link in links if link.takes_pictures]
+    pictures = draw() if links else {}
+    for link in links if pictures else ():
+        try:
+            link.show(round, pictures)
+        except Exception as error:  # of the logger, of its transport, or of its server
+            kind = type(link.logger).__name__
+            log.warning("%s: no %s (%s)", kind, ", ".join(pictures), one_line(error, 200))
 
 
 def _link(logger: Logger, log_model: bool) -> LoggerLink:

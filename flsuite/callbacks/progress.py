@@ -15,13 +15,7 @@ from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.messages import Outcome
 from flsuite.runs.run import Run
 
-_SHOWN = (
-    "train/loss",
-    "val/accuracy",
-    "test/accuracy",
-    "test/f1_macro",
-    "test/backdoor_success",
-)
+_ALSO_SHOWN = ("test/f1_macro", "test/backdoor_success")
 
 
 class RoundProgress(FederationCallback):
@@ -91,7 +85,10 @@ class RoundProgress(FederationCallback):
             self._bar.update(self._clients, advance=1, done=f"{self._ended}", note=note)
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
-        scores = "  ".join(f"{name} {metrics[name]:.4f}" for name in _SHOWN if name in metrics)
+        monitor = run.summary.monitor
+        names = ("train/loss", f"val/{monitor}", f"test/{monitor}", *_ALSO_SHOWN)
+        shown_names = dict.fromkeys(name for name in names if name in metrics)
+        scores = "  ".join(f"{name} {metrics[name]:.4f}" for name in shown_names)
         shown = [part for part in (_clock(run, metrics), scores) if part]
         left = f"{self._time_left(run)} left"
         if self._bar is not None:

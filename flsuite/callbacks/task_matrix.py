@@ -94,7 +94,7 @@ class TaskMatrix(FederationCallback, Settings):
             from flsuite.analysis.partition import task_figure
 
             figure = task_figure(self.matrix.mean(0)[1:].numpy())
-            figure.savefig(run.folder.path / "tasks.png", dpi=150)
+            figure.savefig(run.folder.path / "tasks.png")
 
     def row(self, run: Run, data: TaskData) -> Tensor:
         """Return the accuracy of each client's model on each of its tasks, ``(clients, tasks)``."""

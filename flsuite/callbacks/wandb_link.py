@@ -2,23 +2,31 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
-from flsuite.callbacks.logger_links import LoggerLink, RoundNumbers, group_name, run_name, tags
-from flsuite.callbacks.stop_at import StopAt
-from flsuite.callbacks.wandb_media import (
-    client_table,
-    confusion_chart,
-    final_pictures,
-    partition_picture,
+from flsuite.callbacks.logger_links import (
+    LIGHTNING_NAME,
+    PROJECT,
+    LoggerLink,
+    group_name,
+    rounds_of,
+    run_name,
+    tags,
 )
+from flsuite.callbacks.round_numbers import RoundNumbers
+from flsuite.callbacks.stop_at import StopAt
+from flsuite.callbacks.wandb_files import logged_rounds
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.metrics import score_name
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger("flsuite")
 
@@ -34,25 +42,30 @@ _VARIABLES = {
 class WandbLink(LoggerLink):
     """Sends a run to W&B.
 
-    Beside the numbers of each round it sends the settings, group, name, tags, a table of the
-    clients' scores per evaluation, pictures of the partition, of the clients over the rounds and of
-    the timeline, a confusion matrix, and a summary of the last and the picked round.
+    The numbers of each round come with the settings, group, name, tags, a table of the clients'
+    scores per evaluation, pictures, and a summary of the last and the picked round.
 
     Args:
         logger: The logger, a WandbLogger.
         log_model: Whether to upload the final model.
     """
 
+    takes_pictures = True
+
     def __init__(self, logger: Logger, log_model: bool = False) -> None:
         super().__init__(logger)
         self.log_model = log_model
         self._id: str | None = None
         self._step = 0  # the first one that is free
-        self._has_engine = False
+        self._offsets: list[tuple[int, int]] = []  # from a round on: W&B's step minus the round
+        self._is_earlier_version = False
+        self._has_engine = self._has_warned = False
         self._rounds_to_target: int | None = None
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
         self._id, self._step = state.get("id"), state.get("step", 0)
+        self._is_earlier_version = bool(state) and "offsets" not in state
+        self._offsets = [(first, offset) for first, offset in state.get("offsets", ())]
         self._rounds_to_target = state.get("rounds_to_target")
         if (stop := _stop_at(run)) and not stop.is_reached(stop.reached):  # a harder target
             self._rounds_to_target = None
@@ -61,13 +74,9 @@ class WandbLink(LoggerLink):
         self._id = experiment.id
         experiment.define_metric("round")
         experiment.define_metric("*", step_metric="round")
-        super().start(run, state)
-
-        # Offline, W&B does not know of the steps before a resume. Later rows join this one.
-        if self._step > _next_step(experiment):
-            experiment.log({"round": run.round}, step=self._step, commit=False)
-        if run.round == 0:
-            self._log({"round": 0}, partition_picture(run))
+        super().start(run, {})
+        if state:
+            self._go_on(run, experiment)
 
     def start_round(self, run: Run) -> None:
         if not self._has_engine:  # which is not known before
@@ -76,9 +85,7 @@ class WandbLink(LoggerLink):
             self._has_engine = True
 
     def log(self, run: Run, row: RoundNumbers) -> None:
-        # Never with step=, which would bind rows to W&B's own counter.
-        self._log({**row.numbers, "round": row.round}, client_table(run, row.of_clients))
-
+        super().log(run, row)
         stop = _stop_at(run)
         if stop and self._rounds_to_target is None:
             is_reached = stop.is_reached(row.numbers.get(f"val/{score_name(stop.metric)}"))
@@ -88,13 +95,18 @@ class WandbLink(LoggerLink):
         # One more is needed for the pictures at the end. An extended run goes on after them.
         self._step = _next_step(self.logger.experiment) + int(run.finished)
 
+    def send(self, run: Run, row: RoundNumbers) -> None:
+        self._send(row.round, row.numbers, client_table(run, row))
+
+    def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
+        import wandb
+
+        if pictures:
+            self._send(round, {}, {name: wandb.Image(figure) for name, figure in pictures.items()})
+
     def finish(self, run: Run) -> None:
         import wandb
 
-        if run.status == "success" and run.round:
-            media = {**final_pictures(run), **confusion_chart(run)}
-            if media:
-                self._log({"round": run.round}, media)
         experiment = self.logger.experiment
         model = run.folder.checkpoints / "model.ckpt" if run.folder.checkpoints else None
         if self.log_model and isinstance(model, Path) and model.exists():
@@ -112,8 +124,46 @@ class WandbLink(LoggerLink):
             **super().state_dict(),
             "id": self._id,
             "step": self._step,
+            "offsets": self._offsets,
             "rounds_to_target": self._rounds_to_target,
         }
+
+    def _go_on(self, run: Run, experiment: Any) -> None:
+        """Find out what W&B has of a run that is resumed.
+
+        Online, the server has the rows before the step at which it goes on. Offline, the earlier
+        parts of the run are files beside this one, if they have not been moved.
+        """
+        self.held = rounds_of(run)
+        if experiment.disabled:
+            return
+        if not experiment.offline:
+            if not self._is_earlier_version:
+                self.held = self._rounds_on_server(run, experiment)
+            return
+
+        own = Path(experiment.dir).parent
+        parts = own.parent.glob(f"*run-*-{self._id}/run-{self._id}.wandb")
+        if earlier := [path for path in parts if path.parent != own]:
+            self.held, self._step = logged_rounds(earlier)
+        # Offline, W&B does not know of the steps before a resume. Later rows join this one.
+        if self._step > _next_step(experiment):
+            experiment.log({"round": run.round}, step=self._step, commit=False)
+
+    def _rounds_on_server(self, run: Run, experiment: Any) -> set[int]:
+        """Return the rounds whose rows the server has.
+
+        A round after the checkpoint may be among them. Its step is then followed by others, and its
+        number is in the summary.
+        """
+        next_step = _next_step(experiment)
+        latest = experiment.summary.get("round")
+        last = max(run.round, int(latest)) if isinstance(latest, int | float) else run.round
+        held: set[int] = set()
+        for first, offset in self._offsets:  # a later one replaces an earlier one
+            held -= set(range(first, last + 1))
+            held |= set(range(first, min(next_step - offset, last + 1)))
+        return held
 
     def _open(self, run: Run) -> Any:
         """Open the run in W&B, which is that of :attr:`_id` if there is one.
@@ -142,6 +192,8 @@ class WandbLink(LoggerLink):
         for name in [name for name, value in arguments.items() if value is None]:
             del arguments[name]
 
+        if arguments.get("project") == LIGHTNING_NAME and not self._is_earlier_version:
+            arguments["project"] = self.logger._project = PROJECT
         usual = {
             "group": group_name(run.settings),
             "name": run_name(run.settings),
@@ -176,25 +228,58 @@ class WandbLink(LoggerLink):
             named["rounds_to_target"] = self._rounds_to_target
         return named
 
-    def _log(self, row: dict[str, Any], media: dict[str, Any]) -> None:
-        """Send numbers, and tables and pictures if W&B takes them now.
+    def _send(self, round: int, numbers: Mapping[str, float], media: dict[str, Any]) -> None:
+        """Send a row: numbers, and tables and pictures if W&B takes them now.
 
         For a table, W&B asks its server something, and raises where there is no answer. A run that
         trains does not end for that.
         """
-        try:
+        offset = _next_step(self.logger.experiment) - round
+        self._offsets = [known for known in self._offsets if known[0] < round]
+        if not self._offsets or self._offsets[-1][1] != offset:
+            self._offsets.append((round, offset))
+
+        row = {**numbers, "round": round}
+        try:  # never with step=, which would bind rows to W&B's own counter
             self.logger.log_metrics({**row, **media})
         except Exception as error:  # of W&B's client, of its transport, or of the answer
             if not media:
                 raise
-            missing = ", ".join(media)
-            log.warning("W&B: no %s of round %s (%s)", missing, row["round"], one_line(error, 200))
+            if not self._has_warned:
+                missing = f"no {', '.join(media)} of round {round}, nor later ones while this lasts"
+                log.warning("W&B: %s (%s)", missing, one_line(error, 200))
+                self._has_warned = True
             self.logger.log_metrics(row)
+
+
+def client_table(run: Run, row: RoundNumbers) -> dict[str, Any]:
+    """Return one row per client of an evaluation: client, training samples, scores.
+
+    It is empty in a round that is not scored.
+    """
+    scores: dict[int, dict[str, float]] = {}
+    for name, value in row.of_clients.items():
+        _, client, split, metric = name.split("/", 3)
+        if split != "train" and metric != "samples":
+            scores.setdefault(int(client), {})[f"{split}/{metric}"] = value
+    if not scores:
+        return {}
+
+    import wandb
+
+    data = run.federation.data.at(row.round)
+    names = list(dict.fromkeys(name for own in scores.values() for name in own))
+    rows = [
+        [client, data.samples(client), *(own.get(name) for name in names)]
+        for client, own in sorted(scores.items())
+    ]
+    return {"clients": wandb.Table(columns=["client", "samples", *names], data=rows)}
 
 
 def _next_step(experiment: Any) -> int:
     """Return the step of the next row. A run of the mode ``disabled`` has none."""
-    return 0 if experiment.disabled else int(experiment.step)
+    # Just after a resume, W&B itself does not yet count from where it goes on.
+    return 0 if experiment.disabled else max(int(experiment.step), int(experiment.starting_step))
 
 
 def _stop_at(run: Run) -> StopAt | None:

@@ -1,4 +1,4 @@
-"""Callbacks that every client's fit has, whatever the algorithm."""
+"""Callbacks of every client's fit, independent of the algorithm."""
 
 import copy
 from typing import Any
@@ -14,10 +14,11 @@ from flsuite.lightning_internals import skips_step
 
 
 class MeanLoss(Callback):
-    """The mean training loss over the steps of a fit, without a transfer or a log call per step.
+    """Records the mean training loss over a fit's steps, without a device sync or log call per
+    step.
 
-    The steps of a model's warm-up (``extra_epochs``) count apart, because their loss may be another
-    function.
+    The steps of a model's warm-up (``extra_epochs``) are counted separately, because their loss may
+    be another function.
     """
 
     def __init__(self) -> None:
@@ -30,12 +31,12 @@ class MeanLoss(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is None:
             return
-        loss = torch.as_tensor(loss).detach()  # manual optimization may return a number
+        loss = torch.as_tensor(loss).detach()  # manual optimization may return a float
 
         is_warmup = trainer.current_epoch < getattr(pl_module, "extra_epochs", 0)
         name = "warmup_loss" if is_warmup else "loss"
 
-        # In place and on the device: reading the loss as a number would wait for the step.
+        # In place and on the device, because reading the value would synchronize.
         if name in self._totals:
             self._totals[name].add_(loss)
         else:
@@ -44,21 +45,21 @@ class MeanLoss(Callback):
 
     @property
     def steps(self) -> int:
-        """Return the steps that had a loss."""
+        """Return the number of steps with a loss."""
         return sum(self._steps.values())
 
     def means(self) -> dict[str, float]:
-        """Return ``loss`` (NaN without a step) and, where there was a warm-up, ``warmup_loss``."""
+        """Return ``loss`` (NaN without a step) and, after a warm-up, ``warmup_loss``."""
         means = {name: float(total) / self._steps[name] for name, total in self._totals.items()}
-        # NaN and not 0: a fit without a step must not look perfect.
+        # NaN instead of 0, because a fit without a step must not look perfect.
         return {"loss": float("nan"), **means}
 
 
 class CountSkips(Callback):
-    """Counts the steps that the gradient scaler of ``16-mixed`` skips, because gradients overflow.
+    """Counts the steps that the gradient scaler of ``16-mixed`` skips because gradients overflow.
 
     Attributes:
-        skipped: Number of such steps in the fit.
+        skipped: Number of skipped steps in the fit.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class CountSkips(Callback):
         self.skipped += skips_step(trainer, optimizer)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``skipped_steps`` where there are any."""
+        """Return ``skipped_steps`` if there are any."""
         return {"skipped_steps": float(self.skipped)} if self.skipped else {}
 
 
@@ -85,25 +86,25 @@ class RoundLearningRate(Callback):
         self.factor = factor
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A scheduler would overwrite the factor with its own rates at its first step.
+        # A scheduler would overwrite the scaled rates at its first step.
         if trainer.lr_scheduler_configs:
             raise FlsuiteError(
                 f"trainer.lr_decay and the scheduler of {type(pl_module).__name__}."
                 "configure_optimizers would both set the learning rate; leave one of them out"
             )
 
-        # Every fit has new optimizers, so that the factor does not compound.
+        # Every fit has new optimizers, so the factor does not compound.
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] *= self.factor
 
 
 class KeepOptimizers(Callback):
-    """Carries a client's optimizer states from one of its fits to the next.
+    """Carries a client's optimizer states over between its fits.
 
-    What the optimizers have accumulated (momentum, moments) carries over. Their settings, such as
-    the learning rate, do not: the model sets them for each fit. A schedule inside a fit, or
-    ``trainer.lr_decay``, would otherwise compound from round to round.
+    Accumulated state (momentum, moments) carries over. Settings such as the learning rate do not:
+    the model sets them for each fit. Otherwise, a schedule inside a fit, or ``trainer.lr_decay``,
+    would compound from round to round.
 
     Attributes:
         states: The state dicts of the optimizers, on the CPU. ``None`` before the first fit.
@@ -113,15 +114,15 @@ class KeepOptimizers(Callback):
         self.states = states
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Not strict: there is nothing to restore before the client's first fit.
+        # Not strict, because there is nothing to restore before the client's first fit.
         for optimizer, kept in zip(trainer.optimizers, self.states or (), strict=False):
             settings = optimizer.state_dict()["param_groups"]
-            # A copy: load_state_dict keeps references to the tensors that it is given.
+            # Copy, because load_state_dict keeps references to its tensors.
             optimizer.load_state_dict(
                 {"state": copy.deepcopy(kept["state"]), "param_groups": settings}
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A copy: the state dict aliases tensors of the optimizer.
+        # Copy, because the state dict aliases the optimizer's tensors.
         states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
         self.states = move_data_to_device(states, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The entries of a model's state: who has them, and how those that travel are laid out."""
+"""Which entries of a model's state are shared or private, and the layout of the shared ones."""
 
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
@@ -20,16 +20,16 @@ BatchNorm = Literal["average", "local", "reset"]
 
 
 class Entries(NamedTuple):
-    """The entries of a model's state dict, by who has them.
+    """The entries of a model's state dict, by ownership.
 
     Attributes:
-        shared: They travel between the server and the clients.
+        shared: Sent between the server and the clients.
         private: Each client has its own.
-        frozen: Nobody trains them, so that they are the same everywhere and never travel.
-        buffers: The entries that are not parameters: running statistics and counters.
-        reset: The buffers that every fit starts from their initial values.
-        personal: The private entries that predictions read. Without them, the model is the same for
-            all clients.
+        frozen: Not trained by anyone, so they are the same everywhere and never sent.
+        buffers: Entries that are not parameters: running statistics and counters.
+        reset: Buffers that every fit starts from their initial values.
+        personal: Private entries that predictions read. Without them, the model is the same for all
+            clients.
     """
 
     shared: tuple[str, ...]
@@ -41,15 +41,15 @@ class Entries(NamedTuple):
 
 
 def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchNorm) -> Entries:
-    """Return who has which entry, as the model, the algorithm and ``batchnorm`` say.
+    """Return the ownership of entries, as defined by the model, the algorithm and ``batchnorm``.
 
-    An entry that the model itself calls private is so even if it is frozen: it may change by other
-    means than gradients.
+    An entry that the model declares private is private even if it is frozen, because it may change
+    by other means than gradients.
 
     Args:
         model: The model.
         aggregator: The algorithm.
-        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        batchnorm: The treatment of buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
     """
     names = list(model.state_dict())
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -57,13 +57,13 @@ def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchN
 
     private: set[str] = set()
     own = own_entries(model)
-    # The pooled fit is not a client, so there is nowhere to keep an entry.
+    # The pooled fit is not a client, so it has no memory for private entries.
     if not aggregator.pools:
         private = {*own, *(unlearned if batchnorm == "local" else ())}
         refuse_unused(model, "trainer.aggregator.private", aggregator.private, names)
         private |= {name for name in names if matches(name, aggregator.private)}
 
-    # What nobody trains is not kept once per client, unless the model says that it is private.
+    # Untrained entries are not stored per client, unless the model declares them private.
     frozen = set(frozen_entries(model))
     private -= frozen
 
@@ -81,15 +81,15 @@ def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchN
 def layout_of(
     model: LightningModule, shared: Collection[str], shape: tuple[int, ...], sizes: Sequence[int]
 ) -> StateLayout:
-    """Return names and groups of the entries that travel.
+    """Return the names and groups of the shared entries.
 
     Args:
         model: The model.
-        shared: Names of the entries that travel.
+        shared: Names of the shared entries.
         shape: The shape of a sample.
         sizes: Training samples of each client.
     """
-    # Tied weights travel under each of their names, as the state dict has them.
+    # Tied weights are sent under each of their names, like in the state dict.
     named = model.named_parameters(remove_duplicate=False)
     parameters = tuple(name for name, _ in named if name in shared)
     groups = {

@@ -1,4 +1,4 @@
-"""The faults on purpose that a client carries out itself."""
+"""The injected faults that happen on a client."""
 
 import os
 import signal
@@ -14,19 +14,19 @@ from flsuite.messages import ClientResult, ClientUpdate, Fault
 
 
 def carry_out(fault: Fault, result: ClientResult) -> ClientResult:
-    """Let a fit fail as it was told to, and return what it sends, if it sends anything.
+    """Inject a fault into a fit, and return what the fit sends, if anything.
 
-    It is called after the training: all that the training has changed in this process is then in
-    the way of the next client. A NaN or a wrong shape is put into the message, because packing may
-    take a wrong shape away.
+    Called after the training, so all side effects of the training in this process are present for
+    the next client. NaNs and wrong shapes are put into the final message, because packing could
+    remove a wrong shape.
 
     Args:
-        fault: The fault. Those of the message's way, ``late``, ``twice`` and ``gone``, happen
-            elsewhere.
-        result: What the fit would send.
+        fault: The fault. ``late``, ``twice`` and ``gone`` affect the message's delivery and are
+            handled elsewhere.
+        result: The result of the fit.
 
     Raises:
-        RuntimeError: If the client is to raise.
+        RuntimeError: If the fault is ``raises``.
     """
     if fault == "raises":
         raise RuntimeError("raised on purpose (schedule.raises)")
@@ -40,10 +40,10 @@ def carry_out(fault: Fault, result: ClientResult) -> ClientResult:
 
 
 def _spoiled(fault: Fault, update: ClientUpdate) -> ClientUpdate:
-    """Return an update with a NaN or a wrong shape in it.
+    """Return an update with a NaN or a wrong shape.
 
-    A message without floating numbers, such as that of a client that shares nothing, gets an entry
-    that nobody asked for.
+    A message without floating-point tensors, such as from a client that shares nothing, gets an
+    unexpected entry.
     """
     place = next(_floats([update.state, update.extras]), None)
     if place is None:
@@ -57,7 +57,7 @@ def _spoiled(fault: Fault, update: ClientUpdate) -> ClientUpdate:
 
 
 def _floats(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the place of each tensor that can hold a NaN, as what holds it and its key there."""
+    """Yield the container and the key of each tensor that can hold a NaN."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             yield node, key

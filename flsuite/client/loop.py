@@ -1,9 +1,9 @@
-"""The steps of a client's fit, with only the hooks that are implemented between them.
+"""A fast training loop for a client's fit, which calls only the hooks that are implemented.
 
-Lightning's own loop keeps progress, results and profiles of every batch, which costs a fifth of a
-step on a small model. In the plain case this loop makes the same calls in the same order, and ends
-with the same weights, bit for bit. All other cases take Lightning's loop for every fit of a run, so
-that a fit never depends on the fits that its worker has done before.
+Lightning's own loop tracks progress, results and profiles of every batch, which costs a fifth of a
+step on a small model. In the plain case, this loop makes the same calls in the same order, and ends
+with the same weights, bit for bit. In all other cases, every fit of a run uses Lightning's loop, so
+a fit never depends on earlier fits of its worker.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flsuite.lightning_internals import enter_hook, scaler_of, set_train_loader, train_loader
 
-_STEP_METHODS = (  # a model that overrides one of these takes Lightning's loop
+_STEP_METHODS = (  # a model that overrides one of these uses Lightning's loop
     "backward",
     "configure_gradient_clipping",
     "on_after_batch_transfer",
@@ -45,17 +45,16 @@ _HOOKS = (
 
 
 class NeedsLightningLoopError(Exception):
-    """A fit that turns out not to be the plain case, and must start again in Lightning's loop."""
+    """A fit that is not the plain case after all, and must restart in Lightning's loop."""
 
 
 class LocalLoop:
-    """One client's fit, on a Trainer that Lightning has set up for it.
+    """One client's fit, on a Trainer that Lightning has set up.
 
-    The plain case is one optimizer of torch, stepped once per batch, without schedulers, with
-    callbacks that are known to work here. Those are the callbacks of flsuite, and others whose
-    class has ``supports_local_loop = True``. They may read the Trainer's counters,
-    ``is_last_batch`` and ``train_dataloader``, change gradients and weights, and set
-    ``should_stop``.
+    The plain case is one torch optimizer, stepped once per batch, without schedulers, with
+    callbacks that are known to work here: those of flsuite, and others whose class sets
+    ``supports_local_loop = True``. They may read the Trainer's counters, ``is_last_batch`` and
+    ``train_dataloader``, change gradients and weights, and set ``should_stop``.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -63,8 +62,8 @@ class LocalLoop:
         self.module = trainer.lightning_module
 
     def is_plain(self) -> bool:
-        """Return whether this loop gives what Lightning's loop would give."""
-        # Every condition excludes a feature that the steps below do not have.
+        """Return whether this loop is equivalent to Lightning's loop."""
+        # Every condition excludes a feature that the steps below do not support.
         trainer, module, precision = self.trainer, self.module, self.trainer.precision_plugin
         return (
             module.automatic_optimization
@@ -89,13 +88,13 @@ class LocalLoop:
         """Run all epochs of the fit.
 
         Raises:
-            NeedsLightningLoopError: If the model logs, or a hook changes what makes the plain case.
+            NeedsLightningLoopError: If the model logs, or a hook leaves the plain case.
         """
         trainer, fit_loop = self.trainer, self.trainer.fit_loop
         loader = train_loader(trainer)
-        # Callbacks may read trainer.train_dataloader, which Lightning's loop would set.
+        # Callbacks may read trainer.train_dataloader, which Lightning's loop sets.
         set_train_loader(trainer, loader)
-        # Once per fit: looking for implementations at every step is what this loop saves.
+        # Once per fit, because this loop's gain is not to look up hooks at every step.
         self._hooks = {hook: self._implementations(hook) for hook in _HOOKS}
 
         with _logging_refused(self.module):
@@ -115,7 +114,7 @@ class LocalLoop:
             self._call("on_train_end")
 
     def _refuse_changes(self) -> None:
-        """Leave this loop if a hook has changed the Trainer in a way that it does not honour."""
+        """Leave this loop if a hook has changed the Trainer in an unsupported way."""
         trainer = self.trainer
         is_changed = trainer.accumulate_grad_batches != 1 or trainer.lr_scheduler_configs
         if is_changed or len(trainer.optimizers) != 1:
@@ -126,7 +125,7 @@ class LocalLoop:
         batch_progress = trainer.fit_loop.epoch_loop.batch_progress
         for index, batch in enumerate(loader):
             batch_progress.is_last_batch = index == last
-            # Batches of flsuite are on the device already. A call of the strategy would cost more.
+            # Batches of flsuite are already on the device. A strategy call would cost more.
             is_here = self._is_on_device(batch)
             self._step(batch if is_here else trainer.strategy.batch_to_device(batch), index)
             if trainer.should_stop:
@@ -151,7 +150,7 @@ class LocalLoop:
             output: Any = module.training_step(batch, index)
         loss: Tensor | None = output.get("loss") if isinstance(output, dict) else output
 
-        # Lightning's order: zero_grad comes after the forward pass.
+        # In Lightning's order, zero_grad comes after the forward pass.
         self._call("on_before_zero_grad", optimizer)
         optimizer.zero_grad()
         if loss is not None:
@@ -159,12 +158,12 @@ class LocalLoop:
             self._call("on_before_backward", scaled)
             scaled.backward()
             self._call("on_after_backward")
-            # Before the hooks: the term or the correction of an algorithm has no scale.
+            # Unscale before the hooks, because an algorithm's gradient term is unscaled.
             if scaler is not None:
                 scaler.unscale_(optimizer)
 
         self._call("on_before_optimizer_step", optimizer)
-        # After the hooks: the term or the correction of an algorithm is clipped too.
+        # Clip after the hooks, to include an algorithm's gradient term.
         if trainer.gradient_clip_val:
             module.configure_gradient_clipping(
                 optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
@@ -172,7 +171,7 @@ class LocalLoop:
         if scaler is None:
             optimizer.step()
         elif loss is not None:
-            scaler.step(optimizer)  # unless a gradient overflows
+            scaler.step(optimizer)  # skipped if a gradient overflows
             scaler.update()
         # These counters make up trainer.global_step.
         loop.automatic_optimization.optim_progress.optimizer.step.increment_ready()
@@ -184,7 +183,7 @@ class LocalLoop:
         loop.batch_progress.increment_completed()
 
     def _implementations(self, hook: str) -> list[Callable[..., Any]]:
-        """Return the hooks in Lightning's order: callbacks in theirs, then the model."""
+        """Return the hooks in Lightning's order: callbacks first, then the model."""
         hooks = [
             _bind(getattr(callback, hook), hook, self.module, self.trainer, self.module)
             for callback in self.trainer.callbacks  # type: ignore[attr-defined]
@@ -200,8 +199,8 @@ class LocalLoop:
 
 
 def implements(obj: Any, base: type, hook: str) -> bool:
-    """Return whether an object has a hook of its own, on its class or on the instance."""
-    # A bound method has its function in __func__. A hook set on the instance has none.
+    """Return whether an object has its own version of a hook, on its class or on the instance."""
+    # A bound method has its function in __func__. A hook set on the instance does not.
     method = getattr(obj, hook)
     return getattr(method, "__func__", method) is not getattr(base, hook)
 
@@ -221,12 +220,12 @@ def _takes_a_batch(module: LightningModule) -> bool:
 
 
 def _is_every_batch(limit: int | float | None) -> bool:
-    """Return whether Lightning takes every batch: 1.0 means all of them, 1 means one batch."""
+    """Return whether Lightning uses every batch: 1.0 means all of them, 1 means one batch."""
     return limit is None or (isinstance(limit, float) and limit == 1.0)
 
 
 def _steps_without_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``step()`` works alone, as with all optimizers of torch except LBFGS."""
+    """Return whether ``step()`` works without a closure, like all torch optimizers but LBFGS."""
     is_torch = type(optimizer).__module__.startswith("torch.optim")
     return is_torch and not isinstance(optimizer, torch.optim.LBFGS)
 
@@ -248,7 +247,7 @@ def _logging_refused(module: LightningModule) -> Iterator[None]:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NeedsLightningLoopError("the model logs")
 
-    # On the instance, so that it hides the method of the class until it is deleted.
+    # Set on the instance, to hide the method of the class until deleted.
     module.log = refuse  # type: ignore[method-assign]
     try:
         yield

@@ -1,7 +1,7 @@
-"""Learning rates that fall from round to round.
+"""Learning-rate decay from round to round.
 
-Under heterogeneity FedAvg with a constant learning rate does not converge to the optimum: the
-distance that remains is of the order of the rate (Li et al. 2020, On the Convergence of FedAvg on
+Under heterogeneity, FedAvg with a constant learning rate does not converge to the optimum: the
+remaining distance is of the order of the rate (Li et al. 2020, On the Convergence of FedAvg on
 Non-IID Data, arXiv:1907.02189, section 4).
 """
 
@@ -15,8 +15,8 @@ from flsuite.arguments import Fraction, PositiveInt, Settings
 class LRDecay(ABC):
     """Multiplies the learning rates of all clients' optimizers by one factor per round.
 
-    The factor depends on the round alone, so that a resumed or extended run goes on as it would
-    have without the interruption. Within a round it is constant.
+    The factor depends only on the round, so a resumed or extended run continues as it would have
+    without the interruption. Within a round, it is constant.
     """
 
     @abstractmethod
@@ -32,7 +32,7 @@ class CosineDecay(LRDecay, Settings):
     """Half a cosine from 1 in the first round to ``final`` in round ``rounds + 1``, then constant.
 
     Args:
-        rounds: Rounds over which the rate falls, as a rule ``trainer.rounds``.
+        rounds: Rounds over which the rate decays, usually ``trainer.rounds``.
         final: The factor at the end.
     """
 
@@ -40,14 +40,14 @@ class CosineDecay(LRDecay, Settings):
     final: Fraction = 0.01
 
     def factor(self, round: int) -> float:
-        # A run that is extended beyond ``rounds`` keeps the final factor.
+        # A run extended beyond ``rounds`` keeps the final factor.
         done = min((round - 1) / self.rounds, 1.0)
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True)
 class ExponentialDecay(LRDecay, Settings):
-    """``gamma`` to the power of the rounds done.
+    """``gamma`` to the power of the number of completed rounds.
 
     Args:
         gamma: Factor from one round to the next.
@@ -61,7 +61,7 @@ class ExponentialDecay(LRDecay, Settings):
 
 @dataclass(frozen=True)
 class StepDecay(LRDecay, Settings):
-    """Constant for ``every`` rounds, then multiplied by ``gamma``, and so on.
+    """A factor that is multiplied by ``gamma`` every ``every`` rounds.
 
     Args:
         every: Rounds between two steps.

@@ -1,4 +1,4 @@
-"""The GPUs of a machine, shared out among workers."""
+"""Assignment of a machine's GPUs to workers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +12,15 @@ from flsuite.errors import FlsuiteError
 def gpus(arguments: Mapping[str, Any], visible: int) -> list[int]:
     """Return the numbers of the GPUs that clients may train on.
 
-    There are none where clients train on another kind of device.
+    The list is empty if clients train on another kind of device.
 
     Args:
         arguments: Arguments of Lightning's Trainer. ``devices`` has its usual meaning: a number of
             GPUs from the first one on, a list of their numbers, or all of them by default.
-        visible: Number of GPUs that this process sees.
+        visible: Number of GPUs visible to this process.
 
     Raises:
-        FlsuiteError: If ``devices`` names a GPU that is not there.
+        FlsuiteError: If ``devices`` names a GPU that does not exist.
     """
     if not visible or (arguments.get("accelerator") or "auto") not in ("auto", "gpu", "cuda"):
         return []
@@ -36,7 +36,7 @@ def gpus(arguments: Mapping[str, Any], visible: int) -> list[int]:
         ) from error
     if any(not 0 <= gpu < visible for gpu in chosen):
         raise FlsuiteError(
-            f"trainer: devices {devices!r} needs other GPUs than those that are visible, which are "
+            f"trainer: devices {devices!r} needs GPUs beyond the visible ones, "
             f"{list(range(visible))}; name some of them, or leave devices out"
         )
     return chosen
@@ -45,27 +45,27 @@ def gpus(arguments: Mapping[str, Any], visible: int) -> list[int]:
 def on_one_gpu(
     arguments: Mapping[str, Any], worker: int = 0, visible: int | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of a worker's Trainer, which has one GPU of those that are allowed.
+    """Return the arguments of a worker's Trainer, which uses one of the allowed GPUs.
 
-    Worker ``i`` has the ``i``-th of them. With more workers than GPUs, several share one. The
-    server, which scores, has that of worker 0.
+    Worker ``i`` uses the ``i``-th allowed GPU. With more workers than GPUs, several workers share
+    one. The server, which scores, uses the GPU of worker 0.
 
     Args:
-        arguments: Arguments of Lightning's Trainer. They stay as they are on other devices.
+        arguments: Arguments of Lightning's Trainer. They are unchanged for other devices.
         worker: Number of the worker.
-        visible: Number of GPUs. Default: those that this process sees.
+        visible: Number of GPUs. Default: those visible to this process.
     """
     allowed = gpus(arguments, torch.cuda.device_count() if visible is None else visible)
     return {**arguments, "devices": [allowed[worker % len(allowed)]]} if allowed else {**arguments}
 
 
 def require_one_gpu(arguments: Mapping[str, Any]) -> None:
-    """Refuse several GPUs that are asked for by number, where one client trains at a time."""
+    """Refuse an explicit request for several GPUs if one client trains at a time."""
     devices = arguments.get("devices")
     is_open = devices in (None, "auto", -1, "-1", [-1])
     if not is_open and len(gpus(arguments, torch.cuda.device_count())) > 1:
         raise FlsuiteError(
-            f"trainer: devices {devices!r} names several GPUs, and clients train one after another "
+            f"trainer: devices {devices!r} names several GPUs, but clients train one after another "
             "in this process; set devices to 1, or engine to Processes(workers=4)"
         )
 
@@ -77,7 +77,7 @@ def require_one_device(trainer: Trainer) -> None:
 
 
 def _listed(devices: Any) -> list[int]:
-    """Return the numbers that ``devices`` means, as Lightning reads it."""
+    """Return the GPU numbers that ``devices`` means to Lightning."""
     if isinstance(devices, str):
         devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
     return list(range(devices)) if isinstance(devices, int) else [int(part) for part in devices]

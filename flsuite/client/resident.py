@@ -1,4 +1,4 @@
-"""The resident model of a worker, as every fit must find it and leave it."""
+"""The resident model of a worker: restore it between fits, and check each fit's changes."""
 
 import copy
 from collections.abc import Collection
@@ -11,10 +11,10 @@ from flsuite.errors import FlsuiteError
 
 
 class Resident:
-    """What a fit must neither leave to the next client nor change, beside the state dict.
+    """The model state outside the state dict, which must not leak from one client to the next.
 
     Args:
-        model: The model, before it is used.
+        model: The model, before its first use.
         frozen: Names of the parameters that no client trains.
     """
 
@@ -28,10 +28,10 @@ class Resident:
         self._versions: list[int] = []
 
     def restore(self) -> None:
-        """Give the model the numbers, lists and dicts that it had at the start.
+        """Restore the model's numbers, lists and dicts to their initial values.
 
         A model may collect numbers in a list or in a metric over the steps of a fit. They must not
-        reach the next client, nor a fit that starts again in Lightning's loop.
+        leak into the next client, nor into a fit that restarts in Lightning's loop.
         """
         for name, value in self._attributes.items():
             setattr(self.model, name, copy.deepcopy(value))
@@ -39,21 +39,21 @@ class Resident:
             metric.reset()
 
     def release(self) -> None:
-        """Forget gradients, unfreeze what a fit has frozen, and the other way round."""
-        # Not the parameters as they are now: a walk through the module costs as much as a layer.
+        """Clear gradients, and restore which parameters are frozen."""
+        # Iterate over the stored list, because walking through the module costs as much as a layer.
         for parameter, is_trainable in self._trainable:
             parameter.grad = None
             parameter.requires_grad_(is_trainable)
 
     def mark(self) -> None:
-        """Note the frozen parameters as the fit finds them."""
+        """Store the frozen parameters at the start of a fit."""
         self._versions = [parameter._version for _, parameter in self._frozen]
 
     def check(self) -> None:
         """Refuse a fit whose training would be lost.
 
         Raises:
-            FlsuiteError: If it has made new layers, or has trained what does not travel.
+            FlsuiteError: If it created new layers, or trained entries that are not sent.
         """
         kind = type(self.model).__name__
         if [id(parameter) for parameter in self.model.parameters()] != self._parameters:
@@ -64,8 +64,8 @@ class Resident:
         for (name, parameter), version in zip(self._frozen, self._versions, strict=True):
             if parameter.requires_grad or parameter._version != version:
                 raise FlsuiteError(
-                    f"model: {name} of {kind} is frozen at the start and changes in a fit, and "
-                    "frozen parameters do not travel; leave it trainable in __init__, or name it "
+                    f"model: {name} of {kind} is frozen at the start and changes in a fit, but "
+                    "frozen parameters are not sent; leave it trainable in __init__, or name it "
                     "in private"
                 )
 

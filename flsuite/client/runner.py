@@ -1,4 +1,4 @@
-"""One client's fit: copy its state into the resident model, train, copy the state out.
+"""Runs fits: copy a client's state into the resident model, train, copy the state out.
 
 A worker has one model and one Lightning Trainer, whatever the number of clients. A client is a
 state dict and an index array.
@@ -48,11 +48,11 @@ from flsuite.state import State, Sums, clone, load_, nbytes
 
 
 class ClientRunner:
-    """Carries out the fits of one worker, one after another, on the same tensors.
+    """Runs the fits of one worker, one after another, on the same tensors.
 
     Args:
-        setup: What the fits of all workers have in common.
-        worker: Number of the worker, which decides about its GPU where there are several.
+        setup: The setup shared by all workers.
+        worker: Number of the worker, which determines its GPU if there are several.
     """
 
     def __init__(self, setup: WorkerSetup, worker: int = 0) -> None:
@@ -82,7 +82,7 @@ class ClientRunner:
             result = self._fit(request, loss)
             return result if request.fault is None else carry_out(request.fault, result)
         except NeedsLightningLoopError:
-            # The whole fit starts again in Lightning's loop, from the same state and the same seed.
+            # Restart the whole fit in Lightning's loop, from the same state and seed.
             self._use_local_loop, self._trainer = False, None
             return self.run(request)
         except FlsuiteError:
@@ -95,17 +95,18 @@ class ClientRunner:
             self._resident.release()
 
     def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
-        """Return what comes out of the requests of a job, which are all of one kind.
+        """Return the answers to the requests of a job, which are all of one kind.
 
-        The models of several clients are added up. A faulty update keeps its model and is not
-        added: the server refuses it by name. The model of a single client is sent as it is.
+        The models of several clients are summed. A faulty update keeps its model and is excluded
+        from the sum, so the server can refuse it by name. The model of a single client is sent
+        unchanged.
         """
         fits = [request for request in job if isinstance(request, FitRequest)]
         if len(fits) < 2:
             return [self.run(r) if isinstance(r, FitRequest) else self.score(r) for r in job]
 
-        # A NaN or an infinity in a model leaves no finite sum, so that one look at the sum is
-        # enough. Who has it is then seen in the same fits again.
+        # NaN and infinity propagate to the sum, so checking the sum is enough. If it fails, run the
+        # same fits again to find the client.
         outcomes, total = self._sum_up(fits, reads_numbers=False)
         return outcomes if total.is_finite else self._sum_up(fits, reads_numbers=True)[0]
 
@@ -116,7 +117,7 @@ class ClientRunner:
 
         Args:
             requests: The fits.
-            reads_numbers: Whether a model with a number that is not finite is left out.
+            reads_numbers: Whether to exclude models with non-finite numbers.
         """
         total, outcomes = Sums(), []
         last: ClientUpdate | None = None
@@ -124,7 +125,7 @@ class ClientRunner:
             outcome = self.run(request)
             if isinstance(outcome, ClientResult):
                 update = outcome.update
-                is_late = request.fault == "late"  # its part is summed up without it
+                is_late = request.fault == "late"  # excluded from its part's sum
                 if not is_late and (read := self._readable(outcome, request, reads_numbers)):
                     total.add(self.setup.uplink.contribution(read))
                     update.state, update.extras, update.partial, last = {}, {}, Sums(), update
@@ -148,7 +149,7 @@ class ClientRunner:
     def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
         """Score one client's own model.
 
-        The result is ``None`` where there is no such split, and a failure after an error.
+        Returns ``None`` if there is no such split, and a failure after an error.
         """
         self._resident.restore()
         try:
@@ -184,9 +185,9 @@ class ClientRunner:
             layout=setup.layout,
         )
 
-        # Only a device that is in use can be seeded.
+        # Only an initialized device can be seeded.
         self._started_trainer()
-        # Before anything draws: the fit depends on the seed, the round, the client and the repeat.
+        # Before any draw, so the fit depends only on the seed, round, client and repeat.
         stream = f"fit/{request.repeat}" if request.repeat else "fit"
         seed_process(setup.seed, stream, client.round, client.id)
         self._swap_in(broadcast.state, request.memory.get("model", {}))
@@ -220,10 +221,10 @@ class ClientRunner:
         loss: MeanLoss,
         skips: CountSkips,
     ) -> list[Callback]:
-        """Return the callbacks of a fit, in their order.
+        """Return the callbacks of a fit, in order.
 
         The learning rate is set before the user's callbacks see it. The algorithm comes after them,
-        so that its term joins the final gradient.
+        to change the final gradient.
         """
         setup = self.setup
         return [
@@ -239,13 +240,13 @@ class ClientRunner:
     def _result(
         self, request: FitRequest, client: ClientContext, started: float, trained: TrainedFit
     ) -> ClientResult:
-        """Return what leaves the resident model: the update, and what the client keeps.
+        """Return the outcome of a fit from the resident model: the update and the client's memory.
 
         Args:
-            request: What was asked for.
+            request: The request.
             client: The client's view of the round.
-            started: When the fit began, in seconds of ``time.perf_counter``.
-            trained: What its training has led to. The state is that of the resident model.
+            started: Start of the fit, in seconds of ``time.perf_counter``.
+            trained: The outcome of the training. Its state is the resident model's.
         """
         setup, broadcast = self.setup, request.broadcast
         state = self.model.state_dict()
@@ -280,11 +281,11 @@ class ClientRunner:
             "transforms": {place: own for place, own in notes.items() if own},
             "held": held,
         }
-        # Without empty parts, which a checkpoint need not hold.
+        # Without empty parts, which a checkpoint does not need.
         return ClientResult(packed, {k: v for k, v in memory.items() if v}, trained.metrics)
 
     def _bytes_of(self, broadcast: Broadcast) -> int:
-        """Return the bytes of a version of the global model, counted once."""
+        """Return the bytes of a broadcast, computed once per version."""
         if self._counted is None or self._counted[0] is not broadcast:
             self._counted = broadcast, nbytes(broadcast.state) + nbytes(broadcast.extras)
         return self._counted[1]
@@ -296,7 +297,7 @@ class ClientRunner:
         callbacks: Sequence[Callback],
         loader: TrainLoader,
     ) -> None:
-        """Make the resident model the trained one, and let the algorithm measure it."""
+        """Load a trained model, and let the algorithm measure it."""
         load_(self.model.state_dict(), trained.state)
         load_(self.model.state_dict(), trained.memory.get("model", {}))
         self.model.to(trainer.strategy.root_device).train()
@@ -307,23 +308,23 @@ class ClientRunner:
                 callback.measure(self.model, loader)
 
     def _swap_in(self, shared: State, private: State) -> None:
-        """Make the resident model this client's.
+        """Load this client's entries into the resident model.
 
-        A client without private entries of its own starts from the initial ones.
+        A client without private entries starts from the initial ones.
         """
         resident, initial = self.model.state_dict(), self.setup.initial
-        # From the general to the particular: initial entries, then the server's, then the client's.
+        # In order of precedence: initial entries, then the server's, then the client's.
         load_(resident, {k: initial[k] for k in initial.keys() - shared.keys() - private.keys()})
         load_(resident, shared)
         load_(resident, private)
-        # Last, because the buffers have travelled with the shared state.
+        # Last, because the shared state includes these buffers.
         load_(resident, {name: initial[name] for name in self.entries.reset})
 
     def _rewound_trainer(self, callbacks: list[Callback]) -> tuple[ClientTrainer, FederatedData]:
-        """Return a Trainer that has fitted nothing, and the data on its device.
+        """Return a rewound Trainer, and the data on its device.
 
-        The Trainer is reused, unless callbacks may have changed it in ways that cannot be known.
-        Then every fit has a new one, so that no fit depends on those that its worker has done.
+        The Trainer is reused unless callbacks may have changed it in unknown ways. In that case,
+        every fit has a new Trainer, so a fit never depends on earlier fits of its worker.
         """
         is_known = all(map(supports_local_loop, callbacks)) and self._has_no_callbacks_of_its_own()
         if not is_known:
@@ -335,9 +336,9 @@ class ClientRunner:
         return trainer, self._data
 
     def _started_trainer(self) -> ClientTrainer:
-        """Return the Trainer, made if there is none, whose device is in use."""
+        """Return the Trainer with its device initialized. Create it if necessary."""
         if self._trainer is None:
-            with isolate_rng():  # a fit may have been seeded already
+            with isolate_rng():  # the fit may already be seeded
                 self._trainer = ClientTrainer(self._use_local_loop, **self.trainer_kwargs)
             if self._trainer.strategy.root_device.type == "cuda":
                 torch.cuda.init()
@@ -351,7 +352,7 @@ class ClientRunner:
 def _training_numbers(
     trainer: ClientTrainer, loss: MeanLoss, skips: CountSkips, steps: int
 ) -> dict[str, float]:
-    """Return what a fit has measured and what its model has logged."""
+    """Return the fit's measurements and the model's logged metrics."""
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
     numbers = {**loss.means(), **skips.metrics(), **logged}
     if steps and not loss.steps:  # under manual optimization, steps need not return a loss

@@ -1,4 +1,4 @@
-"""Scores of a model, on a whole split and on a client's part of it."""
+"""Evaluation of a model, on a whole split and on a client's part of it."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from flsuite.models.modes import evaluating, kept_modes
 from flsuite.random import seed_process
 from flsuite.state import State, load_
 
-_SCORING_ARGUMENTS = (  # arguments of Lightning's Trainer that decide how a model is scored
+_SCORING_ARGUMENTS = (  # Lightning Trainer arguments that affect scoring
     "accelerator",
     "benchmark",
     "deterministic",
@@ -40,18 +40,18 @@ _SCORING_ARGUMENTS = (  # arguments of Lightning's Trainer that decide how a mod
 )
 
 
-class OwnSteps:
-    """Runs a model's own steps, and returns what they log.
+class EvaluationSteps:
+    """Runs a model's own evaluation steps, and returns what they log.
 
-    Lightning reduces the logged numbers as it always does: a mean over batches weighted by their
-    sizes, a metric's own reduction, or what the model's hooks make of them.
+    Lightning reduces the logged values as usual: by a mean over batches weighted by their sizes, by
+    a metric's own reduction, or in the model's hooks.
 
     Args:
         model: The resident model.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
 
     Attributes:
-        names: The names of all numbers that were logged, in their order, as keys.
+        names: The names of all logged values, in order, as keys.
     """
 
     def __init__(self, model: LightningModule, trainer_kwargs: Mapping[str, Any]) -> None:
@@ -61,11 +61,11 @@ class OwnSteps:
         self.names: dict[str, None] = {}
 
     def metrics(self, split: Split, batches: SplitLoader) -> dict[str, float]:
-        """Return what the step logs, with names that are the same for both splits.
+        """Return the values that the step logs, with the same names for both splits.
 
         Args:
-            split: ``test`` takes ``test_step``, and ``val`` takes ``validation_step``. A model
-                that lacks the one takes the other.
+            split: ``test`` runs ``test_step``, and ``val`` runs ``validation_step``. If a model
+                lacks one of them, the other is used.
             batches: The samples.
 
         Raises:
@@ -73,7 +73,7 @@ class OwnSteps:
         """
         trainer, step = self._started_trainer(), self._step(split)
         run = trainer.test if step == "test_step" else trainer.validate
-        # Neither modes nor what a step collects must reach the next fit.
+        # Neither modes nor values collected by a step must leak into the next fit.
         resident = Resident(self.model)
         with kept_modes(self.model):
             run(self.model, dataloaders=batches, verbose=False)
@@ -86,8 +86,16 @@ class OwnSteps:
                 "self.log in it"
             )
         self.names.update(dict.fromkeys(logged))
-        # A number that is not defined on these samples is left out, as in the suite's own scores.
+        # Exclude values that are undefined on these samples, like flsuite's own scores.
         return {name: value for name, value in logged.items() if not math.isnan(value)}
+
+    def predictions(self, batches: SplitLoader) -> list[Any]:
+        """Return what the model's ``predict_step`` returns for each batch."""
+        resident = Resident(self.model)
+        with kept_modes(self.model):
+            predictions = self._started_trainer().predict(self.model, dataloaders=batches)
+        resident.restore()
+        return predictions or []
 
     def _step(self, split: Split) -> str:
         own, other = "test_step", "validation_step"
@@ -110,22 +118,22 @@ class OwnSteps:
 
 
 class Scorer:
-    """Scores models in big batches, off the clients' path.
+    """Scores models in large batches, off the clients' critical path.
 
-    A model is scored by its ``evaluation_step``, which has a row per sample. A model without one is
-    scored by what its own ``test_step`` and ``validation_step`` log. Where it has logits of classes
-    too, the suite's scores are added.
+    A model is scored by its ``evaluation_step``, which returns a row per sample. A model without
+    one is scored by the values that its own ``test_step`` and ``validation_step`` log. If it also
+    has class logits, flsuite's scores are added.
 
     Args:
         model: The resident model that states are copied into.
         data: The samples. They may change from task to task.
-        device: Where the model is scored.
-        precision: Returns the context that the forward pass runs in, for example autocast.
+        device: The device for scoring.
+        precision: Returns the context of the forward pass, for example autocast.
         batch_size: Samples per forward pass. Samples that are not tensors in memory, and a model's
-            own steps, have the batches of training.
-        seed: The run's seed, of what an evaluation draws.
+            own steps, use the batches of training.
+        seed: The run's seed, for randomness during evaluation.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
-        attack: Its aim is scored too, if it has one. Default: there is no attack.
+        attack: The attack, whose success is also scored. Default: none.
     """
 
     def __init__(
@@ -147,14 +155,16 @@ class Scorer:
         self.batch_size = batch_size
         self.seed = seed
         self.attack = attack
-        self._steps = OwnSteps(model, trainer_kwargs or {}) if scores_by_steps(model) else None
+        self._steps = (
+            EvaluationSteps(model, trainer_kwargs or {}) if scores_by_steps(model) else None
+        )
 
     def own(
         self, client: int, state: State, split: Split, details: bool = False
     ) -> OwnScores | None:
         """Score one client's own model.
 
-        The result is ``None`` where there is no such split.
+        Returns ``None`` if there is no such split.
         """
         samples = self._samples(split)
         if samples is None:
@@ -169,28 +179,34 @@ class Scorer:
 
     @contextmanager
     def _seeded(self, split: Split, client: int = 0) -> Iterator[None]:
-        """Let an evaluation draw what depends on nothing that was drawn before it."""
+        """Seed an evaluation, so it does not depend on earlier draws."""
         with isolate_rng():
             seed_process(self.seed, f"score/{split}", client=client)
             yield
 
     def load(self, state: State) -> None:
-        """Make the resident model the one of this state."""
+        """Load a state into the resident model."""
         load_(self.model.state_dict(), state)
+
+    def predictions(self, batches: SplitLoader) -> list[Any]:
+        """Return what the ``predict_step`` of the resident model returns for each batch."""
+        with isolate_rng():
+            seed_process(self.seed, "predict")
+            return EvaluationSteps(self.model, self.trainer_kwargs).predictions(batches)
 
     def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
         """Return the model's evaluation columns for every sample, on the CPU."""
-        self.model.to(self.device)  # parameters moved in inference mode cannot be trained
+        self.model.to(self.device)  # parameters moved in inference mode would not be trainable
         with evaluating(self.model), torch.inference_mode():
             return self._outputs(samples)
 
     def _samples(self, split: Split) -> DataSplit | None:
-        """Return the samples of a split, or ``None`` where there is no validation data."""
+        """Return the samples of a split, or ``None`` if there is no validation data."""
         return self.data.test if split == "test" else self.data.val
 
     @property
     def _has_columns(self) -> bool:
-        """Return whether :meth:`outputs` has anything: a row per sample, or logits of classes."""
+        """Return whether :meth:`outputs` returns columns: a row per sample, or class logits."""
         return scores_by_columns(self.model) or self._logits is not None
 
     @property
@@ -208,7 +224,7 @@ class Scorer:
             batch = batch if change is None else change(batch)
             with self.precision():
                 columns = self._columns(move_data_to_device(batch, self.device))
-            # On the CPU batch by batch, so that the outputs of a large split need no room on the
+            # Move to the CPU batch by batch, so the outputs of a large split do not fill the
             # device.
             parts.append({name: column.float().cpu() for name, column in columns.items()})
 
@@ -227,18 +243,18 @@ class Scorer:
     def _whole(
         self, samples: DataSplit, split: Split
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Return the scores on a whole split, and the columns that they come from."""
+        """Return the scores on a whole split, and the columns that they are computed from."""
         outputs = self.outputs(samples) if self._has_columns else {}
         values = self._numbers(outputs, samples, split, None, auroc=True)
         return values | self._aim(samples), outputs
 
     def _aim(self, samples: DataSplit) -> dict[str, float]:
-        """Return how far an attack has reached its aim, on a changed copy of a split."""
+        """Return an attack's success on a changed copy of a split."""
         trial = None if self.attack is None else self.attack.trial(samples)
         if trial is None or not len(trial.rows):
             return {}
         self.model.to(self.device)
-        # What a model draws here must not change what it draws for the other scores.
+        # Draws of the model here must not affect its draws for the other scores.
         with isolate_rng(), evaluating(self.model), torch.inference_mode():
             seed_process(self.seed, "attack/score")
             outputs = self._outputs(samples.take(trial.rows), trial.change)
@@ -258,7 +274,7 @@ class Scorer:
         values = scores(part, y, self.data.spec, auroc=auroc) if part else {}
         if self._steps is not None:
             batches = SplitLoader(self.data, samples, self.data.batch_size, rows)
-            # What the model logs itself is its own word for the same name.
+            # The model's own logged value takes precedence.
             values |= self._steps.metrics(split, batches)
         return values
 
@@ -269,12 +285,12 @@ class Scorer:
         clients: Sequence[int],
         split: Split,
     ) -> Scores:
-        """Return each client's scores on its part of a split, none where nobody has a part."""
+        """Return each client's scores on its part of a split. Empty if clients have no parts."""
         by_client: Scores = {}
         for client in clients if len(samples.rows) else ():
             own = samples.rows[client]
             if len(own):
-                # No AUROC: it is the costly score, and a client's part often lacks a class.
+                # No AUROC, because it is costly, and a client's part often lacks a class.
                 values = self._numbers(outputs, samples, split, own, auroc=False)
                 by_client[str(client)] = values | {"samples": float(len(own))}
         return by_client

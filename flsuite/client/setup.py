@@ -1,4 +1,4 @@
-"""The setup that a worker receives once, before its first fit."""
+"""The setup that a worker receives once, and checks of the Trainer arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.state import State, StateLayout
 
-_UNUSED_ARGUMENTS = {  # arguments of Lightning's Trainer about what a client's fit does not have
+_UNUSED_ARGUMENTS = {  # Lightning Trainer arguments without effect on a client's fit
     "check_val_every_n_epoch",
     "enable_model_summary",
     "limit_predict_batches",
@@ -38,28 +38,28 @@ _FEDERATION_CALLBACKS = {
 class WorkerSetup:
     """All that a worker needs to train any client.
 
-    It is sent once. What changes from round to round travels with the round's
+    It is sent once. Data that changes from round to round is part of the
     :class:`~flsuite.messages.Broadcast`.
 
     Attributes:
-        model: The model. Its weights do not matter.
+        model: The model. Its weights are not used.
         data: The samples of all clients.
         aggregator: The algorithm.
-        uplink: The way of updates to the server.
-        layout: Names and groups of the entries that travel.
+        uplink: Packs and unpacks the updates that clients send.
+        layout: Names and groups of the shared entries.
         seed: The run's seed.
-        initial: Entries for which a fit has no other value: private entries before a client's first
-            fit, frozen parameters, and buffers.
+        initial: Initial values of entries that a fit receives from nowhere else: private entries
+            before a client's first fit, frozen parameters, and buffers.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
-        batchnorm: What happens to BatchNorm statistics and other buffers. With ``average`` they
-            travel and are averaged. With ``local`` they stay with the client. With ``reset`` they
-            travel, but every fit starts from the initial values.
-        keep_optimizers: Whether a client keeps the state of its optimizers from one of its rounds
-            to the next.
+        batchnorm: The treatment of BatchNorm statistics and other buffers. With ``average``, they
+            are sent and averaged. With ``local``, they stay with the client. With ``reset``, they
+            are sent, but every fit starts from the initial values.
+        keep_optimizers: Whether a client keeps the state of its optimizers between its rounds.
         channels_last: Whether images and convolutions use that memory format.
-        lr_decay: How learning rates change from round to round. Default: they do not.
-        sums_parts: Whether a worker sends the sums over a part of the cohort, and not each update.
-        attack: What the attackers among the clients do. Default: there are none.
+        lr_decay: How learning rates change from round to round. Default: they are constant.
+        sums_parts: Whether a worker sends the sums over a part of the cohort instead of each
+            update.
+        attack: The attack by some clients. Default: none.
     """
 
     model: LightningModule
@@ -79,16 +79,16 @@ class WorkerSetup:
 
 
 def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Lightning's Trainer that hold for each client's fit.
+    """Return the arguments of Lightning's Trainer that apply to each client's fit.
 
     Raises:
-        FlsuiteError: If a federation cannot honour an argument, or an argument can only be a
+        FlsuiteError: If a federation does not support an argument, or an argument must be a
             mistake.
     """
     if str(kwargs.get("precision") or "32-true") not in _PRECISIONS:
         raise FlsuiteError(
-            f"trainer: precision {kwargs['precision']} is not supported: weights travel and are "
-            "averaged in float32; use bf16-mixed, 16-mixed or 32-true"
+            f"trainer: precision {kwargs['precision']} is not supported: weights are sent and "
+            "averaged in float32; use auto, bf16-mixed, 16-mixed or 32-true"
         )
 
     if kwargs.get("max_time") is not None:
@@ -99,7 +99,7 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     require_at_least("trainer", 1, max_epochs=kwargs.get("max_epochs"))
     require_positive("trainer", limit_train_batches=kwargs.get("limit_train_batches"))
     require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
-    # -1 is Lightning's way to write no limit.
+    # -1 means no limit in Lightning.
     require_at_least("trainer", 1, accumulate_grad_batches=kwargs.get("accumulate_grad_batches"))
     if "enable_model_summary" in kwargs:
         raise FlsuiteError("trainer: enable_model_summary has no effect in a federation; remove it")
@@ -118,7 +118,7 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def fit_samples(
     trainer_kwargs: Mapping[str, Any], batch_size: int, extra_epochs: int = 0
 ) -> Callable[[int], int]:
-    """Return a function from a client's training samples to those that one fit processes.
+    """Return a function from a client's sample count to the samples that one fit processes.
 
     Args:
         trainer_kwargs: Arguments of each client's Lightning Trainer.
@@ -133,7 +133,7 @@ def fit_samples(
         per_epoch = samples
         if limit is not None:
             batches = len(batch_bounds(samples, batch_size))
-            # As Lightning reads it: a share of the batches, or their number.
+            # As in Lightning: a fraction of the batches, or their number.
             most = int(batches * limit) if isinstance(limit, float) else limit
             per_epoch = min(samples, most * batch_size)
         total = epochs * per_epoch
@@ -146,15 +146,15 @@ def fit_samples(
 
 
 def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Refuse callbacks of Lightning that a client's fit cannot honour.
+    """Refuse Lightning callbacks that do not work in a client's fit.
 
     Raises:
-        FlsuiteError: If there is one. The message names it, and what does its work here.
+        FlsuiteError: If there is one. The message names it, and its replacement.
     """
     for callback in callbacks:
         for kind, instead in _FEDERATION_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise FlsuiteError(
-                    f"trainer.callbacks: {type(callback).__name__} belongs to a single fit, and "
+                    f"trainer.callbacks: {type(callback).__name__} belongs to a single fit, but "
                     f"every client has its own; remove it ({instead})"
                 )

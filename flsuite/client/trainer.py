@@ -1,9 +1,9 @@
 """The Lightning Trainer of a worker: one object that fits client after client.
 
 ``Trainer.fit`` checks its configuration, connects its parts and enters hooks that do nothing. On a
-small client that takes as long as a step, and its outcome is the same for every client. After a
-plain fit only what differs from client to client is done again: the hooks that are implemented, the
-optimizer, and the loader.
+small client, that takes as long as a step, with the same outcome for every client. After a plain
+fit, only the client-specific steps are repeated: the implemented hooks, the optimizer, and the
+loader.
 """
 
 import copy
@@ -35,13 +35,13 @@ from flsuite.lightning_internals import (
 
 
 class ClientTrainer(Trainer):
-    """Lightning's Trainer without what belongs to the federation, reusable for many fits.
+    """A Lightning Trainer that is reusable for many fits.
 
-    It has no logger, checkpoint, progress bar, model summary or validation. In the plain case
-    :class:`~flsuite.client.loop.LocalLoop` takes the steps. All other cases take Lightning's loop.
+    It has no logger, checkpoint, progress bar, model summary or validation. In the plain case,
+    :class:`~flsuite.client.loop.LocalLoop` runs the steps. All other cases use Lightning's loop.
 
     Args:
-        use_local_loop: Whether :class:`~flsuite.client.loop.LocalLoop` may take the steps.
+        use_local_loop: Whether :class:`~flsuite.client.loop.LocalLoop` may run the steps.
         kwargs: Arguments of :class:`lightning.pytorch.Trainer`.
     """
 
@@ -73,13 +73,13 @@ class ClientTrainer(Trainer):
         self._scaling = {} if self._scaler is None else self._scaler.state_dict()
 
     def rewind(self, extra_epochs: int = 0) -> None:
-        """Get ready for the next fit.
+        """Prepare for the next fit.
 
-        It has ``extra_epochs`` more epochs than were configured.
+        It has ``extra_epochs`` more epochs than configured.
         """
         rewind(self, self.local_epochs + extra_epochs, self._settings)
         if self._scaler is not None:
-            # A scale that one client's fit has found would change the next client's steps.
+            # A scale adapted in one client's fit would change the next client's steps.
             self._scaler.load_state_dict(self._scaling)
 
     def fit(  # type: ignore[override]
@@ -87,7 +87,7 @@ class ClientTrainer(Trainer):
     ) -> None:
         """Fit one client.
 
-        Lightning sets up the first fit, and those that are not the plain case.
+        Lightning sets up the first fit, and fits that are not the plain case.
 
         Raises:
             KeyboardInterrupt: On Ctrl-C. Lightning would exit and ignore the next Ctrl-C, but the
@@ -100,7 +100,7 @@ class ClientTrainer(Trainer):
                 return
             super().fit(model, train_dataloaders)
         except SystemExit:
-            # Lightning has set Ctrl-C to be ignored.
+            # Lightning has set SIGINT to be ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt from None
         if self._was_plain:
@@ -138,7 +138,7 @@ class _PlainFit:
         """Fit.
 
         Raises:
-            NeedsLightningLoopError: If the optimizers are not those of the plain case.
+            NeedsLightningLoopError: If the optimizers do not fit the plain case.
         """
         trainer = self.trainer
         trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
@@ -165,7 +165,7 @@ class _PlainFit:
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 
     def _call(self, hook: str, **kwargs: Any) -> None:
-        """Call a hook in Lightning's order: callbacks in theirs, then the model."""
+        """Call a hook in Lightning's order: callbacks first, then the model."""
         self._call_callbacks(hook, **kwargs)
         self._call_model(hook, **kwargs)
 
@@ -182,7 +182,7 @@ class _PlainFit:
 
 
 def _single(optimizers: Any) -> Optimizer:
-    """Return the optimizer of the plain case, which Lightning would take from the same value."""
+    """Return the single optimizer of the plain case, from a value of configure_optimizers."""
     if isinstance(optimizers, (list, tuple)) and len(optimizers) == 1:
         optimizers = optimizers[0]
     if isinstance(optimizers, dict) and set(optimizers) == {"optimizer"}:
@@ -193,17 +193,17 @@ def _single(optimizers: Any) -> Optimizer:
 
 
 def _refuse_fused(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that unscale gradients themselves, after an algorithm has added to them."""
+    """Refuse optimizers that unscale gradients themselves, after an algorithm has changed them."""
     for optimizer in optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             raise FlsuiteError(
                 f"trainer.precision 16-mixed: {type(optimizer).__name__} unscales gradients within "
-                "its step, and the terms of an algorithm come before that; leave out its fused=True"
+                "its step, but the terms of an algorithm come before that; leave out its fused=True"
             )
 
 
 def quiet_lightning() -> None:
-    """Silence the lines that Lightning prints once per fit, which here means once per client."""
+    """Silence Lightning's messages per fit, which here means per client."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     for message in (
         ".*no `val_dataloader`.*",

@@ -3,7 +3,7 @@
 import argparse
 from typing import NoReturn
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, likeliest
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -18,4 +18,8 @@ class CommandParser(argparse.ArgumentParser):
         self.command = command
 
     def error(self, message: str) -> NoReturn:
-        raise FlsuiteError(f"{self.command}: {message}; see flsuite {self.command} --help")
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        known = [name for action in self._actions for name in action.option_strings]
+        near = likeliest(unknown[0], known) if unknown else []
+        hint = f"did you mean {near[0]}?" if near else f"see flsuite {self.command} --help"
+        raise FlsuiteError(f"{self.command}: {message}; {hint}")

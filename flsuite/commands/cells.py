@@ -1,6 +1,6 @@
 """The process that a sweep's cells are forked from: it imports what a run needs, once.
 
-It reads a sweep and its folder from its input, checks that every method can be built, answers, and
+It reads a sweep and its folder from its input, checks that every method can begin, answers, and
 runs the cells when it is told to.
 """
 
@@ -14,8 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flsuite.commands.main import import_plugins, run_command
+from flsuite.commands.main import run_command, work_here
+from flsuite.commands.plugins import import_plugins
+from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.errors import FlsuiteError, one_line
+from flsuite.sweeps.outcome import DONE
 from flsuite.sweeps.plan import Cell, fit_arguments, require_distinct, samples_of
 from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep
@@ -27,37 +30,76 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
     sweep, folder, parent = pickle.load(sys.stdin.buffer)
     die_with(parent)
-    _import_all()
+    work_here()
+    answer = typos_of(sweep)
+    if not answer:
+        _import_all()
+        answer = _checked_in_fork(sweep, folder)
 
-    print(json.dumps(_checked_in_fork(sweep)), flush=True)
+    print(json.dumps(answer), flush=True)
     if not sys.stdin.buffer.readline():
         return 0
     return run_workers(Queue(sweep, folder), lambda arguments: run_command("fit", arguments))
 
 
-def check(sweep: Sweep) -> dict[str, Any]:
-    """Build what the cells would fit, without fitting it.
+def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
+    """Make ready what the cells would fit, without fitting it.
+
+    An experiment that has a finished cell is passed over.
+
+    Args:
+        sweep: The sweep.
+        folder: Its folder.
 
     Returns:
-        ``workers`` is the largest number of workers that a cell's own engine has.
+        ``workers`` is the largest number of workers that a cell's own engine has. ``refused`` has a
+        line for each experiment that cannot begin, which names its method.
 
     Raises:
-        FlsuiteError: If one of them cannot be built. The message names the method.
+        FlsuiteError: If two methods are the same.
     """
-    from flsuite.commands.fit import build
-
     require_distinct(sweep)
-    workers = 1
+    workers, refused = 1, []
     for cell in samples_of(sweep):
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = fit_arguments(sweep, cell, Path(folder))
-            try:
-                import_plugins(arguments)
-                trainer, _, _ = build(arguments)
-            except FlsuiteError as error:
-                raise FlsuiteError(f"{_place(sweep, cell)}: {one_line(error)}") from error
-        workers = max(workers, getattr(trainer.engine, "workers", None) or 1)
-    return {"workers": workers}
+        if any((folder / cell.folder.parent).glob(f"*/{DONE}")):
+            continue
+        try:
+            workers = max(workers, _make_ready(sweep, cell))
+        except FlsuiteError as error:
+            refused.append(f"{_place(sweep, cell)}: {one_line(error)}")
+    return {"workers": workers, "refused": refused}
+
+
+def _make_ready(sweep: Sweep, cell: Cell) -> int:
+    """Do all that a cell does before its first round, and return the workers of its engine.
+
+    Raises:
+        FlsuiteError: If it cannot begin.
+    """
+    # Lightning takes a while to import.
+    from flsuite.commands.fit import build
+    from flsuite.runs.session import require_survival
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = fit_arguments(sweep, cell, Path(folder))
+        import_plugins(arguments)
+        trainer, model, data = build(arguments)
+        run = trainer.prepare(model, data)
+        require_survival(run, trainer.engine)
+    return getattr(trainer.engine, "workers", None) or 1
+
+
+def typos_of(sweep: Sweep) -> dict[str, Any]:
+    """Return the misspelled keys and classes of all methods as an error, if there are any."""
+    lines: dict[str, str] = {}
+    for cell in samples_of(sweep):
+        try:
+            refuse_typos("fit", fit_arguments(sweep, cell, Path()))
+        except TyposError as error:
+            lines = dict.fromkeys(error.lines, _place(sweep, cell)) | lines
+    return (
+        {"error": "; ".join(f"{place}: {line}" for line, place in lines.items())} if lines else {}
+    )
 
 
 def _place(sweep: Sweep, cell: Cell) -> str:
@@ -77,16 +119,14 @@ def _import_all() -> None:
     import flsuite.engines.worker  # noqa: F401  (where an engine's workers are forked from)
 
     torch.set_num_threads(1)  # also of what a cell does beside its engine
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # finds a user's package in the working folder
     gc.freeze()  # a collection in a fork would copy each object that is shared
     gc.enable()
 
 
-def _checked_in_fork(sweep: Sweep) -> dict[str, Any]:
+def _checked_in_fork(sweep: Sweep, folder: Path) -> dict[str, Any]:
     """Run :func:`check` in a fork, because what it builds starts threads and processes."""
     read, write = os.pipe()
-    child = fork(lambda: _answer(sweep, write))
+    child = fork(lambda: _answer(sweep, folder, write))
     os.close(write)
     with open(read) as file:
         answer = file.read()
@@ -94,12 +134,12 @@ def _checked_in_fork(sweep: Sweep) -> dict[str, Any]:
     return json.loads(answer) if answer else {"error": "the check of the methods was ended"}
 
 
-def _answer(sweep: Sweep, descriptor: int) -> int:
+def _answer(sweep: Sweep, folder: Path, descriptor: int) -> int:
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # libraries say the same again in every cell's log
         os.dup2(null, stream)
     try:
-        answer = check(sweep)
+        answer = check(sweep, folder)
     except FlsuiteError as error:
         answer = {"error": one_line(error)}
     except Exception as error:  # of a user's own class

@@ -36,7 +36,7 @@ def complete_loggers(config: Any, run_dir: Path) -> None:
     """Give loggers without a folder that of the run, and MLflow a database.
 
     MLflow compares the runs of one database. It is ``mlflow.db`` in the working folder, or in the
-    ``save_dir`` of the config.
+    ``save_dir`` of the config, and ``mlruns`` beside it has the pictures.
 
     Args:
         config: ``trainer.logger`` of the config, which is changed in place.
@@ -57,7 +57,9 @@ def complete_loggers(config: Any, run_dir: Path) -> None:
         is_open = arguments.get("save_dir", "") in _NOWHERE
         if name == "MLFlowLogger":
             folder = Path.cwd() if is_open else Path(arguments.save_dir).resolve()
-            arguments.tracking_uri = arguments.tracking_uri or f"sqlite:///{folder}/mlflow.db"
+            if not arguments.tracking_uri:  # a server has a place of its own for files
+                arguments.tracking_uri = f"sqlite:///{folder}/mlflow.db"
+                arguments.artifact_location = arguments.artifact_location or f"{folder}/mlruns"
         elif is_open:
             arguments.save_dir = str(run_dir.resolve())
 
@@ -177,10 +179,10 @@ class _FederatedCLI(LightningCLI):
         """Draw curves, partition and timeline into the run's folder."""
         # pandas and matplotlib are of no use before.
         from flsuite.analysis import (
-            curves_figure,
             partition_figure,
             read_partition,
             read_timeline,
+            run_figure,
             timeline_figure,
         )
 
@@ -191,14 +193,14 @@ class _FederatedCLI(LightningCLI):
         is_virtual = self.trainer.schedule.declarations.is_virtual
         axis = "virtual_s" if is_virtual else "round"
         pictures: dict[str, Callable[[], Any]] = {
-            "curves.png": lambda: curves_figure({"run": folder}, x=axis),
+            "curves.png": lambda: run_figure(folder, axis),
             "partition.png": lambda: partition_figure(read_partition(folder)),
         }
         if is_virtual:
             pictures["timeline.png"] = lambda: timeline_figure(read_timeline(folder))
         for name, draw in pictures.items():
             try:
-                draw().savefig(folder / name, dpi=130)
+                draw().savefig(folder / name)
             except (OSError, FlsuiteError) as error:  # the run itself is complete
                 log.warning("%s was not written: %s", name, one_line(error))
 

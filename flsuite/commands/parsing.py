@@ -1,25 +1,27 @@
 """A parser whose errors are one line."""
 
-import difflib
+import ast
 import importlib
 import inspect
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from jsonargparse import Namespace
-from jsonargparse._typehints import get_all_subclass_paths, type_to_str
+from jsonargparse._typehints import get_all_subclass_paths
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
+from flsuite.commands.plain_types import in_words, options_of
+from flsuite.commands.static.suggestions import nearest, nearest_key
 from flsuite.errors import FlsuiteError, one_line
 
 _LONGEST = 400
 _NO_CLASS = "Expected a dot import path string: "
-_PARTS = ("rule", "objective", "transforms", "server_optimizer")
+_NOT_ACCEPTED = re.compile(r"Option '(.*)' is not accepted")
 
 
 class _RefusedError(FlsuiteError, ValueError):
@@ -46,6 +48,9 @@ class OneLineParser(LightningArgumentParser):
     A logger needs no ``save_dir``: its files go into the run's folder, which is known later.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
     def add_class_arguments(self, class_type: Any, *args: Any, **kwargs: Any) -> list[str]:
         if not _needs_save_dir(class_type):
             return super().add_class_arguments(class_type, *args, **kwargs)
@@ -68,33 +73,35 @@ class OneLineParser(LightningArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
         if unknown:
             options = [name for action in self._actions for name in action.option_strings]
-            # A nested class has a parser of its own, with its options.
-            options += [f"--trainer.aggregator.{part}" for part in _PARTS]
-            return _RefusedError(f"unknown key {unknown}{_suggest(unknown.split('=')[0], options)}")
+            known = [name.lstrip("-") for name in options]
+            key = unknown.split("=")[0].lstrip("-")
+            meant = nearest_key(key, [k for k in known if "." not in k], known)
+            hint = f" (did you mean --{meant}?)" if meant else ""
+            return _RefusedError(f"unknown key {unknown}{hint}")
 
         reason: BaseException | None = ex
         while reason and reason.__cause__ and not isinstance(reason.__cause__, KeyError):
             reason = reason.__cause__
         text = one_line(reason, _LONGEST) if reason else message
         if not message.startswith('Parser key "'):
-            return _RefusedError(text + self._accepted(text))
+            option = _NOT_ACCEPTED.fullmatch(text)
+            return self._unknown(option[1]) if option else _RefusedError(text)
 
         key = message.split('"')[1]
         inner = next((refused for refused in reversed(_refused) if str(refused) in message), None)
         if inner is not None:
             return _RefusedError(inner.reason, f"{key}.{inner.key}" if inner.key else key)
-        hint = next((getattr(a, "_typehint", None) for a in self._actions if a.dest == key), None)
-        return _RefusedError(text if hint is None else _expected(hint, text, message), key)
+        kind = next((getattr(a, "_typehint", None) for a in self._actions if a.dest == key), None)
+        return _RefusedError(text if kind is None else _expected(kind, text, message), key)
 
-    def _accepted(self, text: str) -> str:
-        """Return the options of a class where it was given one that it does not have."""
-        if not text.startswith("Option ") or not text.endswith(" is not accepted"):
-            return ""
+    def _unknown(self, key: str) -> _RefusedError:
+        """Return the error of an argument that the class of this parser does not have."""
         dests = (action.dest for action in self._actions)
-        options = [name for name in dests if name != "help" and not name.endswith(".help")]
-        is_part = text.split("'")[1] in _PARTS
-        other = "; class_path Aggregator takes all four parts of an algorithm" if is_part else ""
-        return f"; there are: {', '.join(options) or 'none'}{other}"
+        known = [name for name in dests if name != "help" and not name.endswith(".help")]
+        meant = nearest_key(key, known, ())
+        others = f"; there are: {', '.join(known) or 'none'}"
+        hint = f" (did you mean {meant}?)" if meant else others
+        return _RefusedError(f"unknown key{hint}", key)
 
 
 def _needs_save_dir(class_type: Any) -> bool:
@@ -113,28 +120,32 @@ def _expected(hint: Any, text: str, message: str) -> str:
         text: What jsonargparse says about the first reading of that type.
         message: What it says about all of them. The value comes last.
     """
-    if not text.startswith(("Expected a", "Not a valid subclass")):
-        return text
-    is_name, is_abstract = text.startswith(_NO_CLASS), text.endswith("is abstract")
-    # A number or a text that is wrong is not meant as a class.
-    may_be_class = not text.startswith("Expected a <class")
-    is_no_class = may_be_class and (_NO_CLASS in message or "Not a valid subclass" in message)
-    value = text[len(_NO_CLASS) :] if is_name else message.rpartition(" value: ")[2].strip()
-    wrong = text if is_abstract else f"expected {_named(hint)}, got {value[:100]!r}"
-    if not is_no_class and not is_abstract:
-        return wrong
     known = sorted({path.rpartition(".")[2] for path in get_all_subclass_paths(hint)})
-    return f"{wrong}{_suggest(value, known)}; there are: {', '.join(known)}, or a full path"
+    if text.endswith("is abstract"):
+        name = text.split()[-3].rpartition(".")[2]
+        return f"name the {name} that is meant: {', '.join(known)}, or my_module.Name"
+    if not text.startswith(("Expected a", "Not a valid subclass", "Unexpected import path")):
+        return text
+    is_name = text.startswith(_NO_CLASS)
+    value = text[len(_NO_CLASS) :] if is_name else message.rpartition(" value: ")[2].strip()
+    wrong = f"expected {in_words(hint)}, got {_shown(value)}"
+    # A number or a text that is wrong is not meant as a class.
+    may_be_class = not text.startswith(("Expected a <class", "Unexpected"))
+    if not may_be_class or (_NO_CLASS not in message and "Not a valid subclass" not in message):
+        near = nearest(value, options_of(hint))
+        return f"{wrong} (did you mean {near}?)" if near else wrong
+    near = nearest(value, known)
+    all_known = f"there are: {', '.join(known)}, or my_module.Name"
+    return f"{wrong} ({f'did you mean {near}?' if near else all_known})"
 
 
-def _named(hint: Any) -> str:
-    """Return a type as a reader of a config knows it, with the range that it may have."""
-    if get_origin(hint) is Annotated:
-        base, *ranges = get_args(hint)
-        return f"{_named(base)} ({', '.join(map(repr, ranges))})"
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join("null" if kind is NoneType else _named(kind) for kind in get_args(hint))
-    return hint.__name__ if inspect.isclass(hint) else str(type_to_str(hint))
+def _shown(value: str) -> str:
+    """Return a value as Python writes it. A parser's message has a text without its quotes."""
+    try:
+        shown = repr(ast.literal_eval(value))
+    except (SyntaxError, ValueError):
+        shown = repr(value)
+    return f"{shown[:100]}..." if len(shown) > 100 else shown
 
 
 @contextmanager
@@ -208,18 +219,6 @@ def _takes_null(cls: Any, name: str) -> bool:
             return True
         return hint is Any or isinstance(hint, TypeVar) or type(None) in get_args(hint)
     return True
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    # A path that many keys share says nothing about which of them is meant.
-    path = name.rpartition(".")[0]
-    near = [key for key in known if key.rpartition(".")[0] == path] or known
-    ends = {key.rpartition(".")[2]: key for key in reversed(near)}
-    last = name.rpartition(".")[2]
-    close = [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.6)]
-    close = close or [key for key in known if key.rpartition(".")[2] == last]  # in another place
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def config_name(paths: Any, default: str) -> str:

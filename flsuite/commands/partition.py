@@ -41,14 +41,14 @@ def partition(args: list[str]) -> None:
     table = partition_table(data.federated)
     folder = make_folder(Path(config.output))
     table.to_csv(folder / f"{name}-partition.csv", index=False)
-    partition_figure(table).savefig(folder / f"{name}-partition.png", dpi=150)
+    partition_figure(table).savefig(folder / f"{name}-partition.png")
     _print(table)
     print(f"{folder / name}-partition.png\n{folder / name}-partition.csv")
 
     if isinstance(data.federated, TaskData):
         plan = task_table(data.federated)
         plan.to_csv(folder / f"{name}-tasks.csv", index=False)
-        task_plan_figure(plan).savefig(folder / f"{name}-tasks.png", dpi=150)
+        task_plan_figure(plan).savefig(folder / f"{name}-tasks.png")
         print(f"{folder / name}-tasks.png\n{folder / name}-tasks.csv")
 
 

@@ -21,13 +21,16 @@ from flsuite.analysis.comparison import (
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.analysis.notes import apart, measured, repeated, uneven
 from flsuite.analysis.report import (
+    averaged_text,
+    default_metrics,
     report_figure,
     report_markdown,
     report_table,
     require_score,
 )
 from flsuite.analysis.results import Results, results_of
-from flsuite.analysis.target import amount_cell, first_to_target, reached_text, target_table
+from flsuite.analysis.run_figure import MOST_SCORES
+from flsuite.analysis.target import amount_cell, first_to_target, target_table
 from flsuite.analysis.tuning import read_tuning
 from flsuite.commands.arguments import CommandParser
 from flsuite.commands.report_cross import report_cross
@@ -46,6 +49,10 @@ def report(args: list[str]) -> None:
     if request.html:
         require_page()
     groups = group_runs(find_runs(request.folders))
+    if not request.metric:
+        # A target is a value of one score, and a cross table has one score a cell.
+        most = 1 if request.rows or request.target is not None else MOST_SCORES
+        request.metric = default_metrics(groups, ["test", request.split], most)
     if request.rows:
         report_cross(groups, request.rows, request.columns, request.metric, request.output)
         return
@@ -58,9 +65,12 @@ def report(args: list[str]) -> None:
         metric: compare(results, metric, against=request.against) for metric in request.metric
     }
 
+    if len(groups) == 1 and len(request.metric) > 1:
+        console.print(_shown(table))
     for metric in request.metric:
         rows = table[table["metric"] == metric]
-        console.print(_shown(rows, metric, request.last))
+        if len(groups) > 1 or len(request.metric) == 1:
+            console.print(_shown(rows))
         if request.target is not None:
             _print_target(console, results, rows, metric, request)
         _print_comparison(console, comparisons[metric], results, metric)
@@ -84,15 +94,13 @@ def report(args: list[str]) -> None:
     if request.wandb:
         from flsuite.publish.wandb_charts import send_report
 
-        send_report(
-            request.wandb, request.metric[0], report_markdown(table, request.last, **target)
-        )
+        send_report(request.wandb, request.metric[0], report_markdown(table, **target))
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
     parser = CommandParser("report")
     parser.add_argument("folders", nargs="+")
-    parser.add_argument("--metric", nargs="+", default=["accuracy"])
+    parser.add_argument("--metric", nargs="+")
     parser.add_argument("--last", type=int, default=10)
     parser.add_argument("--x", choices=list(AXES), default="round")
     parser.add_argument("--split", choices=["test", "val"], default="test")
@@ -115,23 +123,26 @@ def _parse(args: list[str]) -> argparse.Namespace:
     return request
 
 
-def _shown(table: pd.DataFrame, metric: str, last: int) -> Table:
-    """Return the table for a terminal of 80 characters."""
-    shown = Table(title=f"test {metric}, mean and spread over runs", title_justify="left")
-    shown.add_column("what differs", overflow="fold", min_width=14)
-    for heading in ("runs", "last", "picked", f"last {last}", "best on test"):
+def _shown(table: pd.DataFrame) -> Table:
+    """Return the table for a terminal of 80 characters: of one score, or of one experiment."""
+    metrics = table["metric"].unique()
+    what, first = (metrics[0], "what differs") if len(metrics) == 1 else ("scores", "score")
+    averaged = averaged_text(table)
+    shown = Table(title=f"test {what}, mean and spread over runs", title_justify="left")
+    shown.add_column(first, overflow="fold", min_width=14)
+    for heading in filter(None, ("runs", "last", "picked", averaged, "best on test")):
         shown.add_column(heading, justify="right", overflow="fold")
 
-    for line in report_markdown(table, last).splitlines()[2:]:
-        label, _, *numbers = (
+    for line in report_markdown(table).splitlines()[2:]:
+        label, metric, *numbers = (
             cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")
         )
-        shown.add_row(label, *(number.replace(" ", "") for number in numbers))
+        shown.add_row(
+            label if len(metrics) == 1 else metric, *(number.replace(" ", "") for number in numbers)
+        )
 
-    shown.caption = (
-        f"picked: in the round best on validation; last {last}: mean; "
-        "best on test: no honest choice"
-    )
+    mean = f"{averaged}: mean; " if averaged else ""
+    shown.caption = f"picked: in the round best on validation; {mean}best on test: no honest choice"
     return shown
 
 
@@ -155,11 +166,11 @@ def _print_target(
         shown.add_column("method", overflow="fold", min_width=14)
         for x in axes:
             shown.add_column(AXES[x].unit, justify="right")
-        shown.add_column("runs", min_width=11)
+        shown.add_column("reached", justify="right", no_wrap=True)
         for row in own.to_dict("records"):
             # There is room for one spread, that of the axis that was asked for.
             amounts = [amount_cell(row, x, spread=x == request.x).replace(" ", "") for x in axes]
-            shown.add_row(row["method"], *amounts, reached_text(row["reached"], row["runs"]))
+            shown.add_row(row["method"], *amounts, f"{row['reached']} of {row['runs']}")
         console.print(shown)
 
     line = first_to_target(rows, metric, request.target, request.x, request.split)
@@ -173,10 +184,10 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
         return
     for partition, own in table.groupby("partition", sort=False):
         title = _title(f"test {metric}, paired by seed", partition, table)
-        shown = Table(title=title, title_justify="left")
+        shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         shown.add_column("difference of", overflow="fold", min_width=14)
         for heading in ("seeds", "mean", "95 % interval", "p", "p (Holm)"):
-            shown.add_column(heading, justify="right", overflow="fold")
+            shown.add_column(heading, justify="right", no_wrap=True)
         for row in own.to_dict("records"):
             shown.add_row(
                 f"{row['method']} - {row['other']}",
@@ -225,11 +236,11 @@ def _write(
     folder = make_folder(Path(request.output))
     written = ["report.csv", "report.md", "report.png"]
     table.to_csv(folder / "report.csv", index=False)
-    (folder / "report.md").write_text(report_markdown(table, request.last, **target))
+    (folder / "report.md").write_text(report_markdown(table, **target))
     for metric in request.metric:
         for line in apart(groups, metric, request.split, request.x):
             console.print(line)
-    report_figure(groups, request.metric, **target).savefig(folder / "report.png", dpi=150)
+    report_figure(groups, request.metric, **target).savefig(folder / "report.png")
 
     pairs = pd.concat([own.assign(metric=name) for name, own in comparisons.items()])
     if len(pairs):

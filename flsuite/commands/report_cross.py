@@ -55,6 +55,6 @@ def _write(table: pd.DataFrame, metrics: Sequence[str], folder: Path) -> None:
     written = ["cross.csv", "cross.md"]
     for metric in metrics:
         name = f"cross-{metric.replace('/', '-')}.png"
-        cross_figure(table, metric).savefig(folder / name, dpi=100)
+        cross_figure(table, metric).savefig(folder / name)
         written.append(name)
     print("\n".join(f"{folder}/{name}" for name in written))

@@ -36,7 +36,7 @@ def schedule(args: list[str]) -> None:
 
     types = {"round": "Int64", "staleness": "Int64", "weight": float}
     timeline = pd.DataFrame(fits).astype(types)
-    timeline_figure(timeline).savefig(folder / f"{name}-timeline.png", dpi=150)
+    timeline_figure(timeline).savefig(folder / f"{name}-timeline.png")
     _print(timeline, run.federation.data.clients)
     print(f"{folder / name}-timeline.png\n{folder / name}-timeline.csv")
 

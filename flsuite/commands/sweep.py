@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flsuite.commands.arguments import CommandParser
 from flsuite.engines.forkserver import interrupts_ignored
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.files import make_folder
+from flsuite.sweeps.plan import samples_of
 from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Overrides, Sweep, read_sweep
 from flsuite.sweeps.status import (
@@ -26,6 +28,7 @@ from flsuite.sweeps.status import (
 
 _PATIENCE = 30.0  # seconds that runs have to end after Ctrl-C
 _LOOK = 0.2  # seconds
+_MOST_LINES = 20
 
 
 def sweep(args: list[str]) -> None:
@@ -54,8 +57,12 @@ def sweep(args: list[str]) -> None:
         print(f"nothing to do: {queue.size} of {queue.size} cells are done")
         _print_end(queue)
         return
+    if (number := len(samples_of(content))) > _MOST_LINES:
+        print(f"checking that {number} experiments can begin", file=sys.stderr)
     with _CellProcess(content, folder) as process:
-        _warn_of_workers(content, process.check())
+        answer = process.check()
+        _require_no_refusal(answer["refused"])
+        _warn_of_workers(content, answer["workers"])
         if request.dry_run:
             print_cells(queue)
             return
@@ -115,10 +122,10 @@ class _CellProcess:
         self._process.wait()
 
     def check(self) -> dict[str, Any]:
-        """Wait until every method has been built.
+        """Wait until every method has been made ready, and return what :func:`check` found out.
 
         Raises:
-            FlsuiteError: If one of them cannot be.
+            FlsuiteError: If the sweep cannot be checked.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -182,8 +189,26 @@ def _print_end(queue: Queue) -> None:
     print(f"{done} of {queue.size} cells are done; compare them: flsuite report {queue.folder}")
 
 
-def _warn_of_workers(sweep: Sweep, answer: dict[str, Any]) -> None:
-    own = answer["workers"]
+def _require_no_refusal(refused: Sequence[str]) -> None:
+    """Name all experiments that cannot begin.
+
+    Raises:
+        FlsuiteError: If there are any.
+    """
+    if len(refused) == 1:
+        raise FlsuiteError(f"sweep: {refused[0]}")
+    for line in refused[:_MOST_LINES]:
+        print(line, file=sys.stderr)
+    if refused:
+        more = len(refused) - _MOST_LINES
+        rest = f" and {more} more" if more > 0 else ""
+        raise FlsuiteError(
+            f"sweep: {len(refused)} experiments cannot begin, for the reasons above{rest}; nothing "
+            "has been run"
+        )
+
+
+def _warn_of_workers(sweep: Sweep, own: int) -> None:
     if own > 1 and sweep.workers > 1:
         print(
             f"warning: {sweep.workers} cells run at a time, and each has an engine with {own} "

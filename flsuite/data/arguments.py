@@ -1,6 +1,6 @@
-"""The arguments that an object was made with, as plain numbers that can be compared over time.
+"""The constructor arguments of an object, as plain values that can be compared over time.
 
-All of it rests on one convention: an object keeps each parameter of its ``__init__`` under the same
+This relies on one convention: an object stores each parameter of its ``__init__`` under the same
 name.
 """
 
@@ -18,9 +18,9 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class PlainArguments:
-    """A base class whose attributes are Python numbers where NumPy scalars are assigned to them.
+    """A base class that converts NumPy scalars to Python numbers when attributes are set.
 
-    A NumPy integer is no ``int`` for ``isinstance``, for YAML or for ``weights_only`` loading.
+    A NumPy integer is not an ``int`` to ``isinstance``, YAML or ``weights_only`` loading.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -28,8 +28,8 @@ class PlainArguments:
 
 
 def plain(value: Any) -> Any:
-    """Return a NumPy scalar as a Python number, also inside a list or a tuple."""
-    # np.float64 and np.str_ are subclasses of float and str, but YAML goes by the exact type.
+    """Return a NumPy scalar as a Python number, including inside a list or a tuple."""
+    # np.float64 and np.str_ are subclasses of float and str, but YAML checks the exact type.
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple) and any(isinstance(item, np.generic) for item in value):
@@ -38,8 +38,8 @@ def plain(value: Any) -> Any:
 
 
 def arguments(obj: Any) -> dict[str, Any]:
-    """Return the present values of the parameters of ``__init__``, base classes included."""
-    # A dict instead of a set, to keep the order of the signatures.
+    """Return the current values of the ``__init__`` parameters, including base classes."""
+    # A dict instead of a set, to preserve the order of the signatures.
     names = {name: None for cls in type(obj).__mro__ for name in _parameters(cls)}
     return {name: getattr(obj, name) for name in names if hasattr(obj, name)}
 
@@ -56,7 +56,7 @@ def _parameters(cls: type) -> list[str]:
 
 
 def snapshot(value: Any) -> Any:
-    """Return data that equals a later snapshot if, and only if, the value has not changed.
+    """Return data that equals a later snapshot if and only if the value is unchanged.
 
     Objects are compared by type and arguments, arrays by content, and objects without arguments by
     identity.
@@ -72,13 +72,13 @@ def snapshot(value: Any) -> Any:
         return type(value), hashlib.sha256(pickle.dumps(value)).digest()
     if isinstance(value, functools.partial):
         return snapshot((value.func, value.args, value.keywords))
-    # Functions have no arguments of their own; a partial object, above, has.
+    # Functions have no stored arguments, unlike a partial object, above.
     values = {} if inspect.isroutine(value) else arguments(value)
     return (type(value), snapshot(values)) if values else _Identity(value)
 
 
 class _Identity:
-    """A value that equals itself only.
+    """A value that equals only itself.
 
     Holding the value keeps its identity from being reused.
     """

@@ -1,4 +1,4 @@
-"""Data modules around datasets of somebody else, described by the content of the samples."""
+"""Describes data modules with user datasets by the content of their samples."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from torch.utils.data import Dataset
 
 from flsuite.data.arguments import arguments
 from flsuite.data.federated import FederatedData
-from flsuite.data.map_style import StoredSplit
+from flsuite.data.map_style import StoredSplit, readable
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSplit
 
 _PLAIN = (str, int, float, bool, type(None))
-_PROBED = 32  # samples of a split that stays in its dataset
-_LONGEST = 20  # items of a list that is described as it is
+_PROBED = 32  # samples hashed of a split that is not in memory
+_LONGEST = 20  # items of a list that is stored in full
 
 
 def described(module: FederatedDataModule) -> dict[str, Any]:
-    """Return a data module's arguments, where datasets and long lists are named by their content.
+    """Return a data module's arguments, with datasets and long lists identified by their content.
 
-    A resume must see that the samples are others, and nothing else says so.
+    A resume must detect changed samples, and nothing else shows them.
     """
     values = arguments(module)
     return {
@@ -43,7 +43,7 @@ def _described(value: Any) -> Any:
     if isinstance(value, (str, list, tuple, Mapping)):
         return value
 
-    # Arguments of datasets may be whole arrays. The digest stands for those.
+    # Arguments of datasets may be whole arrays, which the digest represents.
     given = {**arguments(value), **vars(value).get("_hparams", {})}
     plain = {name: item for name, item in given.items() if isinstance(item, _PLAIN)}
     kind = type(value)
@@ -51,9 +51,9 @@ def _described(value: Any) -> Any:
 
 
 def _content(data: FederatedData) -> str:
-    """Return a digest of all samples in memory, and of some of those that are not."""
+    """Return a digest of all samples in memory, and of some samples that are not."""
     digest = hashlib.sha256()
-    # What clients hold out is in the training split.
+    # Samples held out by clients are in the training split.
     val = None if data.val is None or len(data.val.rows) else data.val
     for split in (data.train, data.test, val, data.server):
         if split is None:
@@ -66,7 +66,8 @@ def _content(data: FederatedData) -> str:
 def _probe(split: DataSplit) -> Any:
     assert isinstance(split, StoredSplit)
     step = max(1, len(split) // _PROBED)
-    return list(split.batches(torch.arange(0, len(split), step).split(1)))
+    with readable():
+        return list(split.batches(torch.arange(0, len(split), step).split(1)))
 
 
 def _add(digest: Any, value: Any) -> None:

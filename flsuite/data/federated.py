@@ -1,7 +1,7 @@
 """A dataset that is split over clients.
 
 A client is an index array into tensors that are in memory once. A batch is one index operation and
-one cast. Nothing here depends on training.
+one cast. This module is independent of training.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ class Stage:
 
     Attributes:
         task: The number of the task, from 0.
-        seen: Classes that any client has met so far, this task included.
+        seen: Classes that any client has met so far, including this task.
         past: Classes that any client met before this task.
     """
 
@@ -37,16 +37,16 @@ class FederatedData:
 
     Attributes:
         spec: The description that a model is built from.
-        train: The training split. The rows that clients hold out are in it, and are nobody's.
+        train: The training split. It includes held-out rows, which belong to no client's rows.
         test: The test split.
-        val: The validation split. It is the publisher's, which no client has a part of, else the
-            samples that clients hold out. It is ``None`` where there is neither.
+        val: The validation split: the published one, without client rows, or the samples that
+            clients hold out. ``None`` if there is neither.
         scaling: The map from stored samples to model inputs.
         batch_size: Samples per training batch.
-        augment: The random change of training batches.
-        stage: The task that the clients are in. It is ``None`` where there are no tasks.
-        server: The server's own samples, of which no client has any and which are in no other
-            split. It is ``None`` where the server has none.
+        augment: The random augmentation of training batches.
+        stage: The current task. ``None`` without tasks.
+        server: The server's own samples, which are in no other split. ``None`` if the server has
+            none.
     """
 
     spec: DataSpec
@@ -62,7 +62,7 @@ class FederatedData:
     def at(self, round: int) -> "FederatedData":
         """Return the data that clients train on in a round and are scored on after it.
 
-        It is the same in every round unless there are tasks.
+        It is the same in every round, unless there are tasks.
         """
         return self
 
@@ -82,7 +82,7 @@ class FederatedData:
     def class_counts(self, client: int) -> Tensor:
         """Return a client's training samples per class, or positives per label, int64."""
         y = self.train.classes[self.train_rows(client)]
-        # minlength counts the classes that the client does not have, as 0.
+        # minlength adds zeros for classes that the client does not have.
         if y.ndim == 1:
             return torch.bincount(y, minlength=self.spec.num_classes)
         return y.sum(0, dtype=torch.int64)
@@ -90,20 +90,20 @@ class FederatedData:
     def batches_of(
         self,
         split: DataSplit,
-        parts: Iterable[Tensor],
+        batch_rows: Iterable[Tensor],
         generator: torch.Generator | None = None,
     ) -> Iterator[Batch]:
-        """Yield a batch for each of these rows of a split, as the model sees it.
+        """Yield a batch for each of these row sets of a split, as model inputs.
 
         Args:
             split: The samples.
-            parts: The rows of each batch.
-            generator: Draws the random changes of training batches. Default: there are none.
+            batch_rows: The rows of each batch.
+            generator: Randomness of the augmentation. Default: no augmentation.
         """
         if isinstance(split, StoredSplit):
-            yield from split.batches(parts, generator)
+            yield from split.batches(batch_rows, generator)
             return
-        for rows in parts:
+        for rows in batch_rows:
             x = self.scaling(split.x[rows])
             if generator is not None and self.augment is not None:
                 x = self.augment(x, generator)
@@ -117,7 +117,7 @@ class FederatedData:
         if device.type == "cpu":
             return self
 
-        # The index arrays stay: an index on the CPU selects from a tensor on any device.
+        # Index arrays stay on the CPU, where they can index a tensor on any device.
         train = self.train.to(device)
         scaling = replace(
             self.scaling, scale=self.scaling.scale.to(device), shift=self.scaling.shift.to(device)

@@ -1,4 +1,4 @@
-"""Images: size, scale and channels as a model receives them, and random changes of batches."""
+"""Images: resizing, scaling and channels of model inputs, and augmentation of batches."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.data.arguments import PlainArguments
 
 _CHUNK = 1024
-"""Images that are resized at a time: as float32 they take four times the memory of their bytes."""
+"""Images per resizing chunk, because float32 takes four times the memory of bytes."""
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Scaling:
 
     Attributes:
         scale, shift: float32 ``(stored channels,)``.
-        channels: Channels of the model's input. A grey image is repeated to that many.
+        channels: Channels of the model's input. A gray image is repeated to that number.
     """
 
     scale: Tensor
@@ -30,25 +30,25 @@ class Scaling:
     def __call__(self, x: Tensor) -> Tensor:
         """Scale uint8 ``(n, h, w, c)`` to float32 ``(n, channels, h, w)``, channels last in memory.
 
-        Tables, which are not uint8, are returned as they are.
+        Tables, which are not uint8, are returned unchanged.
         """
         if x.dtype != torch.uint8:
             return x
 
-        # In place, and without a copy for the permutation: the result is channels_last as stored.
+        # In place, and without a copy for the permutation: stored images are channels_last.
         scaled = x.to(torch.float32).mul_(self.scale).add_(self.shift).permute(0, 3, 1, 2)
         if scaled.shape[1] == self.channels:
             return scaled
-        # expand alone repeats a channel by a stride of 0, which is not channels_last.
+        # expand alone uses a stride of 0, which is not channels_last.
         repeated = scaled.expand(-1, self.channels, -1, -1)
         return repeated.contiguous(memory_format=torch.channels_last)
 
 
 @dataclass
 class Unscaled(Scaling):
-    """The map of samples that are stored as the model sees them."""
+    """The identity map, for samples that are stored as model inputs."""
 
-    # As if images within [0, 1] were stored as bytes, which gives them back unchanged.
+    # For to_inputs: images in [0, 1] times 255 are mapped back unchanged.
     scale: Tensor = field(default_factory=lambda: torch.full((1,), 1 / 255))
     shift: Tensor = field(default_factory=lambda: torch.zeros(1))
     channels: int = 1
@@ -63,9 +63,9 @@ def fit_scaling(x: Tensor, standardize: bool, rgb: bool) -> Scaling:
 
     Args:
         x: The training samples.
-        standardize: Whether to scale each channel to mean 0 and deviation 1. Otherwise pixels are
-            in [0, 1].
-        rgb: Whether to repeat grey images to three channels.
+        standardize: Whether to scale each channel to mean 0 and standard deviation 1. Otherwise
+            pixels are in [0, 1].
+        rgb: Whether to repeat gray images to three channels.
     """
     if x.dtype != torch.uint8:
         return Scaling(torch.ones(1), torch.zeros(1), 1)
@@ -80,7 +80,7 @@ def fit_scaling(x: Tensor, standardize: bool, rgb: bool) -> Scaling:
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel of uint8 images, as fractions of 255.
 
-    They are computed from the histogram of the bytes, which is exact and needs no copy in float.
+    They are computed exactly from the histogram of the bytes, without a float copy.
     """
     values = torch.arange(256, dtype=torch.float64) / 255
     moments = []
@@ -90,14 +90,14 @@ def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         moments.append((mean, ((weights * (values - mean) ** 2).sum() / weights.sum()).sqrt()))
 
     mean, std = (torch.stack(m).float() for m in zip(*moments, strict=True))
-    # A constant channel has deviation 0, by which nothing can be divided.
+    # A constant channel has deviation 0, which would be a division by zero.
     return mean, std.clamp_min(1 / 255)
 
 
 def resize_images(x: Tensor, side: int) -> Tensor:
     """Resize images uint8 ``(n, h, w, c)`` bilinearly to ``(n, side, side, c)``.
 
-    Tables and images of that size are returned as they are.
+    Tables and images of that size are returned unchanged.
     """
     if x.ndim != 4 or x.shape[1:3] == (side, side):
         return x
@@ -112,24 +112,24 @@ def _resize_chunk(x: Tensor, side: int) -> Tensor:
         align_corners=False,
         antialias=True,
     )
-    # Bytes again, so that resized images take no more memory per pixel than the published ones.
+    # Back to bytes, so resized images take the same memory per pixel.
     return resized.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 class Augment(PlainArguments, ABC):
-    """A random change of a training batch that keeps its shape.
+    """A random augmentation of a training batch that keeps its shape.
 
-    A subclass keeps each parameter of its ``__init__`` under the same name.
+    A subclass stores each parameter of its ``__init__`` under the same name.
     """
 
     @abstractmethod
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Change float images ``(n, c, h, w)``, drawing only from ``generator``."""
+        """Return augmented float images ``(n, c, h, w)``. Draw only from ``generator``."""
 
 
 @dataclass
 class CropFlip(Augment, Settings):
-    """Random crop of the zero-padded image and random mirroring, for small colour images.
+    """Random crop of the zero-padded image and random mirroring, for small color images.
 
     Args:
         padding: Pixels of padding on every side.
@@ -142,7 +142,7 @@ class CropFlip(Augment, Settings):
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         n, _, height, width = x.shape
 
-        # One offset per image and axis; as index arrays, crop and mirror are one gather.
+        # One offset per image and axis. With index arrays, crop and mirror are one gather.
         offset = torch.randint(0, 2 * self.padding + 1, (2, n, 1), generator=generator)
         rows = offset[0] + torch.arange(height)
         columns = offset[1] + torch.arange(width)

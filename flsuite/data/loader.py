@@ -1,4 +1,4 @@
-"""Batches: a client's, shuffled for training, and those of a split, in order."""
+"""Batch loaders: a client's shuffled training batches, and a split's batches in order."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from flsuite.random import torch_generator
 def batch_bounds(samples: int, batch_size: int) -> list[tuple[int, int]]:
     """Return where each batch of an epoch starts and stops.
 
-    A last batch of one sample, which BatchNorm cannot train on, is joined to the batch before it.
+    A last batch of one sample, which BatchNorm cannot train on, is merged into the previous one.
     """
     starts = list(range(0, samples, batch_size))
     if len(starts) > 1 and samples - starts[-1] == 1:
@@ -27,23 +27,23 @@ def batch_bounds(samples: int, batch_size: int) -> list[tuple[int, int]]:
 class TrainLoader:
     """Shuffled batches of one client in one round.
 
-    Each epoch has an order of its own, which does not depend on anything drawn before it.
+    Each epoch has its own order, which does not depend on earlier draws.
 
     Attributes:
         data: The samples of all clients.
         client: The client's number.
         seed: The run's seed.
         round: The round, counted from 1.
-        batches: Batches per epoch. Default: one pass over the samples. A number above that
-            continues with a new order after each pass.
-        repeat: Fits that the client has started from the same version before, whose batches have
+        batches: Batches per epoch. Default: one pass over the samples. A larger number continues
+            with a new order after each pass.
+        repeat: Number of earlier fits that the client started from the same version. Each fit has
             other orders.
         epoch: The number of the next epoch, from 0.
-        is_poisson: Whether each sample is drawn for a batch independently of the others and of
-            earlier batches, with the probability that makes the batch size its mean.
-        drawn: Numbers of samples that were drawn for the batches of this epoch, under Poisson
-            sampling. Where none was drawn, the batch has one sample that must not count.
-        change: The last change of each batch, such as an attacker's. Default: none.
+        is_poisson: Whether to draw each sample for a batch independently of other samples and
+            earlier batches, with the probability for which the batch size is the mean.
+        drawn: Numbers of samples drawn for the batches of this epoch, under Poisson sampling. If
+            none was drawn, the batch has one sample that must not count.
+        change: A final change of each batch, such as an attacker's. Default: none.
     """
 
     data: FederatedData
@@ -60,7 +60,7 @@ class TrainLoader:
         self.change: Callable[[Any], Any] = _unchanged
         self._rows = self.data.train_rows(self.client)
         if len(self._rows) == 1:
-            # Repeated, a single sample has the same mean gradient, and BatchNorm can train on it.
+            # A repeated single sample has the same mean gradient, and BatchNorm can train on it.
             self._rows = self._rows.repeat(2)
         self._bounds = batch_bounds(len(self._rows), self.data.batch_size)
         self._length = len(self._bounds) if self.batches is None else self.batches
@@ -69,43 +69,43 @@ class TrainLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        # The seed contains the epoch, so a resumed run has the same batches as one never stopped.
+        # The seed contains the epoch, so a resumed run has the same batches.
         epoch, self.epoch = self.epoch, self.epoch + 1
         stream = f"batches/{epoch}/{self.repeat}" if self.repeat else f"batches/{epoch}"
         generator = torch_generator(self.seed, stream, self.round, self.client)
 
         if self.is_poisson:
-            yield from self._batches(self._poisson_parts(generator), generator)
+            yield from self._batches(self._poisson_rows(generator), generator)
             return
 
         left = self._length
         while left > 0:
             order = self._rows[torch.randperm(len(self._rows), generator=generator)]
-            # The last pass ends early if fewer batches are left than it has.
-            parts = [order[start:stop] for start, stop in self._bounds[:left]]
-            yield from self._batches(parts, generator)
+            # The last pass may end early.
+            batch_rows = [order[start:stop] for start, stop in self._bounds[:left]]
+            yield from self._batches(batch_rows, generator)
             left -= len(self._bounds)
 
     def _batches(
-        self, parts: Iterable[Tensor], generator: torch.Generator | None = None
+        self, batch_rows: Iterable[Tensor], generator: torch.Generator | None = None
     ) -> Iterator[Batch]:
-        return map(self.change, self.data.batches_of(self.data.train, parts, generator))
+        return map(self.change, self.data.batches_of(self.data.train, batch_rows, generator))
 
-    def _poisson_parts(self, generator: torch.Generator) -> list[Tensor]:
+    def _poisson_rows(self, generator: torch.Generator) -> list[Tensor]:
         """Draw the rows of all batches of an epoch."""
         rows = self.data.train_rows(self.client)
         rate = min(1.0, self.data.batch_size / len(rows))
         masks = torch.rand(self._length, len(rows), generator=generator) < rate
         self.drawn = masks.sum(1).tolist()
-        # A model cannot train on no sample.
+        # A model cannot train on an empty batch.
         return [rows[mask] if mask.any() else rows[:1] for mask in masks]
 
     def plain_batches(self, samples: int | None = None, batch_size: int = 500) -> Iterator[Batch]:
-        """Return one pass over the client's samples, in their order and without augmentation.
+        """Return one pass over the client's samples, in order and without augmentation.
 
         Args:
-            samples: The largest number of samples. A random part of that size is used where the
-                client has more, the same part for the same seed, client and round. Default: all.
+            samples: Maximum number of samples. If the client has more, a random subset is used, the
+                same for the same seed, client and round. Default: all.
             batch_size: Samples per batch.
         """
         rows = self.data.train_rows(self.client)
@@ -121,10 +121,10 @@ def _unchanged(batch: Any) -> Any:
 
 @dataclass
 class SplitLoader:
-    """Batches of some rows of a split, in their order.
+    """Batches of some rows of a split, in order.
 
     Attributes:
-        data: It turns stored samples into model inputs.
+        data: It converts stored samples to model inputs.
         samples: The split.
         batch_size: Samples per batch.
         rows: int64, the rows. Default: all.
@@ -137,10 +137,10 @@ class SplitLoader:
 
     def __post_init__(self) -> None:
         rows = torch.arange(len(self.samples)) if self.rows is None else self.rows
-        self._parts = rows.split(self.batch_size) if len(rows) else ()
+        self._batch_rows = rows.split(self.batch_size) if len(rows) else ()
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._batch_rows)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self.data.batches_of(self.samples, self._parts))
+        return iter(self.data.batches_of(self.samples, self._batch_rows))

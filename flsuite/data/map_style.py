@@ -1,7 +1,8 @@
-"""Map-style datasets of torch as splits: in memory where possible, else read batch by batch."""
+"""Map-style torch datasets as splits: in memory if possible, else read batch by batch."""
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,11 @@ class StoredSplit(DataSplit):
     """A split of a map-style dataset, for samples of any structure.
 
     Attributes:
-        x: int64 ``(n,)``, the numbers of the samples in the dataset.
-        y: int64 ``(n,)``, one class per sample, which partitions see.
-        dataset: It has ``__getitem__``, and perhaps ``__getitems__``.
+        x: int64 ``(n,)``, the indices of the samples in the dataset.
+        y: int64 ``(n,)``, one class per sample, for partitions.
+        dataset: An object with ``__getitem__``, and optionally ``__getitems__``.
         collate: The function from a list of samples to a batch.
-        workers: Processes that read ahead. A process that is itself a worker reads alone.
+        workers: Processes that prefetch. A process that is itself a worker does not use them.
     """
 
     dataset: Any = None
@@ -40,20 +41,20 @@ class StoredSplit(DataSplit):
     workers: int = 0
 
     def batches(
-        self, parts: Iterable[Tensor], generator: torch.Generator | None = None
+        self, batch_rows: Iterable[Tensor], generator: torch.Generator | None = None
     ) -> Iterator[Any]:
         """Yield the batches of these rows.
 
-        What a dataset draws while it is read depends on the batch's seed alone, whoever reads it.
+        A dataset's own randomness depends only on the batch's seed, whichever process reads it.
 
         Args:
-            parts: The rows of each batch.
-            generator: Draws the seeds. Default: the same seeds every time.
+            batch_rows: The rows of each batch.
+            generator: Randomness of the seeds. Default: the same seeds every time.
         """
         generator = generator or torch_generator(0, "samples")
         orders = [
             (int(torch.randint(1 << 62, (), generator=generator)), self.x[rows].tolist())
-            for rows in parts
+            for rows in batch_rows
         ]
         reader = _Reader(self.dataset, self.collate)
         # A worker process of an engine may not have processes of its own.
@@ -66,17 +67,17 @@ class StoredSplit(DataSplit):
                 sampler=orders,
                 num_workers=min(self.workers, len(orders)),
                 collate_fn=_unchanged,
-                generator=torch.Generator(),  # else it would draw from that of the fit
+                generator=torch.Generator(),  # otherwise it would draw from the fit's generator
             )
         )
 
     def to(self, device: torch.device) -> "StoredSplit":
-        """Return the split itself, because its batches are moved one by one."""
+        """Return the split itself, because batches are moved one by one."""
         return self
 
 
 class _Reader(Dataset[Any]):
-    """Reads a batch, given its seed and the numbers of its samples."""
+    """Reads a batch, given its seed and the indices of its samples."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
@@ -100,11 +101,29 @@ class _Reader(Dataset[Any]):
             ) from error
 
 
+class UnreadableSampleError(Exception):
+    """Names an unreadable sample. During a fit, it fails the client. Earlier, it is fatal."""
+
+
 def fetch(dataset: Any, numbers: list[int]) -> list[Any]:
-    """Return these samples, in one call where the dataset offers it."""
+    """Return these samples, in one call if the dataset supports it.
+
+    Raises:
+        UnreadableSampleError: If reading a sample raises.
+    """
     if hasattr(dataset, "__getitems__"):
         return list(dataset.__getitems__(numbers))
-    return [dataset[number] for number in numbers]
+    return [_sample(dataset, number) for number in numbers]
+
+
+def _sample(dataset: Any, number: int) -> Any:
+    try:
+        return dataset[number]
+    except Exception as error:
+        raise UnreadableSampleError(
+            f"data: sample {number} of {len(dataset)} in {type(dataset).__name__} cannot be read "
+            f"({type(error).__name__}: {one_line(error, 200)})"
+        ) from error
 
 
 def _unchanged(batch: Any) -> Any:
@@ -114,13 +133,13 @@ def _unchanged(batch: Any) -> Any:
 Field = str | Callable[[Any], Any] | Sequence[Any]
 """One value per sample: the name of a field, a function of a sample, or the values themselves."""
 
-_LABELS = ("targets", "labels")  # attributes of torchvision's datasets
-_LIMIT = 2 << 30  # bytes of a split that is kept in memory
-_PROBED = 16  # samples that are read twice, to see whether they are the same again
+_LABELS = ("targets", "labels")  # attributes of torchvision datasets
+_LIMIT = 2 << 30  # maximum bytes of a split in memory
+_PROBED = 16  # samples read twice, to detect random transforms
 
 
 def require_map_style(owner: str, **datasets: Any) -> None:
-    """Refuse a dataset that is not read by number, or is empty."""
+    """Refuse a dataset that is not map-style, or is empty."""
     for name, dataset in datasets.items():
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise FlsuiteError(
@@ -137,17 +156,17 @@ def read_split(
     workers: int = 0,
     in_memory: bool | None = None,
 ) -> DataSplit:
-    """Return a dataset's samples, in memory or as they are stored.
+    """Return a dataset's samples, in memory or read on demand.
 
     Args:
         dataset: The samples.
         collate: The function from a list of samples to a batch. Default: torch's own.
-        workers: Processes that read ahead samples that are not in memory.
+        workers: Processes that prefetch samples that are not in memory.
         in_memory: Whether to keep samples in memory. Default: if they are pairs of a tensor and a
             number or a tensor, the same on every reading, and take less than 2 GiB.
 
     Raises:
-        FlsuiteError: If they are to be in memory and cannot be.
+        FlsuiteError: If samples cannot be kept in memory as requested.
     """
     collate = collate or default_collate
     if in_memory is not False and collate is default_collate:
@@ -169,12 +188,12 @@ def read_split(
 
 
 def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | None:
-    """Return one value per sample, or ``None`` where there are none.
+    """Return one value per sample, or ``None`` if there are none.
 
     Args:
         dataset: The samples.
-        field: Where the values are. Default: the attribute ``targets`` or ``labels``.
-        name: The argument, for the message of an error.
+        field: The source of the values. Default: the attribute ``targets`` or ``labels``.
+        name: The argument's name, for messages.
 
     Raises:
         FlsuiteError: If there is no such field, or not one value per sample.
@@ -184,18 +203,18 @@ def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | Non
     elif isinstance(field, str):
         values = _named(dataset, field, name)
     elif callable(field):
-        values = [field(dataset[number]) for number in range(len(dataset))]
+        values = [field(sample) for sample in _samples(dataset)]
     else:
         values = field
     if values is None:
         return None
 
     array = np.asarray([v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for v in values])
-    if array.ndim == 2 and array.shape[1] == 1:  # as medmnist has them
+    if array.ndim == 2 and array.shape[1] == 1:  # as in medmnist
         array = array[:, 0]
     if array.ndim == 1 and len(array) == len(dataset):
         return array
-    if field is None:  # they are something else, such as boxes
+    if field is None:  # not labels, but for example boxes
         return None
     raise FlsuiteError(
         f"data.{name} must give one value per sample: {len(dataset)} are expected, got values of "
@@ -205,30 +224,38 @@ def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | Non
 
 def _named(dataset: Any, field: str, name: str) -> Any:
     """Return the values of a field, from a column or sample by sample."""
-    if field in (getattr(dataset, "column_names", None) or ()):  # of Hugging Face datasets
+    if field in (getattr(dataset, "column_names", None) or ()):  # for Hugging Face datasets
         return list(dataset[field])
     if (values := _attribute(dataset, (field,))) is not None:
         return values
-    first = dataset[0]
+    first = next(_samples(dataset))
     if not isinstance(first, dict) or field not in first:
         there_are = ", ".join(first) if isinstance(first, dict) else type(first).__name__
         raise FlsuiteError(
             f"data.{name}: there is no field {field!r} in a sample, which has {there_are}; give a "
             "function of a sample, or the values themselves"
         )
-    return [dataset[number][field] for number in range(len(dataset))]
+    return [sample[field] for sample in _samples(dataset)]
+
+
+def _samples(dataset: Any) -> Iterator[Any]:
+    """Yield all samples, one by one."""
+    for number in range(len(dataset)):
+        with readable():
+            sample = _sample(dataset, number)
+        yield sample
 
 
 def _attribute(dataset: Any, names: Sequence[str]) -> Any:
-    """Return the values of an attribute of a dataset, or of those that it is made of."""
+    """Return the values of an attribute of a dataset, or of the datasets that it wraps."""
     if isinstance(dataset, Subset):
         values = _attribute(dataset.dataset, names)
         return None if values is None else [values[number] for number in dataset.indices]
     if isinstance(dataset, ConcatDataset):
-        parts = [_attribute(part, names) for part in dataset.datasets]
-        if any(part is None for part in parts):
+        columns = [_attribute(one, names) for one in dataset.datasets]
+        if any(column is None for column in columns):
             return None
-        return [value for part in parts for value in part]
+        return [value for column in columns for value in column]
     for name in names:
         values = getattr(dataset, name, None)
         if values is not None and not callable(values) and hasattr(values, "__len__"):
@@ -237,7 +264,7 @@ def _attribute(dataset: Any, names: Sequence[str]) -> Any:
 
 
 def _is_plain(dataset: Any) -> bool:
-    """Return whether the samples are pairs of tensors that may be kept in memory."""
+    """Return whether the samples are pairs of tensors that can be kept in memory."""
     probed = list(range(min(_PROBED, len(dataset))))
     first, again = (_seeded(dataset, probed, seed) for seed in (0, 1))
     if not all(isinstance(s, (tuple, list)) and len(s) == 2 for s in first):
@@ -247,7 +274,7 @@ def _is_plain(dataset: Any) -> bool:
         return False
     shapes = {(s[0].shape, torch.as_tensor(s[1]).shape) for s in first}
     size = len(dataset) * (x.numel() * x.element_size() + 8 * torch.as_tensor(y).numel())
-    # A random transform would be drawn once and for all.
+    # A random transform must not be frozen to a single draw.
     same = all(
         torch.equal(a[0], b[0]) and torch.equal(torch.as_tensor(a[1]), torch.as_tensor(b[1]))
         for a, b in zip(first, again, strict=True)
@@ -257,7 +284,7 @@ def _is_plain(dataset: Any) -> bool:
 
 
 def _in_memory(dataset: Any) -> DataSplit | None:
-    """Return a dataset's samples as two tensors, or ``None`` where they have no such form."""
+    """Return a dataset's samples as two tensors, or ``None`` if that is impossible."""
     samples = _seeded(dataset, list(range(len(dataset))), 0)
     try:
         x = torch.stack([torch.as_tensor(sample[0]) for sample in samples])
@@ -268,6 +295,15 @@ def _in_memory(dataset: Any) -> DataSplit | None:
 
 
 def _seeded(dataset: Any, numbers: list[int], seed: int) -> list[Any]:
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), readable():
         seed_cpu(seed)
         return fetch(dataset, numbers)
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """End the command with one line if a sample cannot be read."""
+    try:
+        yield
+    except UnreadableSampleError as error:
+        raise FlsuiteError(str(error)) from error

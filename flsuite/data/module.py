@@ -1,4 +1,4 @@
-"""The data module that every dataset extends: from published splits to clients."""
+"""The base class of all data modules, which splits published data over clients."""
 
 import os
 from abc import abstractmethod
@@ -29,7 +29,7 @@ from flsuite.messages import POOLED
 from flsuite.random import numpy_generator
 
 _BATCH_ARGUMENTS = {"batch_size", "augment"}
-"""The arguments that change batches and nothing else."""
+"""The arguments that affect only batches."""
 
 _Part = Annotated[
     tuple[float, float],
@@ -43,34 +43,34 @@ _Part = Annotated[
 class FederatedDataModule(PlainArguments, LightningDataModule):
     """A dataset in memory that is split over clients.
 
-    A subclass reads the files in :meth:`load`, and keeps each parameter of its ``__init__`` under
+    A subclass reads the files in :meth:`load`, and stores each parameter of its ``__init__`` under
     the same name.
 
     Args:
         clients: Number of clients that share the training split.
         partition: The rule that splits it. Default: :class:`~flsuite.data.partitions.IID`.
         batch_size: Samples per training batch.
-        val_fraction: The part of each client's samples that is held out for validation. Default:
-            nothing where the publisher ships a validation split, which is then used for all
-            clients, else a tenth. With 0, clients train on all their samples.
+        val_fraction: The fraction of each client's samples to hold out for validation. Default: 0
+            if there is a published validation split, which is then used for all clients, else 0.1.
+            With 0, clients train on all their samples.
         root: The folder of the files. Default: ``$FLSUITE_DATA_ROOT``, else the default of the
             library that reads them.
-        download: Whether to download missing files, where the library can.
-        resize: Side in pixels that images are resized to, bilinearly, once. Default: their own.
-        rgb: Whether to repeat grey images to three channels.
-        standardize: Whether to scale each channel to mean 0 and deviation 1 over the training
-            split. Otherwise pixels are in [0, 1].
-        augment: A random change of training batches.
-        train_samples: Number of training samples to keep, the same ones whatever the seed. Default:
+        download: Whether to download missing files, if the library supports it.
+        resize: Side in pixels to which images are resized, bilinearly, once. Default: their own.
+        rgb: Whether to repeat gray images to three channels.
+        standardize: Whether to scale each channel to mean 0 and standard deviation 1 over the
+            training split. Otherwise pixels are in [0, 1].
+        augment: A random augmentation of training batches.
+        train_samples: Number of training samples to keep, the same ones for every seed. Default:
             all.
         seed: The seed of the partition and the splits. Default: the run's seed.
-        server_samples: Number of training samples that the server holds for itself, uniformly at
-            random by the seed, whatever the partition. Clients share the others: with the same seed
-            and another number, a client has other samples. Default: none.
-        train_part: The part of the training split that is used at all, as start and end in a fixed
-            random order, the same whatever the seed. ``[0.0, 0.2]`` and ``[0.2, 1.0]`` share no
-            sample: a model can be pre-trained on one and federated on the other. ``train_samples``
-            counts within the part. Default: all.
+        server_samples: Number of training samples held by the server, drawn uniformly at random by
+            the seed, whatever the partition. Clients share the rest: with the same seed and another
+            number, a client has other samples. Default: 0.
+        train_part: The part of the training split to use, as start and end in a fixed random order,
+            the same for every seed. ``[0.0, 0.2]`` and ``[0.2, 1.0]`` are disjoint: a model can be
+            pre-trained on one and federated on the other. ``train_samples`` counts within the part.
+            Default: all.
 
     Attributes:
         federated: The dataset split over clients, after :meth:`setup`.
@@ -109,7 +109,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         self.server_samples = server_samples
         self.train_part = train_part
 
-        # The result of setup(), the settings that it was made with, and the run's seed.
+        # The result of setup(), the settings that it was computed with, and the run's seed.
         self._federated: FederatedData | None = None
         self._split_with: dict[str, Any] = {}
         self._default_seed = 0
@@ -149,11 +149,11 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         return self._default_seed if self.seed is None else self.seed
 
     def use_seed(self, seed: int) -> None:
-        """Set the seed of the partition and the splits, if the argument ``seed`` leaves it open."""
+        """Set the seed of the partition and the splits, unless the argument ``seed`` is given."""
         self._default_seed = seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data and split it, again if an argument or the seed has changed since."""
+        """Read the data and split it, again if an argument or the seed has changed."""
         settings = self._settings()
         before = self._split_with
         changed = {name for name in settings if settings[name] != before.get(name)}
@@ -161,17 +161,17 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             self._check_arguments()
 
         if self._federated is None or not changed <= _BATCH_ARGUMENTS:
-            self._federated = None  # released first, so that two datasets need not fit into memory
+            self._federated = None  # released first, so only one dataset must fit into memory
             self._federated = self._make()
         elif changed:
-            # All clients keep their rows, so the files need not be read again.
+            # All clients keep their rows, so the files are not read again.
             self._federated = replace(
                 self._federated, batch_size=self.batch_size, augment=self.augment
             )
-        self._split_with = self._settings()  # load() may have set an argument that was left open
+        self._split_with = self._settings()  # load() may have set an argument
 
     def _check_arguments(self) -> None:
-        """Refuse impossible arguments, at the start and when one has changed."""
+        """Refuse invalid arguments, at the start and after a change."""
         check_init(self, FederatedDataModule)
 
     def train_dataloader(self) -> TrainLoader:
@@ -179,14 +179,14 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         return TrainLoader(self.federated, POOLED, self.partition_seed, 0)
 
     def _settings(self) -> dict[str, Any]:
-        """Return a snapshot of all that the result of :meth:`setup` depends on."""
+        """Return a snapshot of everything that the result of :meth:`setup` depends on."""
         settings = {name: snapshot(value) for name, value in arguments(self).items()}
         return {**settings, "partition_seed": self.partition_seed}
 
     def _make(self) -> FederatedData:
         """Read the published splits and split them over clients."""
         published = self.load()
-        # The subset comes first, so that only the images that are kept are resized.
+        # Select the subset first, so only its images are resized.
         kept = fixed_subset(published.train, self.train_samples, self.train_part)
         train = self._resized(kept)
         train, server = hold_out_for_server(
@@ -195,7 +195,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         test = self._resized(published.test)
         val = None if published.val is None else self._resized(published.val)
 
-        # A partition sees one class per sample and the owners, never the samples themselves.
+        # A partition receives one class per sample and the owners, never the samples themselves.
         labels = partition_labels(train.classes.numpy())
         ids = None if train.ids is None else train.ids.numpy()
         rng = numpy_generator(self.partition_seed, "partition")
@@ -203,7 +203,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         _check_labels(partition, published.spec)
         rows = partition(labels, self.clients, rng, ids)
 
-        # A published validation split is used by default, and replaced by a fraction that is given.
+        # A published validation split is the default, and an explicit fraction replaces it.
         default_fraction = 0.1 if val is None else 0.0
         fraction = default_fraction if self.val_fraction is None else self.val_fraction
         train_rows, val_rows = hold_out(rows, fraction, self.partition_seed)
@@ -211,8 +211,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             held_out = replace(train, rows=RaggedIndex.of(val_rows)).owned()
             val = held_out if len(held_out) else None
 
-        # Clients that are groups of owners are tested on their owners. All others are tested on the
-        # class mix that they train on, because their test data would be IID otherwise.
+        # Clients that are groups of owners are tested on their owners' data. All others are tested
+        # on their training class mix, because their test data would otherwise be IID.
         if ids is not None and test.ids is not None and owners_are_whole(ids, rows):
             test_rows = assign_test_rows_by_owner(ids, rows, test.ids.numpy())
         else:
@@ -232,7 +232,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         )
 
     def _scaling(self, train: DataSplit, spec: DataSpec) -> tuple[Scaling, tuple[int, ...]]:
-        """Return one scaling for all clients, and the shape of a sample that it makes."""
+        """Return one scaling for all clients, and the resulting shape of a sample."""
         # Fitted on all training samples.
         scaling = fit_scaling(train.x, self.standardize, self.rgb)
         shape = tuple(train.x.shape[1:])
@@ -249,7 +249,7 @@ def _check_labels(partition: Partition, spec: DataSpec) -> None:
     """Refuse samples without classes if the split depends on them."""
     if partition.needs_labels and spec.num_classes < 2:
         raise FlsuiteError(
-            f"data.partition: {type(partition).__name__} splits by class, and these samples have "
+            f"data.partition: {type(partition).__name__} splits by class, but these samples have "
             "no classes; set data.labels (a field's name, a function or an array; with data.bins "
             "for numbers), or data.partition to IID, QuantitySkew or Natural"
         )

@@ -1,4 +1,4 @@
-"""Index arrays of many clients: as arrays of NumPy while rows are assigned, then as tensors."""
+"""Index arrays of many clients: NumPy arrays while rows are assigned, then tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Rows(Sequence[np.ndarray]):
-    """One index array per client, all in one array: a million small ones would take a gigabyte.
+    """One index array per client, stored in one array, because a million arrays take a gigabyte.
 
     Attributes:
         values: int64 ``(total,)``, the arrays one after another.
@@ -23,7 +23,7 @@ class Rows(Sequence[np.ndarray]):
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "Rows":
-        """Return these index arrays in one, without a copy where they are already."""
+        """Return these index arrays in one, without a copy if they already are."""
         if isinstance(rows, Rows):
             return rows
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
@@ -35,12 +35,12 @@ class Rows(Sequence[np.ndarray]):
 
         Args:
             client_of: int64 ``(n,)``, the client of each row. A number outside ``range(clients)``
-                is no client.
+                means no client.
             clients: Number of clients.
         """
         rows = np.flatnonzero((client_of >= 0) & (client_of < clients))
         own = client_of[rows]
-        # Stable, so that the rows of a client stay ascending.
+        # Stable, so the rows of a client stay ascending.
         return cls(rows[np.argsort(own, kind="stable")], np.bincount(own, minlength=clients))
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class Rows(Sequence[np.ndarray]):
         return np.diff(self.offsets)
 
     def client_of(self, samples: int) -> np.ndarray:
-        """Return the client of each of ``samples`` rows, int64, -1 where no client has the row."""
+        """Return the client of each of ``samples`` rows, int64, -1 if no client has the row."""
         owners = np.full(samples, -1)
         owners[self.values] = np.repeat(np.arange(len(self)), self.lengths())
         return owners
@@ -91,12 +91,12 @@ class RaggedIndex:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Tensor:
-        # An array of NumPy, because reading two numbers of a tensor takes as long as a small copy.
+        # A NumPy array, because reading two numbers of a tensor takes as long as a small copy.
         offsets = self.offsets.numpy()
         return self.values[offsets[row] : offsets[row + 1]]
 
     def part(self, first: int, last: int) -> "RaggedIndex":
-        """Return the rows from ``first`` up to and without ``last``."""
+        """Return the rows from ``first`` up to but excluding ``last``."""
         offsets = self.offsets[first : last + 1]
         start = int(offsets[0])
         return RaggedIndex(self.values[start : int(offsets[-1])], offsets - start)
@@ -106,11 +106,11 @@ class RaggedIndex:
         return self.offsets.diff()
 
     def owners(self) -> Tensor:
-        """Return the number of the row that each value is in, int64 ``(total,)``."""
+        """Return the row number of each value, int64 ``(total,)``."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths())
 
     def where(self, kept: Tensor) -> "RaggedIndex":
         """Keep the values at which ``kept``, bool ``(total,)``, is true."""
-        # Rows without values keep their place with length 0: a row's number is a client's number.
+        # Empty rows remain, with length 0, because a row's number is a client's number.
         counts = torch.bincount(self.owners()[kept], minlength=len(self))
         return RaggedIndex(self.values[kept], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))

@@ -1,4 +1,4 @@
-"""A dataset before it is split over clients: arrays in memory and their description."""
+"""A dataset before it is split over clients: arrays in memory, and their description."""
 
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 Task = Literal["multiclass", "binary", "ordinal", "multilabel", "other"]
 """The kind of classification; ``binary`` and ``ordinal`` are trained as ``multiclass``.
 
-``other`` is any other problem, such as a regression. Its classes are for partitions alone."""
+``other`` is any other problem, such as a regression. Its classes are only for partitions."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class DataSpec:
     """The properties of the data that a model is built from.
 
     Attributes:
-        shape: One sample as the model sees it: ``(channels, height, width)`` of an image,
+        shape: The shape of a model input: ``(channels, height, width)`` of an image,
             ``(features,)`` of a table row.
-        num_classes: Classes, or labels of a multi-label task.
+        num_classes: Number of classes, or labels of a multi-label task.
         task: The kind of classification. ``multilabel`` has one target of 0 or 1 per label.
-        class_names: One name per class, for tables and figures. It is empty where there are none.
+        class_names: One name per class, for tables and figures. Empty if there are none.
     """
 
     shape: tuple[int, ...]
@@ -35,14 +35,14 @@ class DataSpec:
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # Readers of files return NumPy's numbers and names, which cannot be read from a checkpoint.
+        # File readers return NumPy scalars, which cannot be loaded from a checkpoint.
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         object.__setattr__(self, "num_classes", int(self.num_classes))
         object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return one name per class: its number where there are no class names."""
+        """Return one name per class: its number if there are no class names."""
         return self.class_names or tuple(map(str, range(self.num_classes)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,12 +64,12 @@ class DataSplit:
     Attributes:
         x: Images as uint8 ``(n, height, width, channels)``, or tables as float32 ``(n, features)``.
         y: Targets: int64 ``(n,)``, uint8 ``(n, labels)`` for a multi-label task, or any tensor with
-            one row per sample where the task is ``other``.
-        ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device). It is ``None``
-            where the data has none.
-        labels: int64 ``(n,)``, one class per sample for partitions, where ``y`` has none.
-        rows: The rows that each client has. There are no clients before the data is split over
-            them, and in a split that is nobody's own.
+            one row per sample for the task ``other``.
+        ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device). ``None`` if the
+            data has none.
+        labels: int64 ``(n,)``, one class per sample for partitions, if ``y`` has no classes.
+        rows: The rows of each client. Empty before the data is split over clients, and in a split
+            without client rows.
     """
 
     x: Tensor
@@ -82,7 +82,7 @@ class DataSplit:
         return len(self.y)
 
     def take(self, index: Tensor) -> "DataSplit":
-        """Return the samples at these rows, of which no client has any."""
+        """Return the samples at these rows, without client rows."""
         return replace(
             self,
             x=self.x[index],
@@ -93,13 +93,13 @@ class DataSplit:
         )
 
     def owned(self) -> "DataSplit":
-        """Return the samples that clients have, client after client."""
+        """Return the clients' samples, client by client."""
         numbers = torch.arange(len(self.rows.values))
         return replace(self.take(self.rows.values), rows=RaggedIndex(numbers, self.rows.offsets))
 
     @property
     def classes(self) -> Tensor:
-        """Return the classes that a partition sees, as ``y`` of a classification has them."""
+        """Return the classes for a partition, in the format of a classification's ``y``."""
         return self.y if self.labels is None else self.labels
 
     def to(self, device: torch.device) -> "DataSplit":
@@ -107,26 +107,26 @@ class DataSplit:
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     @staticmethod
-    def concat(parts: "list[DataSplit]") -> "DataSplit":
+    def concat(splits: "list[DataSplit]") -> "DataSplit":
         """Join splits.
 
-        The result has ids if all of them have.
+        The result has ids if all of them do.
         """
-        ids = [p.ids for p in parts if p.ids is not None]
-        labels = [p.labels for p in parts if p.labels is not None]
+        ids = [p.ids for p in splits if p.ids is not None]
+        labels = [p.labels for p in splits if p.labels is not None]
         return DataSplit(
-            torch.cat([p.x for p in parts]),
-            torch.cat([p.y for p in parts]),
-            torch.cat(ids) if len(ids) == len(parts) else None,
-            torch.cat(labels) if len(labels) == len(parts) else None,
+            torch.cat([p.x for p in splits]),
+            torch.cat([p.y for p in splits]),
+            torch.cat(ids) if len(ids) == len(splits) else None,
+            torch.cat(labels) if len(labels) == len(splits) else None,
         )
 
 
 @dataclass
 class PublishedSplits:
-    """A dataset in the splits of its publisher.
+    """A dataset in its published splits.
 
-    ``val`` is ``None`` where there is none.
+    ``val`` is ``None`` if there is no published validation split.
     """
 
     spec: DataSpec

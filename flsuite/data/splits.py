@@ -1,4 +1,4 @@
-"""The assignment of rows to training, validation and test, and of test rows to clients."""
+"""Assigns rows to training, validation and test, and test rows to clients."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
 _SUBSET_SEED = 0
-"""Fixed: the subset is part of the problem, not of a run."""
+"""A fixed seed, because the subset is part of the problem, not of a run."""
 
 
 def fixed_subset(
@@ -21,9 +21,9 @@ def fixed_subset(
 
     Args:
         train: The training split.
-        samples: The largest number of samples. ``None`` is for all of the part.
-        part: Start and end of the part in a fixed random order, as fractions. ``None`` is for all
-            of the split.
+        samples: Maximum number of samples. ``None`` means the whole part.
+        part: Start and end of the part in a fixed random order, as fractions. ``None`` means the
+            whole split.
     """
     start, end = (round(bound * len(train)) for bound in part or (0.0, 1.0))
     kept = end - start if samples is None else min(samples, end - start)
@@ -39,18 +39,18 @@ def hold_out_for_server(
 ) -> tuple[DataSplit, DataSplit | None]:
     """Split the training split into the clients' samples and the server's own.
 
-    The server's samples are drawn uniformly at random. They depend on the seed and on ``train``
-    alone, and not on the partition or the number of clients. Both parts are in the order of
+    The server's samples are drawn uniformly at random. They depend only on the seed and on
+    ``train``, not on the partition or the number of clients. Both parts keep the order of
     ``train``.
 
     Args:
         train: The training split.
-        samples: Number of samples of the server. With 0, it has none and ``train`` stays as it is.
+        samples: Number of samples of the server. With 0, it has none and ``train`` is unchanged.
         clients: Number of clients, each of which needs a sample.
         seed: The seed of the partition.
 
     Raises:
-        FlsuiteError: If fewer samples than clients would be left.
+        FlsuiteError: If fewer samples than clients remain.
     """
     if samples == 0:
         return train, None
@@ -81,7 +81,7 @@ def hold_out(rows: Sequence[np.ndarray], fraction: float, seed: int) -> tuple[Ro
     values = stored.values.copy()
     for client in np.flatnonzero(held > 0):
         start, stop = stored.offsets[client : client + 2]
-        # One generator per client: its draw does not depend on the draws of others.
+        # One generator per client, so its draw does not depend on other clients.
         rng = numpy_generator(seed, "validation", client=int(client))
         order = rng.permutation(stored.values[start:stop])
         values[start : start + held[client]] = np.sort(order[: held[client]])
@@ -95,9 +95,9 @@ def split_test_like_train(
 ) -> Rows:
     """Split the test samples so that each client has the class mix of its training samples.
 
-    The test samples of a class are split in proportion to the training samples of it per client.
-    Each goes to exactly one client, or to none if no client has its class. A client with few
-    training samples may get no test sample.
+    The test samples of a class are split in proportion to the clients' training samples of that
+    class. Each goes to exactly one client, or to none if no client has its class. A client with few
+    training samples may get no test samples.
 
     Args:
         labels: int64 ``(train samples,)``, one class per training sample.
@@ -111,14 +111,14 @@ def split_test_like_train(
     client_of = Rows.of(rows).client_of(len(labels))
     tester_of = np.full(len(test_labels), -1)
 
-    # One generator per class, so that a class is split the same way whatever the others are.
+    # One generator per class, so its split does not depend on other classes.
     for label in np.unique(test_labels):
         held = np.bincount(client_of[(labels == label) & (client_of >= 0)], minlength=len(rows))
         if held.sum() == 0:
             continue
         rng = numpy_generator(seed, "test", client=int(label))
         samples = rng.permutation(np.flatnonzero(test_labels == label))
-        # In a random order, so that rounding does not favour low client numbers.
+        # In random order, so rounding does not favor low client numbers.
         order = rng.permutation(len(rows))
         cuts = np.round(np.cumsum(held[order]) / held.sum() * len(samples)).astype(int)
         tester_of[samples] = np.repeat(order, np.diff(cuts, prepend=0))
@@ -127,16 +127,16 @@ def split_test_like_train(
 
 
 def owners_are_whole(ids: np.ndarray, rows: Sequence[np.ndarray]) -> bool:
-    """Return whether no natural owner's rows are spread over several clients.
+    """Return whether each natural owner's rows belong to a single client.
 
     Args:
         ids: int64 ``(train samples,)``, the owner of each sample.
-        rows: The rows of each client, those for validation included.
+        rows: The rows of each client, including rows for validation.
     """
     client_of = Rows.of(rows).client_of(len(ids))
     is_used = client_of >= 0
     owners, owner = np.unique(ids[is_used], return_inverse=True)
-    # One number per pair of an owner and a client: as many as owners, if each has one client.
+    # One number per (owner, client) pair. If owners are whole, there are as many as owners.
     pairs = owner * len(rows) + client_of[is_used]
     return len(np.unique(pairs)) == len(owners)
 
@@ -146,11 +146,11 @@ def assign_test_rows_by_owner(
 ) -> Rows:
     """Assign each natural owner's test rows to the client that has the owner's rows.
 
-    Test rows of an owner that no client has are left out.
+    Test rows of an owner that no client has are dropped.
 
     Args:
         ids: int64 ``(train samples,)``, the owner of each sample.
-        rows: The rows of each client, those for validation included: an owner may have no others.
+        rows: The rows of each client, including rows for validation: an owner may have no others.
         test_ids: int64 ``(test samples,)``.
 
     Returns:
@@ -158,7 +158,7 @@ def assign_test_rows_by_owner(
     """
     client_of = Rows.of(rows).client_of(len(ids))
     is_used = client_of >= 0
-    # Owners are whole, so the client of an owner's first row is that of all its rows.
+    # Owners are whole, so the client of an owner's first row has all its rows.
     owners, first = np.unique(ids[is_used], return_index=True)
     place = np.searchsorted(owners, test_ids).clip(max=len(owners) - 1)
     is_known = owners[place] == test_ids
@@ -166,10 +166,10 @@ def assign_test_rows_by_owner(
 
 
 def evenly_held_out(samples: int, fraction: float) -> np.ndarray:
-    """Return which of ``samples`` places are held out for testing, bool ``(samples,)``.
+    """Return which of ``samples`` positions are held out for testing, bool ``(samples,)``.
 
-    Every ``1 / fraction``-th place is held out, ``floor(samples * fraction)`` in all. Whether a
-    place is held out does not depend on the number of samples.
+    Every ``1 / fraction``-th position is held out, ``floor(samples * fraction)`` in all. Whether a
+    position is held out does not depend on the number of samples.
     """
     share = np.floor(np.arange(samples + 1) * fraction + 1e-9)  # 0.29 * 100 is just below 29
     return np.diff(share) > 0

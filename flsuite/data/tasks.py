@@ -47,13 +47,13 @@ class TaskData(FederatedData):
         """Restrict each client's rows to the classes of its groups."""
         classes = data.spec.num_classes
         met = _marked([_joined(groups) for groups in sequences], classes)
-        parts = _fields(data)
-        parts |= {name: _among(parts[name], met) for name in ("train", "test")}
-        parts["val"] = _held_out(data.val, met)
-        return cls(**parts, sequences=tuple(sequences), starts=starts)
+        restricted = _fields(data)
+        restricted |= {name: _among(restricted[name], met) for name in ("train", "test")}
+        restricted["val"] = _held_out(data.val, met)
+        return cls(**restricted, sequences=tuple(sequences), starts=starts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the views out of a pickle, because a worker makes its own."""
+        """Exclude the views from a pickle, because a worker creates its own."""
         return {**self.__dict__, "_views": {}}
 
     def task(self, round: int) -> int:
@@ -63,12 +63,12 @@ class TaskData(FederatedData):
     def at(self, round: int) -> FederatedData:
         """Return the data of a round.
 
-        Training samples are of the classes of the round's task. Validation and test samples are of
-        all classes met so far.
+        Training samples have the classes of the round's task. Validation and test samples have all
+        classes met so far.
         """
         task = self.task(round)
         if task not in self._views:
-            self._views.clear()  # rounds only go forwards: the view of a past task is not needed
+            self._views.clear()  # rounds only increase, so views of past tasks are not needed
             self._views[task] = self._view(task)
         return self._views[task]
 
@@ -84,7 +84,7 @@ class TaskData(FederatedData):
         return replace(
             FederatedData(**_fields(self)),
             train=_among(self.train, now),
-            # Shrunk instead of only indexed: the global score is on the whole split of the view.
+            # Shrunk, not only indexed, because the global score uses the view's whole split.
             test=_shrunk(_among(self.test, met), seen),
             val=val if val is None or len(val.rows) else _shrunk(val, seen),
             server=None if self.server is None else _shrunk(self.server, seen),
@@ -103,7 +103,7 @@ def _joined(groups: Groups) -> list[int]:
 
 
 def _marked(chosen: Sequence[Sequence[int]], classes: int) -> Tensor:
-    """Return the chosen classes of each client as marks, bool ``(clients, classes)``."""
+    """Return the chosen classes of each client as a mask, bool ``(clients, classes)``."""
     marks = torch.zeros(len(chosen), classes, dtype=torch.bool)
     for client, own in enumerate(chosen):
         marks[client, list(own)] = True
@@ -111,21 +111,21 @@ def _marked(chosen: Sequence[Sequence[int]], classes: int) -> Tensor:
 
 
 def _places(mask: Tensor) -> Tensor:
-    """Return the places at which a mask is true, int64 ``(places,)``."""
+    """Return the indices at which a mask is true, int64 ``(places,)``."""
     return mask.nonzero().squeeze(1)
 
 
 def _among(split: DataSplit, allowed: Tensor) -> DataSplit:
-    """Keep each client's rows of the classes allowed to it, bool ``(clients, classes)``."""
+    """Keep each client's rows of its allowed classes, bool ``(clients, classes)``."""
     # The samples may be on a GPU, but the index arrays never are.
     y, rows = split.classes.cpu(), split.rows
     return replace(split, rows=rows.where(allowed[rows.owners(), y[rows.values]]))
 
 
 def _held_out(val: DataSplit | None, allowed: Tensor) -> DataSplit | None:
-    """Keep what each client holds out of the classes allowed to it.
+    """Keep each client's held-out rows of its allowed classes.
 
-    The publisher's validation split, which no client has a part of, stays whole.
+    The published validation split, without client rows, stays whole.
     """
     if val is None or not len(val.rows):
         return val
@@ -134,9 +134,9 @@ def _held_out(val: DataSplit | None, allowed: Tensor) -> DataSplit | None:
 
 
 def _shrunk(split: DataSplit, seen: Tensor) -> DataSplit:
-    """Keep the samples of the classes seen, and renumber the clients' rows."""
+    """Keep the samples of seen classes, and renumber the clients' rows."""
     kept = seen[split.classes]
-    # The new number of a kept row is the number of kept rows before it.
+    # The new number of a kept row is the count of kept rows before it.
     new_row = kept.cumsum(0) - 1
     rows = RaggedIndex(new_row[split.rows.values], split.rows.offsets)
     return replace(split.take(_places(kept)), rows=rows)
@@ -148,25 +148,24 @@ Arrangement = Literal["disjoint", "shuffled", "heterogeneous"]
 class TaskSequence(FederatedDataModule):
     """Any dataset as class-incremental federated learning: one group of classes per task.
 
-    The wrapped data module splits its samples over clients as always. In each task, a client trains
-    on those of its samples whose class is in the task's group. Scores are on the classes met so
-    far. Those of the federation are on the classes that any client has met, and those of a client
-    are on its own. The model does not receive the number of the task as an input, so that it has to
-    tell all classes apart.
+    The wrapped data module splits its samples over clients as usual. In each task, a client trains
+    on its samples of the task's group of classes. Scores cover the classes met so far: for the
+    federation, the classes that any client has met, and for a client, its own. The model does not
+    receive the task's number as an input, so it has to distinguish all classes.
 
-    With one task of all classes, this is the wrapped data module.
+    With one task of all classes, this is equivalent to the wrapped data module.
 
     Args:
         data: The wrapped data module. Its partition should give every client samples of every class
-            that the client is to meet. The default, IID, does.
+            that the client will meet. The default, IID, does.
         tasks: Number of groups that each client meets.
         classes_per_task: Number of classes per group.
         rounds_per_task: Rounds per task, one number for all or one per task. The last task lasts
             until the run ends.
         arrangement: With ``disjoint``, the classes are cut into groups once, and all clients meet
             them in the same order. With ``shuffled``, they are cut once, and every client meets
-            them in an order of its own. With ``heterogeneous``, each client's groups are drawn from
-            all classes, so that groups of two clients may overlap. No client meets a class twice.
+            them in its own order. With ``heterogeneous``, each client's groups are drawn from all
+            classes, so the groups of two clients may overlap. No client meets a class twice.
         seed: The seed of the groups and their order. Default: the run's seed.
 
     Raises:
@@ -233,8 +232,7 @@ class TaskSequence(FederatedDataModule):
         self.data.use_seed(seed)
 
     def _settings(self) -> dict[str, Any]:
-        # The seed of the wrapped module is not an argument here, and may differ from that of the
-        # tasks.
+        # The seed of the wrapped module is not an argument here, and may differ from this one.
         return {**super()._settings(), "data": self.data._settings()}
 
     def _make(self) -> FederatedData:
@@ -242,14 +240,14 @@ class TaskSequence(FederatedDataModule):
         data = self.data.federated
         if data.train.classes.ndim > 1:
             raise FlsuiteError(
-                "TaskSequence needs one class per sample, and this data has several labels; "
+                "TaskSequence needs one class per sample, but this data has several labels; "
                 "choose other data"
             )
         classes, needed = data.spec.num_classes, self.tasks * self.classes_per_task
         if classes < needed:
             raise FlsuiteError(
                 f"TaskSequence: {self.tasks} tasks of {self.classes_per_task} classes need "
-                f"{needed} classes, and the data has {classes}; lower tasks or classes_per_task"
+                f"{needed} classes, but the data has {classes}; lower tasks or classes_per_task"
             )
 
         sequences = self._sequences(classes, data.clients)
@@ -271,11 +269,11 @@ class TaskSequence(FederatedDataModule):
             groups = order[:used].reshape(self.tasks, -1).tolist()
             return tuple(tuple(sorted(group)) for group in groups)
 
-        # Drawn even if it is not used: nothing else draws from its generator.
+        # Drawn even if not used, because nothing else uses its generator.
         pool = cut(numpy_generator(seed, "tasks/pool").permutation(classes))
         sequences = []
         for client in range(clients):
-            # One generator per client: its groups do not depend on how many others there are.
+            # One generator per client, so its groups do not depend on the number of clients.
             rng = numpy_generator(seed, "tasks/client", client=client)
             if self.arrangement == "disjoint":
                 sequences.append(pool)
@@ -289,7 +287,7 @@ class TaskSequence(FederatedDataModule):
 def _check_samples(data: FederatedData, sequences: tuple[Groups, ...]) -> None:
     """Refuse a client without training samples in one of its tasks."""
     for client, groups in enumerate(sequences):
-        # A client that has nothing to train on in a task would fail in the middle of the run.
+        # A client without samples of a task would fail in the middle of the run.
         counts = data.class_counts(client)
         for task, group in enumerate(groups):
             if not counts[list(group)].any():

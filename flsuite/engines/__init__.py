@@ -1,7 +1,7 @@
-"""Where clients train.
+"""Engines: where clients train.
 
-Names are imported when they are first used, because the command may start the fork server of
-:mod:`flsuite.engines.forkserver` before anything heavy is imported.
+Names are imported on first use, because the command may start the fork server of
+:mod:`flsuite.engines.forkserver` before any heavy import.
 """
 
 from importlib import import_module

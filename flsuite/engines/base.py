@@ -1,4 +1,4 @@
-"""The interface of an engine, and its simplest form: clients one after another in this process."""
+"""The interface of engines, and the engine that trains clients in this process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,15 +16,15 @@ from flsuite.messages import ClientFailure, Fault, FitRequest, Outcome, OwnScore
 
 
 class Engine(ABC):
-    """Says where clients train.
+    """Determines where clients train.
 
-    The engine has no influence on results. The same requests give the same outcomes on every
-    engine, in any order of collection.
+    The engine does not affect results. The same requests give the same outcomes on every engine, in
+    any order of collection.
     """
 
     @abstractmethod
     def start(self, setup: WorkerSetup) -> None:
-        """Get ready to train the clients of this run."""
+        """Prepare to train the clients of this run."""
 
     @abstractmethod
     def submit(self, requests: Iterable[FitRequest]) -> None:
@@ -33,7 +33,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def pending(self) -> Sequence[int]:
-        """Return the numbers of the uncollected requests, in the order of submission."""
+        """Return the numbers of the uncollected requests, in order of submission."""
 
     @abstractmethod
     def collect(self, number: int) -> Outcome:
@@ -46,24 +46,24 @@ class Engine(ABC):
     def score(
         self, requests: Iterable[ScoreRequest]
     ) -> list[OwnScores | ClientFailure | None] | None:
-        """Score clients' own models at the same time, and return their scores in this order.
+        """Score clients' own models in parallel, and return their scores in this order.
 
-        A client has ``None`` where there is no such split. Fits that are pending stay so.
+        A client has ``None`` if there is no such split. Pending fits stay pending.
 
         Returns:
-            ``None`` from an engine that has no other processes. The caller scores them itself.
+            ``None`` if the engine has no other processes. The caller then scores them itself.
         """
         return None
 
     @property
     def survives(self) -> frozenset[Fault]:
-        """Return the faults on purpose that cost this engine one client, and not the run."""
+        """Return the injected faults that lose one client, not the run."""
         return frozenset({"raises", "nan", "shapes", "late", "twice", "gone"})
 
     def stop(self) -> None:
-        """Release what :meth:`start` took, and drop pending requests.
+        """Release the resources of :meth:`start`, and drop pending requests.
 
-        It may be called twice.
+        May be called twice.
         """
         return
 
@@ -73,9 +73,9 @@ class InProcess(Engine, Settings):
     """Trains in this process, each client when its outcome is collected.
 
     Args:
-        threads: Threads of torch while a client trains. With 1, the weights equal those of
+        threads: torch threads for training. With 1, the weights equal those of
             :class:`~flsuite.engines.Processes` with one thread, bit for bit. A large model that has
-            the machine to itself is faster with more.
+            the machine to itself trains faster with more threads.
     """
 
     threads: Threads = 1
@@ -101,7 +101,7 @@ class InProcess(Engine, Settings):
     def collect(self, number: int) -> Outcome:
         job = self._jobs.pop(number)
         if number not in self._outcomes:
-            # Sums depend on the number of threads, so it is set here and not left to torch.
+            # Sums depend on the number of threads, so it is set here instead of by torch.
             with _threads(self.threads):
                 outcomes = self._runner.answer(job)
             self._outcomes.update(zip((r.number for r in job), outcomes, strict=True))
@@ -113,11 +113,11 @@ class InProcess(Engine, Settings):
 
 
 def jobs_of(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:
-    """Yield what one worker trains at a time: a part of the cohort, or one client.
+    """Yield the jobs of workers: a part of the cohort, or one client.
 
     Args:
-        requests: The requests, those of one part next to each other.
-        sums_parts: Whether a worker is to add up the models of a part.
+        requests: The requests. Requests of one part are adjacent.
+        sums_parts: Whether a worker should sum the models of a part.
     """
     for part, members in groupby(requests, key=lambda request: request.part):
         if sums_parts and part is not None:
@@ -128,7 +128,7 @@ def jobs_of(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[F
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Set torch's number of threads, and restore it at the end."""
+    """Set torch's number of threads, and restore it on exit."""
     before = torch.get_num_threads()
     if before == number:
         yield

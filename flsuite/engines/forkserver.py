@@ -1,10 +1,10 @@
-"""The process that workers are forked from.
+"""The server process that workers are forked from.
 
 It starts in one of two ways. A fork of this process has everything imported, shares its memory and
-is there at once, but works only where no pool of threads and no accelerator is in use. Elsewhere it
-is a new process. It imports torch and Lightning while this process goes on with other work.
+starts at once, but works only if no thread pool and no accelerator is in use. Otherwise, it is a
+new process, which imports torch and Lightning in parallel to this process.
 
-This module imports nothing heavy, so that the new process can be started before anything else.
+This module imports nothing heavy, so the new process can be started before anything else.
 """
 
 import multiprocessing
@@ -22,11 +22,11 @@ from types import ModuleType
 from typing import Any
 
 _WORKER = "flsuite.engines.worker"
-_GPUS = ("nvidiactl", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and either under WSL
+_GPUS = ("nvidiactl", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and both under WSL
 
 
 def prepare_workers() -> None:
-    """Start the process that workers are forked from, unless it runs."""
+    """Start the server process that workers are forked from, unless it is running."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKER])
     with without_main(), interrupts_ignored(), _forking() if _can_fork() else nullcontext():
@@ -34,29 +34,29 @@ def prepare_workers() -> None:
 
 
 def prepare_workers_early() -> None:
-    """Call :func:`prepare_workers` where that is possible before workers are needed.
+    """Call :func:`prepare_workers` before workers are needed, if possible.
 
-    It is not in a worker, which may construct an engine that it has no use for, nor while a module
-    is being imported. Workers would have it without its end.
+    It is not possible in a worker, which may construct an engine that it does not use, nor during
+    the import of a module, which workers would inherit incomplete.
     """
     if multiprocessing.parent_process() is None and not _is_importing():
         prepare_workers()
 
 
 def can_fork_later() -> bool:
-    """Return whether this process can probably be forked once torch has been imported.
+    """Return whether this process can probably be forked after torch is imported.
 
-    If not, workers are ready sooner if :func:`prepare_workers` is called before that.
+    If not, calling :func:`prepare_workers` before the import makes workers available sooner.
     """
     return sys.platform == "linux" and not any(Path("/dev", name).exists() for name in _GPUS)
 
 
 def _can_fork() -> bool:
-    """Return whether a fork of this process has what a worker needs, and can do what it does.
+    """Return whether a fork of this process can serve as a worker.
 
-    A pool of threads, as of OpenMP, waits in a fork for threads that are gone. A fork cannot use an
-    accelerator that its parent has used, and would have no gradients if its parent has none. In a
-    session, a module may be reloaded after the fork.
+    In a fork, a thread pool, such as OpenMP's, waits for threads that no longer exist. A fork
+    cannot use an accelerator that its parent has used, and inherits disabled gradients. In an
+    interactive session, a module may be reloaded after the fork.
     """
     if _WORKER not in sys.modules or not can_fork_later() or hasattr(sys, "ps1") or _is_importing():
         return False
@@ -68,33 +68,33 @@ def _can_fork() -> bool:
 
 
 def _is_importing() -> bool:
-    """Return whether a module is in the middle of its import, in any thread."""
+    """Return whether any thread is importing a module."""
     specs = [
-        # A module that is loaded when it is first used must stay as it is.
+        # Bypass __getattribute__, to keep lazy modules unloaded.
         object.__getattribute__(module, "__dict__").get("__spec__")
         for module in list(sys.modules.values())
-        # By type(): other objects in this dict say that they are modules.
+        # Use type(), because other objects in this dict claim to be modules.
         if issubclass(type(module), ModuleType)
     ]
     return any(getattr(spec, "_initializing", False) for spec in specs)
 
 
 def _has_only_own_threads() -> bool:
-    """Return whether all threads are Python's, which takes care of their locks in a fork."""
+    """Return whether all threads are Python threads, whose locks a fork handles."""
     own = {thread.native_id for thread in threading.enumerate()}
     return own.issuperset(map(int, os.listdir("/proc/self/task")))
 
 
 def _dummy_fork() -> bool:
-    """Let libraries end the threads that they end before a fork.
+    """Let libraries stop the threads that they stop before a fork.
 
-    OpenBLAS, which numpy brings along, does so, and starts them again when it needs them.
+    OpenBLAS, which numpy ships, does this, and restarts the threads on demand.
     """
     with _quiet_forks():
         child = os.fork()
     if child == 0:
         os._exit(0)
-    with suppress(ChildProcessError):  # this process ignores the end of its children
+    with suppress(ChildProcessError):  # this process ignores SIGCHLD
         os.waitpid(child, 0)
     return True
 
@@ -102,14 +102,14 @@ def _dummy_fork() -> bool:
 @contextmanager
 def _quiet_forks() -> Iterator[None]:
     with warnings.catch_warnings():
-        # Python warns of any second thread. They are checked above.
+        # Python warns about any second thread. The caller has checked the threads.
         warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
         yield
 
 
 @contextmanager
 def _forking() -> Iterator[None]:
-    """Let multiprocessing start its fork server as a fork of this process."""
+    """Make multiprocessing start its fork server as a fork of this process."""
     spawn = util.spawnv_passfds
     util.spawnv_passfds = _run_in_fork  # type: ignore[assignment]
     try:
@@ -123,7 +123,7 @@ def _run_in_fork(path: Any, arguments: Sequence[str], descriptors: Sequence[int]
 
     Args:
         path: Ignored.
-        arguments: Of a new Python. The last one is the code.
+        arguments: Arguments of a new Python process. The last one is the code.
         descriptors: Files that stay open.
     """
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
@@ -148,24 +148,24 @@ def _run_in_fork(path: Any, arguments: Sequence[str], descriptors: Sequence[int]
 
 
 def _be_new(descriptors: Sequence[int]) -> None:
-    """Drop what a new process would not have."""
+    """Drop the state that a new process would not have."""
     sys.settrace(None)
     sys.setprofile(None)
-    # New ones: a thread that was printing holds the locks of the old ones.
+    # New streams, because a printing thread may hold the locks of the old ones.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     for which in signal.valid_signals():
         if callable(signal.getsignal(which)):
             signal.signal(which, signal.SIG_DFL)
 
-    # Other processes wait until these files are closed. The numbers stay taken, because objects of
-    # the parent may close them at any time.
+    # Close inherited files, because other processes wait for that. Keep the numbers reserved,
+    # because objects of the parent may close them at any time.
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number not in descriptors:
             os.dup2(null, number)
 
-    # The parent is in the middle of starting the fork server, and holds its lock.
+    # The parent holds this lock while it starts the fork server.
     forkserver._forkserver._lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
@@ -173,8 +173,8 @@ def _be_new(descriptors: Sequence[int]) -> None:
 def without_main() -> Iterator[None]:
     """Keep multiprocessing from running the user's script again in every worker.
 
-    It would run the script to find what the script defines. cloudpickle sends the definitions
-    along, so that a script needs no ``__main__`` guard.
+    It would run the script to find its definitions. cloudpickle sends the definitions, so a script
+    needs no ``__main__`` guard.
     """
     main = sys.modules["__main__"]
     hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
@@ -192,8 +192,8 @@ def without_main() -> Iterator[None]:
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Let a new process inherit that Ctrl-C is ignored, because the parent handles it."""
-    if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
+    """Ignore SIGINT in new processes, because the parent handles Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():  # only it sets handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

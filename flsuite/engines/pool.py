@@ -1,4 +1,4 @@
-"""What engines with a pool of workers have in common: the backlog of their jobs, and its loop."""
+"""Base of engines with a pool of workers: the backlog of jobs, and the loop over it."""
 
 import logging
 import os
@@ -29,17 +29,17 @@ _SCORES_AHEAD = 4  # per worker: bounds the clients' models in memory
 Request = FitRequest | ScoreRequest
 
 Answer = Outcome | OwnScores | None
-"""What comes out of a request."""
+"""The answer to a request."""
 
 Job = Sequence[Request]
-"""What a worker does in one go: a part of the cohort whose models it adds up, or one request."""
+"""A worker's unit of work: a part of the cohort whose models it sums, or one request."""
 
 
 class Backlog:
-    """Keeps jobs in order: those that wait, are with a worker, or have an outcome.
+    """Tracks jobs in order: waiting, with a worker, or answered.
 
     Attributes:
-        queued: Requests that wait for a worker.
+        queued: Number of requests that wait for a worker.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Backlog:
         self._queue: deque[int] = deque()  # by the number of each job's first request
         self.queued = 0
         self._answers: dict[int, Answer] = {}
-        self._suspects: set[int] = set()  # a worker that had them has died
-        self._deaths: set[int] = set()  # it had nothing else
-        self._unread: set[int] = set()  # it had not read them
+        self._suspects: set[int] = set()  # a worker that had them died
+        self._deaths: set[int] = set()  # a worker with only this request died
+        self._unread: set[int] = set()  # a worker died before it read them
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Append jobs to the queue."""
@@ -60,17 +60,17 @@ class Backlog:
 
     @property
     def pending(self) -> Sequence[int]:
-        """Return the numbers of the uncollected requests, in the order of submission."""
+        """Return the numbers of the uncollected requests, in order of submission."""
         return list(self._jobs)
 
     @property
     def in_hand(self) -> int:
-        """Return how many requests are with a worker, or have an outcome and are not collected."""
+        """Return the number of requests with a worker, or answered but not collected."""
         return len(self._jobs) - self.queued
 
     @property
     def first(self) -> Job | None:
-        """Return the job that is handed out next, or ``None``."""
+        """Return the next job to hand out, or ``None``."""
         return self._jobs[self._queue[0]] if self._queue else None
 
     def broadcasts(self) -> list[Broadcast]:
@@ -85,31 +85,31 @@ class Backlog:
         return job
 
     def move_up(self, number: int) -> None:
-        """Put the job of a request first in the queue, if it still waits."""
+        """Move the job of a request to the front of the queue, if it still waits."""
         first = self._jobs[number][0].number
         if first in self._queue:
             self._queue.remove(first)
             self._queue.appendleft(first)
 
     def answer(self, job: Job, answers: Iterable[Answer]) -> None:
-        """Keep what came out of a job until it is collected."""
+        """Keep the answers of a job until they are collected."""
         for request, answer in zip(job, answers, strict=True):
             self._answers[request.number] = answer
 
     def bury(self, job: Job, was_alone: bool, was_read: bool = True) -> None:
-        """Put back the requests of a job whose worker died, or let one fail the second time.
+        """Requeue the requests of a job whose worker died, or fail a request on its second death.
 
-        A worker may die for a reason of the machine, such as memory, so that one more try is worth
-        it. From then on, each request is alone with its worker. A death counts for a request that
-        was alone: among several, nobody knows whose it was.
+        A worker may die for reasons of the machine, such as memory, so each request is retried
+        once, alone on its worker. A death counts only for a request that was alone, because among
+        several, the culprit is unknown.
 
         Args:
             job: The job.
-            was_alone: Whether the worker had nothing but one request.
-            was_read: Whether the worker has read the job. Otherwise its death does not count, the
-                first time: a request that is too large to be read must not be tried for ever.
+            was_alone: Whether the worker had only this request.
+            was_read: Whether the worker has read the job. Otherwise, its death does not count the
+                first time. A request that is too large to be read must not be retried forever.
         """
-        # From the last to the first, because each is put first.
+        # In reverse order, because each is put at the front.
         for request in reversed(job):
             counts = was_alone and (was_read or request.number in self._unread)
             if counts and request.number in self._deaths:
@@ -127,11 +127,11 @@ class Backlog:
         return job[0].number in self._suspects
 
     def has_answer(self, number: int) -> bool:
-        """Return whether a request can be collected."""
+        """Return whether a request has an answer."""
         return number in self._answers
 
     def collect(self, number: int) -> Answer:
-        """Return what came out of a request, and forget the request."""
+        """Return the answer to a request, and forget the request."""
         del self._jobs[number]
         for fates in (self._deaths, self._suspects, self._unread):
             fates.discard(number)
@@ -155,7 +155,7 @@ class Pool(Engine):
         return super().survives | lost
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
-        # With a timeout, a client that takes too long must not take others with it.
+        # With a timeout, a slow client must not take down others, so jobs have one client.
         self._backlog.submit(jobs_of(requests, self._sums_parts and self.timeout is None))
         self._hand_out()
 
@@ -189,16 +189,16 @@ class Pool(Engine):
     def _hand_out(self, urgent: int | None = None) -> None:
         """Give idle workers their next jobs.
 
-        That of the urgent request is handed out even when many outcomes wait for their turn.
+        The job of the urgent request is handed out even if many answers are not collected yet.
         """
 
     @abstractmethod
     def _wait(self) -> None:
-        """Wait until a worker has answered or died, and take note of it."""
+        """Wait until a worker answers or dies, and process it."""
 
     @contextmanager
     def _sendable(self, what: str) -> Iterator[None]:
-        """Turn the errors of pickle into one that says what to change."""
+        """Convert pickle errors into an error that says what to change."""
         try:
             yield
         except CANNOT_PICKLE as error:
@@ -212,8 +212,8 @@ class Pool(Engine):
         """Take back the jobs of a worker that is replaced.
 
         Args:
-            jobs: The jobs. Nobody knows which of them the worker was at.
-            death: The cause of its death. ``None`` means that it ran out of time: its clients fail.
+            jobs: The jobs. It is unknown which of them the worker was running.
+            death: The cause of its death. ``None`` means a timeout: its clients fail.
             was_read: Whether the worker has read all of them.
         """
         requests = [request for job in jobs for request in job]
@@ -224,7 +224,7 @@ class Pool(Engine):
             "ran out of time" if death is None else f"died ({death})",
         )
         overdue = f"it did not finish within {self.timeout or 0:g} seconds (engine.timeout)"
-        for job in reversed(jobs):  # from the last to the first, because each is put first
+        for job in reversed(jobs):  # in reverse order: each is put at the front
             if death is None:
                 self._backlog.answer(job, [request.failure(overdue) for request in job])
             else:
@@ -232,12 +232,12 @@ class Pool(Engine):
 
 
 def without_broadcast(job: Job) -> list[Request]:
-    """Return the requests as they are sent: the worker adds the broadcast that it has."""
+    """Return the requests without their broadcast. The worker adds its copy."""
     return [replace(request, broadcast=None) for request in job]  # type: ignore[arg-type]
 
 
 def _named(requests: Sequence[Request]) -> str:
-    """Return the clients of requests as words of the log."""
+    """Return the clients of requests as text for the log."""
     names = [str(request.client) for request in requests]
     return f"client {names[0]}" if len(names) == 1 else f"clients {', '.join(names) or 'none'}"
 

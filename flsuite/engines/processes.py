@@ -1,4 +1,4 @@
-"""Clients in persistent worker processes: one import, one model and one Trainer per worker."""
+"""Engine with persistent worker processes: one import, model and Trainer per worker."""
 
 import multiprocessing
 import os
@@ -16,17 +16,17 @@ from flsuite.engines.wire import dump_shared, dump_without_data, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, OwnScores, ScoreRequest
 
-_AHEAD = 4  # outcomes per worker that may wait for their turn: bounds memory, hides uneven clients
+_AHEAD = 4  # uncollected outcomes per worker: bounds memory, hides uneven clients
 
 
 @dataclass
 class _Worker:
-    """A worker process as the engine sees it.
+    """A worker process as seen by the engine.
 
     Attributes:
         job: The requests that it is working on.
-        broadcast: The last broadcast that it was sent.
-        is_ready: Whether it has been set up. A fit's time counts from then.
+        broadcast: The last broadcast sent to it.
+        is_ready: Whether its setup is complete. A fit's time counts from then.
         alarm: Kills it when its fit takes too long.
         timed_out: Whether the alarm went off.
         is_gone: Whether its last job could not be sent to it.
@@ -47,18 +47,18 @@ class Processes(Pool, Settings):
     """Trains in worker processes.
 
     Workers are forked from a server process that has imported everything and computed nothing, so
-    that starting or replacing one takes milliseconds. The server starts when the first engine is
-    constructed. On Linux without a GPU it is a fork of this process: construct the engine before
-    the data is loaded. The dataset is in memory once. A worker that dies is replaced, and its
-    client is tried once more.
+    starting or replacing one takes milliseconds. The server starts when the first engine is
+    constructed. On Linux without a GPU, it is a fork of this process: construct the engine before
+    loading the data. The dataset is in memory once. A worker that dies is replaced, and its client
+    is retried once.
 
-    On GPUs, worker ``i`` has the ``i``-th of those that ``trainer.devices`` allows, by default all
-    that are visible. Where there are fewer GPUs than workers, several workers share one.
+    On GPUs, worker ``i`` uses the ``i``-th GPU that ``trainer.devices`` allows, by default of all
+    visible ones. With fewer GPUs than workers, several workers share one.
 
     Args:
-        workers: Number of processes. Default: the cores that this process may use.
-        threads: Threads of torch per worker.
-        timeout: Seconds that one client's fit may take. A worker that takes longer is replaced, and
+        workers: Number of processes. Default: the cores available to this process.
+        threads: torch threads per worker.
+        timeout: Maximum seconds of one client's fit. A worker that takes longer is replaced, and
             its client counts as failed. Default: no limit.
     """
 
@@ -126,16 +126,16 @@ class Processes(Pool, Settings):
         broadcast = job[0].broadcast
         try:
             with self._sendable("a callback or what a client keeps"):
-                # Once per round and worker: the global model is most of what is sent.
+                # Once per round and worker, because the global model dominates the traffic.
                 if worker.broadcast is not broadcast:
                     send(worker.connection, broadcast)
                     worker.broadcast = broadcast
                 send(worker.connection, without_broadcast(job))
-        except OSError:  # it died just now, and its connection will show it
+        except OSError:  # it just died, which its connection will show
             worker.is_gone = True
 
     def _arm(self, worker: _Worker) -> None:
-        """Kill the worker if it does not answer in time, even if it hangs while it sends."""
+        """Start an alarm that kills the worker unless it answers in time, even if it hangs."""
         if self.timeout is None or isinstance(worker.job[0], ScoreRequest):
             return
 
@@ -153,8 +153,8 @@ class Processes(Pool, Settings):
         try:
             answer = receive(worker.connection)
             _require_answer(answer, job)
-        except Exception as error:  # the pipe was cut, perhaps within a message, or is no message
-            # Linux says so if the other side has closed a pipe with something to read in it.
+        except Exception as error:  # the pipe was cut, or the message is invalid
+            # Linux reports this if the other side closed the pipe with unread data.
             worker.is_gone |= isinstance(error, ConnectionResetError)
             worker.process.kill()
             self._take_death(worker)
@@ -169,14 +169,14 @@ class Processes(Pool, Settings):
             raise answer.error()
         worker.job = ()
         self._backlog.answer(job, answer)
-        if worker.timed_out:  # the alarm went off just after the answer
+        if worker.timed_out:  # the alarm went off just after it answered
             self._replace(self._pool.index(worker))
 
     def _take_death(self, worker: _Worker) -> None:
         _disarm(worker)
         worker.process.join(timeout=5)
         death = None if worker.timed_out else f"exit code {worker.process.exitcode}"
-        # Who was killed before it had read the job has not died of it.
+        # A worker killed before reading the job did not die because of it.
         self._take_back([worker.job], death, was_read=not worker.is_gone)
         self._replace(self._pool.index(worker))
 
@@ -195,13 +195,13 @@ class Processes(Pool, Settings):
         process = context.Process(target=serve, args=arguments, daemon=True)
         with without_main():
             process.start()
-        # Only the worker holds its end now, so that its death closes the connection.
+        # Leave this end open only in the worker, so its death closes the connection.
         theirs.close()
         return _Worker(process, ours)
 
 
 class _Descriptor:
-    """A file descriptor that arrives open, under its number there, in another process."""
+    """A file descriptor that can be pickled. It arrives open, with a new number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -215,21 +215,21 @@ def _detach(duplicate: Any) -> int:
 
 
 def _require_answer(answer: Any, job: Job) -> None:
-    """Refuse what no worker answers.
+    """Refuse an invalid answer of a worker.
 
     Raises:
-        TypeError: If it is neither a sign of the worker nor one outcome per request.
+        TypeError: If it is neither a signal of the worker nor one outcome per request.
     """
     if isinstance(answer, Ready | Fatal):
         return
     kinds = (ClientResult, ClientFailure, OwnScores, type(None))
     is_whole = isinstance(answer, list) and len(answer) == len(job)
     if not is_whole or not all(isinstance(outcome, kinds) for outcome in answer):
-        raise TypeError(f"no answer of a worker: {type(answer).__name__}")
+        raise TypeError(f"not an answer of a worker: {type(answer).__name__}")
     for outcome in answer:
         for part in (outcome, outcome.update) if isinstance(outcome, ClientResult) else ():
             for field in fields(part):
-                getattr(part, field.name)  # an AttributeError, if the message has left it out
+                getattr(part, field.name)  # raises AttributeError if the field is missing
 
 
 def _disarm(worker: _Worker) -> None:

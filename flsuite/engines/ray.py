@@ -1,4 +1,4 @@
-"""Clients in the actors of a Ray cluster: one machine, or many."""
+"""Engine with the actors of a Ray cluster, on one machine or many."""
 
 import logging
 import math
@@ -30,24 +30,24 @@ _Gpus = Annotated[
     Range("a share of one GPU or a whole number", lambda gpus: gpus <= 1 or gpus % 1 == 0),
 ]
 
-_SECONDS = 0.1  # of training per call, at least: a call costs a millisecond or two
-_CLIENTS = 10  # per call, at most
-_BYTES = 2**26  # of the models that one call sends back: bounds memory
-_CALLS = 2  # in flight per worker: it finds its next call when it has answered one
-_AHEAD = 4  # calls per worker that may be in flight or wait for their turn
-_STARTS = 3  # workers in a row that may die while they start
-_GLANCE = 10.0  # seconds without an answer after which the cluster is looked at
-_PATIENCE = 6  # glances before the user is told that no worker has started
+_SECONDS = 0.1  # minimum training per call: a call costs 1 to 2 ms
+_CLIENTS = 10  # maximum per call
+_BYTES = 2**26  # maximum models returned per call: bounds memory
+_CALLS = 2  # in flight per worker: its next call is ready when one ends
+_AHEAD = 4  # calls per worker in flight or uncollected
+_STARTS = 3  # maximum worker deaths in a row during startup
+_GLANCE = 10.0  # seconds without an answer before the cluster is checked
+_PATIENCE = 6  # checks before a warning that no worker has started
 
 
 @dataclass(eq=False)
 class _Actor:
-    """A worker as the driver sees it.
+    """A worker as seen by the driver.
 
     Attributes:
         handle: Ray's handle.
-        is_ready: Whether it has been set up.
-        calls: The calls that it has not answered, the oldest first.
+        is_ready: Whether its setup is complete.
+        calls: Its unanswered calls, oldest first.
     """
 
     handle: Any
@@ -57,12 +57,12 @@ class _Actor:
 
 @dataclass(eq=False)
 class _Call:
-    """A call in flight: a list of jobs, which is answered by the list of their outcomes.
+    """A call in flight: a list of jobs, answered by the list of their outcomes.
 
     Attributes:
         jobs: The jobs, all from one broadcast.
-        sign: Ready when an idle worker comes to the call of a single client. Other calls have none.
-        ends: When its worker has run out of time, by the monotonic clock.
+        sign: Becomes ready when an idle worker starts a single-client call. ``None`` for others.
+        ends: Time at which its worker times out, by the monotonic clock.
     """
 
     jobs: Sequence[Job]
@@ -74,21 +74,21 @@ class _Call:
 class Ray(Pool, Settings):
     """Trains in the actors of a Ray cluster.
 
-    The dataset is in memory once per machine, and a broadcast is sent to a machine once. The
-    clients of a worker that dies go to another one, and a new worker is started where there is
-    room. Needs the extra ``flsuite[ray]``.
+    The dataset is in memory once per machine, and a broadcast is sent once to each machine. The
+    clients of a dead worker go to another one, and a new worker is started if there is room.
+    Requires the extra ``flsuite[ray]``.
 
     Args:
-        workers: Number of workers. Default: as many as the cluster has room for.
+        workers: Number of workers. Default: as many as fit into the cluster.
         cpus_per_worker: Cores that the cluster reserves per worker. It may be a fraction.
-        gpus_per_worker: Share of a GPU, or number of GPUs, reserved per worker. With 0 workers see
-            no GPU.
-        address: The cluster to join: ``auto`` for the one that runs on this machine, or
-            ``HOST:PORT``. Default: a cluster of this machine alone, for the time of the run.
-        threads: Threads of torch per worker.
-        runtime_env: Ray's environment of the workers, passed through.
-        timeout: Seconds that one client's fit may take. A worker that takes longer is replaced, and
-            its client counts as failed. Workers are then sent one client at a time. Default: no
+        gpus_per_worker: Fraction of a GPU, or number of GPUs, reserved per worker. With 0, workers
+            see no GPU.
+        address: The cluster to join: ``auto`` for the one running on this machine, or
+            ``HOST:PORT``. Default: a local cluster for the duration of the run.
+        threads: torch threads per worker.
+        runtime_env: Ray's runtime environment of the workers, passed through.
+        timeout: Maximum seconds of one client's fit. A worker that takes longer is replaced, and
+            its client counts as failed. Workers then receive one client at a time. Default: no
             limit.
     """
 
@@ -114,7 +114,7 @@ class Ray(Pool, Settings):
         self._broadcasts: list[tuple[Broadcast, int, Any]] = []
         self._setup: Any = None
         self._versions = 0
-        self._seconds = _SECONDS  # of the last fit
+        self._seconds = _SECONDS  # duration of the last fit
         self._failed_starts = 0
         self._glances = 0
 
@@ -146,7 +146,7 @@ class Ray(Pool, Settings):
         import ray
 
         owned, self._owns_connection = self._owns_connection, False
-        if not ray.is_initialized():  # or ray.kill would look for a cluster, for minutes
+        if not ray.is_initialized():  # otherwise, ray.kill searches for a cluster for minutes
             return
         for actor in actors:
             with suppress(Exception):  # a worker, or the cluster, may be gone
@@ -170,13 +170,13 @@ class Ray(Pool, Settings):
             if actor is None:
                 return
 
-            # Calls get shorter towards the end of the queue, so that workers end together.
+            # Shorten calls toward the end of the queue, so workers finish together.
             share = -(-self._backlog.queued // (2 * workers))
             self._call(actor, self._next_jobs(max(1, min(share, per_call, room))))
 
     def _clients_per_call(self, request: Request) -> int:
-        """Return how many clients a call should have. Results do not depend on it."""
-        # A score takes as long as many fits, or its own model is. A timeout is that of one fit.
+        """Return the number of clients for a call. Results do not depend on it."""
+        # A score takes as long as many fits. A timeout applies to a single fit.
         if isinstance(request, ScoreRequest) or self.timeout is not None:
             return 1
         size = nbytes(request.broadcast.state) + nbytes(request.memory)
@@ -184,22 +184,22 @@ class Ray(Pool, Settings):
         return max(1, min(_CLIENTS, worthwhile, _BYTES // max(1, size)))
 
     def _free_actor(self, idle: bool) -> _Actor | None:
-        """Return the worker with the fewest calls, if it can take one more."""
+        """Return the worker with the fewest calls, if it can accept one more."""
         most = 1 if idle or self.timeout is not None else _CALLS
         free = [
             actor
             for actor in self._actors
             if actor.is_ready
             and len(actor.calls) < most
-            # Who may have killed a worker is alone, so that no other client is blamed for it.
+            # A suspect of killing a worker runs alone, so no other client is blamed.
             and not any(self._backlog.has_died(call.jobs[0]) for call in actor.calls)
         ]
         return min(free, key=lambda actor: len(actor.calls), default=None)
 
     def _next_jobs(self, most: int) -> list[Job]:
-        """Take jobs that start from one broadcast off the queue, with about ``most`` clients.
+        """Take jobs of one broadcast off the queue, with about ``most`` clients.
 
-        One whose worker died is alone.
+        A job whose worker died is alone.
         """
         backlog = self._backlog
         jobs = [backlog.take()]
@@ -222,7 +222,7 @@ class Ray(Pool, Settings):
             version, broadcast = self._put(jobs[0][0].broadcast)
             orders = pack([without_broadcast(job) for job in jobs])
 
-        # Whoever was killed before it came to a job has not died of it.
+        # A worker killed before starting a job did not die because of it.
         is_suspect = not actor.calls and len(jobs) == len(jobs[0]) == 1
         sign = actor.handle.alive.remote() if is_suspect else None
         call = _Call(jobs, sign)
@@ -232,14 +232,14 @@ class Ray(Pool, Settings):
         self._waiting[actor.handle.work.remote(version, broadcast, orders)] = (actor, call)
 
     def _put(self, broadcast: Broadcast) -> tuple[int, Any]:
-        """Return the number of a broadcast, and where it lies in the store."""
+        """Return the number of a broadcast, and its reference in the object store."""
         import ray
 
         for known, version, place in self._broadcasts:
             if known is broadcast:
                 return version, place
 
-        # Earlier ones are needed as long as a request that starts from them waits.
+        # Keep earlier broadcasts while uncollected requests start from them.
         needed = {id(earlier) for earlier in self._backlog.broadcasts()}
         self._broadcasts = [entry for entry in self._broadcasts if id(entry[0]) in needed]
         self._versions += 1
@@ -250,7 +250,7 @@ class Ray(Pool, Settings):
     # From answers to outcomes
 
     def _wait(self) -> None:
-        """Wait until a worker has answered, is ready, has died, or has run out of time."""
+        """Wait until a worker answers, becomes ready, dies, or times out."""
         import ray
 
         if not self._waiting:
@@ -270,7 +270,7 @@ class Ray(Pool, Settings):
             answer = unpack(ray.get(ready[0]))
         except ray.exceptions.RayTaskError as error:
             raise RuntimeError(f"a worker failed:\n{error}") from error
-        except ray.exceptions.RayError as error:  # the worker is gone, or its node, or the answer
+        except ray.exceptions.RayError as error:  # the worker, its node or the answer is lost
             self._take_death(actor, error)
             return
 
@@ -288,7 +288,7 @@ class Ray(Pool, Settings):
                     self._seconds = outcome.update.seconds
 
     def _replace_overdue(self) -> None:
-        """Replace workers that have run out of time. Their clients have failed."""
+        """Replace workers that have timed out. Their clients fail."""
         overdue = [
             (actor, call)
             for actor, call in self._waiting.values()
@@ -303,7 +303,7 @@ class Ray(Pool, Settings):
         """Kill a worker, and forget it and its calls."""
         import ray
 
-        with suppress(Exception):  # Ray calls some unavailable that would come back
+        with suppress(Exception):  # Ray reports some workers as unavailable that would come back
             ray.kill(actor.handle)
         self._actors.remove(actor)
         self._waiting = {
@@ -311,14 +311,14 @@ class Ray(Pool, Settings):
         }
 
     def _take_death(self, actor: _Actor, error: Exception) -> None:
-        """Give a dead worker's clients to others, and start a new worker."""
+        """Requeue a dead worker's clients, and start a new worker."""
         self._remove(actor)
         reason = _reason(error)
         if not actor.is_ready:
             self._take_failed_start(reason)
             return
 
-        # The answer to the oldest call may have been lost with the worker.
+        # The answer to the oldest call may be lost with the worker.
         jobs = [job for call in actor.calls for job in call.jobs]
         self._take_back(jobs, reason, was_read=all(_was_read(call) for call in actor.calls))
         self._spawn()
@@ -334,7 +334,7 @@ class Ray(Pool, Settings):
             )
 
     def _look_at_cluster(self) -> None:
-        """Say why no worker has answered, if none is there."""
+        """Report why no worker has answered, if none has started."""
         import ray
 
         if any(actor.is_ready for actor in self._actors):
@@ -365,19 +365,19 @@ class Ray(Pool, Settings):
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of the last line, which has the cause after Ray's own numbers."""
+    """Return the first sentence of the last line of Ray's message, which has the cause."""
     lines = str(error).split("\n")
     return lines[-1].split(". ")[0][:200]
 
 
 def _was_read(call: _Call) -> bool:
-    """Return whether a worker that has died had come to this call."""
+    """Return whether a dead worker had started this call."""
     import ray
 
     if call.sign is None:
         return True
     try:
         ray.get(call.sign, timeout=_GLANCE)
-    except ray.exceptions.RayError:  # also if the answer is lost
+    except ray.exceptions.RayError:  # also raised if the answer is lost
         return False
     return True

@@ -1,4 +1,4 @@
-"""The cluster of Ray that workers run in: joining it, its room, and leaving it."""
+"""The Ray cluster that workers run in: joining, capacity, and leaving."""
 
 import os
 import signal
@@ -16,11 +16,11 @@ from flsuite.errors import FlsuiteError, one_line
 
 @dataclass(frozen=True)
 class Needs:
-    """What the cluster reserves for a worker.
+    """The resources that the cluster reserves per worker.
 
     Attributes:
         cpus: Cores. It may be a fraction.
-        gpus: Share of a GPU, or number of GPUs.
+        gpus: Fraction of a GPU, or number of GPUs.
     """
 
     cpus: float
@@ -30,17 +30,17 @@ class Needs:
         return f"{self.cpus:g} CPUs and {self.gpus:g} GPUs each"
 
     def room(self, nodes: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many workers fit into the nodes, each of which is on one node.
+        """Return the number of workers that fit into the nodes, each on a single node.
 
         Args:
-            nodes: As ``ray.nodes()`` describes them.
+            nodes: The nodes, as returned by ``ray.nodes()``.
         """
         return sum(self._room_on(node["Resources"]) for node in nodes if node["Alive"])
 
     def _room_on(self, resources: Mapping[str, float]) -> int:
         rooms = [int(resources.get("CPU", 0.0) / self.cpus + 1e-9)]
         gpus = resources.get("GPU", 0.0)
-        if 0 < self.gpus < 1:  # a share is of one GPU
+        if 0 < self.gpus < 1:  # a fraction is of a single GPU
             rooms.append(int(gpus) * int(1 / self.gpus + 1e-9))
         elif self.gpus:
             rooms.append(int(gpus / self.gpus + 1e-9))
@@ -48,11 +48,11 @@ class Needs:
 
 
 def join(address: str | None, runtime_env: dict[str, Any] | None) -> bool:
-    """Join a cluster, unless the user has. Return whether this process has to leave it again.
+    """Join a cluster, unless already done. Return whether this process must leave it again.
 
     Args:
-        address: The cluster. ``None`` starts one of this machine alone.
-        runtime_env: Ray's environment of the workers.
+        address: The cluster. ``None`` starts a local one.
+        runtime_env: Ray's runtime environment of the workers.
 
     Raises:
         FlsuiteError: If there is no such cluster.
@@ -65,7 +65,7 @@ def join(address: str | None, runtime_env: dict[str, Any] | None) -> bool:
     settings: dict[str, Any] = {"runtime_env": runtime_env, "logging_level": "WARNING"}
     settings["address"] = address or "local"
     if address is None:
-        # Ray itself would take all cores of the machine, whatever this process may use.
+        # By default, Ray would use all cores of the machine, not those of this process.
         settings |= {"num_cpus": cores(), "include_dashboard": False}
 
     with _signal_handlers_kept(), warnings.catch_warnings():
@@ -82,7 +82,7 @@ def join(address: str | None, runtime_env: dict[str, Any] | None) -> bool:
 
 
 def leave() -> None:
-    """Leave the cluster that :func:`join` has joined."""
+    """Leave the cluster that :func:`join` joined."""
     import ray
 
     with _signal_handlers_kept():
@@ -90,10 +90,10 @@ def leave() -> None:
 
 
 def number_of_workers(wanted: int | None, needs: Needs) -> int:
-    """Return how many workers to start: the wanted number, or as many as there is room for.
+    """Return how many workers to start: the requested number, or as many as fit.
 
     Raises:
-        FlsuiteError: If the cluster has no room for them. Ray itself would wait for ever.
+        FlsuiteError: If they do not fit into the cluster. Ray itself would wait forever.
     """
     import ray
 
@@ -123,9 +123,9 @@ def refuse_hidden_gpus(setup: WorkerSetup, gpus: float) -> None:
 def _signal_handlers_kept() -> Iterator[None]:
     """Restore the handler of SIGTERM, which Ray replaces.
 
-    Where jobs are pre-empted, it is the user's.
+    Users rely on their handler if jobs are pre-empted.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
+    if threading.current_thread() is not threading.main_thread():  # only it sets handlers
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

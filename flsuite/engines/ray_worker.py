@@ -1,7 +1,7 @@
-"""An actor of a Ray cluster that trains clients, and the form in which objects reach it.
+"""A Ray actor that trains clients, and the serialization of objects sent to it.
 
-Ray reads NumPy arrays from its object store without a copy, and torch's tensors much more slowly.
-So every tensor travels as an array of bytes.
+Ray reads NumPy arrays from its object store without a copy, but torch tensors much more slowly.
+Every tensor is therefore sent as an array of bytes.
 """
 
 import os
@@ -24,19 +24,19 @@ from flsuite.messages import Broadcast, FitRequest, ScoreRequest
 from flsuite.state import nbytes
 
 SMALL = 2**18
-"""Bytes of a model up to which it travels whole."""
+"""Bytes of a model up to which it is sent as a whole."""
 
-Parts = list[Any]
-"""An object on its way: the serialized rest as bytes, and an array of bytes for each tensor."""
+Packed = list[Any]
+"""A serialized object: an array of bytes per tensor, and the rest as bytes."""
 
 
-def pack(obj: Any, whole: bool = False) -> Parts:
-    """Return an object in parts.
+def pack(obj: Any, whole: bool = False) -> Packed:
+    """Return an object serialized in parts.
 
     Args:
-        obj: Anything that :func:`~flsuite.engines.wire.dumps` can serialize.
-        whole: Whether it is one part. That is faster for small tensors. Otherwise their memory is
-            not copied.
+        obj: Any object that :func:`~flsuite.engines.wire.dumps` can serialize.
+        whole: Whether to use a single part, which is faster for small tensors. Otherwise, the
+            memory of tensors is not copied.
     """
     if whole:
         return [bytes(dumps(obj))]
@@ -45,15 +45,15 @@ def pack(obj: Any, whole: bool = False) -> Parts:
     return [head, *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
 
 
-def unpack(parts: Parts, share: bool = False) -> Any:
-    """Return the object that :func:`pack` took apart.
+def unpack(packed: Packed, share: bool = False) -> Any:
+    """Return the object that :func:`pack` serialized.
 
     Args:
-        parts: What came out of the store.
-        share: Whether tensors stay in the store. Nobody may write to them: NumPy would refuse it,
-            torch would change them for all processes of the node.
+        packed: The packed object, as read from the object store.
+        share: Whether tensors stay in the store. They must not be written to: NumPy would refuse
+            it, but torch would change them for all processes of the node.
     """
-    head, *arrays = parts
+    head, *arrays = packed
     if not share:
         return pickle.loads(head, buffers=[array.copy() for array in arrays])
     with warnings.catch_warnings():
@@ -67,25 +67,24 @@ class RayWorker:
     Every answer is in parts. It may be :class:`Fatal`.
 
     Args:
-        threads: Threads of torch.
-        path: The folders in which the driver finds its modules.
+        threads: torch threads.
+        path: The driver's import path.
         sees_gpus: Whether it may use the GPUs that the cluster has reserved for it.
     """
 
     def __init__(self, threads: int, path: Sequence[str], sees_gpus: bool) -> None:
-        # A user's own package may lie in the folder where the run was started.
+        # The user's package may be in the folder where the run was started.
         sys.path.extend(folder for folder in path if folder not in sys.path)
         torch.set_num_threads(threads)
-        if not sees_gpus:  # versions of Ray differ in what an actor without GPUs sees
+        if not sees_gpus:  # Ray versions differ in what an actor without GPUs sees
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._broadcast: tuple[int, Broadcast] | None = None
 
-    def prepare(self, setup: Parts) -> Parts:
+    def prepare(self, setup: Packed) -> Packed:
         """Set the worker up, and return ``None``.
 
         Args:
-            setup: The data, which all workers of the node share, and the rest of the setup as
-                bytes.
+            setup: The data, shared by all workers of the node, and the rest of the setup as bytes.
         """
         try:
             data, rest = unpack(setup, share=True)
@@ -97,15 +96,15 @@ class RayWorker:
         return pack(None)
 
     def alive(self) -> None:
-        """Show that the worker has come to the call that follows."""
+        """Return when the worker reaches the next call."""
 
-    def work(self, version: int, broadcast: Parts, orders: Parts) -> Parts:
+    def work(self, version: int, broadcast: Packed, orders: Packed) -> Packed:
         """Return the outcomes of several jobs that start from one broadcast.
 
         Args:
-            version: Number of the broadcast. It is unpacked once.
+            version: Number of the broadcast, which is unpacked once.
             broadcast: The broadcast.
-            orders: A list of jobs, lists of requests without their broadcast.
+            orders: A list of jobs. Each is a list of requests without their broadcast.
         """
         try:
             if self._broadcast is None or self._broadcast[0] != version:
@@ -123,7 +122,7 @@ class RayWorker:
             return pack(Fatal.of(error))
 
     def _refuse_writes(self, requests: Sequence[FitRequest | ScoreRequest]) -> None:
-        """Raise an error if a fit wrote to the data, which all workers of the node share."""
+        """Raise an error if a fit wrote to the data, which is shared by all workers of the node."""
         if [tensor._version for tensor in self._shared] != self._writes:
             clients = ", ".join(str(request.client) for request in requests)
             raise FlsuiteError(
@@ -133,7 +132,7 @@ class RayWorker:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Return the tensors in the attributes of dataclasses, however deep."""
+    """Yield the tensors in the attributes of nested dataclasses."""
     if isinstance(tree, Tensor):
         yield tree
     elif is_dataclass(tree):

@@ -1,7 +1,6 @@
-"""Objects with tensors as bytes: a tensor is its raw memory, without torch's own serialization.
+"""Serialization of objects with tensors, as raw memory instead of torch's own format.
 
-cloudpickle serializes everything else, so that classes defined in a notebook or a script travel
-too.
+cloudpickle serializes everything else, including classes defined in a notebook or a script.
 """
 
 import io
@@ -21,7 +20,7 @@ from torch import Tensor
 from flsuite.client.setup import WorkerSetup
 
 CANNOT_PICKLE = (TypeError, AttributeError, pickle.PicklingError)
-"""The errors of an object that cannot be serialized."""
+"""Errors raised for an object that cannot be serialized."""
 
 _ALIGNMENT = 64
 
@@ -35,7 +34,7 @@ def _rebuild(
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        # Other tensors take torch's own way, because their memory alone does not describe them.
+        # Other tensors use torch's own format, because memory alone does not describe them.
         plain = (
             type(obj) is Tensor
             and obj.device.type == "cpu"
@@ -44,7 +43,7 @@ class _Pickler(cloudpickle.Pickler):
         )
 
         if plain and not obj.requires_grad:
-            # channels_last stays channels_last: another order of memory is another order of sums.
+            # Preserve channels_last, because the memory order affects the order of sums.
             is_dense = obj.ndim == 4 and obj.is_contiguous(memory_format=torch.channels_last)
             flat = obj.permute(0, 2, 3, 1).reshape(-1) if is_dense else obj.reshape(-1)
             return _rebuild, (
@@ -60,7 +59,7 @@ class _Pickler(cloudpickle.Pickler):
 def dumps(obj: Any, buffers: list[pickle.PickleBuffer] | None = None) -> memoryview:
     """Serialize an object.
 
-    With ``buffers``, the memory of plain tensors is collected there and not copied into the result.
+    With ``buffers``, the memory of plain tensors is collected there instead of being copied.
     """
     stream = io.BytesIO()
     collect = None if buffers is None else buffers.append
@@ -71,9 +70,9 @@ def dumps(obj: Any, buffers: list[pickle.PickleBuffer] | None = None) -> memoryv
 def dump_without_data(setup: WorkerSetup) -> bytes:
     """Serialize a setup without its data, which workers share.
 
-    Every worker has a model of its own, which it may change.
+    Every worker has its own model, which it may change.
     """
-    setup.model.cpu()  # workers may see other GPUs or none, and would take memory there
+    setup.model.cpu()  # workers may see other GPUs or none
     return bytes(dumps(replace(setup, data=None)))  # type: ignore[arg-type]
 
 
@@ -85,7 +84,7 @@ def receive(connection: Connection) -> Any:
     """Wait for the next object.
 
     Raises:
-        EOFError: If the other side is gone.
+        EOFError: If the other side has closed.
         OSError: If the connection was cut in the middle of a message.
     """
     return pickle.loads(connection.recv_bytes())
@@ -94,12 +93,12 @@ def receive(connection: Connection) -> Any:
 def dump_shared(obj: Any) -> tuple[int, memoryview, list[tuple[int, int]]]:
     """Write the tensors of ``obj`` into one anonymous file that other processes map.
 
-    The tensors exist once, whatever the number of processes. The file has no name, so that it
-    vanishes with the last process that holds it, however that process ends.
+    The tensors exist once, whatever the number of processes. The file has no name, so it disappears
+    with the last process that holds it, however that process ends.
 
     Returns:
-        The file descriptor, the serialized rest of the object, and the place of each tensor in the
-        file as start and end in bytes.
+        The file descriptor, the serialized rest of the object, and the start and end of each tensor
+        in the file, in bytes.
     """
     buffers: list[pickle.PickleBuffer] = []
     head = dumps(obj, buffers)
@@ -128,7 +127,7 @@ def load_shared(
     """
     if not places:
         return pickle.loads(head)
-    # Copy on write: a worker that changes a tensor changes no other worker's.
+    # Copy on write, so a worker's changes do not affect other workers.
     view = memoryview(mmap.mmap(descriptor, places[-1][1], access=mmap.ACCESS_COPY))
     return pickle.loads(head, buffers=[view[start:end] for start, end in places])
 
@@ -136,6 +135,6 @@ def load_shared(
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("flsuite")
-    # macOS has no memfd: a file without a name does the same.
+    # macOS has no memfd. An unnamed temporary file is equivalent.
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

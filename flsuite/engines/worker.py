@@ -1,4 +1,4 @@
-"""A worker process: it receives requests, trains, and sends the outcomes."""
+"""The main loop of a worker process: receive requests, train, and send the outcomes."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ from flsuite.messages import Broadcast
 
 
 class Ready:
-    """The first message of a worker: it has been set up and can train."""
+    """The first message of a worker: its setup is complete."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Fatal:
 
     Attributes:
         message: One line for a user's error, else a traceback.
-        is_user_error: Whether a setting is to blame.
+        is_user_error: Whether the user's settings are to blame.
     """
 
     message: str
@@ -37,12 +37,12 @@ class Fatal:
 
     @classmethod
     def of(cls, error: Exception) -> "Fatal":
-        """Return the answer to an error that is being handled."""
+        """Return the answer for an error that is being handled."""
         is_user_error = isinstance(error, FlsuiteError)
         return cls(str(error) if is_user_error else traceback.format_exc(), is_user_error)
 
     def error(self) -> Exception:
-        """Return the error to be raised where the worker was started."""
+        """Return the error to raise in the process that started the worker."""
         if self.is_user_error:
             return FlsuiteError(self.message)
         return RuntimeError(f"a worker failed:\n{self.message}")
@@ -59,16 +59,17 @@ def serve(
     """Answer requests until the other side closes the connection.
 
     Args:
-        connection: Brings a :class:`Broadcast`, or a list of requests without it, one after
-            another to be trained. The first answer is :class:`Ready`. Every list is answered by the
-            list of its outcomes, or by :class:`Fatal`.
-        descriptor, head, places: The setup, as :func:`~flsuite.engines.wire.dump_shared` wrote it.
-        threads: Threads of torch.
+        connection: Delivers a :class:`Broadcast`, or a list of requests without it, to train one
+            after another. The first answer is :class:`Ready`. Every list is answered by the list of
+            its outcomes, or by :class:`Fatal`.
+        descriptor, head, places: The setup, as written by
+            :func:`~flsuite.engines.wire.dump_shared`.
+        threads: torch threads.
         worker: Number of the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     torch.set_num_threads(threads)
-    gc.freeze()  # a collection would write to each object that is shared, and so copy it
+    gc.freeze()  # garbage collection would write to shared pages, and so copy them
 
     try:
         data, rest = load_shared(descriptor, head, places)
@@ -77,10 +78,10 @@ def serve(
         send(connection, Ready())
         _answer_requests(connection, runner)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        # The other side has closed the connection, which is the way to stop a worker.
+        # The other side closed the connection, which stops the worker.
         return
     except Exception as error:
-        with suppress(OSError):  # another worker has said the same, and the run has ended
+        with suppress(OSError):  # another worker reported the same, and the run has ended
             send(connection, Fatal.of(error))
 
 
@@ -90,7 +91,7 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
         message = receive(connection)
         if isinstance(message, Broadcast):
             broadcast = message
-            # It holds for all requests that follow, until the next one.
+            # It applies to all later requests, until the next broadcast.
             continue
 
         assert broadcast is not None, "a request came before its broadcast"
@@ -103,9 +104,9 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
 
 
 def sendable(runner: ClientRunner, job: Sequence[Any]) -> list[Any]:
-    """Return the outcomes of a job one by one, with failures where they cannot be sent.
+    """Return the outcomes of a job, with failures for those that cannot be sent.
 
-    Models that have been added up with one that cannot be sent are trained again.
+    If a summed model cannot be sent, the clients are trained again one by one.
     """
     outcomes = []
     for request in job:

@@ -1,4 +1,4 @@
-"""Updates on their way to the server: packed by codecs, or masked so that only a sum is known."""
+"""Compression codecs for client updates, and secure aggregation."""
 
 from flsuite.exchange.low_rank import LowRank
 from flsuite.exchange.pairwise import PairwiseMasks

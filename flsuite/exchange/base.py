@@ -1,4 +1,4 @@
-"""What the codecs share: checks of messages, and shapes without numbers."""
+"""Base of the codecs: checks of messages, and templates."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,13 +11,13 @@ from flsuite.aggregators.part import Capability
 from flsuite.aggregators.transforms.base import Payload
 from flsuite.state import mismatch, mismatch_of_keys, non_finite
 
-_REASON = "makes a code of them"
+_REASON = "encodes them"
 WITHHELD: Mapping[Capability, str] = {"dense changes": _REASON, "plain updates": _REASON}
-"""What every codec withholds."""
+"""The capabilities that every codec withholds."""
 
 
 def finite_payload(payload: Payload) -> Payload:
-    """Return a payload whose change is in float32, as its template is.
+    """Return a payload with its change in float32, like its template.
 
     Raises:
         ValueError: If a number is not finite in float32. The message names the entry.
@@ -28,12 +28,12 @@ def finite_payload(payload: Payload) -> Payload:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor that has a shape and a dtype, and no numbers."""
+    """Return a meta tensor, with a shape and a dtype but without values."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def require_finite(**trees: Any) -> None:
-    """Refuse nested data with a NaN or an infinity, which no code can express.
+    """Refuse nested data with NaN or infinity, which no code can represent.
 
     Raises:
         ValueError: If there is one. The message names the entry.
@@ -67,25 +67,25 @@ def require_keys(got: Any, keys: Iterable[str], name: str) -> None:
 
 
 class TreeCode(ABC):
-    """A code of nested dicts, leaf by leaf. A subclass has the code of a leaf."""
+    """A codec for nested dicts, leaf by leaf. A subclass implements the code of a leaf."""
 
     def encode(self, tree: Any, part: str) -> Any:
         """Return the packed form of finite nested data.
 
         Args:
             tree: A tensor, a number, or nested dicts of them.
-            part: The name that its numbers are counted under.
+            part: The name under which its numbers are counted.
         """
         if isinstance(tree, Mapping):
             return {key: self.encode(value, part) for key, value in tree.items()}
         return self._encode(tree, part)
 
     def decode(self, packed: Any, template: Any, name: str) -> Any:
-        """Return the data that was packed, in the shapes and dtypes of a template.
+        """Return the packed data, in the shapes and dtypes of a template.
 
         Args:
-            packed: What :meth:`encode` returned. It may be anything.
-            template: The shapes and dtypes that were packed.
+            packed: The return value of :meth:`encode`. It may contain anything.
+            template: The original shapes and dtypes.
             name: The name of the data, for errors.
 
         Raises:
@@ -97,7 +97,7 @@ class TreeCode(ABC):
         return {k: self.decode(packed[k], value, f"{name}.{k}") for k, value in template.items()}
 
     def template(self, template: Any) -> Any:
-        """Return the shapes and dtypes of the packed form, the largest that it may have."""
+        """Return the largest shapes and dtypes of the packed form."""
         if isinstance(template, Mapping):
             return {key: self.template(value) for key, value in template.items()}
         return self._template(template)

@@ -1,8 +1,8 @@
-"""Key agreement, keystreams and sealed messages, by the package ``cryptography``.
+"""Key agreement, keystreams and sealed messages, with the package ``cryptography``.
 
-X25519 (RFC 7748) agrees on a secret, HKDF with SHA-256 (RFC 5869) makes a key of it, ChaCha20 (RFC
-8439) expands a key into a mask, and ChaCha20-Poly1305 seals a message. Every key has one use, so
-that a nonce of zeros never repeats under it.
+X25519 (RFC 7748) agrees on a secret, HKDF with SHA-256 (RFC 5869) derives a key from it, ChaCha20
+(RFC 8439) expands a key into a mask, and ChaCha20-Poly1305 seals a message. Every key is used once,
+so a nonce of zeros never repeats for a key.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 KEY_BYTES = 32
-SEAL_BYTES = 16  # a sealed message is so much longer
+SEAL_BYTES = 16  # the overhead of a sealed message
 
-_CHUNK = 2**18  # numbers at a time: the keystream is added while it is in the cache
+_CHUNK = 2**18  # numbers per chunk, so the keystream stays in the cache
 _ZEROS = bytes(4 * _CHUNK)
 
 
@@ -29,15 +29,15 @@ def public_key(private: bytes) -> bytes:
 
 
 def agree(private: bytes, public: bytes, purpose: str) -> bytes:
-    """Return the key that both owners of a pair of keys can compute.
+    """Return the key that both owners of a key pair can compute.
 
     Args:
         private: One's own private key.
         public: The other's public key.
-        purpose: What the key is for. Keys of different purposes are unrelated.
+        purpose: The purpose of the key. Keys for different purposes are unrelated.
 
     Raises:
-        ValueError: If the public key is none.
+        ValueError: If the public key is invalid.
     """
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
     from cryptography.hazmat.primitives.hashes import SHA256
@@ -57,7 +57,7 @@ def add_keystream(vector: np.ndarray, key: bytes, sign: int) -> None:
     operation = np.add if sign > 0 else np.subtract
     for start in range(0, len(vector), _CHUNK):
         part = vector[start : start + _CHUNK]
-        # The same numbers on every machine: four bytes each, the lowest first.
+        # Little-endian on every machine.
         mask = np.frombuffer(stream.update(_ZEROS[: 4 * len(part)]), "<u4")
         operation(part, mask, out=part)
 
@@ -81,7 +81,7 @@ def unseal(key: bytes, sealed: bytes) -> bytes:
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), sealed, None)
     except InvalidTag as error:
-        raise ValueError("a sealed message was changed, or is for somebody else") from error
+        raise ValueError("a sealed message was changed, or is for another client") from error
 
 
 def _private(private: bytes) -> Any:

@@ -1,11 +1,11 @@
 """Integer codes of a tensor: symmetric quantization.
 
-With B bits the scale of a tensor x is ``s = max|x| / L``, ``L = 2^(B-1) - 1``, and its codes are
-``round(x / s)``, within ``[-L, L]``. The error is at most ``s / 2``. A message holds ``max|x|`` and
-not s, which can be too small for the dtype of x.
+With B bits, the scale of a tensor x is ``s = max|x| / L`` with ``L = 2^(B-1) - 1``, and its codes
+are ``round(x / s)``, within ``[-L, L]``. The error is at most ``s / 2``. A message contains
+``max|x|`` instead of s, which can be too small for the dtype of x.
 
-A tensor without negative values has codes from 0 to L. They need no sign bit: the same values with
-B - 1 bits.
+A tensor without negative values has codes from 0 to L. Without a sign bit, B - 1 bits give the same
+values.
 """
 
 from typing import Any
@@ -16,28 +16,28 @@ from torch import Tensor
 
 from flsuite.exchange.base import empty, require_keys, require_match
 
-_CHUNK = 8 * 2**15  # numbers at a time, a multiple of eight: every chunk ends with a whole byte
+_CHUNK = 8 * 2**15  # numbers per chunk, a multiple of 8 so chunks end on a byte
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the bytes of so many packed numbers."""
+    """Return the size in bytes of ``count`` packed numbers."""
     return -(-count * bits // 8)
 
 
 def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Return numbers of at most 16 bits one after the other in bytes, without a gap."""
+    """Return numbers of at most 16 bits packed into bytes without gaps."""
     flat = numbers.reshape(-1).astype(">u2")
-    parts = [np.empty(0, np.uint8)]
+    chunks = [np.empty(0, np.uint8)]
 
-    # In chunks, because every bit takes a byte on the way.
+    # In chunks, because every bit temporarily takes a byte.
     for start in range(0, len(flat), _CHUNK):
         both_bytes = flat[start : start + _CHUNK].view(np.uint8).reshape(-1, 2)
-        parts.append(np.packbits(np.unpackbits(both_bytes, axis=1)[:, 16 - bits :]))
-    return np.concatenate(parts)
+        chunks.append(np.packbits(np.unpackbits(both_bytes, axis=1)[:, 16 - bits :]))
+    return np.concatenate(chunks)
 
 
 def unpack(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
-    """Return the first ``count`` numbers of what :func:`pack` returned, as an int32 vector."""
+    """Return the first ``count`` numbers of a packed array, as an int32 vector."""
     numbers = np.empty(count, np.int32)
     for start in range(0, count, _CHUNK):
         size = min(_CHUNK, count - start)
@@ -63,19 +63,19 @@ def quantize(values: Tensor, largest: Tensor, bits: int) -> Tensor:
 
     Args:
         values: The tensor.
-        largest: Its largest absolute values, in a shape that broadcasts: one of the whole tensor,
+        largest: The largest absolute values, in a shape that broadcasts: one for the whole tensor,
             or one per column.
         bits: Bits per code.
     """
     levels = largest_code(bits)
-    # In float64, because the smallest float32 divided by L is 0 in float32.
+    # In float64, because a tiny float32 divided by L underflows to 0 in float32.
     scale = largest.double() / levels
     codes = torch.round(values.double() / scale).clamp_(-levels, levels)
-    return torch.where(scale > 0, codes, 0.0).to(torch.int32)  # where all is zero: 0 / 0
+    return torch.where(scale > 0, codes, 0.0).to(torch.int32)  # avoids 0 / 0 in all-zero columns
 
 
 def encode_tensor(codes: Tensor, largest: Tensor, bits: int) -> dict[str, Tensor]:
-    """Return the message of a tensor: its codes, and its largest absolute value."""
+    """Return the message of a tensor: its codes and its largest absolute value."""
     if bool((codes < 0).any()):
         return {"largest": largest, "codes": encode_codes(codes, bits)}
     magnitudes = torch.from_numpy(pack(codes.numpy(), bits - 1))
@@ -86,13 +86,13 @@ def decode_tensor(message: Any, template: Tensor, bits: int, name: str) -> Tenso
     """Return the values of a tensor's message.
 
     Args:
-        message: What :func:`encode_tensor` returned. It may be anything.
+        message: The return value of :func:`encode_tensor`. It may contain anything.
         template: A tensor of the expected shape and dtype.
         bits: Bits per code.
         name: The tensor's name, for errors.
 
     Raises:
-        ValueError: If this is no message of such a tensor.
+        ValueError: If this is not a message of such a tensor.
     """
     count = template.numel()
     has_signs = not isinstance(message, dict) or "codes" in message
@@ -114,17 +114,17 @@ def decode_tensor(message: Any, template: Tensor, bits: int, name: str) -> Tenso
 
 
 def encode_codes(codes: Tensor, bits: int) -> Tensor:
-    """Return codes as integers of 8 or 16 bits in their shape, or packed into bytes."""
+    """Return codes as 8-bit or 16-bit integers in their shape, or packed into bytes."""
     if bits in _DTYPES:
         return codes.to(_DTYPES[bits])
     return torch.from_numpy(pack(codes.numpy() + largest_code(bits), bits))
 
 
 def decode_codes(encoded: Any, shape: torch.Size, bits: int, name: str) -> Tensor:
-    """Return what :func:`encode_codes` has encoded, as int32.
+    """Return the int32 codes that :func:`encode_codes` encoded.
 
     Raises:
-        ValueError: If there are not so many codes, or one is outside ``[-L, L]``.
+        ValueError: If their number is wrong, or one is outside ``[-L, L]``.
     """
     levels = largest_code(bits)
     require_match(encoded, empty_codes(shape, bits), f"{name}.codes")
@@ -133,14 +133,14 @@ def decode_codes(encoded: Any, shape: torch.Size, bits: int, name: str) -> Tenso
     else:
         numbers = unpack(encoded.numpy(), shape.numel(), bits)
         codes = torch.from_numpy(numbers - levels).reshape(shape)
-    # Two's complement has one number below -L, and the packed form one above L.
+    # Two's complement has a number below -L, and the packed form a number above L.
     if bool((codes.abs() > levels).any()):
         raise ValueError(f"{name}.codes has a code outside [-{levels}, {levels}]")
     return codes
 
 
 def empty_codes(shape: torch.Size, bits: int) -> Tensor:
-    """Return the shape and dtype of what :func:`encode_codes` returns."""
+    """Return a template of the result of :func:`encode_codes`."""
     if bits in _DTYPES:
         return empty(shape, _DTYPES[bits])
     return empty((packed_size(shape.numel(), bits),), torch.uint8)

@@ -1,8 +1,8 @@
-"""Numbers as integers modulo 2^32, so that masks hide them and sums are exact.
+"""Fixed-point encoding modulo 2^32, so that masks hide numbers and sums are exact.
 
 With M clients and a public range R, ``u = round(x / s) mod 2^32``, ``s = 2R / (2^B - 1)`` and
-``B = 32 - ceil(log2 M)``. The sum of M such integers does not leave 32 bits, and decodes as a
-signed number. Its error is at most ``M s / 2``.
+``B = 32 - ceil(log2 M)``. The sum of M such integers fits into 32 bits, and decodes as a signed
+number. Its error is at most ``M s / 2``.
 """
 
 import numpy as np
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 def bits_per_number(clients: int) -> int:
-    """Return B."""
+    """Return B, the bits per number."""
     return 32 - (clients - 1).bit_length()
 
 
 def step(largest: float, clients: int) -> float:
-    """Return s, for numbers within ``[-largest, largest]``."""
-    # largest / half and not 2 largest / whole, which can overflow.
+    """Return s, the step of numbers within ``[-largest, largest]``."""
+    # Computed as largest / half, because 2 * largest can overflow.
     return largest / ((2 ** bits_per_number(clients) - 1) / 2)
 
 
 def encode_values(values: Tensor, largest: float, clients: int) -> np.ndarray:
-    """Return the integers of a client's numbers, as a uint32 vector.
+    """Return a client's numbers encoded as a uint32 vector.
 
     Raises:
         ValueError: If a number is outside the range.
@@ -35,7 +35,7 @@ def encode_values(values: Tensor, largest: float, clients: int) -> np.ndarray:
     size = step(largest, clients)
     if size == 0.0:
         return np.zeros(flat.shape, np.uint32)
-    # x = R is halfway between two integers. The upper one, M times, would leave 32 bits.
+    # x = R is halfway between two integers. M times the upper one would overflow 32 bits.
     top = 2 ** (bits_per_number(clients) - 1) - 1
     return np.clip(np.rint(flat / size), -top, top).astype(np.int32).view(np.uint32)
 

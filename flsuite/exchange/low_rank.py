@@ -31,14 +31,14 @@ from flsuite.state import nbytes
 
 @dataclass(frozen=True)
 class LowRank(Transform, Settings):
-    """The k largest eigenvalues of every K-FAC factor or Gram matrix, and their eigenvectors.
+    """Sends the k largest eigenvalues of every K-FAC factor or Gram matrix, with eigenvectors.
 
-    A matrix travels as ``U e U^T``: codes for the eigenvectors U, float32 for the eigenvalues e. It
-    arrives exactly symmetric and, up to rounding, positive semi-definite. Its error in the spectral
-    norm is the largest eigenvalue left out, beside the rounding of U. The change and the other
-    statistics are rounded as by :class:`~flsuite.exchange.Quantize`.
+    A matrix is sent as ``U e U^T``: codes for the eigenvectors U, float32 for the eigenvalues e. It
+    arrives exactly symmetric and, up to rounding, positive semidefinite. Its error in the spectral
+    norm is the largest omitted eigenvalue, plus the rounding of U. The change and the other
+    statistics are rounded like in :class:`~flsuite.exchange.Quantize`.
 
-    The log has ``trace_kept``, the share of the matrices' traces that is sent, and
+    Logged are ``trace_kept``, the fraction of the matrices' traces that is sent, and
     ``quantized_to_zero`` of the rest.
 
     Args:
@@ -83,15 +83,15 @@ class LowRank(Transform, Settings):
         return self._packed(template, self.rank_of(template))
 
     def rank_of(self, template: Payload) -> int:
-        """Return the eigenvalues of the largest matrix.
+        """Return the number of eigenvalues of the largest matrix.
 
         Raises:
-            FlsuiteError: If not even one per matrix fits into the bytes of the change.
+            FlsuiteError: If one eigenvalue per matrix does not fit into the bytes of the change.
         """
         sides = [s for n in template.psd for s in _sides(template.statistics[n], f"statistics.{n}")]
         if self.rank is not None or not sides:
             return self.rank or 1
-        # One rank for all matrices: what a smaller one does not need is left to the others.
+        # One rank for all matrices: bytes that a smaller one does not need go to the others.
         rank = bisect_right(
             range(1, max(sides) + 1),
             nbytes(template.change),
@@ -99,13 +99,13 @@ class LowRank(Transform, Settings):
         )
         if rank == 0:
             raise FlsuiteError(
-                "LowRank: not even one eigenvalue per matrix fits into the bytes of the change; "
+                "LowRank: one eigenvalue per matrix does not fit into the bytes of the change; "
                 "set its rank"
             )
         return rank
 
     def _packed(self, template: Payload, rank: int) -> Payload:
-        """Return shapes and dtypes of a message whose matrices have this rank."""
+        """Return shapes and dtypes of a message with matrices of this rank."""
         rest, eigen = TreeQuantizer(self.state_bits), TreeEigen(rank, self.bits)
         statistics = {
             name: (eigen if name in template.psd else rest).template(value)
@@ -118,7 +118,7 @@ class LowRank(Transform, Settings):
 
 
 def _sides(tree: Any, name: str) -> list[int]:
-    """Return the sides of all matrices of nested data, and refuse anything else in it."""
+    """Return the sides of all matrices in nested data, and refuse anything else."""
     if isinstance(tree, Mapping):
         return [side for key, value in tree.items() for side in _sides(value, f"{name}.{key}")]
     if not isinstance(tree, Tensor) or tree.dim() != 2 or tree.shape[0] != tree.shape[1]:
@@ -129,17 +129,17 @@ def _sides(tree: Any, name: str) -> list[int]:
 class TreeEigen(TreeCode):
     """Packs the symmetric matrices of nested dicts, and sums their traces.
 
-    A matrix ``(n, n)`` becomes codes ``(n, k)`` of its eigenvectors U, and k eigenvalues e in
-    float32. Every column of U has a scale of its own, so that its largest entry has the largest
-    code. The scale is not sent, because the length of the column is known to be one.
+    A matrix ``(n, n)`` becomes codes ``(n, k)`` of its eigenvectors U, and k float32 eigenvalues e.
+    Every column of U has its own scale, so its largest entry has the largest code. The scale is not
+    sent, because the columns have unit length.
 
     Args:
-        rank: The largest k. A smaller matrix has all its eigenvalues.
+        rank: The largest k. A smaller matrix keeps all its eigenvalues.
         bits: Bits per number of U.
 
     Attributes:
-        trace: Sum of all eigenvalues that were packed or left out.
-        trace_kept: Sum of those that were packed.
+        trace: Sum of all eigenvalues, packed or omitted.
+        trace_kept: Sum of the packed eigenvalues.
     """
 
     def __init__(self, rank: int, bits: int) -> None:
@@ -174,7 +174,7 @@ class TreeEigen(TreeCode):
 
         roots = codes * (values.double().sqrt() / lengths)
         product = roots @ roots.T
-        # Symmetric to the last bit, which the product need not be.
+        # Make it exactly symmetric, which the product may not be.
         return ((product + product.T) / 2).to(template.dtype)
 
     def _template(self, template: Any) -> Any:

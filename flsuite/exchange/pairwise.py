@@ -31,45 +31,46 @@ from flsuite.state import State, matches, template_of
 class PairwiseMasks(SecureAggregation):
     """Every pair of clients agrees on a mask that one adds and the other subtracts.
 
-    A client's contribution becomes integers modulo 2^32 under its masks, uniform numbers to anyone
-    who does not know the keys. In the sum the masks of the pairs cancel. The result does not depend
-    on the keys. Its error is at most ``M s / 2`` for M clients, where ``s = 2R / (2^B - 1)`` and
-    ``B = 32 - ceil(log2 M)`` for numbers within ``[-R, R]``. A number takes four bytes.
+    Under its masks, a client's contribution is a vector of integers modulo 2^32 that looks
+    uniformly random to anyone without the keys. In the sum, the pairwise masks cancel. The result
+    does not depend on the keys. Its error is at most ``M s / 2`` for M clients, where ``s = 2R /
+    (2^B - 1)`` and ``B = 32 - ceil(log2 M)`` for numbers within ``[-R, R]``. A number takes four
+    bytes.
 
-    Clients may drop out after they have agreed on keys. Each adds a mask of its own, too, and
-    shares the seed of that mask and its private key with the cohort, see
-    :mod:`flsuite.exchange.shamir`. For a client that came back the others reveal its seed. For one
-    that did not they reveal its key, which takes its pairwise masks off the sum. They never reveal
-    both, so that a vector that arrives too late stays hidden. A client may also be lost after it
-    has sent its masked vector, which then counts. As many as the threshold must be left.
+    Clients may drop out after agreeing on keys. Each also adds its own mask, and shares the seed of
+    that mask and its private key with the cohort, see :mod:`flsuite.exchange.shamir`. If a client
+    came back, the others reveal its seed. Otherwise they reveal its key, which removes its pairwise
+    masks from the sum. They never reveal both, so a vector that arrives too late stays hidden. A
+    client may also be lost after sending its masked vector, which then counts. At least the
+    threshold number of clients must remain.
 
-    This protects from a server that follows the protocol and wants to know more. A server that
-    impersonates clients is not detected, because nothing signs the keys.
+    This protects against an honest-but-curious server. A server that impersonates clients is not
+    detected, because the keys are not signed.
 
-    The server still sees these of every single client, in the clear:
+    The server still sees the following of every single client in the clear:
 
-    - that it takes part, its number of training samples, its optimizer steps and its seconds;
-    - its metrics: the mean training loss, and all else that the model, the callbacks or the
-      algorithm logs during its fit;
+    - its participation, number of training samples, optimizer steps and seconds;
+    - its metrics: the mean training loss, and everything that the model, the callbacks or the
+      algorithm log during its fit;
     - its integers, such as counters, of which the server takes the maximum;
-    - statistics of the algorithm that are no sums, for FedFisher's ``kfac`` the client's factors;
+    - statistics of the algorithm that are not sums, such as the factors of FedFisher's ``kfac``;
     - with ``ranges: maxima``, the largest absolute value of each entry of its contribution.
 
     It sees neither the client's model, nor its samples per class, nor any other statistic.
 
     Args:
         threshold: Clients that must come back. An integer is their number, which must be a majority
-            of the cohort. A fraction, at least 0.5, means more than this share of the cohort.
-        ranges: The public range R of each entry. ``maxima``: every client tells the largest
-            absolute value of each of its entries, in the clear, and R is the largest of them. A
-            mapping of name patterns to numbers reveals nothing. The first pattern that matches
-            counts, and a client with a value outside its range is left out.
+            of the cohort. A fraction, at least 0.5, means more than this fraction of the cohort.
+        ranges: The public range R of each entry. ``maxima``: every client sends the largest
+            absolute value of each of its entries in the clear, and R is the largest of them. A
+            mapping of name patterns to numbers reveals nothing. The first matching pattern counts,
+            and a client with a value outside its range is excluded.
     """
 
     needs = frozenset({"clients", "a cohort of known size", "current models", "shared parameters"})
     withholds = {
-        "each update": "shows the server a sum alone",
-        "plain updates": "shows the server a sum alone",
+        "each update": "shows the server only a sum",
+        "plain updates": "shows the server only a sum",
     }
 
     def __init__(
@@ -92,15 +93,15 @@ class PairwiseMasks(SecureAggregation):
     def size(self) -> int:
         clients, number = self._clients, size_of(0)
         values = sum(value.numel() for value in self._template.values())
-        parts = [
+        sizes = [
             2 * KEY_BYTES,
             (clients - 1) * (number + 2 * SHARE_BYTES + SEAL_BYTES),
             4 * values,
-            clients * (number + SHARE_BYTES),  # of each client either of its two secrets
+            clients * (number + SHARE_BYTES),  # one of the two secrets of each client
         ]
         if self._limits is None:
-            parts.append(len(self._template) * number)
-        return sum(number + part for part in parts)  # each message names its sender
+            sizes.append(len(self._template) * number)
+        return sum(number + size for size in sizes)  # each message names its sender
 
     def begin(self, clients: Sequence[int]) -> "PairwiseParties":
         threshold = self._needed(len(clients))
@@ -131,7 +132,7 @@ class PairwiseMasks(SecureAggregation):
             ranges = parties.server.ranges()
         else:
             ranges = tuple(self._limits.values())
-        # Round 2, one client at a time: beside the sum, one masked vector is in memory.
+        # Round 2, one client at a time: only the sum and one masked vector are in memory.
         for client in survivors:
             parties.ask("masked", client, PairwiseClient.masked, ranges)
         # Round 4. Round 3 belongs to the active model.
@@ -143,13 +144,13 @@ class PairwiseMasks(SecureAggregation):
         return sums, parties.report(survivors)
 
     def _decoded(self, total: np.ndarray, ranges: Sequence[float], clients: int) -> State:
-        """Return the sum of all integers as named tensors in float64."""
+        """Return the sum of all integers decoded as named float64 tensors."""
         sizes = [value.numel() for value in self._template.values()]
-        parts = np.split(total, np.cumsum(sizes)[:-1])
+        pieces = np.split(total, np.cumsum(sizes)[:-1])
         return {
-            name: decode_sum(part, largest, clients).reshape(value.shape)
-            for (name, value), part, largest in zip(
-                self._template.items(), parts, ranges, strict=True
+            name: decode_sum(piece, largest, clients).reshape(value.shape)
+            for (name, value), piece, largest in zip(
+                self._template.items(), pieces, ranges, strict=True
             )
         }
 
@@ -157,7 +158,7 @@ class PairwiseMasks(SecureAggregation):
         """Return how many of the clients of a round must come back.
 
         Raises:
-            FlsuiteError: If the threshold is no majority of them.
+            FlsuiteError: If the threshold is not a majority of them.
             FederationError: If there are too few clients.
         """
         if clients < 2:
@@ -165,17 +166,17 @@ class PairwiseMasks(SecureAggregation):
                 f"secure aggregation: {clients} client takes part, and its sum would be its own "
                 "contribution; let at least 2 take part"
             )
-        # A share such as 0.29 of 100 can be a little less than 29 in floating point.
+        # A fraction such as 0.29 of 100 can be slightly less than 29 in floating point.
         least = math.floor(self.threshold * clients + 1e-9) + 1
         needed = self.threshold if isinstance(self.threshold, int) else least
         if needed > clients:
             raise FederationError(
-                f"secure aggregation: {clients} clients take part, and {needed} are needed; let "
+                f"secure aggregation: {clients} clients take part, but {needed} are needed; let "
                 "more take part, or lower trainer.secure_sum.threshold"
             )
         if 2 * needed <= clients:
             raise FlsuiteError(
-                f"PairwiseMasks: threshold {needed} is no majority of {clients} clients: two "
+                f"PairwiseMasks: threshold {needed} is not a majority of {clients} clients: two "
                 "halves could be told of different dropouts and give a client's masks away; set "
                 f"it to at least {clients // 2 + 1}"
             )
@@ -219,11 +220,11 @@ class PairwiseMasks(SecureAggregation):
 
 
 class PairwiseParties(Parties):
-    """The devices of a round, and the server that they send their messages to.
+    """The devices of a round, and the server that receives their messages.
 
     Args:
         devices: The clients' sides, by client.
-        server: The server's side. It receives messages and nothing else.
+        server: The server's side. It receives only messages.
     """
 
     def __init__(self, devices: dict[int, PairwiseClient], server: PairwiseServer) -> None:
@@ -239,13 +240,13 @@ class PairwiseParties(Parties):
     def ask(
         self, phase: str, client: int, method: Callable[..., Message | None], *given: Any
     ) -> None:
-        """Let a device carry out one of its methods, and pass its message to the server.
+        """Call a method of a device, and pass its message to the server.
 
         Args:
-            phase: The name that the bytes are counted under.
+            phase: The name under which the bytes are counted.
             client: The client.
             method: A method of :class:`PairwiseClient`.
-            given: What the server sends to the device: the method's arguments.
+            given: The server's message to the device: the method's arguments.
         """
         cost, started = self._costs[client], time.perf_counter()
         message = method(self._devices[client], *given)
@@ -259,13 +260,13 @@ class PairwiseParties(Parties):
             self._server_seconds += time.perf_counter() - started
 
     def total(self) -> np.ndarray:
-        """Return the sum of the integers."""
+        """Return the unmasked sum of the integers."""
         started = time.perf_counter()
         total = self.server.total()
         self._server_seconds += time.perf_counter() - started
         return total
 
     def report(self, survivors: Collection[int]) -> SumReport:
-        """Return what the sum has cost."""
+        """Return the cost of the sum."""
         dropped = tuple(client for client in self.clients if client not in survivors)
         return SumReport(tuple(survivors), dropped, self._costs, self._server_seconds)

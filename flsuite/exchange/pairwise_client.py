@@ -1,6 +1,6 @@
 """One client's side of secure aggregation by pairwise masks, and its messages to the server.
 
-The messages are plain data. Nothing else passes between the two sides.
+The messages are plain data. Nothing else is exchanged between the two sides.
 """
 
 import secrets
@@ -31,8 +31,8 @@ class PublicKeys:
 
     Attributes:
         client: The client's number.
-        sealing: For the keys that seal shares.
-        masking: For the keys of pairwise masks.
+        sealing: The public key for sealing shares.
+        masking: The public key for pairwise masks.
     """
 
     client: int
@@ -42,11 +42,11 @@ class PublicKeys:
 
 @dataclass(frozen=True)
 class SealedShares:
-    """A client's shares for the other clients, each of which alone can open its own.
+    """A client's shares for the other clients. Each client can open only its own share.
 
     Attributes:
         client: The client whose secrets were shared.
-        sealed: By the client that they are for.
+        sealed: The sealed shares, by recipient.
     """
 
     client: int
@@ -59,7 +59,7 @@ class Maxima:
 
     Attributes:
         client: The client's number.
-        values: In the order of the template.
+        values: The values, in the order of the template.
     """
 
     client: int
@@ -81,12 +81,12 @@ class MaskedVector:
 
 @dataclass(frozen=True)
 class RevealedShares:
-    """The shares that a client holds and tells the server, one per client of the cohort.
+    """The shares that a client reveals to the server, one per client of the cohort.
 
     Attributes:
         client: The client that held them.
         seeds: Shares of the own-mask seeds of the clients that came back.
-        keys: Shares of the private masking keys of the clients that did not.
+        keys: Shares of the private masking keys of the other clients.
     """
 
     client: int
@@ -100,7 +100,7 @@ Message = PublicKeys | SealedShares | Maxima | MaskedVector | RevealedShares
 def size_of(message: Any) -> int:
     """Return the bytes of a message, or of nested dicts and tuples of them.
 
-    A number counts eight.
+    A number counts as eight bytes.
     """
     if isinstance(message, bytes):
         return len(message)
@@ -116,15 +116,15 @@ def size_of(message: Any) -> int:
 
 
 class PairwiseClient:
-    """The secrets of one client in one round, and what it tells the server.
+    """The secrets of one client in one round, and its messages to the server.
 
-    The methods follow the rounds of Bonawitz et al. 2017, figure 4. A client refuses what would
-    uncover its contribution, or another client's.
+    The methods follow the rounds of Bonawitz et al. 2017, figure 4. A client refuses requests that
+    would reveal its contribution, or another client's.
 
     Args:
         client: The client's number.
         template: Names and shapes of a contribution.
-        limits: The range of each entry that the settings name. Default: the server tells the
+        limits: The range of each entry, from the settings. Default: the server announces the
             ranges, after a round of maxima.
     """
 
@@ -153,15 +153,15 @@ class PairwiseClient:
 
         Args:
             public: The keys of the cohort, by client.
-            threshold: Shares that give a secret.
+            threshold: Number of shares that reconstruct a secret.
         """
         keys = [key for sent in public.values() for key in (sent.sealing, sent.masking)]
         if public.get(self.client) != self.public_keys() or len(set(keys)) < len(keys):
             raise self._refusal("its own keys are missing, or two keys are the same")
-        # Two halves of the cohort could otherwise be told of different dropouts. One half would
+        # Otherwise, two halves of the cohort could be told of different dropouts. One half would
         # reveal a client's seed, the other its key.
         if not len(public) / 2 < threshold <= len(public):
-            raise self._refusal(f"a threshold of {threshold} of {len(public)} is no majority")
+            raise self._refusal(f"a threshold of {threshold} of {len(public)} is not a majority")
         self._public, self._threshold = dict(public), threshold
 
         points = [point_of(client) for client in public]
@@ -178,10 +178,10 @@ class PairwiseClient:
         return SealedShares(self.client, sealed)
 
     def collect(self, inbox: Mapping[int, bytes]) -> None:
-        """Keep the sealed shares of the other clients. Those that have sent some take part.
+        """Keep the sealed shares of the other clients. Clients that sent shares take part.
 
         Args:
-            inbox: The sealed shares for this client, by the client that has sent them.
+            inbox: The sealed shares for this client, by sender.
         """
         if not inbox.keys() < self._public.keys() or len(inbox) + 1 < self._threshold:
             raise self._refusal(f"it has the shares of {len(inbox)} others, too few")
@@ -191,10 +191,10 @@ class PairwiseClient:
         """Keep the contribution of the trained model.
 
         Raises:
-            ValueError: If they cannot be summed.
+            ValueError: If it cannot be summed.
         """
         if fault := mismatch_of_keys(contribution, self._template):
-            raise ValueError(f"the contribution differs from those of the other clients: {fault}")
+            raise ValueError(f"the contribution differs from the other clients': {fault}")
         for name, value in contribution.items():
             if value.shape != self._template[name].shape or not value.is_floating_point():
                 raise ValueError(
@@ -228,13 +228,13 @@ class PairwiseClient:
         if not self._inbox:
             raise self._refusal("it has no shares of the others, and so no masks")
         cohort, held = len(self._public), self._held()
-        parts = []
+        encoded = []
         for name, largest in zip(self._template, ranges, strict=True):
             try:
-                parts.append(encode_values(held[name], largest, cohort))
+                encoded.append(encode_values(held[name], largest, cohort))
             except ValueError as error:
                 raise ValueError(f"entry {name}: {error}") from error
-        vector = np.concatenate(parts)
+        vector = np.concatenate(encoded)
         add_keystream(vector, self._seed, sign=1)
         for other in self._inbox:
             purpose = mask_purpose(self.client, other)
@@ -244,16 +244,16 @@ class PairwiseClient:
         return MaskedVector(self.client, vector)
 
     def reveal(self, survivors: Collection[int]) -> RevealedShares:
-        """Return one share for each client: of its seed if it came back, else of its key (round 4).
+        """Return one share per client: of its seed if it came back, else of its key (round 4).
 
         Args:
-            survivors: The clients whose masked vectors the server has.
+            survivors: The clients whose masked vectors the server received.
         """
         if self._has_revealed:
             raise self._refusal("it has revealed its shares already")
         known = {*self._inbox, self.client}
         if self.client not in survivors or not known.issuperset(survivors):
-            raise self._refusal("the clients that came back are not those of the cohort")
+            raise self._refusal("the clients that came back are not in the cohort")
         if len(survivors) < self._threshold:
             raise self._refusal(f"{len(survivors)} clients came back, fewer than are needed")
         self._has_revealed = True

@@ -22,10 +22,10 @@ from flsuite.exchange.shamir import SHARE_BYTES, combine, weights_at_zero
 
 
 class PairwiseServer:
-    """All that the server knows in one round of secure aggregation.
+    """The server's view of one round of secure aggregation.
 
-    Every message of a client comes in through :meth:`receive`. The server passes public keys and
-    sealed shares on, adds masked vectors up, and takes the masks off the sum.
+    Every client message arrives through :meth:`receive`. The server forwards public keys and sealed
+    shares, sums masked vectors, and removes the masks from the sum.
 
     Args:
         clients: The cohort.
@@ -49,10 +49,10 @@ class PairwiseServer:
         self._revealed: dict[int, RevealedShares] = {}
 
     def receive(self, message: Message) -> None:
-        """Take a message of a client.
+        """Receive a client's message.
 
         Raises:
-            ValueError: If it is not one that this client may send now.
+            ValueError: If the client may not send this message now.
         """
         if type(message.client) is not int or message.client not in self.clients:
             raise ValueError(f"client {message.client} is not in the cohort")
@@ -71,14 +71,14 @@ class PairwiseServer:
         elif isinstance(message, Maxima):
             self._maxima[message.client] = message.values
         elif isinstance(message, MaskedVector):
-            # Only the sum is kept. It stays under masks until enough shares are revealed.
+            # Keep only the sum, which stays masked until enough shares are revealed.
             self._total += message.vector
             self.survivors.add(message.client)
         else:
             self._revealed[message.client] = message
 
     def inbox(self, client: int) -> dict[int, bytes]:
-        """Return the sealed shares for a client, by the client that has sent them."""
+        """Return the sealed shares for a client, by sender."""
         return {sender: s[client] for sender, s in self._sealed.items() if sender != client}
 
     def ranges(self) -> tuple[float, ...]:
@@ -86,14 +86,14 @@ class PairwiseServer:
         return tuple(map(max, zip(*self._maxima.values(), strict=True)))
 
     def total(self) -> np.ndarray:
-        """Return the sum of the survivors' integers, with all masks taken off.
+        """Return the sum of the survivors' integers, with all masks removed.
 
         Raises:
             FederationError: If too few clients came back, or revealed their shares.
         """
         self.require_enough(len(self.survivors), "came back")
         self.require_enough(len(self._revealed), "revealed their shares")
-        # All secrets are shared at the same points, so that the weights are computed once.
+        # All secrets are shared at the same points, so the weights are computed once.
         repliers = sorted(self._revealed)[: self.threshold]
         weights = weights_at_zero([point_of(client) for client in repliers])
 
@@ -114,13 +114,13 @@ class PairwiseServer:
         """
         if count < self.threshold:
             raise FederationError(
-                f"secure aggregation: {count} of {len(self.clients)} clients {have}, and "
+                f"secure aggregation: {count} of {len(self.clients)} clients {have}, but "
                 f"{self.threshold} are needed; let more clients take part, or lower "
                 "trainer.secure_sum.threshold"
             )
 
     def _remove_pairs(self, total: np.ndarray, dropped: int, private: bytes) -> None:
-        """Take off the masks that the survivors share with a client that did not come back."""
+        """Remove the masks that the survivors share with a dropped client."""
         if public_key(private) != self.public[dropped].masking:
             raise _wrong_shares(dropped)
         for client in sorted(self.survivors):
@@ -128,7 +128,7 @@ class PairwiseServer:
             add_keystream(total, key, -mask_sign(client, dropped))
 
     def _fault(self, message: Message) -> str | None:
-        """Return why a message cannot be taken, or ``None``."""
+        """Return why a message cannot be accepted, or ``None``."""
         client = message.client
         if isinstance(message, PublicKeys):
             sizes = [KEY_BYTES] * 2
@@ -170,9 +170,9 @@ def _wrong_shares(owner: int) -> FederationError:
 
 
 def _first(client: int, known: Container[int], is_good: bool, expected: str) -> str | None:
-    """Return the fault of a message that is wrong, or not the client's first of its kind."""
+    """Return the fault of a message that is wrong, or a repetition."""
     if client in known:
-        return "it has sent one already"
+        return "it has already sent one"
     return None if is_good else f"{expected} are expected now"
 
 

@@ -1,4 +1,4 @@
-"""Quantization: every number of an update with a few bits."""
+"""Quantization of updates to a few bits per number."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -24,19 +24,18 @@ from flsuite.state import nbytes
 
 @dataclass(frozen=True)
 class Quantize(Transform, Settings):
-    """Every float of the change and of the statistics with ``bits`` bits.
+    """Quantizes every float of the change and of the statistics to ``bits`` bits.
 
     Each tensor x is rounded to multiples of ``s = max|x| / (2^(bits-1) - 1)``, with an error of at
     most ``s / 2``. Zeros stay zeros. A tensor without negative values, such as a Fisher diagonal,
-    needs no sign and takes ``bits - 1``. With 16 bits, a change and a Fisher diagonal are together
-    smaller than the model in float32. Integers, such as counters, travel as they are, and so do
-    buffers.
+    needs no sign and takes ``bits - 1``. With 16 bits, a change and a Fisher diagonal together are
+    smaller than the model in float32. Integers, such as counters, and buffers are sent unchanged.
 
-    The log has ``quantized_to_zero/change``, and the same for every statistic: the share of its
-    numbers other than zero that became zero, which are those below ``s / 2``.
+    Logged is ``quantized_to_zero/change``, and the same for every statistic: the fraction of its
+    nonzero numbers that became zero because they are below ``s / 2``.
 
-    K-FAC factors and Gram matrices are refused. Rounded number by number they would no longer be
-    positive semi-definite. :class:`~flsuite.exchange.LowRank` keeps them so.
+    K-FAC factors and Gram matrices are refused, because rounding each number would make them
+    indefinite. :class:`~flsuite.exchange.LowRank` keeps them positive semidefinite.
 
     Args:
         bits: Bits per number, from 2 to 16.
@@ -45,7 +44,7 @@ class Quantize(Transform, Settings):
     bits: Bits = 16
 
     needs = frozenset({"clients", "rounded matrices"})
-    # A second one would find codes in place of numbers.
+    # A second codec would receive codes instead of numbers.
     withholds = {**WITHHELD, "rounded matrices": "has rounded all numbers"}
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
@@ -71,15 +70,15 @@ class Quantize(Transform, Settings):
 class TreeQuantizer(TreeCode):
     """Packs the float tensors of nested dicts, and counts the numbers that become zero.
 
-    Integer tensors and numbers stay as they are, and so do float tensors that codes would not make
+    Integer tensors and numbers stay unchanged, and so do float tensors that codes would not make
     smaller.
 
     Args:
         bits: Bits per number.
 
     Attributes:
-        counts: Per part, the numbers other than zero.
-        lost: Per part, those of them whose code is zero.
+        counts: The count of nonzero numbers, per part.
+        lost: The count of those whose code is zero, per part.
     """
 
     def __init__(self, bits: int) -> None:
@@ -110,7 +109,7 @@ class TreeQuantizer(TreeCode):
         return self._packed(template) if self._is_packed(template) else template
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of numbers other than zero that became zero, per part."""
+        """Return the fraction of nonzero numbers that became zero, per part."""
         return {
             f"quantized_to_zero/{part}": self.lost[part] / count
             for part, count in self.counts.items()
@@ -118,7 +117,7 @@ class TreeQuantizer(TreeCode):
         }
 
     def _is_packed(self, leaf: Any) -> bool:
-        """Return whether a leaf is packed. Both sides know it from the shape and the dtype."""
+        """Return whether a leaf is packed, which depends only on its shape and dtype."""
         is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return is_float and nbytes(self._packed(leaf)) < nbytes(leaf)
 

@@ -1,4 +1,4 @@
-"""The base class of secure aggregation: the server learns a sum alone."""
+"""The interface of secure aggregation, in which the server learns only a sum."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -25,7 +25,7 @@ class PartyCost:
 
 @dataclass
 class SumReport:
-    """What secure aggregation has cost, and whose contributions are in it.
+    """The cost of secure aggregation, and the clients whose contributions it includes.
 
     Attributes:
         survivors: Clients whose contributions are in the sum, ascending.
@@ -41,7 +41,7 @@ class SumReport:
 
 
 class Parties(ABC):
-    """The clients of a round in a simulation: each of them stands for a device.
+    """The simulated client devices of a round.
 
     Attributes:
         clients: The cohort, ascending.
@@ -51,17 +51,17 @@ class Parties(ABC):
 
     @abstractmethod
     def hold(self, client: int, contribution: State) -> None:
-        """Leave the contribution of a trained client on its device.
+        """Move a trained client's contribution to its device.
 
         Raises:
-            ValueError: If they cannot be summed. The text says why.
+            ValueError: If it cannot be summed. The message says why.
         """
 
 
 class SecureAggregation(ABC):
-    """How the sum of the clients' contributions is formed while the server sees none of them.
+    """A protocol that sums the clients' contributions without showing them to the server.
 
-    A subclass takes its parameters in ``__init__`` and keeps each under its own name.
+    A subclass takes its parameters in ``__init__`` and stores each under its own name.
     """
 
     @abstractmethod
@@ -69,20 +69,20 @@ class SecureAggregation(ABC):
         """Prepare for contributions, and refuse settings that cannot work.
 
         Args:
-            template: The contribution of any client. Only names and shapes count.
+            template: The contribution of any client. Only names and shapes matter.
             clients: Clients per round.
         """
 
     @abstractmethod
     def size(self) -> int:
-        """Return the bytes that a client sends in a round of all clients, after :meth:`configure`.
+        """Return the bytes that a client sends in a full round, after :meth:`configure`.
 
-        They are those of the protocol: keys, shares and masked contributions.
+        This counts the protocol: keys, shares and masked contributions.
         """
 
     @abstractmethod
     def begin(self, clients: Sequence[int]) -> Parties:
-        """Let the clients of a round agree on keys, before they train.
+        """Let the clients of a round agree on keys before they train.
 
         Raises:
             FederationError: If there are too few of them.
@@ -92,13 +92,13 @@ class SecureAggregation(ABC):
     def finish(
         self, parties: Parties, arrived: Collection[int], gone: Collection[int] = ()
     ) -> tuple[State, SumReport]:
-        """Return the sums in float64, and what they have cost.
+        """Return the sums in float64, and their cost.
 
         Args:
-            parties: What :meth:`begin` returned.
-            arrived: Clients that are back. Each has called :meth:`Parties.hold`.
-            gone: Clients that are lost after they have sent their masked contribution.
+            parties: The return value of :meth:`begin`.
+            arrived: Clients that came back. Each has called :meth:`Parties.hold`.
+            gone: Clients that are lost after sending their masked contribution.
 
         Raises:
-            FederationError: If too few clients are back, or left at the end.
+            FederationError: If too few clients came back, or remain at the end.
         """

@@ -1,15 +1,15 @@
-"""Shamir's secret sharing: any t of n shares give the secret, and fewer tell nothing.
+"""Shamir's secret sharing: any t of n shares reconstruct the secret, fewer reveal nothing.
 
 Shamir 1979, How to Share a Secret, Communications of the ACM 22(11). A secret is the constant term
-of a polynomial of degree t - 1 over a prime field, whose other coefficients are random. A share is
-its value at a point.
+of a polynomial of degree t - 1 over a prime field, with random other coefficients. A share is its
+value at a point.
 """
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
 PRIME = 2**256 + 297
-"""The smallest prime above all secrets of 32 bytes."""
+"""The smallest prime above all 32-byte secrets."""
 
 SECRET_BYTES = 32
 SHARE_BYTES = 33  # the prime has 257 bits
@@ -20,10 +20,10 @@ def split_secret(secret: bytes, threshold: int, points: Iterable[int]) -> dict[i
 
     Args:
         secret: 32 bytes.
-        threshold: Shares that give the secret.
+        threshold: Number of shares that reconstruct the secret.
         points: One number per share, all different.
     """
-    # From the operating system, not from the run's seed: who knows the seed must not know these.
+    # From the operating system, because the run's seed must not reveal them.
     coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients.append(int.from_bytes(secret, "big"))
     shares = {}
@@ -37,7 +37,7 @@ def split_secret(secret: bytes, threshold: int, points: Iterable[int]) -> dict[i
 
 
 def weights_at_zero(points: Sequence[int]) -> dict[int, int]:
-    """Return Lagrange's weights: the value at 0 is their sum with the values at the points.
+    """Return Lagrange weights: the value at 0 is the weighted sum of the values at the points.
 
     Secrets that are shared at the same points have the same weights.
     """
@@ -56,14 +56,14 @@ def combine(shares: Mapping[int, bytes], weights: Mapping[int, int]) -> bytes:
     """Return the secret.
 
     Args:
-        shares: Shares by point, at least those that have a weight.
-        weights: The weights of as many points as the threshold says.
+        shares: Shares by point, at least for the points with a weight.
+        weights: The weights of ``threshold`` points.
 
     Raises:
-        ValueError: If these are no shares of one secret.
+        ValueError: If these are not shares of one secret.
     """
     values = (int.from_bytes(shares[point], "big") * weight for point, weight in weights.items())
     secret = sum(values) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise ValueError("the shares are not those of one secret")
+        raise ValueError("the shares do not belong to one secret")
     return secret.to_bytes(SECRET_BYTES, "big")

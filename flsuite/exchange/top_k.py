@@ -19,21 +19,21 @@ from flsuite.state import State
 
 @dataclass(frozen=True)
 class TopK(Transform, Settings):
-    """The largest entries of a client's change. What is left out is added to its next change.
+    """Sends the largest entries of a client's change. The rest is added to its next change.
 
     The client adds the residual of its earlier fits to its change. It sends the k entries of
-    largest magnitude, over all parameters together, and keeps what they leave out as the new
-    residual. Both papers do so with the step of SGD. The first fit of a client has no residual.
+    largest magnitude over all parameters, and keeps the rest as the new residual. Both papers apply
+    this to the step of SGD. The first fit of a client has no residual.
 
-    An entry travels as its int32 index and its float32 value. That is 8 bytes per entry, so that
-    less than half of the entries must be sent to save bytes. With ``fraction`` 1 the model itself
-    travels, and arrives bit for bit.
+    An entry is sent as its int32 index and its float32 value. That is 8 bytes per entry, so fewer
+    than half of the entries must be sent to save bytes. With ``fraction`` 1, the model itself is
+    sent, and arrives bit for bit.
 
-    Statistics travel as they are. A residual takes as much of the client's memory as the
-    parameters. The log has ``change_sent``, the share of the squared change that is sent.
+    Statistics are sent unchanged. A residual takes as much of the client's memory as the
+    parameters. Logged is ``change_sent``, the fraction of the squared change that is sent.
 
     Args:
-        fraction: Entries to send, as a share of all parameters. At least one is sent.
+        fraction: Entries to send, as a fraction of all parameters. At least one is sent.
     """
 
     fraction: Fraction = 0.01
@@ -50,11 +50,11 @@ class TopK(Transform, Settings):
         if "residual" in fit.memory:
             total += fit.memory["residual"]
 
-        # In ascending order, so that the message does not depend on how topk breaks its work up.
+        # Sort, so the message does not depend on how topk splits its work.
         largest = torch.topk(total.abs(), self._count(len(total)), sorted=False)
         chosen = largest.indices.sort().values
         values = total[chosen].float()
-        # What rounding to float32 leaves out waits too.
+        # The residual includes the rounding error of float32.
         residual = total.index_add(0, chosen, values.double(), alpha=-1)
         fit.memory["residual"] = residual.float()
 
@@ -70,9 +70,9 @@ class TopK(Transform, Settings):
         vector = torch.zeros(size)
         vector[code["indexes"].long()] = code["values"]
 
-        parts = vector.split([value.numel() for value in template.change.values()])
-        shaped = zip(template.change.items(), parts, strict=True)
-        return payload._replace(change={k: part.reshape(v.shape) for (k, v), part in shaped})
+        pieces = vector.split([value.numel() for value in template.change.values()])
+        shaped = zip(template.change.items(), pieces, strict=True)
+        return payload._replace(change={k: piece.reshape(v.shape) for (k, v), piece in shaped})
 
     def template(self, template: Payload) -> Payload:
         size = _size(template.change)
@@ -88,10 +88,10 @@ class TopK(Transform, Settings):
         return max(1, round(self.fraction * size))
 
     def _checked(self, payload: Payload, template: Payload, size: int) -> State:
-        """Return the code of a message, which may be anything.
+        """Return the code of a message, which may contain anything.
 
         Raises:
-            ValueError: If it is no code of such a change.
+            ValueError: If it is not a code of such a change.
         """
         require_match(payload.change, self.template(template).change, "change")
         require_match(payload.statistics, template.statistics, "statistics")

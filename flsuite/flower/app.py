@@ -1,7 +1,7 @@
-"""The two halves of a Flower app, made from a config of flsuite.
+"""The two halves of a Flower app, built from a flsuite config.
 
-Flower's ``pyproject.toml`` names them and the config. The config lies beside it, and travels to the
-nodes with the app::
+Flower's ``pyproject.toml`` names them and the config. The config is in the same folder, and is sent
+to the nodes with the app::
 
     [tool.flwr.app.components]
     serverapp = "flsuite.flower.app:server_app"
@@ -52,13 +52,13 @@ def _arguments(context: Context) -> tuple[str, ...]:
 
 
 def _find(name: str) -> Path:
-    """Return the config's path, in the app's folder or in the working directory."""
-    # Flower puts the folder of the app on the path of imports.
+    """Return the path of the config, in the app's folder or in the working directory."""
+    # Flower adds the app's folder to the import path.
     places = [Path(folder or ".", name) for folder in (*sys.path, ".")]
     config = next((place for place in places if place.is_file()), None)
     if config is None:
         raise FlsuiteError(
-            f"flsuite-config: there is no {name} in the folder of the app, nor in {Path.cwd()}"
+            f"flsuite-config: {name} is neither in the folder of the app nor in {Path.cwd()}"
         )
     return config
 
@@ -66,7 +66,7 @@ def _find(name: str) -> Path:
 def _build(arguments: tuple[str, ...]) -> tuple[Any, Any, Any]:
     """Return the trainer, the model and the data module of these arguments."""
     from flsuite.commands.fit import build
-    from flsuite.commands.main import import_plugins
+    from flsuite.commands.plugins import import_plugins
 
     import_plugins(list(arguments))
     return build(list(arguments))
@@ -74,7 +74,7 @@ def _build(arguments: tuple[str, ...]) -> tuple[Any, Any, Any]:
 
 @lru_cache(maxsize=1)
 def _kept_site(arguments: tuple[str, ...]) -> "Site":
-    """Return the site, which Flower's simulation uses for many messages of one process."""
+    """Return the cached site. Flower's simulation uses it for many messages in one process."""
     from flsuite.flower.client import Site
 
     return Site(*_build((*arguments, *_ON_A_NODE)))
@@ -93,10 +93,10 @@ def _serve(grid: Grid, context: Context) -> None:
 
 
 def make_client_app(site: Callable[[Context], "Site"]) -> ClientApp:
-    """Return a Flower app for nodes that are one client each, named by their ``partition-id``.
+    """Return a Flower app for nodes that are one client each, identified by ``partition-id``.
 
     Args:
-        site: Returns the site of a node, new or kept. It is called when there is work.
+        site: Returns the site of a node, new or cached. Called when there is work.
     """
     app = ClientApp()
     app.query()(introduce)
@@ -108,7 +108,7 @@ def make_client_app(site: Callable[[Context], "Site"]) -> ClientApp:
 def _answering(
     work: Callable[[Message, Context], Message],
 ) -> Callable[[Message, Context], Message]:
-    """Turn a request that cannot be met into an answer with the reason."""
+    """Convert a request that cannot be fulfilled into an answer with the reason."""
 
     def answer(message: Message, context: Context) -> Message:
         try:

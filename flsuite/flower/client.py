@@ -1,4 +1,4 @@
-"""Any flsuite model as a client of Flower."""
+"""A Flower client for any flsuite model."""
 
 import logging
 from typing import Any
@@ -12,6 +12,8 @@ from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Split
 from flsuite.models.base import ClientModel
+from flsuite.runs.preparation import set_precision, worker_setup
+from flsuite.server.evaluation import Evaluator
 from flsuite.state import State, mismatch
 from flsuite.trainer import FederatedTrainer
 
@@ -24,27 +26,28 @@ _SPLITS: tuple[Split, ...] = ("val", "test")
 class Site:
     """Trains and scores clients where their data is.
 
-    What a client keeps (private entries of the model, the algorithm's notes, optimizers) lies in
-    the context of its node. Flower stores it there and never sends it. A site remembers nothing
-    else, so one site serves many simulated nodes. Lightning callbacks have the state that the
-    node's config gives them. Their state on the server does not travel.
+    A client's memory (private entries of the model, the algorithm's notes, optimizers) is in the
+    context of its node. Flower stores it there and never sends it. A site keeps no other state, so
+    one site serves many simulated nodes. Lightning callbacks have the state that the node's config
+    gives them. Their state on the server is not sent.
 
     Args:
-        trainer: The settings of the run; its rounds, engine and loggers are not used.
-        model: What the client trains.
-        datamodule: The data, split among all clients as on the server.
+        trainer: The settings of the run. Its rounds, engine and loggers are not used.
+        model: The model to train.
+        datamodule: The data, split among all clients like on the server.
     """
 
     def __init__(
         self, trainer: FederatedTrainer, model: ClientModel, datamodule: FederatedDataModule
     ) -> None:
         trainer.writes = False
+        self.trainer = trainer
         self.run = trainer.prepare(model, datamodule)
         self.engine = InProcess(threads=getattr(trainer.engine, "threads", 1))
-        self.engine.start(trainer.worker_setup(self.run))
+        self.engine.start(worker_setup(trainer, self.run))
 
     def train(self, message: Message, context: Context) -> Message:
-        """Fit one client, and answer with its update or with the reason why there is none.
+        """Fit one client, and answer with its update or the reason of a failure.
 
         Raises:
             FlsuiteError: If the request is for another client or another model.
@@ -55,6 +58,7 @@ class Site:
                 f"node {context.node_id} is client {client} and was sent a fit of client "
                 f"{order['client']}"
             )
+        self._follow(order["precision"])
         received, callbacks = unpack("received", message.content), self.run.callbacks.for_clients()
         broadcast = Broadcast(order["round"], self._shared(message), received, callbacks)
         memory = _recall(context)
@@ -62,20 +66,21 @@ class Site:
 
         self.engine.submit([request])
         outcome = self.engine.collect(request.number)
-        # What the server would refuse must not be remembered here either.
+        # Do not keep the memory of a fit that the server would refuse.
         result = self.run.federation.uplink.checked(outcome, broadcast)
         if isinstance(result, ClientFailure):
             what = result.round, client, result.reason, result.details
             log.warning("round %d: client %d failed: %s\n%s", *what)
             return Message(Error(FAILED, result.reason), reply_to=message)
-        # What is sent is the packed update, which the server unpacks itself.
+        # Send the packed update, which the server unpacks itself.
         assert isinstance(outcome, ClientResult)
         _remember(context, outcome.memory)
         return Message(write_update(outcome.update), reply_to=message)
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Score the client's own model, with the shared part as received, on every split."""
+        """Score the client's own model on every split, with the received shared part."""
         client, request = own_client(context), unpack("evaluation", message.content)
+        self._follow(request["precision"])
         federation, evaluator = self.run.federation, self.run.evaluator
         evaluator.data = federation.data.at(request["round"])
         private = _recall(context).get("model", {})
@@ -83,13 +88,31 @@ class Site:
 
         records = RecordDict()
         for split in _SPLITS:
-            # The server cannot know yet whether a callback ends the run with this round, which
-            # then has scores by class.
+            # Always with details, because a callback may end the run with this round, whose scores
+            # then include the accuracy per class.
             scores = evaluator.own(client, state, split, details=split == "test")
             for field, numbers in scores._asdict().items() if scores else ():
                 values = {name: float(value) for name, value in numbers.items()}
                 records[f"{split}.{field}"] = MetricRecord(values)
         return Message(records, reply_to=message)
+
+    def _follow(self, precision: str | int | None) -> None:
+        """Take the precision of the server, which another CPU may have decided."""
+        if self.trainer.client_kwargs.get("precision") == precision:
+            return
+        set_precision(self.trainer, precision)
+        evaluator = self.run.evaluator
+        self.run.evaluator = Evaluator(
+            evaluator.model,
+            evaluator.data,
+            evaluator.device,
+            self.trainer.precision_plugin.forward_context,
+            seed=evaluator.seed,
+            trainer_kwargs=self.trainer.client_kwargs,
+            attack=evaluator.attack,
+        )
+        self.engine.stop()
+        self.engine.start(worker_setup(self.trainer, self.run))
 
     def _shared(self, message: Message) -> State:
         state = to_state(message.content.array_records[ARRAYS])
@@ -102,7 +125,7 @@ class Site:
 
 
 def _recall(context: Context) -> dict[str, Any]:
-    """Return what the client kept in this run, and nothing that it kept in another one."""
+    """Return the client's memory of this run, ignoring other runs."""
     if _MEMORY not in context.state:
         return {}
     kept = unpack(_MEMORY, context.state)

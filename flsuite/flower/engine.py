@@ -25,7 +25,7 @@ class Mail:
 
     Args:
         kind: Flower's type of message.
-        nodes: Client to node, of those that are connected.
+        nodes: Client to node, for connected nodes.
         round: Flower's number of the round.
         config: Flower's config of the round.
     """
@@ -39,7 +39,7 @@ class Mail:
         self.head = {"config": ConfigRecord({**config, "server-round": round})}
 
     def messages(self, contents: Mapping[int, dict[str, Any]]) -> list[Message]:
-        """Return one message per client that is connected."""
+        """Return one message per connected client."""
         group = str(self.round)
         return [
             Message(
@@ -53,8 +53,8 @@ class Mail:
 class NodeEngine(Engine):
     """Trains on the nodes of a grid.
 
-    Flower's loop sends the messages and receives the answers. In between, this is an engine like
-    any other: requests are submitted, and their outcomes are collected.
+    Flower's loop sends the messages and receives the answers. In between, this behaves like any
+    other engine: requests are submitted, and their outcomes are collected.
     """
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class NodeEngine(Engine):
         return list(self._requests)
 
     def requests(self, nodes: Mapping[int, int]) -> list[FitRequest]:
-        """Return the pending requests, which are about to be sent to these nodes."""
+        """Return the pending requests, to be sent to these nodes."""
         self._nodes = nodes
         return list(self._requests.values())
 
     def deliver(self, answers: Iterable[Message]) -> None:
-        """Take the answers of the nodes."""
+        """Store the answers of the nodes."""
         self._answers = by_node(answers)
 
     def collect(self, number: int) -> Outcome:
@@ -91,7 +91,7 @@ class NodeEngine(Engine):
         if answer is None:
             return request.failure("its node did not answer in time")
         if answer.has_error():
-            # In later rounds one node must not end the run for all.
+            # In later rounds, a single node must not end the run.
             if answer.error.code == REFUSED and round == 1:
                 raise FlsuiteError(str(answer.error.reason))
             return request.failure(str(answer.error.reason))
@@ -103,18 +103,18 @@ class NodeEngine(Engine):
             return request.failure(reason)
         if (update.client, update.round) != (client, round):
             return request.failure(
-                f"its answer is that of client {update.client} in round {update.round}"
+                f"its answer is from client {update.client} in round {update.round}"
             )
         update.number = number
         return ClientResult(update, {})
 
 
 class NodeEvaluator(Evaluator):
-    """Scores of the clients' own models, which their nodes have measured.
+    """Scores of the clients' own models, measured on their nodes.
 
     Attributes:
         asked: The clients that were asked in this round.
-        rows: Split to client to scores, of the clients that have answered.
+        rows: Split to client to scores, for clients that answered.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -125,14 +125,14 @@ class NodeEvaluator(Evaluator):
             evaluator.precision,
             evaluator.batch_size,
         )
-        self._steps = evaluator._steps  # it knows the names of what the model logs
+        self._steps = evaluator._steps  # it has the names of the logged metrics
         self.asked: set[int] = set()
         self.rows: dict[str, dict[int, OwnScores]] = {}
 
     def _own_rows(
         self, federation: Federation, split: Split, clients: Sequence[int], details: bool
     ) -> dict[int, OwnScores]:
-        """Return the scores of these clients, or none unless all of them were asked."""
+        """Return the scores of these clients. Empty unless all of them were asked."""
         if not self.asked.issuperset(clients):
             log.warning(
                 "round %d: not scored on %s data: nodes are asked for scores before callbacks can "
@@ -147,11 +147,11 @@ class NodeEvaluator(Evaluator):
 
 
 class NodeStore(ClientStore):
-    """Stands in for what clients keep, which lies on their nodes.
+    """A client store without memories, which are on the clients' nodes.
 
     Args:
-        personal: Whether models have private parts. The server must not take their initial values
-            for the clients' own.
+        personal: Whether models have private parts. Their initial values on the server must not be
+            mistaken for the clients' own.
     """
 
     def __init__(self, personal: bool) -> None:
@@ -159,18 +159,18 @@ class NodeStore(ClientStore):
         self.is_local = not personal
 
     def __getitem__(self, client: int) -> Memory:
-        """Return nothing: a node adds what its client keeps."""
+        """Return an empty memory. The node adds its client's memory."""
         return {}
 
     def private(self, client: int) -> State:
         if not self.is_local:
             raise FlsuiteError(
-                f"the private part of client {client} lies on its node; under Flower, leave out "
+                f"the private part of client {client} is on its node; under Flower, leave out "
                 "callbacks that need it"
             )
         return {}
 
 
 def by_node(answers: Iterable[Message]) -> dict[int, Message]:
-    """Return the answers by the node that sent them."""
+    """Return the answers by sending node."""
     return {answer.metadata.src_node_id: answer for answer in answers}

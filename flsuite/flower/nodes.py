@@ -1,4 +1,4 @@
-"""Which node is which client.
+"""The mapping between Flower nodes and clients.
 
 This module imports neither torch nor Lightning, because a node answers in a new process.
 """
@@ -14,14 +14,14 @@ from flsuite.errors import FlsuiteError
 log = logging.getLogger("flsuite")
 
 FAILED = 1000
-"""The code of an error that costs the round this client."""
+"""The code of an error that loses this client for the round."""
 REFUSED = 1001
-"""The code of a request that cannot be met. In the first round it ends the run."""
+"""The code of a request that cannot be fulfilled. In the first round, it ends the run."""
 _ANSWER_WITHIN = 300.0  # seconds; a SuperNode starts a process for the answer
 
 
 def own_client(context: Context) -> int:
-    """Return the client that a node is.
+    """Return the client that a node represents.
 
     Raises:
         FlsuiteError: If its configuration does not name one.
@@ -36,7 +36,7 @@ def own_client(context: Context) -> int:
 
 
 def introduce(message: Message, context: Context) -> Message:
-    """Answer which client this node is, and how many clients it was told of."""
+    """Answer with this node's client, and the number of clients in its configuration."""
     number = context.node_config.get("num-partitions", -1)
     answer = ConfigRecord({"client": own_client(context), "clients": number})
     return Message(RecordDict({"node": answer}), reply_to=message)
@@ -56,10 +56,10 @@ class Nodes:
     def all(self, grid: Grid) -> dict[int, int]:
         """Wait until every client is connected, without a limit, and return client to node.
 
-        Flower's own strategies wait in the same way.
+        Flower's own strategies also wait.
 
         Raises:
-            FlsuiteError: If a node is none of the clients.
+            FlsuiteError: If a node is not one of the clients.
         """
         last_logged = 0.0
         while len(connected := self.online(grid, strict=True)) < self.clients:
@@ -76,14 +76,14 @@ class Nodes:
         return connected
 
     def online(self, grid: Grid, strict: bool = False) -> dict[int, int]:
-        """Return client to node, of the clients that are connected now.
+        """Return client to node, for clients that are connected now.
 
         Args:
             grid: The nodes.
-            strict: Refuse a node that is none of the clients, instead of leaving it out.
+            strict: Refuse a node that is not one of the clients, instead of ignoring it.
 
         Raises:
-            FlsuiteError: If ``strict``, and a node is none of the clients.
+            FlsuiteError: If ``strict``, and a node is not one of the clients.
         """
         online = set(grid.get_node_ids())
         self._ask(grid, sorted(online - self._known.keys()), strict)
@@ -114,23 +114,23 @@ class Nodes:
                 raise FlsuiteError(f"node {node} {fault}")
             if fault is not None:
                 log.warning("node %d %s; it is left out", node, fault)
-            if not answer.has_error():  # after an error it is asked again
+            if not answer.has_error():  # after an error, it is asked again
                 self._known[node] = client
 
     def _read(self, answer: Message) -> tuple[int | None, str | None]:
-        """Return the client that a node is, or what is wrong with its answer."""
+        """Return the client that a node represents, or what is wrong with its answer."""
         if answer.has_error():
             return None, f"cannot say which client it is: {answer.error.reason}"
         record = answer.content.config_records.get("node", ConfigRecord())
         client, clients = record.get("client"), record.get("clients", -1)
         if not isinstance(client, int) or not 0 <= client < self.clients:
             return None, (
-                f"is client {client!r} (its partition-id), and data.clients is {self.clients}; "
+                f"is client {client!r} (its partition-id), but data.clients is {self.clients}; "
                 "number the nodes from 0"
             )
         if clients not in (-1, self.clients):
             return None, (
-                f"was told of {clients!r} clients (num-partitions), and data.clients is "
+                f"was told of {clients!r} clients (num-partitions), but data.clients is "
                 f"{self.clients}; start that many nodes, e.g. flwr run --federation-config "
                 f"num-supernodes={self.clients}"
             )

@@ -1,8 +1,8 @@
-"""Tensors and nested plain data as Flower's records, and back, bit for bit.
+"""Conversion of tensors and nested plain data to Flower records and back, bit for bit.
 
 A tree of dicts, lists, tuples, tensors, numbers, strings, booleans and ``None`` becomes two
 records: the numbered tensors, and a JSON text that says where each belongs. Nothing is pickled, so
-that reading a stranger's message executes nothing.
+reading an untrusted message executes nothing.
 """
 
 import json
@@ -19,7 +19,7 @@ from flsuite.messages import ClientUpdate
 from flsuite.state import State
 
 ARRAYS, METRICS = "arrays", "metrics"
-"""Where Flower's own strategies and mods look for a model and for numbers."""
+"""The keys under which Flower's strategies and mods expect a model and metrics."""
 SAMPLES = "num-examples"
 """Flower's name for the number of training samples."""
 _RAW = "flsuite.raw"
@@ -37,7 +37,7 @@ _OWN = (
 
 
 def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
-    """Return a state as Flower's record.
+    """Return a state as a Flower record.
 
     Flower's ``to_torch_state_dict`` reads it, except for types that NumPy does not have.
     """
@@ -57,7 +57,7 @@ def pack(name: str, tree: Any) -> dict[str, ArrayRecord | ConfigRecord]:
     """Return plain data as the records ``<name>`` and ``<name>.tensors``.
 
     Raises:
-        FlsuiteError: If something in it is not plain data.
+        FlsuiteError: If it contains anything but plain data.
     """
     tensors: State = {}
     text = json.dumps(_encoded(tree, tensors, name))
@@ -65,10 +65,10 @@ def pack(name: str, tree: Any) -> dict[str, ArrayRecord | ConfigRecord]:
 
 
 def unpack(name: str, records: RecordDict) -> Any:
-    """Return the plain data that :func:`pack` made records of.
+    """Return the plain data that :func:`pack` converted to records.
 
     Raises:
-        KeyError, TypeError, ValueError: If it is not there, or not whole.
+        KeyError, TypeError, ValueError: If it is missing or incomplete.
     """
     return _decoded(
         json.loads(str(records.config_records[name]["tree"])),
@@ -88,7 +88,7 @@ def read_update(records: RecordDict) -> ClientUpdate:
     """Return the update in the content of a message.
 
     Raises:
-        KeyError, TypeError, ValueError: If there is none.
+        KeyError, TypeError, ValueError: If there is no valid update.
     """
     rest = unpack("update", records)
     names = ("client", "round", "samples", "steps", "bytes_up", "bytes_down")
@@ -134,7 +134,7 @@ def _encoded(value: Any, tensors: State, where: str) -> Any:
     if isinstance(value, tuple):
         return {"tuple": _encoded(list(value), tensors, where)}
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        # Pairs, because keys of JSON objects are text, and optimizers have integers.
+        # Pairs, because JSON keys are text, but optimizer states have integer keys.
         pairs = value.items()
         return {"dict": [[key, _encoded(item, tensors, f"{where}.{key}")] for key, item in pairs]}
     raise FlsuiteError(
@@ -144,7 +144,7 @@ def _encoded(value: Any, tensors: State, where: str) -> Any:
 
 
 def _decoded(value: Any, tensors: State) -> Any:
-    """Return the tree that :func:`_encoded` was given."""
+    """Return the tree that :func:`_encoded` encoded."""
     if isinstance(value, list):
         return [_decoded(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -172,13 +172,13 @@ def _tensor(array: Array) -> Tensor:
     if array.stype != _RAW:
         return torch.from_numpy(array.numpy())
     (dtype,) = (dtype for dtype in _WITHOUT_NUMPY if str(dtype) == f"torch.{array.dtype}")
-    empty = torch.empty(0, dtype=dtype)  # frombuffer refuses an empty buffer
+    empty = torch.empty(0, dtype=dtype)  # frombuffer rejects an empty buffer
     flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else empty
     return flat.reshape(tuple(array.shape))
 
 
 def _without_numpy() -> list[torch.dtype]:
-    """Return the types that NumPy does not have, of those that this version of torch has."""
+    """Return the dtypes of this torch version that NumPy lacks."""
     names = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     return [getattr(torch, name) for name in names if hasattr(torch, name)]
 

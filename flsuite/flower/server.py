@@ -1,4 +1,4 @@
-"""A federation of Flower nodes, run as :meth:`FederatedTrainer.fit` runs one."""
+"""Runs a federation of Flower nodes, equivalent to :meth:`FederatedTrainer.fit`."""
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -19,11 +19,11 @@ def serve(
     datamodule: FederatedDataModule,
     timeout: float = 3600,
 ) -> Result:
-    """Run all rounds of ``trainer``, with the nodes of ``grid`` in the place of its engine.
+    """Run all rounds of ``trainer`` on the nodes of ``grid`` instead of its engine.
 
-    The run's folder is as after a fit, without the checkpoints to resume from: what clients keep
-    stays on their nodes, and Flower gives it to no other run. ``checkpoints/model.ckpt`` is the
-    global model.
+    The run folder is the same as after a fit, without the checkpoints for a resume: client memories
+    stay on their nodes, and Flower does not pass them to other runs. ``checkpoints/model.ckpt`` is
+    the global model.
 
     Args:
         grid: One node per client.
@@ -34,7 +34,7 @@ def serve(
         timeout: Seconds that a round waits for the nodes' answers.
 
     Raises:
-        FlsuiteError: If the request cannot be met.
+        FlsuiteError: If the request cannot be fulfilled.
         FederationError: If a round fails.
     """
     run = trainer.prepare(model, datamodule)
@@ -44,7 +44,7 @@ def serve(
         strategy = FlowerStrategy(run)
 
         def close_round(round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            """Score and record a round, except before the first one, when Flower calls this too."""
+            """Score and record a round. Flower's extra call before the first round is ignored."""
             if round == 0 or strategy.idle:
                 return None
             run.evaluate()

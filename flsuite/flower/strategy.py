@@ -1,4 +1,4 @@
-"""Any flsuite aggregator as a strategy of Flower."""
+"""A Flower strategy for any flsuite aggregator."""
 
 import logging
 from collections.abc import Iterable
@@ -24,23 +24,23 @@ log = logging.getLogger("flsuite")
 class FlowerStrategy(Strategy):
     """A federation whose clients are the nodes of a Flower grid.
 
-    A round has the same steps as :meth:`FederatedTrainer.fit`, so that the same seed gives the same
-    weights as on any of our engines. A node that is not connected, fails, or sends a faulty update
-    costs the round that client.
+    A round has the same steps as :meth:`FederatedTrainer.fit`, so the same seed gives the same
+    weights as any engine of flsuite. A node that is not connected, fails, or sends a faulty update
+    is lost for the round.
 
     Args:
-        run: The run, before its first round; its private parts then lie on the nodes.
+        run: The run, before its first round. Its private parts then stay on the nodes.
 
     Raises:
-        FlsuiteError: If the algorithm pools the clients' data, which no node holds, or the
-            schedule is not that of plain rounds.
+        FlsuiteError: If the algorithm pools the clients' data, which no node has, or the schedule
+            is not one of plain rounds.
     """
 
     def __init__(self, run: Run) -> None:
         federation = run.federation
         if federation.aggregator.pools:
             raise FlsuiteError(
-                f"{federation.aggregator.name} trains on everybody's data, which no node "
+                f"{federation.aggregator.name} trains on all clients' data, which no node "
                 "of Flower holds"
             )
         declarations = federation.schedule.declarations
@@ -56,13 +56,13 @@ class FlowerStrategy(Strategy):
             )
         if federation.uplink.masks:
             raise FlsuiteError(
-                "secure aggregation exchanges keys and shares before and after training, and a "
+                "secure aggregation exchanges keys and shares before and after training, but a "
                 "round of Flower has one message to a node and one answer; leave out "
                 "trainer.secure_sum, or run it with flsuite fit"
             )
         if run.reuse is not None:
             raise FlsuiteError(
-                "under Flower the clients' models lie on their nodes; leave out keep_updates and "
+                "under Flower the clients' models are on their nodes; leave out keep_updates and "
                 "from_updates"
             )
         federation.clients = NodeStore(bool(federation.entries.personal))
@@ -77,7 +77,7 @@ class FlowerStrategy(Strategy):
         self._asked: dict[int, int] = {}
 
     def initial_arrays(self) -> ArrayRecord:
-        """Return what to pass to :meth:`start`: the global model as it is."""
+        """Return the current global model, to be passed to :meth:`start`."""
         return to_arrays(self.federation.state)
 
     def start(
@@ -88,7 +88,7 @@ class FlowerStrategy(Strategy):
         *args: Any,
         **kwargs: Any,
     ) -> Result:
-        """Run Flower's own loop of rounds, from where an earlier start ended."""
+        """Run Flower's own loop of rounds, continuing after an earlier start."""
         options = self.run.options
         budget = replace(options.budget, rounds=self.run.round + num_rounds)
         self.run.options = replace(options, budget=budget)
@@ -101,7 +101,7 @@ class FlowerStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Start a round: draw the clients, and return the messages that ask them to train."""
+        """Start a round: draw the clients, and return the messages with training requests."""
         self.idle = self.run.finished
         if self.idle:
             return []
@@ -118,6 +118,7 @@ class FlowerStrategy(Strategy):
                 "batches": request.batches,
                 "round": request.broadcast.round,
                 "number": request.number,
+                "precision": self.run.settings["client"].get("precision"),
             }
             extras = pack("received", request.broadcast.extras)
             contents[request.client] = {ARRAYS: arrays, **extras, **pack("fit", order)}
@@ -126,11 +127,11 @@ class FlowerStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the next global model, and the numbers of the round.
+        """Return the next global model, and the metrics of the round.
 
         Raises:
             FederationError: If no usable update came back, or the next model is faulty.
-            FlsuiteError: If a node says in the first round that the request cannot be met.
+            FlsuiteError: If a node reports in the first round that the request cannot be fulfilled.
         """
         if self.idle:
             return None, None
@@ -147,10 +148,10 @@ class FlowerStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the messages that ask clients to score their own models.
+        """Return the messages with requests to score the clients' own models.
 
-        Private parts never leave their node, so such models are scored there. Others are scored on
-        the server.
+        Private parts never leave their node, so such models are scored there. Other models are
+        scored on the server.
         """
         self._asked, self.node_evaluator.rows = {}, {}
         self.node_evaluator.asked = set()
@@ -163,7 +164,8 @@ class FlowerStrategy(Strategy):
         asked = range(clients if run.finished else min(options.score_clients, clients))
         self._asked = {client: nodes[client] for client in asked if client in nodes}
         self.node_evaluator.asked = set(asked)
-        request = pack("evaluation", {"round": run.round})
+        precision = run.settings["client"].get("precision")
+        request = pack("evaluation", {"round": run.round, "precision": precision})
         content = {ARRAYS: arrays, **request}
         mail = Mail(MessageType.EVALUATE, nodes, server_round, config)
         return mail.messages(dict.fromkeys(asked, content))
@@ -187,7 +189,7 @@ class FlowerStrategy(Strategy):
         return MetricRecord(dict(scored[GLOBAL])) if scored else None
 
     def _take(self, arrays: ArrayRecord) -> None:
-        """Take the global model from Flower: the initial one, or the one it was given last."""
+        """Take the global model from Flower: the initial one, or the last one passed to it."""
         state = to_state(arrays)
         if fault := mismatch(state, self.federation.state):
             raise FlsuiteError(
@@ -197,7 +199,7 @@ class FlowerStrategy(Strategy):
 
 
 def _read_scores(answer: Message | None) -> dict[str, OwnScores]:
-    """Return what a node sent of its own model, by split."""
+    """Return the scores of a node's own model, by split."""
     if answer is None or answer.has_error():
         raise ValueError("no answer" if answer is None else answer.error.reason)
     fields: dict[str, dict[str, dict[str, float]]] = {}

@@ -7,14 +7,13 @@ from flsuite.metrics.continual import (
     forward_transfer,
 )
 from flsuite.metrics.dissimilarity import RunningDissimilarity
-from flsuite.metrics.scores import (
+from flsuite.metrics.scores import class_accuracy, scores, summary
+from flsuite.score_names import (
     HIGHER_IS_BETTER,
-    class_accuracy,
     lower_is_better,
+    main_scores,
     require_score,
     score_name,
-    scores,
-    summary,
 )
 
 __all__ = [
@@ -26,6 +25,7 @@ __all__ = [
     "forgetting",
     "forward_transfer",
     "lower_is_better",
+    "main_scores",
     "require_score",
     "score_name",
     "scores",

@@ -1,8 +1,8 @@
 """Scores of continual learning, from the matrix of accuracies by task.
 
-``R[i, j]`` is the accuracy on task j after training on task i. ``R[-1]``, the first row here, is
-the accuracy before any training. All functions take ``(..., 1 + tasks done, tasks)`` and return
-``(...)``.
+``R[i, j]`` is the accuracy on task j after training on task i. ``R[-1]``, stored as the first row,
+is the accuracy before any training. All functions take ``(..., 1 + completed tasks, tasks)`` and
+return ``(...)``.
 
 Lopez-Paz and Ranzato 2017, Gradient Episodic Memory for Continual Learning, arXiv:1706.08840, eqs.
 2 to 4. Chaudhry et al. 2018, Riemannian Walk for Incremental Learning, arXiv:1801.10112, eq. 4
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def average_accuracy(matrix: Tensor) -> Tensor:
-    """Return the mean accuracy over the tasks done, after the last of them."""
+    """Return the mean accuracy over the completed tasks, after the last one."""
     done = matrix.shape[-2] - 1
     return matrix[..., done, :done].mean(-1)
 
@@ -22,7 +22,7 @@ def average_accuracy(matrix: Tensor) -> Tensor:
 def backward_transfer(matrix: Tensor) -> Tensor:
     """Return ``mean_(i<T) R[T, i] - R[i, i]``, the effect of later tasks on earlier ones.
 
-    It is below 0 if the model forgets, and NaN for one task.
+    It is negative if the model forgets, and NaN for a single task.
     """
     rows = matrix[..., 1:, :]
     done = rows.shape[-2]
@@ -33,7 +33,7 @@ def backward_transfer(matrix: Tensor) -> Tensor:
 def forward_transfer(matrix: Tensor) -> Tensor:
     """Return ``mean_(i>1) R[i-1, i] - R[-1, i]``, the effect of earlier tasks on untrained ones.
 
-    It is NaN for one task.
+    It is NaN for a single task.
     """
     done = matrix.shape[-2] - 1
     ahead = torch.diagonal(matrix[..., 1:done, 1:], dim1=-2, dim2=-1)
@@ -41,10 +41,10 @@ def forward_transfer(matrix: Tensor) -> Tensor:
 
 
 def forgetting(matrix: Tensor) -> Tensor:
-    """Return ``mean_(j<T) max_(j<=i<T) R[i, j] - R[T, j]``, the mean fall from the best accuracy.
+    """Return ``mean_(j<T) max_(j<=i<T) R[i, j] - R[T, j]``, the mean drop from the best accuracy.
 
-    The maximum starts at the task's own training, so that a lucky score before it does not count.
-    Forgetting is NaN for one task.
+    The maximum starts at the task's own training, so a lucky score before it does not count.
+    Forgetting is NaN for a single task.
     """
     rows = matrix[..., 1:, :]
     done = rows.shape[-2]

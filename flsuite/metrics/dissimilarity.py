@@ -1,14 +1,14 @@
 """Gradient dissimilarity between clients, and its decomposition for a classifier of fused inputs.
 
-Let g_i be the gradient of client i's loss at a model that all clients share, and m the mean over
-clients: ``Gamma = mean_i ||g_i - m||^2``. Let f_i be a fused model's gradient, o_i that of the same
+Let g_i be the gradient of client i's loss at a shared model, and m the mean over clients:
+``Gamma = mean_i ||g_i - m||^2``. Let f_i be a fused model's gradient, o_i the gradient of the same
 classifier at the plain input, and r_i = f_i - o_i. Then exactly
 
     Gamma_fused = Gamma_orig + R + Phi,
     R = mean_i ||r_i - mean r||^2,
     Phi = 2 mean_i <o_i - mean o, r_i - mean r>
 
-and fusion lowers the dissimilarity if ``R + Phi < 0``, the calibration condition of FusedSpaceFed
+Fusion lowers the dissimilarity if ``R + Phi < 0``, the calibration condition of FusedSpaceFed
 (Di Cecco et al. 2025). All computations are in float64.
 """
 
@@ -19,9 +19,8 @@ from torch import Tensor
 class RunningDissimilarity:
     """The dissimilarity of gradients that arrive one client at a time.
 
-    It takes the memory of three gradients. Means and co-moments follow Welford's rule (1962), by
-    which equal gradients give exactly 0. A mean square minus a squared mean would leave a rounding
-    error.
+    It needs the memory of three gradients. Means and co-moments follow Welford (1962), so equal
+    gradients give exactly 0. A mean square minus a squared mean would leave a rounding error.
     """
 
     def __init__(self) -> None:
@@ -33,15 +32,14 @@ class RunningDissimilarity:
 
         Args:
             gradient: Gradient at the input that the model trains on, ``(d,)``.
-            plain: Gradient at the plain input, ``(d,)``, for a fused model. It is given for all
-                clients or for none.
+            plain: Gradient at the plain input, ``(d,)``, for a fused model. Give it for all clients
+                or for none.
         """
         gradient = gradient.double()
         self._gradient.add(gradient)
         if plain is not None:
             plain = plain.double()
-            # Welford's co-moment: one distance from the mean before the update, one from that
-            # after.
+            # Welford's co-moment: the product of distances before and after the update of the mean.
             before, _ = self._plain.add(plain)
             _, after = self._change.add(gradient - plain)
             self._cross += float(before @ after)
@@ -69,7 +67,7 @@ class RunningDissimilarity:
 
 
 class _Moments:
-    """The mean of vectors and the sum of their squared distances to it."""
+    """The mean of vectors, and the sum of their squared distances to it."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -91,7 +89,7 @@ class _Moments:
 
 
 def _relative(gamma: float, square: float) -> float:
-    # With a mean of zero the gradients are all zero, or they cancel.
+    # If the mean is zero, the gradients are all zero, or they cancel.
     if square > 0:
         return gamma / square
     return float("inf") if gamma > 0 else 0.0

@@ -1,8 +1,8 @@
-"""Epsilon of differential privacy, by the accountant of Google's ``dp-accounting``.
+"""Epsilon of differential privacy, computed by the accountant of Google's ``dp-accounting``.
 
-A step is one Gaussian mechanism on a random draw: of the clients of a round, or of the samples of a
-batch. Steps compose in Renyi differential privacy (Mironov 2017, arXiv:1702.07476), which is then
-turned into epsilon at a given delta.
+A step is one Gaussian mechanism on a random draw of a round's clients, or of a batch's samples.
+Steps compose in Renyi differential privacy (Mironov 2017, arXiv:1702.07476), which is then
+converted to epsilon at a given delta.
 """
 
 import logging
@@ -26,17 +26,16 @@ _TOLERANCE, _LEAST_NOISE, _MOST_NOISE = 1e-4, 0.05, 1e6
 class RandomDraw(NamedTuple):
     """How the clients of a round, or the samples of a batch, are drawn.
 
-    Neighbours differ in one client (or sample) that is added or removed, as McMahan et al. 2018
-    have it. Where fewer than all are drawn and their number is fixed, one client is replaced by
-    another one (Wang et al. 2019, arXiv:1808.00087, theorem 27). The sum then moves by up to twice
-    the clipping norm, so that the two epsilons cannot be compared.
+    Neighboring datasets differ in one client (or sample) that is added or removed, as in McMahan et
+    al. 2018. If a fixed number below all is drawn, one client is replaced by another one (Wang et
+    al. 2019, arXiv:1808.00087, theorem 27). The sum then moves by up to twice the clipping norm, so
+    the two epsilons are not comparable.
 
     Attributes:
         population: Number of clients.
-        expected: Mean number of clients that are drawn. It need not be whole under Poisson
-            sampling.
-        is_poisson: Whether each client is drawn independently of the others. Otherwise exactly
-            ``expected`` clients are drawn without replacement.
+        expected: Mean number of drawn clients. Under Poisson sampling, it may be fractional.
+        is_poisson: Whether each client is drawn independently. Otherwise exactly ``expected``
+            clients are drawn without replacement.
     """
 
     population: int
@@ -45,7 +44,7 @@ class RandomDraw(NamedTuple):
 
     @property
     def replaces(self) -> bool:
-        """Return whether neighbours differ in one client that is replaced."""
+        """Return whether neighboring datasets differ by a replacement."""
         return not self.is_poisson and self.expected < self.population
 
 
@@ -55,13 +54,13 @@ def default_delta(clients: int) -> float:
 
 
 def epsilon(sampling: RandomDraw, noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Return the epsilon that rounds of a federation, or steps of a fit, have spent.
+    """Return the epsilon spent by the rounds of a federation, or the steps of a fit.
 
     Args:
         sampling: How clients or samples are drawn.
-        noise_multiplier: Deviation of the noise on the sum of the changes or gradients, in
-            multiples of the clipping norm. Without noise epsilon is infinite.
-        rounds: Rounds or steps done, those with missing clients or none at all included.
+        noise_multiplier: Standard deviation of the noise on the sum of the changes or gradients, in
+            multiples of the clipping norm. Without noise, epsilon is infinite.
+        rounds: Completed rounds or steps, including those with missing clients or none at all.
         delta: The delta of the guarantee, in (0, 1).
 
     Raises:
@@ -78,7 +77,7 @@ def epsilon(sampling: RandomDraw, noise_multiplier: float, rounds: int, delta: f
 
 
 def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: float) -> float:
-    """Return the smallest noise multiplier, to 1e-4, whose epsilon is not above the target.
+    """Return the smallest noise multiplier, to 1e-4, whose epsilon does not exceed the target.
 
     Args:
         sampling: How cohorts are drawn.
@@ -93,7 +92,7 @@ def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: fl
     def spent(noise_multiplier: float) -> float:
         return epsilon(sampling, noise_multiplier, rounds, delta)
 
-    # Below the lower end the sums of the accountant overflow, and epsilon is in the thousands.
+    # Below the lower end, the accountant's sums overflow, and epsilon is in the thousands.
     lower, upper = _LEAST_NOISE, 1.0
     while spent(upper) > target:
         lower, upper = upper, 2 * upper
@@ -110,15 +109,15 @@ def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: fl
 
 
 def noise_beside_count(noise_multiplier: float, count_noise: float) -> float:
-    """Return the multiplier of the noise on the changes, where a noised count is published too.
+    """Return the multiplier of the noise on the changes if a noisy count is also published.
 
     It is ``z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)`` of Andrew et al. 2021, theorem 1: both
-    together are then worth one Gaussian mechanism of multiplier ``z``. A count of ``b - 1/2`` with
-    ``b`` 0 or 1 moves by 1/2 per client, which is where the 2 comes from.
+    together are then equivalent to one Gaussian mechanism of multiplier ``z``. A count of ``b -
+    1/2`` with ``b`` 0 or 1 moves by 1/2 per client, hence the factor 2.
 
     Args:
-        noise_multiplier: The multiplier ``z`` that is accounted for.
-        count_noise: The deviation ``sigma_b`` of the noise on the count, above ``z / 2``.
+        noise_multiplier: The multiplier ``z`` for the accountant.
+        count_noise: The standard deviation ``sigma_b`` of the noise on the count, above ``z / 2``.
     """
     if not noise_multiplier:
         return 0.0
@@ -127,7 +126,7 @@ def noise_beside_count(noise_multiplier: float, count_noise: float) -> float:
 
 @lru_cache(maxsize=64)
 def _rdp_of_a_round(sampling: RandomDraw, noise_multiplier: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the orders, and the Renyi divergence of one round at each of them."""
+    """Return the orders, and the Renyi divergence of one round at each order."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.rdp import RdpAccountant
 
@@ -138,14 +137,14 @@ def _rdp_of_a_round(sampling: RandomDraw, noise_multiplier: float) -> tuple[np.n
     with kept_logging():
         accountant.compose(_event(sampling, noise_multiplier))
 
-    # The bound for samples of fixed size is loose for large ones: it passes that of no sampling.
+    # For large samples of fixed size, the bound exceeds the one without sampling.
     sensitivity = 2.0 if sampling.replaces else 1.0
     of_all = accountant.orders * sensitivity**2 / (2 * noise_multiplier**2)
     return accountant.orders, np.minimum(accountant.rdp, of_all)
 
 
 def _event(sampling: RandomDraw, noise_multiplier: float) -> "DpEvent":
-    """Return one round as ``dp-accounting`` describes it."""
+    """Return one round as an event of ``dp-accounting``."""
     from dp_accounting import (
         GaussianDpEvent,
         PoissonSampledDpEvent,
@@ -153,7 +152,7 @@ def _event(sampling: RandomDraw, noise_multiplier: float) -> "DpEvent":
     )
 
     if sampling.replaces:
-        # The noise relative to the sensitivity: one change goes and another one comes.
+        # The sensitivity is 2, because one change replaces another.
         noise = GaussianDpEvent(noise_multiplier / 2)
         return SampledWithoutReplacementDpEvent(sampling.population, int(sampling.expected), noise)
     rate = sampling.expected / sampling.population
@@ -176,9 +175,9 @@ def _rdp_package() -> Any:
 def kept_logging() -> Iterator[None]:
     """Keep the root logger's handlers, and silence warnings of the accountant.
 
-    Libraries for differential privacy give the root logger a handler when they are imported or
-    write their first line. It would repeat every line of the federation. The accountant warns of
-    orders that it leaves out, which is no error.
+    Libraries for differential privacy add a handler to the root logger on import or with their
+    first message. It would duplicate every log line of the federation. The accountant also warns
+    about orders that it skips, which is not an error.
     """
     logger, handlers = logging.getLogger("absl"), list(logging.root.handlers)
     before = logger.level

@@ -1,6 +1,5 @@
-"""Scores of predictions, by torchmetrics."""
+"""Scores of predictions, computed with torchmetrics."""
 
-import re
 from collections.abc import Mapping
 
 import torch
@@ -8,25 +7,6 @@ from torch import Tensor
 from torchmetrics.functional import classification as tm
 
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError
-
-HIGHER_IS_BETTER = {
-    "accuracy": True,
-    "f1_macro": True,
-    "balanced_accuracy": True,
-    "auroc": True,
-    "loss": False,
-}
-_SPLIT_PREFIX = re.compile(r"^(val|valid|validation|test|eval)[_/]")
-_LOW = {
-    *("bpc", "brier", "cer", "distance", "ece", "entropy", "error", "hamming", "kl", "logloss"),
-    *("loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "rmse", "smape", "wer"),
-}
-_HIGH = {
-    *("acc", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "corr", "correlation", "dice"),
-    *("f1", "iou", "jaccard", "kappa", "map", "mcc", "mrr", "ndcg", "pearson", "precision", "psnr"),
-    *("r2", "recall", "rouge", "sensitivity", "spearman", "specificity", "ssim", "variance"),
-}
 
 
 def scores(
@@ -35,23 +15,23 @@ def scores(
     """Return accuracy, macro F1, balanced accuracy, AUROC, and the mean of every per-sample column.
 
     Balanced accuracy is the mean recall over the classes that occur in ``y``. For multi-label data,
-    accuracy is the mean over labels of the binary accuracy at one half. Balanced accuracy is then
-    the mean over labels of (sensitivity + specificity) / 2, or of the one that the label's samples
-    define. A score that is not defined on these samples, such as the AUROC of a single class, is
-    left out.
+    accuracy is the mean over labels of the binary accuracy at threshold one half. Balanced accuracy
+    is then the mean over labels of (sensitivity + specificity) / 2, or of whichever of the two is
+    defined. A score that is undefined on these samples, such as the AUROC of a single class, is
+    omitted.
 
     Args:
-        outputs: ``scores`` ``(n, classes)``, if it is a classification, and per-sample columns
-            ``(n,)``, such as ``loss``.
+        outputs: ``scores`` ``(n, classes)`` for a classification, and per-sample columns ``(n,)``,
+            such as ``loss``.
         y: Classes, int64 ``(n,)``, or labels, 0/1 ``(n, labels)``.
         spec: The data's task and number of classes.
-        auroc: Whether to compute the AUROC, the costly one of the scores.
+        auroc: Whether to compute the AUROC, which is the most expensive score.
     """
     values = {
         name: float(column.double().mean()) for name, column in outputs.items() if column.ndim == 1
     }
 
-    if "scores" not in outputs:  # no classification
+    if "scores" not in outputs:  # not a classification
         return values
     probabilities = outputs["scores"]
     values |= (
@@ -63,32 +43,6 @@ def scores(
     if auroc and (value := _auroc(probabilities, y, spec.num_classes)) is not None:
         values["auroc"] = value
     return values
-
-
-def lower_is_better(name: str) -> bool | None:
-    """Return whether low values of a score are good, by the words in its name.
-
-    The result is ``None`` where they do not say, or contradict each other.
-    """
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    low, high = bool(words & _LOW), bool(words & _HIGH)
-    return None if low == high else low
-
-
-def require_score(owner: str, **names: str) -> None:
-    """Refuse the name of a score of which it is not known whether high or low values are good."""
-    for argument, name in names.items():
-        if lower_is_better(name) is None:
-            raise FlsuiteError(
-                f"{owner}: {argument} must be one of {', '.join(HIGHER_IS_BETTER)}, or a number "
-                "that the model logs with such a word in its name (also error, mae, r2, ...), got "
-                f"{name!r}"
-            )
-
-
-def score_name(name: str) -> str:
-    """Return the name of a logged number without its split: ``val_loss`` is ``loss``."""
-    return _SPLIT_PREFIX.sub("", name).removesuffix("_epoch") or name
 
 
 def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str, float]:
@@ -143,7 +97,7 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
     labels = y.shape[1]
     sensitivity = tm.multilabel_recall(probabilities, y, num_labels=labels, average="none")
     specificity = tm.multilabel_specificity(probabilities, y, num_labels=labels, average="none")
-    # A label without positive samples has no sensitivity, one without negative ones no specificity.
+    # Sensitivity requires positive samples of a label, and specificity negative ones.
     defined = torch.stack([y.bool().any(0), ~y.bool().all(0)])
 
     return {
@@ -160,7 +114,7 @@ def _multilabel(probabilities: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def _auroc(probabilities: Tensor, y: Tensor, classes: int) -> float | None:
-    # A curve needs positive and negative samples, of every class or of a label.
+    # A curve needs positive and negative samples, for every class or for a label.
     if y.ndim == 2:
         defined = (y.any(0) & ~y.bool().all(0)).nonzero().squeeze(1)
         if not len(defined):

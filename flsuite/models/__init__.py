@@ -1,4 +1,4 @@
-"""The client models, and the backbones they are built from."""
+"""The client models, and the backbones that they are built from."""
 
 from flsuite.models.acvae import ACVAE
 from flsuite.models.backbones import CNN, MLP, Backbone, LeNet5, ResNet18, ResNet20, StridedCNN

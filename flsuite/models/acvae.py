@@ -1,7 +1,7 @@
-"""ACVAE: an autoencoder with one Gaussian per class in its latent space, which classifies by them.
+"""ACVAE: a VAE with one Gaussian per class in its latent space, also used for classification.
 
 Source: the adaptive conditional variational autoencoder of F-ACVAE, the model that CMGA aggregates.
-The conditional prior is that of Sohn et al. 2015, "Learning Structured Output Representation using
+The conditional prior follows Sohn et al. 2015, "Learning Structured Output Representation using
 Deep Conditional Generative Models".
 """
 
@@ -32,7 +32,7 @@ from flsuite.models.autoencoders import (
     TableEncoder,
 )
 from flsuite.models.backbones.base import Norm, Widths
-from flsuite.models.base import ClientModel
+from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.gaussians import kl_divergence, log_density, sample
 
 Reconstruction = Literal["mse", "bce"]
@@ -58,13 +58,13 @@ class ACVAE(ClientModel):
     A prediction takes the mean of q(z|x) and needs no label.
 
     H is a residual network, ``H(z) = z + h(z)``, and starts as the identity, because both z in the
-    KL term and H(z) in the posterior refer to the same priors. H maps the spaces of the private
-    encoders to one space.
+    KL term and H(z) in the posterior refer to the same priors. H maps the latent spaces of the
+    private encoders to a common one.
 
-    With ``negatives: present``, the cross-entropy in training runs over the classes in the batch
-    and has no effect on classes that a client lacks (Li and Zhan 2021, FedRS, the limit of its
+    With ``negatives: present``, the cross-entropy in training covers only the classes in the batch
+    and does not affect classes that a client lacks (Li and Zhan 2021, FedRS, the limit of its
     restricted softmax). With ``all``, each client pushes its samples away from the priors of
-    classes it lacks.
+    classes that it lacks.
 
     Inputs must be in [0, 1]: set ``data.standardize: false`` for images. Multi-label data is
     refused.
@@ -79,19 +79,20 @@ class ACVAE(ClientModel):
         reconstruction_weight: Weight of the reconstruction.
         kl_weight: Weight of the KL term.
         cls_weight: Weight of the classification.
-        negatives: Classes that the cross-entropy in training runs over: ``all``, or those
-            ``present`` in the batch.
+        negatives: Classes that the cross-entropy covers in training: ``all``, or those ``present``
+            in the batch.
         prior_scale: Standard deviation of the initial class centres.
         log_variance_limit: Bound on the absolute log variances of q and of the priors. It keeps the
             exponentials of the KL term finite.
-        class_prior: pi, one positive number per class, scaled to a sum of one. Default: uniform.
+        class_prior: pi, one positive number per class, normalized to a sum of one. Default:
+            uniform.
         dropout: Probability of dropping a hidden unit in the networks for tables.
-        norm: Normalisation in the networks for images.
+        norm: Normalization in the networks for images.
         private: Entries that stay with the client. ``[]`` shares the encoder too.
         optimizer: Optimizer of a fit.
 
     Attributes:
-        parameter_groups: The class priors, for an aggregator that treats them apart.
+        parameter_groups: The class priors, for an aggregator that treats them separately.
     """
 
     parameter_groups = {
@@ -138,14 +139,10 @@ class ACVAE(ClientModel):
         check_init(self, ACVAE)
 
     def build(self, spec: DataSpec) -> None:
-        if spec.task == "multilabel":
-            raise FlsuiteError(
-                "ACVAE has one prior per class, and a sample of multi-label data has several "
-                "classes; choose other data, or another model"
-            )
+        require_classes("ACVAE", spec, one_per_sample=True)
 
         self.encoder, self.decoder = self._networks(spec.shape)
-        # Zeros: H starts as the identity.
+        # Zero weights, so H starts as the identity.
         last = nn.Linear(self.mapper_width, self.latent_dim)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -153,7 +150,7 @@ class ACVAE(ClientModel):
             nn.Linear(self.latent_dim, self.mapper_width), nn.LeakyReLU(0.2), last
         )
 
-        # Random centres: the classes start apart.
+        # Random centres, so the classes start apart.
         self.prior_mean = nn.Parameter(
             self.prior_scale * torch.randn(spec.num_classes, self.latent_dim)
         )
@@ -166,12 +163,12 @@ class ACVAE(ClientModel):
                 f"ACVAE: class_prior has {len(pi)} numbers for {spec.num_classes} classes; "
                 "give one number per class"
             )
-        # Not persistent: pi comes from the config, and is nothing that clients average.
+        # Not persistent, because pi comes from the config and is not averaged.
         self.register_buffer("log_pi", (pi / pi.sum()).log(), persistent=False)
 
     def posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean and the log variance of q(z|x), float32 ``(n, latent_dim)`` each."""
-        # float32: the squares and exponentials of the KL term are too coarse in bfloat16.
+        # float32, because the squares and exponentials of the KL term are too coarse in bfloat16.
         mean, log_variance = self.encoder(x).float().chunk(2, dim=1)
         return mean, self._limited(log_variance)
 
@@ -188,7 +185,7 @@ class ACVAE(ClientModel):
 
         It is ``log N(h; mu_c, sigma_c^2) + log pi_c``.
         """
-        # A sum of squares over all latent dimensions: bfloat16 is too coarse.
+        # bfloat16 is too coarse for a sum of squares over all latent dimensions.
         with torch.autocast(h.device.type, enabled=False):
             means, log_variances = self.priors()
             return log_density(h.float()[:, None], means, log_variances) + self.get_buffer("log_pi")
@@ -208,17 +205,17 @@ class ACVAE(ClientModel):
     def sample(self, classes: Tensor) -> Tensor:
         """Draw from the priors of classes ``(n,)`` and decode to ``(n, *shape)``, within [0, 1]."""
         means, log_variances = self.priors()
-        # z and not H(z): the KL term fits q(z|x) to the priors.
+        # Use z, not H(z), because the KL term fits q(z|x) to the priors.
         z = sample(means[classes], log_variances[classes])
         return self.decoder(self.map(z)).float().sigmoid()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss, the mean over the batch."""
         x, y = batch
-        # One batch per epoch: the check reads numbers back from the device.
+        # Only one batch per epoch, because the check synchronizes with the device.
         if batch_idx == 0 and (x.min() < 0 or x.max() > 1):
             raise FlsuiteError(
-                "ACVAE reconstructs data within [0, 1], and this lies within "
+                "ACVAE reconstructs data within [0, 1], but this lies within "
                 f"[{float(x.min()):.3g}, {float(x.max()):.3g}]; set data.standardize to false for "
                 "images, or data.scale to minmax for a table"
             )
@@ -230,7 +227,7 @@ class ACVAE(ClientModel):
 
         logits = self.class_logits(h)
         if self.negatives == "present":
-            # Minus infinity takes a class out of the softmax, and out of its gradient.
+            # Minus infinity removes a class from the softmax and from its gradient.
             absent = torch.ones_like(logits[0], dtype=torch.bool).index_fill(0, y, False)
             logits = logits.masked_fill(absent, -torch.inf)
         return loss + self.cls_weight * F.cross_entropy(logits, y)
@@ -238,7 +235,7 @@ class ACVAE(ClientModel):
     def reconstruction_error(self, h: Tensor, x: Tensor) -> Tensor:
         """Return E(D(h), x) of each sample, in nats ``(n,)``."""
         logits = self.decoder(h).float()
-        # Sums and not means over the features: the loss is in nats, like the KL term.
+        # Sums over the features, not means, so the loss is in nats like the KL term.
         if self.reconstruction == "bce":
             return F.binary_cross_entropy_with_logits(logits, x, reduction="none").flatten(1).sum(1)
         return 0.5 * (logits.sigmoid() - x).square().flatten(1).sum(1)
@@ -251,11 +248,11 @@ class ACVAE(ClientModel):
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return the classification ``loss``, ``scores``, ``reconstruction`` and ``kl``, in nats.
 
-        The label enters ``loss`` and ``kl`` only.
+        Only ``loss`` and ``kl`` depend on the label.
         """
         x, y = batch
         mean, log_variance = self.posterior(x)
-        # The mean of q(z|x) and no draw from it: scores are deterministic.
+        # Use the mean of q(z|x) instead of a sample, so scores are deterministic.
         h = self.map(mean)
         logits = self.class_logits(h)
         return {
@@ -265,8 +262,8 @@ class ACVAE(ClientModel):
             "kl": self.kl(mean, log_variance, y),
         }
 
-    def pictures(self, x: Tensor) -> dict[str, Tensor]:
-        """Return ``reconstructions``, below their originals, and ``samples``, one row per class.
+    def pictures(self, x: Tensor) -> dict[str, dict[str, Tensor]]:
+        """Return ``reconstructions`` below their originals, and ``samples``, one row per class.
 
         Tables have no pictures.
         """
@@ -275,10 +272,10 @@ class ACVAE(ClientModel):
             return {}
 
         classes = torch.arange(self.spec.num_classes, device=x.device)
-        drawn = self.sample(classes.repeat_interleave(len(x)))
+        drawn = self.sample(classes.repeat_interleave(len(x))).split(len(x))
         return {
-            "reconstructions": torch.stack([x, self.reconstruct(x)]),
-            "samples": drawn.unflatten(0, (-1, len(x))),
+            "reconstructions": {"image": x, "reconstruction": self.reconstruct(x)},
+            "samples": dict(zip(self.spec.names, drawn, strict=True)),
         }
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -288,8 +285,8 @@ class ACVAE(ClientModel):
         return log_variance.clamp(-self.log_variance_limit, self.log_variance_limit)
 
     def _networks(self, shape: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
-        # Mean and log variance of q(z|x): the encoder has twice as many outputs.
-        # Smaller images go through the networks for tables.
+        # The encoder outputs mean and log variance of q(z|x), so it has twice as many outputs.
+        # Smaller images use the networks for tables.
         if len(shape) == 3 and min(shape[1:]) >= SMALLEST:
             image = (shape[0], shape[1], shape[2])
             return (

@@ -1,4 +1,4 @@
-"""Small autoencoders, each in two halves: a client can keep the encoder and share the decoder.
+"""Small autoencoders in two halves, so a client can keep the encoder and share the decoder.
 
 ``decoder(encoder(x))`` has the shape of ``x``, and its last layer is linear. Two are for images of
 at least :data:`SMALLEST` pixels per side, and one is for tables.
@@ -26,8 +26,8 @@ class UNetEncoder(nn.Module):
     Ronneberger et al. 2015, U-Net: Convolutional Networks for Biomedical Image Segmentation,
     arXiv:1505.04597.
 
-    The skip features come from here: with a private encoder they are private as well, although they
-    bypass the bottleneck.
+    The skip features come from the encoder. If the encoder is private, so are the skip features,
+    although they bypass the bottleneck.
     """
 
     def __init__(self, channels: int, norm: Norm = "batch", width: int = 16) -> None:
@@ -63,8 +63,8 @@ class UNetDecoder(nn.Module):
     def forward(self, features: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Decode the features of :class:`UNetEncoder` to images ``(n, c, h, w)``."""
         coarse, middle, fine = features
-        # The skip features set the size: halving rounds down, and doubling alone would lose a
-        # pixel.
+        # Take the size from the skip features, because halving rounds down and doubling would lose
+        # a pixel.
         h = self.middle(
             torch.cat([self.up_middle(coarse, output_size=list(middle.shape[-2:])), middle], 1)
         )
@@ -83,7 +83,7 @@ class BottleneckEncoder(nn.Module):
         widths = [shape[0], *_widths(width)]
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(widths):
-            # A norm has a bias of its own.
+            # A norm has its own bias.
             layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=norm == "none")]
             layers += [make_norm(norm, outputs, _GROUPS), nn.ReLU(inplace=True)]
         self.features = nn.Sequential(*layers)
@@ -110,15 +110,15 @@ class BottleneckDecoder(nn.Module):
         pairs = list(pairwise(widths))
         self.ups = nn.ModuleList(nn.ConvTranspose2d(i, o, 3, stride=2, padding=1) for i, o in pairs)
         self.norms = nn.ModuleList(make_norm(norm, w, _GROUPS) for w in widths[:-1])
-        # Without a norm the ReLU's input is a convolution's output, which hooks may need unchanged.
+        # Without a norm, the ReLU's input is a convolution's output, which hooks may need.
         self.relu = nn.ReLU(inplace=norm != "none")
 
     def forward(self, latent: Tensor) -> Tensor:
         """Decode ``(n, latent_dim)`` to images ``(n, c, h, w)``."""
         h: Tensor = self.start(latent).unflatten(1, (-1, *self.sides[0]))
         for norm, up, side in zip(self.norms, self.ups, self.sides[1:], strict=True):
-            # Halving rounds up, so that two sizes lead to the same one: a transposed convolution
-            # must be given the size.
+            # Halving rounds up, so two sizes lead to the same one. A transposed convolution
+            # therefore needs the output size.
             h = up(self.relu(norm(h)), output_size=list(side))
         return h
 
@@ -150,7 +150,7 @@ def _dense(inputs: int, widths: Sequence[int], dropout: float) -> list[nn.Module
     layers: list[nn.Module] = []
     for before, after in pairwise([inputs, *widths]):
         layers += [
-            # BatchNorm has a bias of its own.
+            # BatchNorm has its own bias.
             nn.Linear(before, after, bias=False),
             nn.BatchNorm1d(after),
             nn.LeakyReLU(0.2),
@@ -160,7 +160,7 @@ def _dense(inputs: int, widths: Sequence[int], dropout: float) -> list[nn.Module
 
 
 def _double(inputs: int, outputs: int, norm: Norm) -> nn.Sequential:
-    """Return two 3x3 convolutions, each with norm and ReLU, which keep the image's size."""
+    """Return two 3x3 convolutions with norm and ReLU that preserve the image size."""
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
         layers += [nn.Conv2d(channels, outputs, 3, padding=1, bias=norm == "none")]
@@ -176,7 +176,7 @@ def _widths(width: int) -> list[int]:
 def _sides(shape: tuple[int, int, int]) -> list[tuple[int, int]]:
     """Return height and width of the image and after each halving.
 
-    A halving rounds up, as a 3x3 convolution with stride 2 does.
+    Halving rounds up, like a 3x3 convolution with stride 2.
     """
     sides = [(shape[1], shape[2])]
     for _ in range(_STRIDES):

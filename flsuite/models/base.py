@@ -14,25 +14,48 @@ from flsuite.models.strides import slice_strides
 _SPEC_KEY = "data_spec"
 
 
-class ClientModel(LightningModule):
-    """A model that clients train, and that a plain Lightning Trainer can fit as well.
+def require_classes(model: str, spec: DataSpec, one_per_sample: bool = False) -> None:
+    """Refuse data that a classifier cannot be trained on.
 
-    A subclass takes its parameters in ``__init__``, keeps each under its own name, makes its
+    Args:
+        model: The model's name, for the message.
+        spec: The data.
+        one_per_sample: Whether multi-label data is refused, too.
+
+    Raises:
+        FlsuiteError: If the data has no classes, or several per sample.
+    """
+    if spec.task == "other":
+        raise FlsuiteError(
+            f"{model} needs one class per sample, or 0 and 1 per label, and found neither in this "
+            "data; give integer targets or data.labels, or train a LightningModule of your own"
+        )
+    if one_per_sample and spec.task == "multilabel":
+        raise FlsuiteError(
+            f"{model} models one class per sample, and a sample of multi-label data has several; "
+            "choose other data, or another model"
+        )
+
+
+class ClientModel(LightningModule):
+    """A model that clients train, and that a plain Lightning Trainer can also fit.
+
+    A subclass takes its parameters in ``__init__``, stores each under its own name, creates its
     networks in :meth:`build`, and implements ``training_step``, ``configure_optimizers`` and
-    :meth:`evaluation_step`. What it may offer beside these is in :mod:`flsuite.models.protocols`
-    and :mod:`flsuite.models.declarations`.
+    :meth:`evaluation_step`. Optional members are in :mod:`flsuite.models.protocols` and
+    :mod:`flsuite.models.declarations`.
 
     Attributes:
         private: Entries of the state dict that stay with the client, by prefix or wildcard. The
-            others travel.
-        training_only: Private entries that training reads and predictions do not. If all private
+            others are shared.
+        training_only: Private entries that training reads but predictions do not. If all private
             entries are of this kind, the shared model is scored once for all clients.
-        parameter_groups: Groups of parameters that an aggregator may treat apart: name to prefixes.
-        extra_epochs: Warm-up epochs of a client's fit, before the epochs that the trainer is set
-            to.
-        spec: The data that the model is built for. It is ``None`` before.
+        parameter_groups: Groups of parameters that an aggregator may treat separately: name to
+            prefixes.
+        extra_epochs: Warm-up epochs of a client's fit, before the epochs of the trainer.
+        spec: The data that the model is built for. ``None`` before it is built.
         weights_follow: Whether weights of a checkpoint are loaded after :meth:`build`, which then
-            needs no file with weights to start from.
+            does not need a file of initial weights.
     """
 
     private: Sequence[str] = ()
@@ -80,7 +103,7 @@ class ClientModel(LightningModule):
             )
 
     def configure_model(self) -> None:
-        """Build the model for the Trainer's data module, unless it is built already."""
+        """Build the model for the Trainer's data module, unless it is already built."""
         # Without a Trainer, the checkpoint that is being loaded holds the spec.
         if self.spec is None and self._trainer is not None:
             datamodule = getattr(self.trainer, "datamodule", None)
@@ -104,7 +127,7 @@ class ClientModel(LightningModule):
 
     def _log_evaluation(self, prefix: str, batch: tuple[Tensor, Tensor]) -> None:
         outputs = self.evaluation_step(batch)
-        # The batch size weights the epoch's mean: the last batch is smaller.
+        # The batch size weights the epoch's mean, because the last batch is smaller.
         self.log_dict(
             {f"{prefix}/{k}": v.mean() for k, v in outputs.items() if v.ndim == 1},
             batch_size=len(batch[1]),
@@ -115,8 +138,8 @@ class ClientModel(LightningModule):
             checkpoint[_SPEC_KEY] = self.spec.to_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build before the weights are loaded, so that ``load_from_checkpoint`` needs no data."""
+        """Build before the weights are loaded, so ``load_from_checkpoint`` needs no data."""
         if _SPEC_KEY in checkpoint:
             self.weights_follow = True
-            # The constructor's arguments say everything but the shape of the data.
+            # The constructor's arguments define everything except the data's shape.
             self.ensure_built(DataSpec.from_dict(checkpoint[_SPEC_KEY]))

@@ -10,17 +10,17 @@ from torch.nn import functional as F
 
 from flsuite.data.spec import DataSpec
 from flsuite.models.backbones import Backbone, LeNet5
-from flsuite.models.base import ClientModel
+from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.pretrained import file_digest, load_weights, read_weights
 
 
 def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     """Return the loss of each sample, ``(n,)``.
 
-    It is the cross-entropy for classes ``(n,)``, and the mean binary one for labels
+    It is the cross-entropy for classes ``(n,)``, and the mean binary cross-entropy for labels
     ``(n, labels)``.
     """
-    # Losses are float32 under any precision.
+    # Losses are float32 at any precision.
     logits = logits.float()
     if y.ndim == 1:
         return F.cross_entropy(logits, y, reduction="none")
@@ -30,7 +30,7 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
 def mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     """Return the mean of :func:`classification_loss` over the batch, in one operation."""
     logits = logits.float()
-    # Not the mean of classification_loss: its per-sample losses would cost a kernel more per step.
+    # Not the mean of classification_loss, whose per-sample losses cost an extra kernel.
     return (
         F.cross_entropy(logits, y)
         if y.ndim == 1
@@ -39,7 +39,7 @@ def mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def class_probabilities(logits: Tensor, y: Tensor) -> Tensor:
-    """Return probabilities ``(n, classes)``, by a softmax for classes and a sigmoid per label."""
+    """Return probabilities ``(n, classes)``: a softmax for classes, a sigmoid per label."""
     return logits.float().softmax(1) if y.ndim == 1 else logits.float().sigmoid()
 
 
@@ -51,15 +51,16 @@ class Classifier(ClientModel):
         optimizer: Optimizer of a fit. Each fit starts with a new one.
         private: Entries of the state dict that stay with the client, by prefix or wildcard.
             ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
-            normalisation of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
-        pretrained: A file with the weights to start from: ``checkpoints/model.ckpt`` of a run, any
-            Lightning checkpoint of this model, or a state dict of it or of its network. The last
-            linear layer starts at random if the file is for another number of classes. Default: all
-            layers start at random.
+            normalization of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
+            ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
+            normalization of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
+        pretrained: A file with initial weights: ``checkpoints/model.ckpt`` of a run, any Lightning
+            checkpoint of this model, or a state dict of it or of its network. The last linear layer
+            starts at random if the file is for another number of classes. Default: random weights.
 
     Attributes:
-        content_digests: Digests of the files that the weights come from, by the argument that names
-            the file. ``None`` is a file that was not read, because other weights follow.
+        content_digests: Digests of the weight files, by the argument that names the file.
+            ``None`` for a file that was not read, because other weights follow.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Classifier(ClientModel):
         self.content_digests: dict[str, str | None] = {}
 
     def build(self, spec: DataSpec) -> None:
+        require_classes("Classifier", spec)
         self.network = (self.backbone or LeNet5()).build(spec.shape, spec.num_classes)
         if self.pretrained is not None and self.weights_follow:
             self.content_digests = {"pretrained": None}
@@ -84,10 +86,10 @@ class Classifier(ClientModel):
             self._start_from(self.pretrained)
 
     def _start_from(self, path: str) -> None:
-        """Overwrite the network's weights with those of a file."""
+        """Overwrite the network's weights with the weights of a file."""
         weights = read_weights(path)
         self.content_digests = {"pretrained": file_digest(path)}
-        # A state dict of the network alone has the same names without this prefix.
+        # A state dict of the network itself lacks this prefix.
         weights = {name.removeprefix("network."): value for name, value in weights.items()}
         load_weights(self.network, weights, Path(path).name)
 

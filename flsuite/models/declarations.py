@@ -1,7 +1,7 @@
-"""What a model declares to the federation, with a default for each declaration.
+"""A model's declarations to the federation, with a default for each.
 
-Any LightningModule can be trained by clients. :class:`~flsuite.models.ClientModel` declares all of
-this, and a plain module may declare any part of it under the same names.
+Any LightningModule can be trained by clients. :class:`~flsuite.models.ClientModel` has all of these
+declarations, and a plain module may have any of them under the same names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +32,8 @@ def own_entries(model: LightningModule) -> list[str]:
     names = list(model.state_dict())
     if shared and private:
         raise FlsuiteError(
-            f"{type(model).__name__} has both shared and private; keep one of them: the entries "
-            "that it does not name are of the other kind"
+            f"{type(model).__name__} has both shared and private; keep one of them: it also "
+            "defines the other"
         )
     refuse_unused(model, "model.shared", shared, names)
     refuse_unused(model, "model.private", private, names)
@@ -43,7 +43,7 @@ def own_entries(model: LightningModule) -> list[str]:
 
 
 def frozen_entries(model: LightningModule) -> list[str]:
-    """Return the parameters that are not trained, and that the model does not call private."""
+    """Return the parameters that are not trained and not declared private."""
     private = _patterns(model, "private")
     named = model.named_parameters(remove_duplicate=False)
     entries = set(model.state_dict())
@@ -60,7 +60,7 @@ def training_only(model: LightningModule) -> Sequence[str]:
 
 
 def parameter_groups(model: LightningModule) -> Mapping[str, Sequence[str]]:
-    """Return the groups of parameters that an aggregator may treat apart, name to prefixes."""
+    """Return the parameter groups that an aggregator may treat separately, name to prefixes."""
     groups = getattr(model, "parameter_groups", {})
     return groups if isinstance(groups, Mapping) else {}
 
@@ -72,15 +72,15 @@ def extra_epochs(model: LightningModule) -> int:
 
 
 def begin_task(model: LightningModule, task: int, seen: Sequence[int], past: Sequence[int]) -> None:
-    """Let a model prepare for a fit, by its method of this name, if it has one.
+    """Let a model prepare for a fit, if it has a method of this name.
 
-    It is called before every fit where clients learn one task after another, with the weights that
-    the fit starts from.
+    Called before every fit if clients learn one task after another, with the weights that the fit
+    starts from.
 
     Args:
         model: The model.
         task: Number of the client's task, from 0. It is the same in all fits of the task.
-        seen: Classes that any client has met so far, including those of this task.
+        seen: Classes that any client has met so far, including this task.
         past: Classes that any client had met before this task.
     """
     method = getattr(model, "begin_task", None)
@@ -88,20 +88,21 @@ def begin_task(model: LightningModule, task: int, seen: Sequence[int], past: Seq
         method(task, seen, past)
 
 
-def pictures(model: LightningModule, x: Tensor) -> dict[str, Tensor]:
-    """Return pictures of how a model of the suite sees some samples ``(n, *shape)``, if it can.
+def pictures(model: LightningModule, x: Tensor) -> dict[str, dict[str, Tensor]]:
+    """Return pictures of samples ``(n, *shape)`` by a flsuite model, if it supports them.
 
-    They are grids of images by name, ``(rows, columns, channels, height, width)`` within [0, 1].
+    They are grids by name: the label of a row to its images ``(n, channels, height, width)`` within
+    [0, 1].
     """
     method = getattr(model, "pictures", None)
-    # A module of somebody else may have a layer of this name.
+    # A user's module may have a layer of this name.
     return method(x) if method is not None and isinstance(model, ClientModel) else {}
 
 
 def to_channels_last(model: LightningModule) -> None:
-    """Convert the convolutions of a model of the suite to the fastest memory format for images.
+    """Convert the convolutions of a flsuite model to the fastest memory format for images.
 
-    A module of somebody else keeps its own, which is part of how it trains elsewhere.
+    A user's module keeps its own format, which is part of how it trains elsewhere.
     """
     # Tables have no convolutions to convert.
     if isinstance(model, ClientModel) and model.spec and len(model.spec.shape) == 3:
@@ -109,7 +110,7 @@ def to_channels_last(model: LightningModule) -> None:
 
 
 def has_step(model: LightningModule, name: str) -> bool:
-    """Return whether a model has a step of its own, and not the one of a base class."""
+    """Return whether a model overrides a step of its base class."""
     method = getattr(model, name, None)
     function = getattr(method, "__func__", method)
     bases = (LightningModule, ClientModel)
@@ -117,26 +118,26 @@ def has_step(model: LightningModule, name: str) -> bool:
 
 
 def scores_by_columns(model: LightningModule) -> bool:
-    """Return whether the model scores a batch with one row per sample."""
+    """Return whether the model's evaluation step returns one row per sample."""
     return has_step(model, "evaluation_step")
 
 
 def scores_by_steps(model: LightningModule) -> bool:
-    """Return whether the model is scored by what its own steps log."""
+    """Return whether the model is scored by the values that its own steps log."""
     return not scores_by_columns(model) and any(has_step(model, step) for step in _STEPS)
 
 
 def class_outputs(model: LightningModule, spec: DataSpec) -> Callable[[Any], Tensor] | None:
-    """Return the model's method ``logits`` if the suite can score classes with it."""
+    """Return the model's method ``logits`` if flsuite can score classes with it."""
     method: Callable[[Any], Tensor] | None = getattr(model, "logits", None)
     return method if callable(method) and spec.task != "other" else None
 
 
 def require_trainable(model: LightningModule, spec: DataSpec) -> None:
-    """Refuse a model that lacks what a federation needs, before anything trains.
+    """Refuse a model that lacks something that a federation requires, before training.
 
     Raises:
-        FlsuiteError: If it does. The message says what to add.
+        FlsuiteError: If something is missing. The message says what to add.
     """
     kind = type(model).__name__
     for name in _OVERRIDES:
@@ -164,7 +165,7 @@ def _patterns(model: LightningModule, name: str) -> tuple[str, ...]:
     value = getattr(model, name, ())
     if isinstance(value, str):
         return (value,)
-    # A module that knows nothing of flsuite may have a layer of this name.
+    # A user's module may have a layer of this name.
     is_declared = isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
     return tuple(value) if is_declared else ()
 
@@ -174,16 +175,16 @@ def refuse_unused(
 ) -> None:
     """Refuse a pattern that matches nothing.
 
-    With a mistyped pattern, the method would silently be another one.
+    A mistyped pattern would silently change the method.
 
     Args:
         model: The model.
-        key: The key of a config that has the patterns.
+        key: The config key of the patterns.
         patterns: Prefixes and wildcards.
         names: The entries of the model.
 
     Raises:
-        FlsuiteError: If there is one.
+        FlsuiteError: If a pattern matches nothing.
     """
     for pattern in patterns:
         if not any(matches(name, (pattern,)) for name in names):

@@ -1,4 +1,4 @@
-"""Conditional normalizing flows, on normflows: densities and samples of vectors given their class.
+"""Conditional normalizing flows on normflows: class-conditional densities and samples.
 
 Dinh et al. 2017, Density Estimation using Real NVP, arXiv:1605.08803. The change of variables is
 eq. 3 of Wuerkaixi et al. 2024, Accurate Forgetting for Heterogeneous Federated Continual Learning.
@@ -36,12 +36,12 @@ class ConditionalCoupling(nf.flows.Flow):
             num_blocks=2,
             activation=F.leaky_relu,
         )
-        # Zero log scales and shifts: the coupling starts as the identity.
+        # Zero log scales and shifts, so the coupling starts as the identity.
         nn.init.zeros_(self.conditioner.final_layer.weight)
         nn.init.zeros_(self.conditioner.final_layer.bias)
 
     def forward(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Map towards the data.
+        """Map toward the data.
 
         Returns:
             ``(n, features)`` and the log-determinant ``(n,)``.
@@ -51,7 +51,7 @@ class ConditionalCoupling(nf.flows.Flow):
         return torch.cat((kept, moved * log_scale.exp() + shift), dim=1), log_scale.sum(1)
 
     def inverse(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Map towards the base distribution.
+        """Map toward the base distribution.
 
         Returns:
             ``(n, features)`` and the log-determinant ``(n,)``.
@@ -63,18 +63,18 @@ class ConditionalCoupling(nf.flows.Flow):
     def _affine(self, kept: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log scale and the shift, both ``(n, features - features // 2)``."""
         raw, shift = self.conditioner(kept, context=context).chunk(2, dim=1)
-        # Linear near zero, bounded far from it.
+        # Linear near zero, and bounded.
         return self.limit * torch.tanh(raw / self.limit), shift
 
 
 class ConditionalFlow(nf.ConditionalNormalizingFlow):
     """A density p(z | y): couplings and permutations transform a standard normal u.
 
-    The flow starts as a standard normal. Density and sampling take one pass each, in float32 under
-    any precision.
+    The flow starts as a standard normal. Density and sampling take one pass each, in float32 at any
+    precision.
 
-    Every other permutation exchanges the halves, so that two couplings transform all features. The
-    others are random. With four random permutations, a sixteenth of the features would never be
+    Every other permutation exchanges the halves, so two couplings transform all features. The
+    others are random. With four random permutations, one sixteenth of the features would never be
     transformed.
 
     Args:
@@ -98,20 +98,20 @@ class ConditionalFlow(nf.ConditionalNormalizingFlow):
 
         With ``u = g^-1(z; y)``, it is ``log p(z | y) = log N(u; 0, I) + log |det du/dz|``, in nats.
         """
-        # Log-determinants are sums over all couplings: bfloat16 is too coarse.
+        # bfloat16 is too coarse for log-determinants, which are sums over all couplings.
         with torch.autocast(z.device.type, enabled=False):
             u, context = z.float(), self._one_hot(y)
             log_density = torch.zeros_like(u[:, 0])
             for flow in reversed(self.flows):
                 u, log_determinant = flow.inverse(u, context=context)
-                # Not in place: torch.func cannot vectorise that.
+                # Not in place, which torch.func cannot vectorize.
                 log_density = log_density + log_determinant
             return u, log_density + self.q0.log_prob(u)
 
     def generate(self, u: Tensor, y: Tensor) -> Tensor:
         """Return ``g(u; y)``, ``(n, features)``.
 
-        It is a sample of p(z | y) if u is standard normal.
+        This is a sample of p(z | y) if u is standard normal.
         """
         with torch.autocast(u.device.type, enabled=False):
             return self(u.float(), context=self._one_hot(y))

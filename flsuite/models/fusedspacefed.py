@@ -29,7 +29,7 @@ from flsuite.models.autoencoders import (
 )
 from flsuite.models.backbones import Backbone, ResNet20
 from flsuite.models.backbones.base import Norm
-from flsuite.models.base import ClientModel
+from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
 
@@ -38,8 +38,8 @@ Fusion = Literal["sum", "concat"]
 
 
 def reconstruction_error(reconstruction: Tensor, x: Tensor) -> Tensor:
-    """Return the mean squared error of each image, ``(n,)``, in float32 under any precision."""
-    # A mean of small squares: bfloat16 has too few digits for it.
+    """Return the mean squared error of each image, ``(n,)``, in float32 at any precision."""
+    # bfloat16 has too few digits for a mean of small squares.
     with torch.autocast(x.device.type, enabled=False):
         return (reconstruction.float() - x.float()).square().flatten(1).mean(1)
 
@@ -47,16 +47,16 @@ def reconstruction_error(reconstruction: Tensor, x: Tensor) -> Tensor:
 class FusedSpaceFed(ClientModel):
     """A private encoder E, a shared decoder D, and a shared classifier C of x and ``x~ = D(E(x))``.
 
-    A fit begins with ``warmup_epochs`` extra epochs that re-align the encoder with the decoder it
-    has just received. Their loss is the reconstruction error alone, and D and C do not change,
-    BatchNorm statistics included. The loss of the epochs that follow, the joint loss, is
+    A fit begins with ``warmup_epochs`` extra epochs that re-align the encoder with the newly
+    received decoder. Their loss is the reconstruction error alone, and D and C do not change,
+    including BatchNorm statistics. The loss of the following epochs, the joint loss, is
     ``lambda_rec MSE(x~, x) + CE(C(fuse(x, x~)), y) + lambda_sp ||E - E_0||^2``. A plain Trainer has
     no extra epochs, so the warm-up is the first ``warmup_epochs`` of its own.
 
     With ``task_aware`` off, x~ is detached for C, and only the reconstruction error trains the
     autoencoder. The reference code then steps the autoencoder first and reconstructs again for C.
-    Here one forward pass serves both. The autoencoder takes the same step, and C receives the
-    reconstruction that was computed before it.
+    Here, one forward pass serves both. The autoencoder takes the same step, but C receives the
+    reconstruction from before that step.
 
     Images must be in [0, 1]: set ``data.standardize: false``.
 
@@ -71,18 +71,17 @@ class FusedSpaceFed(ClientModel):
         task_aware: Whether the classification's gradients reach the autoencoder through x~. In the
             reference code they do not.
         lambda_sp: Weight of L2-SP (Li et al. 2018, arXiv:1802.01483), which pulls E to its initial
-            weights in the joint epochs. It is 1e-3 in the reference code. A model that
-            ``load_from_checkpoint`` reads has another E_0, namely the weights that it is built
-            with.
+            weights in the joint epochs. It is 1e-3 in the reference code. A model loaded by
+            ``load_from_checkpoint`` has another E_0: the weights that it is built with.
         lr: SGD's learning rate for C.
         autoencoder_lr: SGD's learning rate for E and D.
         momentum: SGD's momentum for all three.
         weight_decay: SGD's weight decay for all three.
-        norm: Normalisation of the autoencoder and of the default classifier.
+        norm: Normalization of the autoencoder and of the default classifier.
         backbone: C. Default: the pre-activation ResNet-20.
 
     Attributes:
-        head: Prefix of C's entries in the state dict, on which gradient dissimilarity is measured.
+        head: Prefix of C's entries in the state dict, for gradient dissimilarity.
     """
 
     private = ("encoder.",)
@@ -123,6 +122,7 @@ class FusedSpaceFed(ClientModel):
         check_init(self, FusedSpaceFed)
 
     def build(self, spec: DataSpec) -> None:
+        require_classes("FusedSpaceFed", spec)
         if len(spec.shape) != 3 or min(spec.shape[1:]) < SMALLEST:
             raise FlsuiteError(
                 f"FusedSpaceFed reconstructs images (channels, height, width) of at least "
@@ -138,7 +138,7 @@ class FusedSpaceFed(ClientModel):
         )
 
         if self.lambda_sp:
-            # Not persistent: E_0 must neither travel nor be averaged.
+            # Not persistent, because E_0 must not be sent or averaged.
             self.register_buffer(
                 "initial_encoder", _flat(self.encoder).detach().clone(), persistent=False
             )
@@ -150,7 +150,7 @@ class FusedSpaceFed(ClientModel):
 
     def fuse(self, x: Tensor, reconstruction: Tensor) -> Tensor:
         """Return C's input: ``(n, c, h, w)`` for ``sum``, ``(n, 2 c, h, w)`` for ``concat``."""
-        # A factor of 1 is left out: it would cost a copy of the images.
+        # Skip a factor of 1, which would cost a copy of the images.
         scaled = reconstruction if self.fusion_scale == 1 else self.fusion_scale * reconstruction
         return x + scaled if self.fusion == "sum" else torch.cat([x, scaled.to(x.dtype)], dim=1)
 
@@ -168,7 +168,7 @@ class FusedSpaceFed(ClientModel):
         """Return the reconstruction error in the warm-up, and the joint loss afterwards."""
         x, y = batch
         if self.warming_up:
-            # D and C come fresh from the server: only E has to follow.
+            # D and C are new from the server, so only E must adapt.
             with _frozen(self.decoder):
                 return reconstruction_error(self.reconstruct(x), x).mean()
         return self.joint_loss(x, y)
@@ -176,7 +176,7 @@ class FusedSpaceFed(ClientModel):
     def joint_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of the joint epochs, a scalar."""
         reconstruction = self.reconstruct(x)
-        # Detached for C only: the reconstruction error below trains E and D with either setting.
+        # Detached for C only, because the reconstruction error always trains E and D.
         seen = reconstruction if self.task_aware else reconstruction.detach()
         loss = classification_loss(self.classifier(self.fuse(x, seen)), y).mean()
         loss = loss + self.lambda_rec * reconstruction_error(reconstruction, x).mean()
@@ -184,16 +184,16 @@ class FusedSpaceFed(ClientModel):
 
     def drift(self) -> Tensor:
         """Return ``||E - E_0||^2``, the squared distance of the encoder to its initial weights."""
-        # float32: squares of small differences vanish in half precision.
+        # float32, because squares of small differences vanish in half precision.
         return (_flat(self.encoder).float() - self.get_buffer("initial_encoder")).square().sum()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the gradients of D and C in the warm-up.
 
-        They come from an algorithm's callback, such as a proximal term, which must not move D or C.
+        They come from an algorithm's callbacks, such as a proximal term, and must not move D or C.
         """
         if self.warming_up:
-            # None and not zero: momentum and weight decay would move a parameter with a gradient.
+            # None instead of zero, because momentum and weight decay apply to any gradient.
             for parameter in (*self.decoder.parameters(), *self.classifier.parameters()):
                 parameter.grad = None
 
@@ -213,36 +213,37 @@ class FusedSpaceFed(ClientModel):
 
         The input without it is ``x`` for ``sum`` and ``[x, 0]`` for ``concat``.
         """
-        # Zeros in place of x~ keep the number of channels that C expects.
+        # Zeros instead of x~ preserve the number of channels.
         plain = x if self.fusion == "sum" else self.fuse(x, torch.zeros_like(x))
         return plain, self.fuse(x, self.reconstruct(x))
 
     def head_losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the mean classification loss at the plain and at the fused input.
 
-        Gradients reach C only.
+        Gradients reach only C.
         """
         x, y = batch
-        # The inputs are constants here: only gradients of C are compared.
+        # The inputs are constants, because only gradients of C are compared.
         with torch.no_grad():
             plain, fused = self.classifier_inputs(x)
         plain_loss = classification_loss(self.classifier(plain), y).mean()
         return plain_loss, classification_loss(self.classifier(fused), y).mean()
 
-    def pictures(self, x: Tensor) -> dict[str, Tensor]:
+    def pictures(self, x: Tensor) -> dict[str, dict[str, Tensor]]:
         """Return ``reconstructions``, with rows of x and of x~.
 
         With ``sum``, the third row is C's input, scaled to [0, 1].
         """
         reconstruction = self.reconstruct(x).float()
-        rows = [x, reconstruction]
+        rows = {"image": x, "reconstruction": reconstruction}
         if self.fusion == "sum":
-            rows.append(self.fuse(x, reconstruction) / (1 + self.fusion_scale))  # within [0, 1]
-        return {"reconstructions": torch.stack(rows)}
+            # Within [0, 1].
+            rows["their sum"] = self.fuse(x, reconstruction) / (1 + self.fusion_scale)
+        return {"reconstructions": rows}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return one SGD with two learning rates."""
-        # One optimizer, so that automatic optimisation and the trainer's clipping apply.
+        # One optimizer, so automatic optimization and the trainer's clipping apply.
         autoencoder = [*self.encoder.parameters(), *self.decoder.parameters()]
         groups = [
             {"params": autoencoder, "lr": self.autoencoder_lr},
@@ -261,12 +262,12 @@ class FusedSpaceFed(ClientModel):
 
 @contextmanager
 def _frozen(module: nn.Module) -> Iterator[None]:
-    """Use a module without training it: its parameters and statistics stay as they are.
+    """Use a module without training it: its parameters and statistics stay unchanged.
 
-    No gradients are computed for its parameters. Only the forward pass has to run inside, because
-    autograd keeps what it has recorded.
+    No gradients are computed for its parameters. Only the forward pass must run in the block,
+    because autograd keeps its records.
     """
-    # Some parameters may be frozen already, and must stay so.
+    # Some parameters may already be frozen, and must stay so.
     gradients = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     module.requires_grad_(False)
 
@@ -279,5 +280,5 @@ def _frozen(module: nn.Module) -> Iterator[None]:
 
 
 def _flat(module: nn.Module) -> Tensor:
-    # One tensor, so that the distance is one operation and not one per layer.
+    # One tensor, so the distance is one operation instead of one per layer.
     return torch.cat([parameter.reshape(-1) for parameter in module.parameters()])

@@ -1,6 +1,6 @@
-"""Diagonal Gaussians given by mean and log variance.
+"""Diagonal Gaussians, given by mean and log variance.
 
-The arguments are float32: under mixed precision the caller converts them.
+The arguments are float32. Under mixed precision, the caller converts them.
 """
 
 import math
@@ -12,7 +12,7 @@ _LOG_2PI = math.log(2 * math.pi)
 
 
 def sample(mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Draw one sample from each Gaussian, by the reparameterisation trick.
+    """Draw one sample from each Gaussian, by the reparameterization trick.
 
     Kingma and Welling 2014, Auto-Encoding Variational Bayes, arXiv:1312.6114.
     """

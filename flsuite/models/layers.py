@@ -1,4 +1,4 @@
-"""The layers of a model, read off its modules, for algorithms that work layer by layer."""
+"""Extracts a model's layers from its modules, for algorithms that work layer by layer."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flsuite.models.modes import evaluating
 from flsuite.state import Layer
 
-_ELEMENTWISE = (  # they treat all channels alike, so that channels may change places before them
+_ELEMENTWISE = (  # they treat all channels alike, so channels may be permuted before them
     nn.ReLU,
     nn.LeakyReLU,
     nn.ELU,
@@ -34,11 +34,11 @@ def read_layers(
 
     Args:
         model: The model.
-        shared: Names of the entries that travel.
+        shared: Names of the shared entries.
 
     Returns:
-        The layers whose parameters travel and belong to them alone, in the model's order. Then the
-        name of every other module that owns parameters that travel, with what it is.
+    The layers with shared parameters that belong only to them, in the model's order, and the
+    name and type of every other module that owns shared parameters.
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     layers: list[Layer] = []
@@ -58,7 +58,7 @@ def read_layers(
 
 
 def read_chain(model: nn.Module, shape: tuple[int, ...]) -> tuple[tuple[Layer, ...], str]:
-    """Return the layers of a model in which each feeds the next one, or why there is no such chain.
+    """Return the layers of a model as a chain, or why they do not form a chain.
 
     Such a model is an ``nn.Sequential`` of Conv2d, Linear, pools, elementwise activations, dropout
     and Flatten.
@@ -76,31 +76,31 @@ def read_chain(model: nn.Module, shape: tuple[int, ...]) -> tuple[tuple[Layer, .
         return (), f"{' with '.join(inner[:3])} is not one nn.Sequential of layers"
     name, modules = sequence
 
-    found: list[Layer] = []
+    chain: list[Layer] = []
     positions = 1
     x = torch.zeros(1, *shape, device=next(model.parameters()).device)
     for place, module in modules:
         full_name = f"{name}.{place}" if name else place
         layer = _layer(full_name, module)
         if isinstance(module, nn.Flatten):
-            # Only images of a layer before have channels that may change places.
-            positions = x[0, 0].numel() if found and x.ndim > 2 else 1
+            # Only the output of a previous layer has channels that may be permuted.
+            positions = x[0, 0].numel() if chain and x.ndim > 2 else 1
         elif layer is not None:
-            reads_image = layer.kind == "linear" and bool(found) and found[-1].kind == "conv2d"
-            found.append(replace(layer, positions=positions if reads_image else 1))
+            reads_image = layer.kind == "linear" and bool(chain) and chain[-1].kind == "conv2d"
+            chain.append(replace(layer, positions=positions if reads_image else 1))
         elif not isinstance(module, _ELEMENTWISE):
             return (), f"{full_name} is a {type(module).__name__}"
         try:
             x = _output(module, x)
         except RuntimeError:
             return (), f"{full_name} does not take what comes before it"
-    return tuple(found), ""
+    return tuple(chain), ""
 
 
 def uncovered(layer: nn.Module) -> str | None:
-    """Return why a module does not count as a layer here, or ``None`` for a Linear or a Conv2d."""
+    """Return why a module does not count as a layer here, or ``None`` for Linear or Conv2d."""
     kind = type(layer).__name__
-    # The exact types: a subclass may compute something else.
+    # Check exact types, because a subclass may compute something else.
     if type(layer) is nn.Linear:
         return None
     if type(layer) is not nn.Conv2d:
@@ -121,7 +121,7 @@ def _layer(name: str, module: nn.Module) -> Layer | None:
 
 
 def _what(module: nn.Module, is_tied: bool, is_layer: bool) -> str:
-    """Return what a module is, for a message that refuses it."""
+    """Return a description of a module, for a message that refuses it."""
     kind = type(module).__name__
     if is_tied:
         return f"{kind} with shared weights"
@@ -133,7 +133,7 @@ def _what(module: nn.Module, is_tied: bool, is_layer: bool) -> str:
 
 
 def _sequence(model: nn.Module) -> tuple[str, Iterator[tuple[str, nn.Module]]] | None:
-    """Return the nn.Sequential that holds all parameters: its name and its modules, flattened."""
+    """Return the nn.Sequential with all parameters: its name and its flattened modules."""
     wanted = {id(p) for p in model.parameters()}
     for name, module in model.named_modules():
         if type(module) is nn.Sequential and wanted <= {id(p) for p in module.parameters()}:

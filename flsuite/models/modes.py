@@ -1,4 +1,4 @@
-"""Context managers that change the training and evaluation modes of a module and restore them."""
+"""Context managers that change a module's training and evaluation modes and restore them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from torch import nn
 
 @contextmanager
 def kept_modes(module: nn.Module) -> Iterator[None]:
-    """Restore the ``training`` flag of every submodule at the end, after an exception too.
+    """Restore the ``training`` flag of every submodule on exit, even after an exception.
 
-    ``module.train(mode)`` would give all submodules one mode, and a submodule may have another than
+    ``module.train(mode)`` would set one mode for all submodules, but a submodule may differ from
     its parent: a frozen copy stays in evaluation mode during training.
     """
-    # The flag itself, and no call of train(): that would change submodules and may be overridden.
+    # Set the flag itself, because train() changes submodules and may be overridden.
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -24,7 +24,7 @@ def kept_modes(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Set evaluation mode inside and restore the mode of every submodule at the end."""
+    """Set evaluation mode, and restore the mode of every submodule on exit."""
     with kept_modes(module):
         module.eval()
         yield

@@ -24,7 +24,7 @@ from flsuite.arguments import (
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 from flsuite.models.backbones import MLP, Backbone, StridedCNN
-from flsuite.models.base import ClientModel
+from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.flows import ConditionalFlow
 
 ReplayClasses = Literal["all", "own"]
@@ -35,25 +35,27 @@ class NFClassifier(ClientModel):
 
     The flow models the density p_g(z | y) of ``z = h_a(x)``. One pass over a batch trains
 
-    1. the flow, on ``-log p_g(h_a(x) | y) - k_flow_last log p_g(z' | y')``, z' drawn from the flow
-       of the previous task;
+    1. the flow, on ``-log p_g(h_a(x) | y) - k_flow_last log p_g(z' | y')``, with z' drawn from the
+       previous task's flow;
     2. the hidden layer of h_b, on replay: cross-entropy at samples of the flow of classes that the
-       client has met, each weighted by its :func:`~flsuite.models.replay.credibility`, and all
-       of them by ``k_replay ((1 - theta) p + theta)``, p the batch's mean density
+    client
+       has met, each weighted by its :func:`~flsuite.models.replay.credibility`, and all of them by
+       ``k_replay ((1 - theta) p + theta)``, with p the batch's mean density
        ``exp(log p_g / feature_dim)``;
-    3. h_a and h_b, on cross-entropy and on distillation from the classifier of the previous task
-       and from the one that the fit started with.
+    3. h_a and h_b, on cross-entropy and on distillation from the previous task's classifier and
+    from the
+       classifier that the fit started with.
 
-    It differs from the authors' code in three points. That code takes three steps per batch. It
+    It differs from the authors' code in three ways. Their code takes three steps per batch. It
     compares a sample's features with the Gaussian of the batch's codes, while this model compares
-    codes with codes. It does not normalise features.
+    codes with codes. It does not normalize features.
 
     Data with tasks (:class:`~flsuite.data.TaskSequence`) calls :meth:`begin_task`. The flow, the
     classifier and the classes of the previous task are the private entries ``previous.``. With one
     task, ``k_flow_last: 0`` and ``k_last: 0`` save every client the memory of a second model.
 
-    Optimisation is manual, with one Adam for the classifier and one for the flow. Each gradient is
-    clipped by its norm, after the terms of an algorithm's callbacks. The trainer's
+    Optimization is manual, with one Adam for the classifier and one for the flow. Each gradient is
+    clipped by its norm, after an algorithm's callbacks have changed it. The trainer's
     ``gradient_clip_val``, ``accumulate_grad_batches``, ``max_steps`` and ``16-mixed`` are refused,
     and so is multi-label data. The flow and the credibility are computed in float32.
 
@@ -70,7 +72,7 @@ class NFClassifier(ClientModel):
         couplings: Couplings of the flow.
         flow_width: Hidden units of the networks in the couplings.
         backbone: h_a up to its last ReLU. Default: :class:`~flsuite.models.backbones.StridedCNN`
-            for images and an MLP for tables. ``ResNet18`` suits colour images.
+            for images and an MLP for tables. ``ResNet18`` suits color images.
         lr: Adam's learning rate for h_a and h_b.
         flow_lr: Adam's learning rate for the flow.
         k_replay: Weight of the replay. 0 turns it off.
@@ -81,12 +83,12 @@ class NFClassifier(ClientModel):
         k_global: Weight of distillation from the global classifier, with which the fit starts.
         k_feature: Weight of the features' mean squared distance in both distillations.
         k_output: Weight of the outputs' cross-entropy at temperature 2 in both distillations.
-        clip: Largest norm of a gradient. 0 turns clipping off.
-        replay_classes: ``all`` replays the classes that any client has met, as the authors' code
-            does, if the data has tasks. A client then also learns classes of which it has no
-            sample, from the global flow. ``own`` replays those of this client.
-        normalize_features: Whether each sample's features get mean 0 and variance 1. Otherwise the
-            flow has to follow the scale of features that are still being learned.
+        clip: Maximum norm of a gradient. 0 turns clipping off.
+        replay_classes: ``all`` replays the classes that any client has met, like the authors' code,
+            if the data has tasks. A client then also learns classes without own samples, from the
+            global flow. ``own`` replays only this client's classes.
+        normalize_features: Whether to normalize each sample's features to mean 0 and variance 1.
+            Otherwise the flow has to follow the scale of features that are still changing.
     """
 
     private = ("previous.",)
@@ -133,20 +135,16 @@ class NFClassifier(ClientModel):
 
         self.automatic_optimization = False
         self._others_met: Tensor | None = None
-        # A tuple, because a module as an attribute would be part of the state.
+        # A tuple, because a module as an attribute would become part of the state.
         self._received: tuple[nn.Module, nn.Module] | None = None
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
 
     def build(self, spec: DataSpec) -> None:
-        if spec.task == "multilabel":
-            raise FlsuiteError(
-                "NFClassifier models one class per sample, and a sample of multi-label data has "
-                "several: choose other data, or another model"
-            )
+        require_classes("NFClassifier", spec, one_per_sample=True)
 
         backbone = self.backbone or (StridedCNN() if len(spec.shape) == 3 else MLP())
-        # Without an affine part, so that the features keep one scale.
+        # Without affine parameters, so the features keep their scale.
         features: list[nn.Module] = [backbone.build(spec.shape, self.feature_dim), nn.LeakyReLU()]
         if self.normalize_features:
             features.append(nn.LayerNorm(self.feature_dim, elementwise_affine=False))
@@ -156,7 +154,7 @@ class NFClassifier(ClientModel):
         self.flow = ConditionalFlow(
             self.feature_dim, spec.num_classes, self.couplings, self.flow_width
         )
-        # Without its weight a copy is never read: it would only cost memory at every client.
+        # With weight 0, a copy is never read and would only cost memory at every client.
         self.previous = replay.Previous(
             spec.num_classes,
             {"flow": self.flow} if self.k_flow_last else {},
@@ -183,11 +181,11 @@ class NFClassifier(ClientModel):
         z = self.features(x)
         logits = self.head(z)
 
-        # The flow learns the features' density and teaches the features nothing.
+        # The flow learns the features' density without affecting the features.
         codes, log_density = self.flow.density(z.detach(), y)
         flow_loss = replay.flow_loss(log_density) + self.rehearsal_loss(len(y))
 
-        # Replay must not train the flow: that would bend the density to the classifier.
+        # Replay must not train the flow, which would fit the density to the classifier.
         loss = F.cross_entropy(logits.float(), y) + self.distillation_loss(x, z, logits)
         if self.k_replay:
             loss = loss + self.replay_loss(codes.detach(), log_density.detach(), y)
@@ -195,7 +193,7 @@ class NFClassifier(ClientModel):
         optimizers: Any = self.optimizers()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        # One backward pass for both: the two graphs have no common parameter.
+        # One backward pass for both, because the graphs share no parameters.
         self.manual_backward(loss + flow_loss)
         for optimizer in optimizers:
             optimizer.step()
@@ -209,7 +207,7 @@ class NFClassifier(ClientModel):
         if not self.k_flow_last or not self.previous.classes:
             return 0.0
 
-        # The previous flow is a sampler only; the gradient comes from this flow's density.
+        # The previous flow only samples. The gradient comes from the current flow's density.
         with torch.no_grad():
             flow: Any = self.previous.get_submodule("flow")
             y = replay.draw_classes(self.previous.past, n)
@@ -225,11 +223,11 @@ class NFClassifier(ClientModel):
             y: Classes of the batch, ``(n,)``.
         """
         with torch.no_grad():
-            # Per dimension: the density of hundreds of numbers under- or overflows.
+            # Per dimension, because the density of hundreds of numbers under- or overflows.
             density = (log_density / self.feature_dim).exp().mean()
             classes = replay.draw_classes(self._replayed(), len(y))
-            # A sample's code is what it is drawn from: comparing codes needs no inverse of the
-            # flow.
+            # A sample's code is the noise that it is generated from, so comparing codes needs no
+            # inverse of the flow.
             drawn = torch.randn_like(codes)
             z = self.flow.generate(drawn, classes)
             weights = replay.credibility(codes, y, drawn, classes, density)
@@ -244,9 +242,9 @@ class NFClassifier(ClientModel):
         return self.k_replay * ((1 - self.theta) * density + self.theta) * loss
 
     def distillation_loss(self, x: Tensor, z: Tensor, logits: Tensor) -> Tensor | float:
-        """Return the weighted distance to the previous task's and the fit's first classifier.
+        """Return the weighted distance to the previous task's and the fit's initial classifier.
 
-        It is 0 where there is neither.
+        It is 0 if there is neither.
         """
         teachers: list[tuple[float, nn.Module, nn.Module]] = []
         if self.k_last and self.previous.tasks:
@@ -257,7 +255,7 @@ class NFClassifier(ClientModel):
 
         loss: Tensor | float = 0.0
         for weight, extractor, head in teachers:
-            # The teacher sees the student's batch, with the same augmentation.
+            # The teacher receives the student's batch, with the same augmentation.
             with torch.no_grad():
                 teacher_z = extractor(x)
                 teacher_logits = head(teacher_z)
@@ -272,14 +270,14 @@ class NFClassifier(ClientModel):
         They are kept until the next task. A client starts in task 0.
 
         Raises:
-            FlsuiteError: If there is no such task or class.
+            FlsuiteError: If the task or a class does not exist.
         """
         self._check_task(task, (*seen, *past))
         others = self.replay_classes == "all"
         self._others_met = torch.zeros_like(self.previous.met)
         self._others_met[list(seen) if others else []] = 1
 
-        # Later fits of the task keep what its first fit started from.
+        # Later fits of the task keep the modules of its first fit.
         if task != int(self.previous.task):
             modules: dict[str, nn.Module] = {
                 "flow": self.flow,
@@ -291,7 +289,7 @@ class NFClassifier(ClientModel):
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return ``loss``, ``scores``, and ``nll``: ``-log p_g(z | y) / feature_dim``, in nats.
 
-        The label enters ``loss`` and ``nll`` only.
+        Only ``loss`` and ``nll`` depend on the label.
         """
         x, y = batch
         z = self.features(x)
@@ -305,7 +303,7 @@ class NFClassifier(ClientModel):
     def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return ``log p_g(h_a(x) | y)`` in nats, float32 ``(n,)``, with gradients for the flow."""
         x, y = batch
-        # The likelihood is the flow's: the features are its data.
+        # The likelihood is the flow's, so the features are constants.
         with torch.no_grad():
             z = self.features(x)
         return self.flow.density(z, y)[1]
@@ -313,7 +311,7 @@ class NFClassifier(ClientModel):
     def sampled_logits(self, y: Tensor) -> Tensor:
         """Classify one sample of the flow for each class of y ``(n,)``.
 
-        The logits are ``(n, classes)``.
+        Returns logits ``(n, classes)``.
         """
         logits: Tensor = self.head(
             self.flow.generate(torch.randn(len(y), self.feature_dim, device=y.device), y)
@@ -321,9 +319,9 @@ class NFClassifier(ClientModel):
         return logits.float()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        # Without ``previous``: its parameters are never trained.
+        # Without ``previous``, whose parameters are never trained.
         classifier = [*self.extractor.parameters(), *self.head.parameters()]
-        # Fused: one kernel updates all parameters of an optimizer.
+        # Fused, so one kernel updates all parameters of an optimizer.
         return [
             torch.optim.Adam(classifier, lr=self.lr, fused=True),
             torch.optim.Adam(self.flow.parameters(), lr=self.flow_lr, fused=True),
@@ -332,18 +330,18 @@ class NFClassifier(ClientModel):
     def on_train_start(self) -> None:
         self._sums, self._steps = {}, 0
         self.previous.look()
-        # For the fit only: Lightning warns of modules that are in evaluation mode when it starts.
+        # Set here, because Lightning warns about modules in evaluation mode at the start.
         self.previous.eval()
         if self.k_global:
             self._received = replay.frozen_copy(self.extractor), replay.frozen_copy(self.head)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip the gradient after callbacks have added to it.
+        """Clip the gradient after callbacks have changed it.
 
-        A gradient that is not finite is not repaired, so that the update is refused on arrival.
+        A non-finite gradient is not repaired, so the update is refused on arrival.
         """
         parameters = optimizer.param_groups[0]["params"]
-        # An infinite bound leaves the gradient as it is, and the norm is still logged.
+        # An infinite bound leaves the gradient unchanged, but still returns the norm to log.
         norm = nn.utils.clip_grad_norm_(parameters, self.clip or float("inf"))
         of_flow = parameters[0] is next(self.flow.parameters())
         self._note("flow_gradient_norm" if of_flow else "gradient_norm", norm)
@@ -353,11 +351,11 @@ class NFClassifier(ClientModel):
 
     def on_train_end(self) -> None:
         self.previous.train()
-        # Two networks of memory, which a client that is not training does not need.
+        # Free the memory of two networks, which are needed only during training.
         self._received = None
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Refuse trainer settings that manual optimisation excludes.
+        """Refuse trainer settings that are incompatible with manual optimization.
 
         It adds no callback. This is the first hook with a trainer. Lightning's own checks come
         later and do not name the remedy.
@@ -373,7 +371,7 @@ class NFClassifier(ClientModel):
             )
         if self.trainer.max_steps != -1:
             raise FlsuiteError(
-                "NFClassifier has two optimizers, and trainer.max_steps counts the steps of both: "
+                "NFClassifier has two optimizers, but trainer.max_steps counts the steps of both: "
                 "limit trainer.max_epochs"
             )
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
@@ -388,11 +386,11 @@ class NFClassifier(ClientModel):
         met = self.previous.met
         if self._others_met is None:
             return met
-        return met | self._others_met.to(met.device)  # noted before the fit moved the module
+        return met | self._others_met.to(met.device)  # stored before the fit moved the module
 
     def _note(self, name: str, value: Tensor) -> None:
-        """Add a step's value to the sums that are logged."""
-        # On the device: a number per step would wait for it.
+        """Add a step's value to the logged sums."""
+        # On the device, because reading a number per step would synchronize.
         value = value.detach()
         self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
 
@@ -421,7 +419,7 @@ class _Head(nn.Module):
         return logits
 
     def hidden_only(self, z: Tensor) -> Tensor:
-        """Return the same logits with gradients for the hidden layer only."""
+        """Return the same logits, with gradients only for the hidden layer."""
         return F.linear(
             F.leaky_relu(self.hidden(z)), self.output.weight.detach(), self.output.bias.detach()
         )

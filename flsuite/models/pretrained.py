@@ -1,4 +1,4 @@
-"""Start weights from a file."""
+"""Loading of pretrained weights from a file."""
 
 import hashlib
 import logging
@@ -19,7 +19,7 @@ _MUST_HOLD = (
     "or a state dict alone, as torch.save writes it"
 )
 _MOST_NAMED = 3
-"""Entries that an error names."""
+"""Maximum number of entries named in an error."""
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
@@ -27,18 +27,18 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
     Args:
         path: A Lightning checkpoint, such as ``checkpoints/model.ckpt`` of a run, or a plain state
-            dict that ``torch.save`` wrote. Nothing in it is executed.
+            dict saved by ``torch.save``. Nothing in it is executed.
 
     Raises:
-        FlsuiteError: If there is no such file, or it is neither of the two.
+        FlsuiteError: If the file does not exist, or is neither of the two.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise FlsuiteError(f"there is no file {file} with pretrained weights; correct the path")
     try:
-        if zipfile.is_zipfile(file):  # files of early versions of torch are none
+        if zipfile.is_zipfile(file):  # files of early torch versions are not zip files
             require_whole(file)
-        # weights_only: a pickle from elsewhere could run code.
+        # weights_only, because an untrusted pickle could run code.
         content = torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:  # a damaged file may raise any type
         raise FlsuiteError(
@@ -51,21 +51,21 @@ def read_weights(path: str) -> dict[str, Tensor]:
     others = [str(name) for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
         raise FlsuiteError(
-            f"{file} is not a state dict: {_some(others)} are no tensors; {_MUST_HOLD}"
+            f"{file} is not a state dict: {_some(others)} are not tensors; {_MUST_HOLD}"
         )
     return dict(weights)
 
 
 def file_digest(path: str) -> str:
-    """Return a short digest of a file's content, which a run keeps among its settings."""
+    """Return a short digest of a file's content, which becomes part of the run's settings."""
     return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:12]
 
 
 def load_weights(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Copy weights into a network.
 
-    Names and shapes must be those of the network. The last linear layer keeps its own weights if it
-    has another number of outputs, as it does for another number of classes.
+    Names and shapes must match the network. The last linear layer keeps its own weights if it has
+    another number of outputs, as for another number of classes.
 
     Args:
         network: The network, whose tensors are overwritten in place.
@@ -75,7 +75,7 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], source: str)
     Raises:
         FlsuiteError: If an entry is missing, unknown, or of another shape.
     """
-    # Its tensors are those of the network.
+    # These tensors alias the network's.
     own = network.state_dict()
     missing = [name for name in own if name not in weights]
     unknown = [name for name in weights if name not in own]
@@ -108,7 +108,7 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], source: str)
 
 
 def _of_last_layer(network: nn.Module) -> set[str]:
-    """Return the entries of the last linear layer, which is empty without one."""
+    """Return the entries of the last linear layer. Empty if there is none."""
     linear = [name for name, m in network.named_modules() if isinstance(m, nn.Linear)]
     if not linear:
         return set()

@@ -1,8 +1,7 @@
-"""Protocols of what a model may offer beside its predictions.
+"""Protocols of the optional abilities of a model.
 
-A model implements a protocol by having its members: there is nothing to inherit from. Code that
-needs an ability checks with ``isinstance``, which compares the members' names and not their
-signatures.
+A model implements a protocol by having its members, without inheritance. Code that needs an ability
+checks it with ``isinstance``, which compares the members' names but not their signatures.
 """
 
 from typing import Protocol, runtime_checkable
@@ -39,16 +38,16 @@ class LikelihoodModel(Protocol):
     def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the log-likelihood of each sample of ``(x, y)``, in nats: float32 ``(n,)``.
 
-        It is differentiable in the parameters that it models. The value of a sample depends on that
-        sample alone. To be vectorised by torch.func, the method has no in-place operation on
-        tensors that it has made itself, and no control flow that depends on values.
+        It is differentiable with respect to the modeled parameters. A sample's value depends only
+        on that sample. For vectorization by torch.func, the method must not modify its own tensors
+        in place, and must not use value-dependent control flow.
         """
         ...
 
 
 @runtime_checkable
 class LogitModel(Protocol):
-    """A model whose prediction is a function of logits alone.
+    """A model whose prediction depends only on its logits.
 
     With logits z, the probabilities are ``softmax(z)`` for classes and ``sigmoid(z)`` per label.
     """
@@ -69,7 +68,7 @@ class FlowModel(Protocol):
     def sampled_logits(self, y: Tensor) -> Tensor:
         """Classify one sample of the flow for each class of y ``(n,)``.
 
-        The logits are ``(n, classes)``.
+        Returns logits ``(n, classes)``.
         """
         ...
 

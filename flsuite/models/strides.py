@@ -1,13 +1,13 @@
-"""A safe path on a CPU for convolutions that make oneDNN write past its memory.
+"""A workaround for CPU convolutions in which oneDNN writes out of bounds.
 
 For a 1x1 convolution with a stride and fewer than 8 input channels, in channels_last, oneDNN's
 backward pass for the weight writes past its workspace on a CPU with AVX2 and without AVX-512
 (https://github.com/uxlfoundation/oneDNN/issues/6035). The process crashes or hangs, or the gradient
-is wrong. Such a convolution reads every s-th pixel only. The safe path selects these pixels first
+is wrong. Such a convolution reads only every s-th pixel. The workaround selects these pixels first
 and convolves them with stride 1.
 
-The layout of the input is not part of the condition: a 1x1 weight keeps the strides of
-channels_last even through ``contiguous()``, and then the convolution converts its input.
+The layout of the input does not matter: a 1x1 weight keeps the strides of channels_last even
+through ``contiguous()``, and then the convolution converts its input.
 """
 
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ _BLOCK = 8  # channels that oneDNN processes at once with AVX2; a smaller number
 
 
 def slice_strides(model: nn.Module) -> None:
-    """Make the affected convolutions of a model take the safe path on a CPU.
+    """Make the affected convolutions of a model use the workaround on a CPU.
 
-    Their classes, hooks and entries of the state dict stay as they are. On another device they
-    compute as before. A subclass with a computation of its own is left alone.
+    Their classes, hooks and state dict entries are unchanged. On other devices, they compute as
+    before. A subclass with its own computation is not changed.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d) and _is_affected(layer):
@@ -36,7 +36,7 @@ def _is_affected(layer: nn.Conv2d) -> bool:
 class _SlicedConvolution:
     """Replaces the method ``_conv_forward`` of one layer.
 
-    It has no reference to the layer, so that a copy of the layer uses its own weight.
+    It has no reference to the layer, so a copy of the layer uses its own weight.
     """
 
     def __init__(self, layer: nn.Conv2d) -> None:

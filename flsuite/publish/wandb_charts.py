@@ -81,11 +81,7 @@ def sections(metric: str) -> dict[str, list[Any]]:
         ],
         "Comparison of runs": [
             wr.RunComparer(diff_only="split"),
-            wr.CustomChart(
-                query={"summaryTable": {"tableKey": "confusion_table"}},
-                chart_name="wandb/confusion_matrix/v1",
-                chart_fields={name: name for name in ("Actual", "Predicted", "nPredictions")},
-            ),
+            wr.MediaBrowser(title="confusion on test data", media_keys=["confusion"]),
         ],
     }
 

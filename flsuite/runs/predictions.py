@@ -1,32 +1,43 @@
 """Predictions of a run, as a table and as pictures."""
 
 import csv
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import SplitLoader
-from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder
-from flsuite.models.declarations import pictures
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import make_folder, replace_file, save_tensors
+from flsuite.models.declarations import has_step, pictures
 from flsuite.models.modes import evaluating
 from flsuite.random import seed_process
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
+from flsuite.state import plain
+
+log = logging.getLogger("flsuite")
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _PICTURED = 10  # test samples
 _LEAST_SIDE = 56  # pixels of a picture
+_LETTERS = 18  # pixels of a label's height
 
 
 def predict(
     federation: Federation, evaluator: Evaluator, folder: Path | None
-) -> tuple[Tensor, list[Path]]:
-    """Return class probabilities on the test split, ``(n, classes)``, and the files written.
+) -> tuple[Any, list[Path]]:
+    """Return predictions on the test split, and the files written.
 
-    They are the global model's, or the mean over clients where each has a model of its own.
+    They are a list of what the model's own ``predict_step`` returns for each batch, or one list
+    per client where each has a model of its own. Without such a step they are class probabilities
+    ``(n, classes)``, of the global model or the mean over clients.
 
     Args:
         federation: As it is now.
@@ -34,27 +45,59 @@ def predict(
         folder: Folder of the table and of the model's pictures. ``None`` writes nothing.
 
     Raises:
-        FlsuiteError: If the model offers no probabilities.
+        FlsuiteError: If the model offers neither.
     """
-    if not evaluator.has_classes:
-        raise FlsuiteError(
-            f"predict: {type(evaluator.model).__name__} offers no class probabilities; add "
-            "logits(x), and use data whose targets are classes"
-        )
     clients = range(federation.data.clients) if federation.entries.personal else [None]
+    own = None
+    if has_step(evaluator.model, "predict_step"):
+        own = _own_predictions(federation, evaluator, clients)
+        if not evaluator.has_classes:
+            return own, _kept(own, folder)
+    elif not evaluator.has_classes:
+        raise FlsuiteError(
+            f"predict: {type(evaluator.model).__name__} offers no class probabilities; add a "
+            "predict_step, or logits(x) for data whose targets are classes"
+        )
     total = torch.zeros(())
     for client in clients:
         evaluator.load(federation.client_state(client))
         total = total + evaluator.outputs(federation.data.test)["scores"]
     probabilities = total / len(clients)
+    predictions = probabilities if own is None else own
     if folder is None:
-        return probabilities, []
+        return predictions, []
 
     table = write_predictions(folder, probabilities, federation.data)
-    return probabilities, [table, *write_pictures(folder, _pictures(federation, evaluator))]
+    return predictions, [table, *write_pictures(folder, _pictures(federation, evaluator))]
 
 
-def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, Tensor]:
+def _own_predictions(
+    federation: Federation, evaluator: Evaluator, clients: Iterable[int | None]
+) -> list[Any]:
+    """Return what the model's own step predicts, one list per client where each has a model."""
+    batches = SplitLoader(federation.data, federation.data.test, federation.data.batch_size)
+    by_client = []
+    for client in clients:
+        evaluator.load(federation.client_state(client))
+        by_client.append(evaluator.predictions(batches))
+    return by_client if federation.entries.personal else by_client[0]
+
+
+def _kept(predictions: Any, folder: Path | None) -> list[Path]:
+    """Write what a model's own step predicts, if it is plain data, and return the file."""
+    if folder is None:
+        return []
+    path = make_folder(folder) / "predictions.pt"
+    try:
+        readable = plain(predictions, "predictions")
+    except FlsuiteError as error:
+        log.warning("%s was not written: %s", path, one_line(error))
+        return []
+    replace_file(lambda temporary: save_tensors(readable, temporary), path)
+    return [path]
+
+
+def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[str, Tensor]]:
     """Return the model's pictures of the first test samples, on the CPU.
 
     If each client has a model of its own, they are those of client 0.
@@ -67,7 +110,10 @@ def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, Tensor]
     x, _ = next(iter(SplitLoader(data, samples, len(samples))))
     with evaluating(model), torch.inference_mode(), evaluator.precision():
         grids = pictures(model, x.to(device))
-        return {name: grid.float().cpu() for name, grid in grids.items()}
+        return {
+            name: {label: images.float().cpu() for label, images in grid.items()}
+            for name, grid in grids.items()
+        }
 
 
 def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:
@@ -90,16 +136,33 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
     return path
 
 
-def write_pictures(folder: Path, grids: Mapping[str, Tensor]) -> list[Path]:
-    """Write one PNG per grid ``(rows, columns, channels, height, width)`` within [0, 1]."""
-    from torchvision.utils import save_image
-
+def write_pictures(folder: Path, grids: Mapping[str, Mapping[str, Tensor]]) -> list[Path]:
+    """Write one PNG per grid: a row per label, of images ``(n, channels, height, width)``."""
     paths = []
     for name, grid in grids.items():
         paths.append(folder / f"{name}.png")
-        images = _enlarge(grid.flatten(0, 1).clamp(0, 1))
-        save_image(images, paths[-1], nrow=grid.shape[1])
+        _labelled(grid).save(paths[-1])
     return paths
+
+
+def _labelled(grid: Mapping[str, Tensor]) -> "Image":
+    """Return the rows of a grid as one picture, each with its label on the left."""
+    from PIL import Image, ImageDraw, ImageFont
+    from torchvision.transforms.functional import to_pil_image
+    from torchvision.utils import make_grid
+
+    rows = [_enlarge(images.clamp(0, 1)) for images in grid.values()]
+    images = to_pil_image(make_grid(torch.cat(rows), nrow=len(rows[0]), pad_value=1.0))
+    font = ImageFont.load_default(_LETTERS)
+    width = int(max(font.getlength(label) for label in grid)) + _LETTERS
+    picture = Image.new("RGB", (width + images.width, images.height), "white")
+    picture.paste(images, (width, 0))
+
+    height = images.height / len(rows)
+    for row, label in enumerate(grid):
+        place = width - _LETTERS / 2, (row + 0.5) * height
+        ImageDraw.Draw(picture).text(place, label, "black", font, anchor="rm")
+    return picture
 
 
 def _set_labels(labels: Tensor) -> str:

@@ -1,15 +1,22 @@
 """Model, data and federation, made ready for a run."""
 
+import logging
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from flsuite.aggregators import Aggregator
+from flsuite.aggregators import Aggregator, Rule
+from flsuite.aggregators.part import Named
+from flsuite.aggregators.transforms import Transform
 from flsuite.attacks import Attack
 from flsuite.client.entries import entries_of
-from flsuite.client.setup import fit_samples
+from flsuite.client.placement import on_one_gpu
+from flsuite.client.precision import AUTO, resolve_precision
+from flsuite.client.setup import WorkerSetup, fit_samples
+from flsuite.client.trainer import ClientTrainer
 from flsuite.data.datasets.from_data_module import as_federated
 from flsuite.data.module import FederatedDataModule
 from flsuite.errors import FlsuiteError, require_instance
@@ -18,13 +25,17 @@ from flsuite.models.base import ClientModel
 from flsuite.models.declarations import extra_epochs, has_step, require_trainable, to_channels_last
 from flsuite.models.strides import slice_strides
 from flsuite.random import seed_process
+from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.options import RunOptions
+from flsuite.runs.run import Run
 from flsuite.schedules import Schedule
 from flsuite.server.evaluation import Evaluator
 from flsuite.server.federation import Federation
 from flsuite.server.stores import ClientStore, VersionStore
-from flsuite.server.tools import OwnFit, make_tools
+from flsuite.server.tools import ServerFit, make_tools
+
+log = logging.getLogger("flsuite")
 
 _USED: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
 """Models that have been made ready for a run, whose weights a fit may have changed."""
@@ -149,7 +160,7 @@ def make_federation(
     """
     model, data, path = evaluator.model, evaluator.data, folder.path
     entries = entries_of(model, aggregator, options.batchnorm)
-    fit = OwnFit(evaluator, options.batchnorm, options.lr_decay)
+    fit = ServerFit(evaluator, options.batchnorm, options.lr_decay)
     federation = Federation(
         model,
         data,
@@ -165,3 +176,68 @@ def make_federation(
     )
     fit.federation = federation
     return federation
+
+
+def compressed(chosen: Aggregator | Rule, compression: Transform | None) -> Aggregator:
+    """Return the algorithm with its compression as its last transform."""
+    aggregator = Aggregator(chosen) if isinstance(chosen, Rule) else chosen
+    if compression is None:
+        return aggregator
+    given = Named("trainer.compression", compression)
+    return aggregator.with_parts(given, transforms=[*aggregator.transforms, compression])
+
+
+def use_precision(trainer: Any, checkpoint: Path | None) -> None:
+    """Let a federated trainer take the precision of its request.
+
+    Args:
+        trainer: The federation's. ``auto`` is decided here once, for all workers.
+        checkpoint: The run that goes on from it keeps its precision under ``auto``.
+
+    Raises:
+        FlsuiteError: If the checkpoint cannot be read.
+    """
+    request = trainer.precision_request
+    precision, reason = resolve_precision(request, trainer.client_kwargs)
+    if request == AUTO:
+        if checkpoint is not None:
+            settings = load_checkpoint(checkpoint)["settings"]
+            precision, reason = settings["client"].get("precision"), "the run began with it"
+        log.info("precision: %s (auto: %s)", precision or "32-true", reason)
+    elif reason:
+        log.warning(reason)
+    if precision != trainer.client_kwargs.get("precision"):
+        set_precision(trainer, precision)
+
+
+def set_precision(trainer: Any, precision: str | int | None) -> None:
+    """Give a federated trainer and its clients another precision."""
+    trainer.client_kwargs["precision"] = precision
+    arguments = on_one_gpu(trainer.client_kwargs)
+    chosen: dict[str, Any] = {n: arguments.get(n) or "auto" for n in ("accelerator", "devices")}
+    # Only a new Trainer knows how a precision is carried out on a device.
+    other = ClientTrainer(**chosen, precision=precision)
+    trainer.strategy.precision_plugin = other.precision_plugin
+
+
+def worker_setup(trainer: Any, run: Run) -> WorkerSetup:
+    """Return what a worker needs to train any client of a run of a federated trainer."""
+    federation, options = run.federation, run.options
+    reads_updates = run.callbacks.read_updates or trainer.keep_updates
+    may_sum = federation.uplink.sums_parts and not trainer.schedule.declarations.is_asynchronous
+    return WorkerSetup(
+        model=run.evaluator.model,
+        data=federation.data,
+        aggregator=federation.aggregator,
+        uplink=federation.uplink,
+        layout=federation.server.layout,
+        seed=options.seed,
+        initial=federation.initial,
+        trainer_kwargs=trainer.client_kwargs,
+        batchnorm=options.batchnorm,
+        keep_optimizers=options.keep_optimizers,
+        channels_last=options.channels_last,
+        lr_decay=options.lr_decay,
+        sums_parts=may_sum and not reads_updates,
+        attack=trainer.attack,
+    )

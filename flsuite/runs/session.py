@@ -65,13 +65,7 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
     Raises:
         FlsuiteError: If clients are to fail in a way that the engine does not survive.
     """
-    faults = run.federation.schedule.declarations.faults
-    if fatal := [fault for fault in faults if fault not in engine.survives]:
-        raise FlsuiteError(
-            f"Faults: {type(engine).__name__} as it is set cannot carry out {' and '.join(fatal)}; "
-            "set trainer.engine to Processes(timeout=...), which replaces the worker of such a "
-            "client, or set the probability to 0"
-        )
+    require_survival(run, engine)
     run.evaluator.engine = engine
     try:
         engine.start(setup)
@@ -79,6 +73,21 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
     finally:
         engine.stop()
         run.evaluator.engine = None
+
+
+def require_survival(run: Run, engine: Engine) -> None:
+    """Refuse faults of the schedule that would end the engine, and with it the run.
+
+    Raises:
+        FlsuiteError: If there are any.
+    """
+    faults = run.federation.schedule.declarations.faults
+    if fatal := [fault for fault in faults if fault not in engine.survives]:
+        raise FlsuiteError(
+            f"Faults: {type(engine).__name__} as it is set cannot carry out {' and '.join(fatal)}; "
+            "set trainer.engine to Processes(timeout=...), which replaces the worker of such a "
+            "client, or set the probability to 0"
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,15 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from flsuite.messages import Scores
-from flsuite.metrics import lower_is_better
+from flsuite.metrics import lower_is_better, main_scores
 from flsuite.server.arrivals import RoundLog
-from flsuite.server.evaluation import GLOBAL
 
 log = logging.getLogger("flsuite")
 
 _LABELS = {
-    "accuracy": "global accuracy",
     "f1_macro": "macro F1",
     "balanced_accuracy": "balanced accuracy",
     "auroc": "AUROC",
-    "accuracy_worst": "models' accuracy, worst",
-    "accuracy_std": "models' accuracy, spread",
-    "accuracy_first_five": "models' accuracy, first five",
-    "accuracy_client_mean": "clients' accuracy, mean",
-    "accuracy_client_worst": "clients' accuracy, worst",
-    "accuracy_client_std": "clients' accuracy, spread",
-    "all_clients/accuracy": "all clients: global accuracy",
-    "all_clients/accuracy_worst": "all clients: models' accuracy, worst",
-    "all_clients/accuracy_client_mean": "all clients: accuracy, mean",
-    "all_clients/accuracy_client_worst": "all clients: accuracy, worst",
     "backdoor_success": "backdoor success",
     "task_accuracy": "accuracy, mean over tasks",
     "forgetting": "forgetting",
@@ -115,9 +102,10 @@ class RunSummary:
         self.bytes_down += log.lost_down + sum(update.bytes_down for update in log.updates)
 
         # Both, because the last round may be the picked one.
+        noted = {n.removeprefix("test/"): v for n, v in named.items() if n.startswith("test/")}
         for scores in (self.last, self.best):
             if scores.get("round") == log.round:
-                scores.update({n: named[f"test/{n}"] for n in _LABELS if f"test/{n}" in named})
+                scores.update(noted)
         names = [name for epsilon in _GUARANTEES for name in (epsilon, _delta(epsilon))]
         self.privacy = {n: named[f"train/{n}"] for n in names if f"train/{n}" in named}
 
@@ -142,10 +130,10 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
     table.add_column("")
     for title, scores in columns:
         table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
-    for metric, label in {**_LABELS, **_own_labels(summary.last)}.items():
-        if any(metric in scores for _, scores in columns):
-            cells = [f"{s[metric]:.4f}" if metric in s else "" for _, s in columns]
-            table.add_row(label, *cells)
+    for label, names in _rows(summary.last, summary.monitor).items():
+        cells = [[f"{scores[n]:.4f}" for n in names if n in scores] for _, scores in columns]
+        if any(cells):
+            table.add_row(label, *map(" / ".join, cells))
     for name, label in _GUARANTEES.items():
         if name in summary.privacy:
             delta = summary.privacy[_delta(name)]
@@ -160,25 +148,33 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
         console.print(f"run: {folder}", soft_wrap=True)
 
 
-def _own_labels(scores: dict[str, float]) -> dict[str, str]:
-    """Return labels of the numbers that a model of the user's own has logged."""
-    labels: dict[str, str] = {}
-    for name in scores:
-        mean = f"{name}_client_mean"
-        if name not in _LABELS and mean in scores:
-            labels |= {name: f"global {name}", mean: f"clients' {name}, mean"}
-            worst, spread = f"{name}_client_worst", f"{name}_client_std"
-            labels |= {worst: f"clients' {name}, worst", spread: f"clients' {name}, spread"}
-    return labels
+def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
+    """Return the rows of a table, label to scores. The score that picks the round comes first."""
+    main = main_scores((name for name in names if name != "round"), monitor)
+    rows: dict[str, tuple[str, ...]] = {_LABELS.get(n, f"global {n}"): (n,) for n in main}
+    for name in [name for name in main if name in (monitor, "accuracy", "loss")]:
+        statistics = f"{name}_client_mean", f"{name}_client_worst"
+        rows[f"clients' {name}, mean/worst"] = statistics
+        rows[f"models' {name}, worst"] = (f"{name}_worst",)
+        rows[f"models' {name}, first five"] = (f"{name}_first_five",)
+    return rows | {
+        f"all clients: global {monitor}": (f"all_clients/{monitor}",),
+        f"all clients: models' {monitor}, worst": (f"all_clients/{monitor}_worst",),
+        f"all clients: {monitor}, mean/worst": tuple(
+            f"all_clients/{monitor}_client_{statistic}" for statistic in ("mean", "worst")
+        ),
+    }
 
 
-def print_scores(scores: Scores, split: str, round: int) -> None:
-    """Print the global scores of one evaluation as a table."""
+def print_scores(scores: Mapping[str, float], split: str, round: int, monitor: str) -> None:
+    """Print the global scores of one evaluation as a table, those of single classes last."""
     table = Table(title=f"{split} scores of round {round}", title_justify="left")
     table.add_column("")
     table.add_column("value", justify="right")
-    for metric, value in scores[GLOBAL].items():
-        table.add_row(_LABELS.get(metric, metric), f"{value:.4f}")
+    by_class = {name: (name,) for name in scores if name.startswith("accuracy/")}
+    for label, names in {**_rows(scores, monitor), **by_class}.items():
+        if cell := " / ".join(f"{scores[name]:.4f}" for name in names if name in scores):
+            table.add_row(label, cell)
     Console().print(table)
 
 

@@ -5,11 +5,14 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.schedules import Clock
 from flsuite.server.federation import Federation
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class AppendedTable:
@@ -110,6 +113,12 @@ class _Rows:
         self._name_of.append(self._names.setdefault(name, len(self._names)))
         self._values.append(value)
 
+    def latest(self, scope: str) -> dict[str, float]:
+        """Return the last value of each number of a scope, as ``<split>/<metric>``."""
+        values = dict(zip(self._name_of, self._values, strict=True))
+        places = {name: place for name, place in self._names.items() if name[0] == scope}
+        return {f"{split}/{n}": values[place] for (_, split, n), place in places.items()}
+
     def __iter__(self) -> Iterator[MetricsRow]:
         names = list(self._names)
         for time, name, value in zip(self._time_of, self._name_of, self._values, strict=True):
@@ -130,6 +139,22 @@ class MetricsTable(AppendedTable):
     def rows(self) -> list[MetricsRow]:
         """Return the rows of all closed rounds."""
         return list(self._rows)
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """Return the last value of each global number, as ``<split>/<metric>``."""
+        return self._rows.latest("global")
+
+    def by_round(self) -> "pd.DataFrame":
+        """Return the global numbers of each scored round, one column per ``<split>/<metric>``."""
+        import pandas as pd  # a run itself does without
+
+        rounds: dict[int, dict[str, float]] = {}
+        for row in self._rows:
+            if row.scope == "global":
+                rounds.setdefault(row.round, {})[f"{row.split}/{row.metric}"] = row.value
+        scored = {n: row for n, row in rounds.items() if any(k.startswith("test/") for k in row)}
+        return pd.DataFrame.from_dict(scored, orient="index").rename_axis("round")
 
     def resume(self, size: int) -> None:
         super().resume(size)

@@ -1,4 +1,4 @@
-"""Clients that train at their own pace: a new one starts where another one has come back."""
+"""Asynchronous schedule: a new client starts whenever another one comes back."""
 
 import heapq
 import math
@@ -24,25 +24,25 @@ from flsuite.schedules.base import (
 from flsuite.schedules.launcher import Launcher
 from flsuite.schedules.speeds import Stragglers
 
-_MOST_LOST = 1000  # ends in a row without an update, per place, after which none can be expected
+_MOST_LOST = 1000  # fits lost in a row, per concurrent client, before giving up
 
 
 @dataclass
 class Asynchronous(Schedule, Settings):
     """FedBuff's schedule (Nguyen et al. 2022, arXiv:2106.06639, algorithm 1).
 
-    A number of clients trains at any moment. Where one comes back or drops out, another one starts
-    at once, drawn uniformly from those that are idle and available. With ``buffer_size`` 1 this is
-    the schedule of FedAsync (Xie et al. 2019, arXiv:1903.03934).
+    A fixed number of clients trains at any moment. When one comes back or drops out, another one
+    starts at once, drawn uniformly from the idle and available clients. With ``buffer_size`` 1,
+    this is the schedule of FedAsync (Xie et al. 2019, arXiv:1903.03934).
 
-    Events at the same virtual time have this order: arrivals before starts, arrivals by the start
-    of their fit, then by client. The order is part of the result.
+    Events at the same virtual time are ordered: arrivals before starts, and arrivals by the start
+    of their fit, then by client. The order affects the result.
 
     Args:
-        concurrency: Clients that train at any moment.
+        concurrency: Number of clients that train at any moment.
         buffer_size: Updates per aggregation. A round is one aggregation.
-        buffer_timeout: Virtual seconds after the first update of a buffer at which it is aggregated
-            even if it is smaller. Default: it waits until it is full.
+        buffer_timeout: Virtual seconds after a buffer's first update at which the buffer is
+            aggregated even if it is not full. Default: wait until it is full.
         speeds: How long fits take. Default: :class:`Stragglers` with its defaults.
         availability: Which clients can train, and which drop out. Default: all clients, always.
     """
@@ -81,7 +81,7 @@ class Asynchronous(Schedule, Settings):
         self._resumed: list[Fit] = []
         self._ended: list[Fit] = []
         self._round, self._draws = -1, 0
-        self._buffer: set[int] = set()  # fits whose updates are in it
+        self._buffer: set[int] = set()  # numbers of fits
 
     @property
     def ended(self) -> Sequence[Fit]:
@@ -94,11 +94,11 @@ class Asynchronous(Schedule, Settings):
     def start(self, clock: Clock) -> list[Fit]:
         """Start clients until ``concurrency`` of them are in flight.
 
-        Nobody starts while another arrival is due at the same time.
+        No client starts while another arrival is due at the same time.
         """
         if clock.round != self._round:
             self._round, self._ended, self._draws = clock.round, [], 0
-        # After a resume the engine has to train those again that were in flight.
+        # After a resume, the engine must train the fits in flight again.
         resumed, self._resumed = self._resumed, []
         if self._flights.next_end <= clock.seconds:
             return resumed
@@ -114,16 +114,16 @@ class Asynchronous(Schedule, Settings):
     def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
         """Yield outcomes until the buffer is full, and start clients in between.
 
-        A failed client is replaced like one that has come back, and does not count. A buffer that
-        nobody is left to fill is aggregated as it is.
+        A failed client is replaced like one that came back, but does not count. If no clients
+        remain, a partial buffer is aggregated.
 
         Raises:
-            FederationError: If no update has come, and none can be expected.
+            FederationError: If no update has arrived, and none can be expected.
         """
-        self._buffer = set()  # :meth:`accepted` adds those that are good
+        self._buffer = set()  # filled by :meth:`accepted`
         timeout = math.inf if self.buffer_timeout is None else self.buffer_timeout
         closes, failed, lost = math.inf, 0, 0
-        # Many failures in a row end the buffer, so that a run in which nobody can train ends.
+        # Many failures in a row end the buffer, so a run in which no client can train ends.
         while len(self._buffer) < self.buffer_size and failed < self.concurrency:
             self._flights.measure(engine)
             next_end, next_start = self._flights.next_end, self._next_start(clock)
@@ -134,7 +134,7 @@ class Asynchronous(Schedule, Settings):
                 raise self._nobody_left(clock, lost)
 
             clock.seconds = moment
-            # Arrivals come first, then the end of the buffer's time, then starts.
+            # Arrivals come first, then the buffer timeout, then starts.
             if next_end == moment:
                 fit = self._flights.pop()
                 self._ended.append(fit)
@@ -148,7 +148,7 @@ class Asynchronous(Schedule, Settings):
             elif closes == moment:
                 return
 
-            # Who comes back as the buffer ends starts from the version that it becomes.
+            # Once the buffer ends, new clients start from the next version.
             if len(self._buffer) < self.buffer_size and clock.seconds < closes:
                 engine.submit(requests(self.start(clock)))
 
@@ -200,13 +200,13 @@ class _Flights:
 
     @property
     def all(self) -> list[Fit]:
-        """Return the fits in the order of their starts."""
+        """Return the fits in order of their start."""
         fits = [fit for *_, fit in self._queue] + self._unmeasured
         return sorted(fits, key=lambda fit: fit.number)
 
     @property
     def next_end(self) -> float:
-        """Return the virtual time of the next end, infinity if there is none that is known."""
+        """Return the virtual time of the next end, or infinity if none is known."""
         return self._queue[0][0] if self._queue else math.inf
 
     def add(self, fit: Fit) -> None:
@@ -220,7 +220,7 @@ class _Flights:
         return heapq.heappop(self._queue)[-1]
 
     def measure(self, engine: Engine) -> None:
-        """Train the fits whose seconds must be measured: who comes back next is not known else."""
+        """Train the fits whose duration must be measured, to know which one ends next."""
         for fit in self._unmeasured:
             outcome = engine.collect(fit.number)
             seconds = outcome.update.seconds if isinstance(outcome, ClientResult) else 0.0

@@ -1,4 +1,4 @@
-"""Which clients can train, and which of them drop out of a fit."""
+"""Client availability, and dropout during fits."""
 
 import math
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from flsuite.schedules.traces import check_clients, client_bounds, read_trace, t
 
 @dataclass
 class Bernoulli(Availability, Settings):
-    """All clients are available at any time, and each fit is lost with the same probability.
+    """All clients are always available, and each fit is lost with the same probability.
 
-    A client drops out at a uniform share of the fit's seconds. If those are measured, it drops out
-    at the start.
+    A client drops out at a uniformly drawn fraction of the fit's duration. If durations are
+    measured, it drops out at the start.
 
     Args:
         dropout: Probability in [0, 1) that a client drops out of a fit.
@@ -38,20 +38,20 @@ class Bernoulli(Availability, Settings):
 
 @dataclass
 class OnOff(Availability, Settings):
-    """Clients that come and go by a trace.
+    """Clients come and go by a trace.
 
-    The trace is a CSV file with a header and the columns ``client``, ``start`` and ``end``. A row
-    says that the client is available from ``start`` to ``end``, in virtual seconds, ``end``
-    excluded. A client without a row is never available. A client drops out of a fit that would take
-    longer than the client stays. If the seconds of a fit are measured, nobody drops out of it.
+    The trace is a CSV file with a header and the columns ``client``, ``start`` and ``end``. Each
+    row is an interval ``[start, end)`` in virtual seconds in which the client is available. A
+    client without a row is never available. A client drops out of a fit that would outlast its
+    interval. If durations are measured, no client drops out.
 
     Args:
         path: The CSV file.
-        period: Virtual seconds after which the trace starts again, at least its last ``end``.
-            Default: it does not start again, and nobody is available after its end.
+        period: Virtual seconds after which the trace repeats, at least its last ``end``. Default:
+            it does not repeat, and no client is available after its end.
 
     Raises:
-        FlsuiteError: If ``period`` is too short, or the file is not such a trace.
+        FlsuiteError: If ``period`` is too short, or the file is not a valid trace.
     """
 
     path: str | Path
@@ -73,7 +73,7 @@ class OnOff(Availability, Settings):
         owners = self._rows["client"]
         check_clients(self.path, owners, clients)
 
-        # Intervals by client and start. Empty ones would make next_start a time without a client.
+        # Sorted by client and start. Without empty intervals, where no client is available.
         order = np.lexsort((self._rows["start"], owners))
         order = order[self._rows["start"][order] < self._rows["end"][order]]
         starts, ends = self._rows["start"][order], self._rows["end"][order]
@@ -82,7 +82,7 @@ class OnOff(Availability, Settings):
             _joined(starts[first:last], ends[first:last]) for first, last in pairwise(bounds)
         ]
 
-        # The same intervals of all clients by start, to find those that are open at a time.
+        # All intervals sorted by start, to find those that are open at a given time.
         counts = [len(client_starts) for client_starts, _ in self._intervals]
         owners = np.repeat(np.arange(clients), counts)
         starts = np.concatenate([client_starts for client_starts, _ in self._intervals])
@@ -109,7 +109,7 @@ class OnOff(Availability, Settings):
 
         begin, start = self._begin(cycle), float(self._starts[following])
         time = begin + start
-        # The sum may be rounded down, to a time at which the interval has not started yet.
+        # Rounding of the sum may yield a time before the interval's start.
         while time - begin < start:
             time = math.nextafter(time, math.inf)
         return time
@@ -119,10 +119,10 @@ class OnOff(Availability, Settings):
         starts, ends = self._intervals[client]
         at = int(np.searchsorted(starts, phase, side="right")) - 1
         if at < 0 or ends[at] <= phase:
-            return started  # not available, not even at the start
+            return started  # not available at the start either
 
         end = self._begin(cycle) + float(ends[at])
-        # An interval up to the end of the trace goes on where the trace starts again with one.
+        # An interval that ends with the trace continues if the trace repeats with one at 0.
         if ends[at] == self.period and starts[0] == 0:
             if ends[0] == self.period:
                 return None
@@ -130,11 +130,11 @@ class OnOff(Availability, Settings):
         return max(started, end) if end < started + seconds else None
 
     def _cycle(self, seconds: float) -> tuple[int, float]:
-        """Return how often the trace has started again, and the seconds since the last time."""
+        """Return the number of the trace's repetition, and the seconds since it began."""
         if self.period is None:
             return 0, seconds
         cycle = math.floor(seconds / self.period)
-        # The quotient and the product are rounded, so that they may disagree by one.
+        # Due to rounding, the quotient and the product may disagree by one.
         if self._begin(cycle) > seconds:
             cycle -= 1
         elif self._begin(cycle + 1) <= seconds:
@@ -142,12 +142,12 @@ class OnOff(Availability, Settings):
         return cycle, seconds - self._begin(cycle)
 
     def _begin(self, cycle: int) -> float:
-        """Return the virtual time at which a cycle of the trace starts."""
+        """Return the virtual time at which a repetition of the trace begins."""
         return 0.0 if self.period is None else cycle * self.period
 
 
 def _joined(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Join the intervals of one client that overlap or touch.
+    """Merge one client's intervals that overlap or touch.
 
     Args:
         starts: Ascending, ``(intervals,)``.

@@ -1,4 +1,4 @@
-"""The interfaces of a schedule: the clock, a fit on it, who trains when, and for how long."""
+"""Interfaces for schedules: clock, fits, speeds, availability, and the schedule itself."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +15,15 @@ from flsuite.metrics.privacy import RandomDraw
 
 @dataclass
 class Clock:
-    """The time of a run: rounds, virtual seconds, and the work done so far.
+    """The progress of a run: rounds, virtual seconds, and the work done so far.
 
-    Virtual time is what the run would take if every client had a machine of its own.
+    Virtual time is the time that the run would take if every client had its own machine.
 
     Attributes:
-        round: Aggregations done, which is also the version of the global model.
+        round: Number of aggregations so far, which is also the version of the global model.
         seconds: Virtual seconds since the start of the run.
-        client_updates: Client updates that have been aggregated.
-        bytes: Bytes that clients have sent and received, those that never answered included.
+        client_updates: Client updates aggregated so far.
+        bytes: Bytes sent and received by clients, including clients that never answered.
     """
 
     round: int = 0
@@ -40,13 +40,13 @@ class Fit:
         number: Number of the fit in the run, from 0.
         client: The client's number.
         version: Version of the global model that it starts from.
-        repeat: Fits that the client has started from this version before.
+        repeat: Number of earlier fits that the client started from this version.
         started: Virtual seconds at its start.
         ended: Virtual seconds at which its update arrives, or at which it drops out or is left out.
-            ``None`` until it is known.
+            ``None`` while unknown.
         outcome: ``arrived``, ``dropped`` (the client dropped out, and its update never arrives) or
             ``late`` (the round ended without it).
-        fault: How it fails on purpose. Default: not at all.
+        fault: The fault to inject. Default: none.
     """
 
     number: int
@@ -61,20 +61,20 @@ class Fit:
 
 @dataclass(frozen=True)
 class Declarations:
-    """What a schedule declares about itself, on which other parts of a run depend.
+    """Properties of a schedule that other parts of a run depend on.
 
     Attributes:
         name: The schedule's name in errors.
         is_asynchronous: Whether clients may come back to a newer version than they started from.
         is_virtual: Whether the times are known without training.
         may_lose: Whether a client that starts may never come back.
-        may_be_empty: Whether a round may have no client at all. The change of such a round is 0.
-        faults: How clients fail on purpose.
-        cohort: Clients that a round starts. It is 0 where there are no rounds.
-        expected_updates: Updates that an aggregation waits for, if no client is lost. It is 0 where
-            that is not known.
-        client_sampling: How cohorts are drawn. It is ``None`` unless they are a random choice that
-            depends on the seed alone. A guarantee of differential privacy rests on it.
+        may_be_empty: Whether a round may have no clients at all. The change of such a round is 0.
+        faults: The kinds of injected faults.
+        cohort: Number of clients that a round starts. 0 if there are no rounds.
+        expected_updates: Number of updates that an aggregation waits for, if no client is lost. 0
+            if unknown.
+        client_sampling: How cohorts are drawn. ``None`` unless the draw is random and depends only
+            on the seed. Differential-privacy guarantees rely on it.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Declarations:
 
     @property
     def needs(self) -> frozenset[Capability]:
-        """Return what it needs of the algorithm, see :class:`flsuite.aggregators.Part`."""
+        """Return what the schedule requires, see :class:`flsuite.aggregators.Part`."""
         needs: set[Capability] = set()
         if self.is_virtual or self.may_lose or self.may_be_empty:
             needs.add("clients")
@@ -99,10 +99,10 @@ class Declarations:
 
     @property
     def withholds(self) -> dict[Capability, str]:
-        """Return what the algorithm does not get under this schedule, with the reasons."""
+        """Return what this schedule does not provide to the algorithm, with the reasons."""
         withheld: dict[Capability, str] = {}
         if self.is_asynchronous:
-            withheld["current models"] = "brings those of older versions"
+            withheld["current models"] = "brings models of older versions"
         if self.may_be_empty:
             withheld["a cohort of known size"] = "draws cohorts of any size"
         if self.client_sampling is None:
@@ -132,14 +132,14 @@ class Work:
 
 
 class Speeds(ABC):
-    """Says how long a fit takes on the virtual clock.
+    """Determines how long a fit takes on the virtual clock.
 
-    The answer is a function of the run's seed and of the work, never of the machine or of the order
-    of calls.
+    The duration is a function of the run's seed and of the work, never of the machine or of the
+    order of calls.
     """
 
     def configure(self, clients: int, seed: int) -> None:
-        """Prepare for a run with this number of clients and this seed."""
+        """Prepare for a run with ``clients`` clients and this seed."""
         return
 
     @abstractmethod
@@ -148,9 +148,9 @@ class Speeds(ABC):
 
 
 class Measured(Speeds):
-    """The seconds that the fit takes on this machine.
+    """Measures the wall time of fits on this machine.
 
-    They differ from run to run, and so does everything that depends on them.
+    Durations differ from run to run, and so does every result that depends on them.
     """
 
     def seconds(self, work: Work) -> float | None:
@@ -158,22 +158,22 @@ class Measured(Speeds):
 
 
 class Availability(ABC):  # noqa: B024  (every hook has a default)
-    """Says which clients can start a fit, and which drop out of one.
+    """Determines which clients can start a fit, and which drop out of one.
 
-    A client that drops out keeps nothing of that fit, and the server never hears of it.
+    A client that drops out keeps nothing of that fit, and the server never hears from it.
 
-    The answers are functions of the run's seed, the virtual time, the client and the number of the
+    All methods are functions of the run's seed, the virtual time, the client and the number of the
     fit.
     """
 
     def configure(self, clients: int, seed: int) -> None:
-        """Prepare for a run with this number of clients and this seed."""
+        """Prepare for a run with ``clients`` clients and this seed."""
         return
 
     def available(self, seconds: float) -> np.ndarray | None:
         """Return which clients can start a fit at this virtual time, bool ``(clients,)``.
 
-        ``None`` stands for all clients, so that a large federation needs no array.
+        ``None`` means all clients, so a large federation does not need an array.
         """
         return None
 
@@ -185,19 +185,19 @@ class Availability(ABC):  # noqa: B024  (every hook has a default)
         return None
 
     def leaves(self, client: int, number: int, started: float, seconds: float) -> float | None:
-        """Return the virtual time at which a client drops out of a fit, ``None`` if it does not.
+        """Return the virtual time at which a client drops out of a fit, or ``None``.
 
         Args:
             client: The client's number.
             number: Number of the fit in the run, from 0.
             started: Virtual seconds at the start of the fit.
-            seconds: Virtual seconds that the whole fit would take, 0 if they are measured.
+            seconds: Virtual seconds of the complete fit, 0 if they are measured.
         """
         return None
 
 
 class Always(Availability):
-    """All clients are available at any time, and none drops out."""
+    """All clients are always available, and none drops out."""
 
 
 MakeRequests = Callable[[Sequence[Fit]], list[FitRequest]]
@@ -208,24 +208,23 @@ MakeWork = Callable[[int, int, float], Work]
 
 
 class Schedule(ABC):
-    """Says who trains when.
+    """Decides who trains when.
 
-    The federation asks twice per aggregation: who starts now, and whose outcomes arrive next. A
-    synchronous round starts a cohort and waits for all of it. An asynchronous schedule starts a
-    client where another one has come back, and waits for the next outcome, or the next few, by the
-    virtual clock. Neither depends on the engine or on the order in which fits finish.
+    The federation asks twice per aggregation: which clients start now, and whose outcomes arrive
+    next. A synchronous schedule starts a cohort and waits for all of it. An asynchronous schedule
+    starts a client whenever another one comes back, and waits for the next outcome, or the next
+    few, on the virtual clock. Neither depends on the engine or on the order in which fits finish.
 
     Attributes:
-        declarations: What other parts of a run depend on. It is complete after :meth:`configure`.
+        declarations: Properties that other parts of a run depend on. Complete after
+            :meth:`configure`.
     """
 
     declarations: Declarations
 
     @abstractmethod
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
-        """Prepare for a run.
-
-        It is called once before the first round.
+        """Prepare for a run. Called once before the first round.
 
         Args:
             sizes: Training samples of each client.
@@ -233,49 +232,50 @@ class Schedule(ABC):
             work: Returns the work of a fit. Default: one pass over the samples, and no bytes.
 
         Raises:
-            FlsuiteError: If the settings cannot be met with these clients.
+            FlsuiteError: If these clients cannot satisfy the settings.
         """
 
     @property
     def ended(self) -> Sequence[Fit]:
-        """Return the fits that have ended since the round began, in their order."""
+        """Return the fits that have ended since the round began, in order."""
         return ()
 
     @property
     def in_flight(self) -> Sequence[Fit]:
-        """Return the fits that have started and not ended."""
+        """Return the fits that have started but not ended."""
         return ()
 
     @abstractmethod
     def start(self, clock: Clock) -> list[Fit]:
-        """Return the fits to be trained that start now, from the current version.
+        """Return the fits to train that start now, from the current version.
 
-        They are ascending by client. A client that is known to drop out is not among them: it does
-        not have to train. After a resume, the first call returns the fits in flight too.
+        They are in ascending order of client. A client that is known to drop out is excluded,
+        because it does not have to train. After a resume, the first call also returns the fits in
+        flight.
         """
 
     @abstractmethod
     def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
-        """Yield the outcomes that the next aggregation waits for, in their order.
+        """Yield the outcomes that the next aggregation waits for, in a fixed order.
 
-        At the end, the clock is at the virtual time of the aggregation.
+        At the end, the clock shows the virtual time of the aggregation.
 
         Args:
             engine: Trains the clients.
-            clock: It is moved on from event to event.
+            clock: The clock, advanced from event to event.
             requests: Returns the requests of clients that start in between.
         """
 
     def accepted(self, number: int) -> None:
-        """Take note that the update of a fit is good, before the next outcome is asked for."""
+        """Register the update of a fit as valid. Called before the next outcome is requested."""
         return
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the round in progress, for the log."""
+        """Return metrics of the current round, for the log."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be known to resume, as plain data."""
+        """Return the state that a resume needs, as plain data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

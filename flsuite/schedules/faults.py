@@ -1,4 +1,4 @@
-"""Faults on purpose: clients that fail in every way that a federation must survive."""
+"""Fault injection: clients that fail in every way that a federation must survive."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,24 +18,26 @@ _FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 @dataclass
 class Faults(Schedule, Settings):
-    """Lets some fits of another schedule fail on purpose.
+    """Injects faults into some fits of another schedule.
 
     Which fits fail, and how, are functions of the run's seed, the number of the fit and the client,
-    from a stream of their own. The other fits are those of the schedule alone. A run therefore ends
-    with the weights of one in which the failed fits were absent.
+    drawn from a separate stream. The other fits are unchanged. The run therefore ends with the same
+    weights as a run without the failed fits.
 
     Args:
         schedule: Who trains when.
-        raises: Probability that a client's code raises an error, after its training.
-        nan: Probability that a client's model has a NaN.
-        shapes: Probability that a client's model has a tensor of a wrong shape.
-        hangs: Probability that a fit never ends. It needs ``Processes`` or ``Ray`` with a timeout.
-        dies: Probability that a fit kills its worker, also when it is tried again. It needs worker
+        raises: Probability that a client's code raises an error after its training.
+        nan: Probability that a client's model contains a NaN.
+        shapes: Probability that a client's model contains a tensor of a wrong shape.
+        hangs: Probability that a fit never ends. It requires ``Processes`` or ``Ray`` with a
+            timeout.
+        dies: Probability that a fit kills its worker, also on a retry. It requires worker
             processes.
         late: Probability that an update arrives after its round was closed.
-        twice: Probability that an update arrives a second time. The first one counts.
-        gone: Probability that a client is gone once its masked update has arrived. The update
-            counts, and the others unmask the sum without it. It needs secure aggregation.
+        twice: Probability that an update arrives a second time. Only the first one counts.
+        gone: Probability that a client is lost after its masked update has arrived. The update
+            counts, and the others unmask the sum without the client. It requires secure
+            aggregation.
     """
 
     schedule: Schedule
@@ -57,7 +59,7 @@ class Faults(Schedule, Settings):
             )
         self.declarations = self._declarations()
         self._bounds = np.cumsum([getattr(self, name) for name in _FAULTS])
-        if (total := round(float(self._bounds[-1]), 9)) >= 1:  # 0.1 ten times is 1
+        if (total := round(float(self._bounds[-1]), 9)) >= 1:  # ten times 0.1 is 1
             raise FlsuiteError(
                 f"Faults: the sum of the probabilities must be in [0, 1), got {total}"
             )
@@ -66,8 +68,8 @@ class Faults(Schedule, Settings):
         self.schedule.configure(sizes, seed, work)
         self.declarations = self._declarations()
         self._seed = seed
-        self._mishandled: dict[int, Fit] = {}  # in flight, whose messages come late or twice
-        self._held: list[ClientUpdate] = []  # their rounds are over
+        self._mishandled: dict[int, Fit] = {}  # fits in flight whose messages come late or twice
+        self._held: list[ClientUpdate] = []  # late updates of earlier rounds
 
     @property
     def ended(self) -> Sequence[Fit]:
@@ -81,7 +83,7 @@ class Faults(Schedule, Settings):
         return self._with_faults(self.schedule.start(clock))
 
     def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
-        """Yield the outcomes of the schedule, and the messages that come late or twice.
+        """Yield the outcomes of the schedule, and messages that come late or twice.
 
         A late message is held back until the next round, and a failure takes its place.
         """
@@ -120,7 +122,7 @@ class Faults(Schedule, Settings):
         )
 
     def _with_faults(self, fits: Sequence[Fit]) -> list[Fit]:
-        """Decide how fits that start now are going to fail."""
+        """Assign faults to the fits that start now."""
         for fit in fits:
             fit.fault = self._drawn(fit)
         self._note(fits)
@@ -135,7 +137,7 @@ class Faults(Schedule, Settings):
         self._mishandled |= {fit.number: fit for fit in fits if fit.fault in ("late", "twice")}
 
     def _delivered(self, outcome: Outcome) -> Iterator[Outcome]:
-        """Yield what the server receives of an outcome while its round is open."""
+        """Yield the messages about an outcome that the server receives while its round is open."""
         number = outcome.update.number if isinstance(outcome, ClientResult) else outcome.number
         fit = self._mishandled.pop(number, None)
         if fit is None or isinstance(outcome, ClientFailure):
@@ -145,7 +147,7 @@ class Faults(Schedule, Settings):
             yield outcome
             yield second
         else:
-            # The server refuses a late message by its number. Its tensors need not wait for that.
+            # The server refuses a late message by its number, so its tensors are not kept.
             self._held.append(outcome.update.without_tensors())
             fit.outcome = "late"
             update, reason = outcome.update, "its update did not arrive in time"

@@ -1,4 +1,4 @@
-"""The start of fits: who is drawn, how long the fit takes, and whether the client drops out."""
+"""Client sampling, and the start of fits on the virtual clock."""
 
 import math
 from collections import Counter
@@ -15,16 +15,16 @@ from flsuite.schedules.base import Always, Availability, Clock, Fit, MakeWork, S
 class Launcher:
     """Draws clients and starts their fits on the virtual clock.
 
-    Both are functions of the run's seed, the version of the global model and the starts from it so
-    far, so that a resumed run goes on as it would have.
+    Both are functions of the run's seed, the version of the global model and the starts from that
+    version so far. A resumed run thus continues as it would have.
 
     Args:
         speeds: How long fits take.
-        availability: Who can train. Default: everybody.
+        availability: Which clients can train. Default: all of them.
         sizes, seed, work: The run, see :meth:`Schedule.configure`.
 
     Attributes:
-        fits: Number of fits that have been started in the run.
+        fits: Number of fits started in the run so far.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Launcher:
     ) -> list[int]:
         """Draw clients that are available and not busy, without replacement, ascending.
 
-        All of them are returned if there are not more than ``number``.
+        All of them are returned if there are at most ``number``.
 
         Args:
             number: Number of clients.
-            clock: The time.
-            attempt: Draws from this version so far.
+            clock: The clock.
+            attempt: Number of earlier draws from this version.
             busy: Clients that cannot be drawn.
-            weights: Probabilities of all clients, up to a factor. Default: equal.
+            weights: Unnormalized probabilities of all clients. Default: equal.
         """
-        # A generator of its own per draw, so that a resumed run draws the same clients.
+        # A new generator per draw, so a resumed run draws the same clients.
         rng = numpy_generator(self._seed, "cohort", clock.round + 1, attempt)
         mask = self.availability.available(clock.seconds)
         if mask is None and weights is None:
@@ -81,7 +81,7 @@ class Launcher:
     def launch(self, client: int, clock: Clock) -> Fit:
         """Start a fit now.
 
-        Its end and outcome are known at once, unless its seconds are measured.
+        Its end and outcome are known at once, unless durations are measured.
         """
         if clock.round != self._version:
             self._version, self._starts = clock.round, Counter()
@@ -103,17 +103,17 @@ class Launcher:
         return fit
 
     def nobody_comes(self, clock: Clock) -> FederationError:
-        """Return the error of a run for which no client becomes available again."""
+        """Return the error of a run in which no client becomes available again."""
         return FederationError(
             f"round {clock.round + 1}: no client is in flight, and none is available from virtual "
             f"second {clock.seconds:g} on; give schedule.availability a longer trace or a period, "
-            f"or end the run before: the last aggregation was number {clock.round}"
+            f"or end the run earlier: the last aggregation was number {clock.round}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of fits.
 
-        The rest begins again with each version, and checkpoints are written between two of them.
+        The rest starts anew with each version, and checkpoints are written between versions.
         """
         return {"fits": self.fits}
 
@@ -123,12 +123,12 @@ class Launcher:
         self._version = -1
 
     def _draw_from_all(self, number: int, rng: np.random.Generator, busy: list[int]) -> list[int]:
-        """Draw without an array of all clients: the cost follows the number drawn."""
+        """Draw without an array of all clients, at a cost that depends on the number drawn."""
         idle = self._clients - len(busy)
         is_choice = idle > number
         ranks = rng.choice(idle, number, replace=False).tolist() if is_choice else range(idle)
 
-        # The client of a rank: the busy ones before it are passed over.
+        # Convert ranks among idle clients to clients by skipping the busy ones.
         chosen, passed = [], 0
         for rank in sorted(ranks):
             while passed < len(busy) and busy[passed] <= rank + passed:
@@ -138,8 +138,8 @@ class Launcher:
 
 
 def _tick(seconds: float) -> float:
-    """Return a time on a grid of nanoseconds.
+    """Return a time rounded to nanoseconds.
 
-    Sums of floats that should be equal then are, and ties keep their order.
+    Sums of floats that should be equal then are equal, so ties are detected.
     """
     return round(seconds, 9)

@@ -21,17 +21,17 @@ _Seconds = Annotated[
 
 @dataclass
 class Stragglers(Speeds, Settings):
-    """A share of the clients is slow, and the others are fast.
+    """A fraction of the clients is slow, and the others are fast.
 
-    The slow clients are the same ones throughout a run.
+    The same clients are slow throughout a run.
 
     Args:
-        fraction: Share of the clients that is slow, in [0, 1]. Their number is rounded half up.
+        fraction: Fraction of slow clients, in [0, 1]. Their number is rounded half up.
         fast: The lowest and the highest seconds per fit of a fast client.
         slow: The lowest and the highest seconds per fit of a slow client.
-        jitter: Highest number of seconds that are added to a fit, uniform from 0.
-        per_fit: Whether a client's seconds are drawn again for each fit, from its own range.
-            Default: once per run.
+        jitter: Maximum of the uniform random seconds added to each fit.
+        per_fit: Whether a client's seconds are drawn for each fit, from its range. Default: once
+            per run.
     """
 
     fraction: Share = 0.3
@@ -53,7 +53,7 @@ class Stragglers(Speeds, Settings):
 
     def seconds(self, work: Work) -> float:
         rng = numpy_generator(self._seed, "speeds/fit", work.number, work.client)
-        # First, so that a fit has the same jitter with and without per_fit.
+        # Drawn first, so a fit has the same jitter with and without per_fit.
         jitter = rng.uniform(0, self.jitter)
 
         base = self._fixed[work.client]
@@ -64,14 +64,14 @@ class Stragglers(Speeds, Settings):
 
 @dataclass
 class LogNormal(Speeds, Settings):
-    """Seconds per fit with a log-normal distribution: most are near the median, a few are long.
+    """Log-normal seconds per fit: most are near the median, a few are long.
 
     A fit takes ``median * exp(sigma * z)`` seconds, with ``z`` standard normal.
 
     Args:
         median: Median of the seconds per fit.
         sigma: Standard deviation of their logarithm. With 0, every fit takes ``median`` seconds.
-        per_fit: Whether ``z`` is drawn again for each fit. Default: once per client and run.
+        per_fit: Whether ``z`` is drawn for each fit. Default: once per client and run.
     """
 
     median: PositiveFloat = 1.0
@@ -92,19 +92,19 @@ class LogNormal(Speeds, Settings):
 
 @dataclass
 class PerSample(Speeds, Settings):
-    """Seconds in proportion to the work: the samples of a fit, and the bytes that travel.
+    """Seconds in proportion to the work: the samples of a fit, and the bytes sent and received.
 
     A fit takes ``factor * (samples * seconds_per_sample + bytes_down * seconds_per_byte_down +
-    bytes_up * seconds_per_byte_up)`` seconds. Each client has a log-normal ``factor`` with median 1
-    for the whole run.
+    bytes_up * seconds_per_byte_up)`` seconds. Each client has a fixed log-normal ``factor`` with
+    median 1 for the whole run.
 
-    The seconds per byte are one divided by the bandwidth in bytes per second. 1 MB/s is 1e-6
+    The seconds per byte are the inverse of the bandwidth in bytes per second. 1 MB/s is 1e-6
     seconds per byte, 10 MB/s is 1e-7, and 1 Mbit/s is 8e-6.
 
     Args:
         seconds_per_sample: Seconds per training sample. A sample counts once per local epoch.
-        seconds_per_byte_down: Seconds per byte that the client receives. Default: no time.
-        seconds_per_byte_up: Seconds per byte that the client sends. Default: no time.
+        seconds_per_byte_down: Seconds per byte that the client receives. Default: 0.
+        seconds_per_byte_up: Seconds per byte that the client sends. Default: 0.
         spread: Standard deviation of the logarithm of ``factor``. With 0, all clients are equally
             fast.
     """

@@ -1,4 +1,4 @@
-"""Rounds in lockstep: a cohort is drawn, all of it trains, and the server waits for the last."""
+"""Synchronous schedule: draw a cohort, train all of it, and wait for the last client."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,29 +34,29 @@ _Participation = Annotated[
     ),
 ]
 
-_MOST_EMPTY_COHORTS = 1000  # in a row, after which no client can be expected to come back
+_MOST_EMPTY_COHORTS = 1000  # in a row, before giving up
 
 
 @dataclass
 class Synchronous(Schedule, Settings):
     """McMahan et al. 2017, algorithm 1: a random cohort per round, drawn without replacement.
 
-    A round takes as long as its slowest client. Over-selection and a deadline are those of Bonawitz
-    et al. 2019, Towards Federated Learning at Scale, arXiv:1902.01046, section 2: the round starts
-    more clients than it needs, takes the first ones, and leaves out the others.
+    A round takes as long as its slowest client. Over-selection and the deadline follow Bonawitz et
+    al. 2019, Towards Federated Learning at Scale, arXiv:1902.01046, section 2: the round starts
+    more clients than it needs, accepts the first ones, and ignores the others.
 
     Args:
-        participation: Share of the clients in (0, 1] as a float, or their number as an integer. A
-            share is rounded to the nearest number.
+        participation: Fraction of the clients in (0, 1] as a float, or their number as an integer.
+            A fraction is rounded to the nearest number of clients.
         sampling: ``uniform``, or ``size`` with probabilities in proportion to the clients' training
-            samples. ``poisson`` draws each client independently of the others. The size of the
-            cohort then differs from round to round, and ``participation`` is its mean as a share
-            or a number. A cohort may be empty. Such a round is counted, and the aggregator's
-            ``without_updates`` says what becomes of the model.
-        over_selection: Clients that start, as a multiple of those that the round waits for. The
-            paper starts 1.3 times as many.
-        deadline: Virtual seconds after which a round ends with the updates that it has. Default: it
-            waits for all.
+            samples. ``poisson`` draws each client independently. The cohort size then varies from
+            round to round, and ``participation`` is its mean as a fraction or a number. A cohort
+            may be empty. Such a round counts, and the aggregator's ``without_updates`` determines
+            the next model.
+        over_selection: Number of clients to start, as a multiple of the number that the round waits
+            for. The paper uses 1.3.
+        deadline: Virtual seconds after which a round ends with the updates so far. Default: wait
+            for all.
         speeds: How long fits take on the virtual clock. Default: as long as on this machine.
         availability: Which clients can train, and which drop out. Default: all clients, always.
     """
@@ -97,7 +97,7 @@ class Synchronous(Schedule, Settings):
         self._number = share_as_number if is_share else int(self.participation)
         self._clients, self._seed = clients, seed
         may_be_empty = self.declarations.may_be_empty
-        # Independent draws have a probability, which need not come to a whole number of clients.
+        # Under Poisson sampling, the expected cohort size need not be an integer.
         is_mean = is_share and may_be_empty
         self._expected = float(self.participation * clients if is_mean else self._number)
 
@@ -138,10 +138,10 @@ class Synchronous(Schedule, Settings):
         return self._cohort
 
     def start(self, clock: Clock) -> list[Fit]:
-        """Draw the next cohort, and return those whose updates the round will take.
+        """Draw the next cohort, and return the fits whose updates the round will use.
 
-        The cohort is a function of the seed and the round alone, unless a cohort of this round has
-        been lost as a whole.
+        The cohort is a function of the seed and the round, unless a whole cohort of this round has
+        been lost.
         """
         if clock.round != self._round:
             self._round, self._ended, self._lost = clock.round, [], 0
@@ -149,12 +149,12 @@ class Synchronous(Schedule, Settings):
         number = self._draw_size(clock) if declarations.may_be_empty else declarations.cohort
         clients = self._launcher.draw(number, clock, self._lost, weights=self._weights)
         self._cohort = [self._launcher.launch(client, clock) for client in clients]
-        return self._taken(clock.seconds)
+        return self._arriving(clock.seconds)
 
     def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
         """Yield the outcomes in the order of the clients, whoever finishes first.
 
-        A cohort without any update, because all of it has dropped out or was late, is followed by
+        A cohort without any update, because all clients dropped out or were late, is replaced by
         another one.
         """
         while not engine.pending and not self.declarations.may_be_empty:
@@ -174,7 +174,7 @@ class Synchronous(Schedule, Settings):
             outcome = engine.collect(number)
             if isinstance(outcome, ClientResult):
                 measured = max(measured, outcome.update.seconds)
-                if number in fits and fits[number].ended is None:  # its seconds were not known
+                if number in fits and fits[number].ended is None:  # its duration was unknown
                     fits[number].ended = fits[number].started + outcome.update.seconds
             yield outcome
         self._end_round(clock, measured)
@@ -195,48 +195,48 @@ class Synchronous(Schedule, Settings):
     def _draw_size(self, clock: Clock) -> int:
         """Draw the size of a Poisson cohort.
 
-        The number of independent draws is binomial. Given that number, the cohort is drawn without
-        replacement, so that the cost follows the cohort and not the number of clients.
+        The size of a Poisson cohort is binomial. Given the size, the cohort is drawn without
+        replacement, so the cost depends on the cohort and not on the number of clients.
         """
         rng = numpy_generator(self._seed, "cohort/size", clock.round + 1)
         return int(rng.binomial(self._clients, self._expected / self._clients))
 
-    def _taken(self, now: float) -> list[Fit]:
-        """Decide which updates the round takes, and when it ends."""
+    def _arriving(self, now: float) -> list[Fit]:
+        """Decide which updates the round uses, and when it ends."""
         arriving = [fit for fit in self._cohort if fit.outcome == "arrived"]
         self._ends = None
         if not self.declarations.is_virtual:
             return arriving
 
-        # The first ones by the clock. Ties go to the lower number of the client.
+        # The first ones by the clock. Ties go to the lower client number.
         wanted = len(self._cohort) if self.declarations.may_be_empty else self._number
         deadline = math.inf if self.deadline is None else now + self.deadline
         in_time = [fit for fit in arriving if _end(fit) <= deadline]
         first = sorted(in_time, key=lambda fit: (_end(fit), fit.client))[:wanted]
 
-        # With enough updates the round is over. Otherwise it waits until nobody is left.
+        # With enough updates, the round is over. Otherwise it waits for all clients.
         last = max((_end(fit) for fit in self._cohort), default=now)
         is_enough = len(first) == wanted > 0
         self._ends = _end(first[-1]) if is_enough else min(last, deadline)
-        taken = {fit.number for fit in first}
+        accepted = {fit.number for fit in first}
         for fit in arriving:
-            fit.outcome = "arrived" if fit.number in taken else "late"
-        return [fit for fit in arriving if fit.number in taken]
+            fit.outcome = "arrived" if fit.number in accepted else "late"
+        return [fit for fit in arriving if fit.number in accepted]
 
     def _end_round(self, clock: Clock, measured: float) -> None:
-        # All clients train at the same time, each on a machine of its own.
+        # All clients train in parallel, each on its own machine.
         clock.seconds = clock.seconds + measured if self._ends is None else self._ends
         for fit in self._cohort:
-            if fit.ended is None:  # the seconds of a fit that failed are not known
+            if fit.ended is None:  # the duration of a failed fit is unknown
                 fit.ended = clock.seconds
-            # Nobody waits for what has not ended by now.
+            # Fits that have not ended by now are ignored.
             if fit.outcome == "late" or fit.ended > clock.seconds:
                 fit.ended, fit.outcome = clock.seconds, "late"
         self._ended += sorted(self._cohort, key=lambda fit: (_end(fit), fit.client))
         self._cohort = []
 
     def _end_lost_cohort(self, clock: Clock) -> None:
-        """End a cohort without any update, or wait until a client is available."""
+        """End a cohort without updates, or wait until a client is available."""
         if self._cohort:
             self._end_round(clock, measured=0.0)
             return

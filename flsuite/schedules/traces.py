@@ -1,4 +1,4 @@
-"""Traces: CSV files with the times of real devices."""
+"""Traces: CSV files with timings of real devices."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Trace(Speeds):
-    """Seconds of fits from a CSV file with a header and one of two sets of columns.
+    """Durations of fits from a CSV file with a header and one of two sets of columns.
 
-    ``client`` and ``seconds``: a row is a fit. With several rows per client, one of them is drawn
-    for each fit.
+    ``client`` and ``seconds``: each row is a fit. With several rows per client, one of them is
+    drawn for each fit.
 
-    ``client``, ``start`` and ``end``, in virtual seconds: a fit takes ``end - start`` of the first
-    row of its client whose ``start`` is not before the start of the fit. After the last ``end`` of
-    the file, the whole trace starts again.
+    ``client``, ``start`` and ``end``, in virtual seconds: a fit takes ``end - start`` of the
+    client's first row whose ``start`` is not before the start of the fit. After the last ``end`` of
+    the file, the whole trace repeats.
 
     Every client needs a row.
 
@@ -32,7 +32,7 @@ class Trace(Speeds):
         path: The CSV file.
 
     Raises:
-        FlsuiteError: If the file is not such a trace.
+        FlsuiteError: If the file is not a valid trace.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -60,7 +60,7 @@ class Trace(Speeds):
                 "number of clients"
             )
 
-        # By client and start. The sort is stable: rows with the same start keep their order.
+        # Sorted by client and start. The sort is stable for rows with the same start.
         self._order = np.lexsort((self._starts, self._owners))
         self._bounds = client_bounds(self._owners[self._order], clients)
 
@@ -69,7 +69,7 @@ class Trace(Speeds):
         rows = self._order[first:last]
         if self._is_timed:
             following = np.searchsorted(self._starts[rows], work.started % self._length)
-            # After the client's last start, the next one is its first, when the trace starts again.
+            # After the client's last start, the trace repeats from its first one.
             row = rows[following % len(rows)]
         else:
             row = numpy_generator(self._seed, "speeds/fit", work.number, work.client).choice(rows)
@@ -80,13 +80,13 @@ def read_trace(path: str | Path, *layouts: tuple[str, ...]) -> dict[str, np.ndar
     """Return the columns of a trace as float64, in the order of its rows.
 
     Args:
-        path: A CSV file with a header. A relative path is relative to the working folder.
-        layouts: The sets of columns that it may have, in any order. The first column is the
-            clients' numbers. The others are seconds. An ``end`` is not before its ``start``.
+        path: A CSV file with a header. A relative path is relative to the working directory.
+        layouts: The accepted sets of columns, in any order. The first column contains client
+            numbers. The others contain seconds. An ``end`` must not precede its ``start``.
 
     Raises:
-        FlsuiteError: If the file is missing, empty or unreadable, has other columns, or has a cell
-            that does not belong there. Rows are counted from 1 below the header.
+        FlsuiteError: If the file is missing, empty or unreadable, has other columns, or has an
+            invalid cell. Rows are counted from 1 below the header.
     """
     file = Path(path).expanduser()
     (frame,) = csv_frames(file)
@@ -108,7 +108,7 @@ def read_trace(path: str | Path, *layouts: tuple[str, ...]) -> dict[str, np.ndar
 
 
 def trace_digest(rows: Mapping[str, np.ndarray]) -> str:
-    """Return a short digest of a trace, which a run keeps among its settings."""
+    """Return a short digest of a trace, which becomes part of the run's settings."""
     digest = hashlib.sha256()
     for name, values in sorted(rows.items()):
         digest.update(name.encode() + values.tobytes())
@@ -122,7 +122,7 @@ def check_clients(path: str | Path, owners: np.ndarray, clients: int) -> None:
 
 
 def client_bounds(owners: np.ndarray, clients: int) -> np.ndarray:
-    """Return where the rows of each client begin, and the number of rows, ``(clients + 1,)``.
+    """Return the offsets of each client's rows, and the number of rows, ``(clients + 1,)``.
 
     Args:
         owners: The client of each row, ascending.
@@ -132,7 +132,7 @@ def client_bounds(owners: np.ndarray, clients: int) -> np.ndarray:
 
 
 def _numbers(column: "pd.Series", file: Path) -> np.ndarray:
-    """Return a column as float64, after a check that all of it is finite and at least 0."""
+    """Return a column as float64, checked to be finite and at least 0."""
     import pandas as pd
 
     name = str(column.name)
@@ -151,7 +151,7 @@ def _numbers(column: "pd.Series", file: Path) -> np.ndarray:
 def _refuse(
     is_wrong: np.ndarray, values: np.ndarray, file: Path, column: str, expected: str
 ) -> None:
-    """Raise the error of the first row that is wrong, if there is one."""
+    """Raise an error for the first wrong row, if any."""
     if not is_wrong.any():
         return
     at = int(is_wrong.argmax())

@@ -1,1 +1,1 @@
-"""The federation: its state, its evaluation, and what its clients keep."""
+"""The federation: its state, its evaluation, and the clients' memories."""

@@ -1,4 +1,4 @@
-"""The outcomes of fits as they reach the server, and the record of a round."""
+"""Checks of arriving client updates, and the record of a round."""
 
 import logging
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ class RoundLog:
 
     Attributes:
         round: The round, counted from 1. 0 is before the first one.
-        is_asynchronous: Whether the staleness of updates belongs to the record.
+        is_asynchronous: Whether the record includes the staleness of updates.
         updates: The accepted updates, without state and extras.
         failures: Clients that failed or were refused.
-        server: Numbers that the aggregator has noted.
+        server: Metrics of the aggregator.
         lost_down: Bytes received by clients whose update is not used.
-        lost_up: Bytes of updates that were refused.
+        lost_up: Bytes of refused updates.
     """
 
     round: int = 0
@@ -45,14 +45,14 @@ class RoundLog:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the accepted updates, sent and received."""
+        """Return the bytes sent and received for the accepted updates."""
         return sum(update.bytes_up + update.bytes_down for update in self.updates)
 
     def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield scope and numbers, for each client and then for ``global``.
+        """Yield scope and metrics, for each client and then for ``global``.
 
-        A global number is the mean by training samples over the clients that have it. Bytes and
-        steps are totals.
+        A global metric is the mean over the clients that have it, weighted by training samples.
+        Bytes and steps are totals.
         """
         by_client: dict[int, list[ClientUpdate]] = {}
         for update in self.updates:
@@ -62,7 +62,7 @@ class RoundLog:
 
         means = {}
         for name in sorted({name for update in self.updates for name in update.metrics}):
-            # Not every client logs every metric, for example a loss of a warm-up.
+            # Not every client logs every metric, for example a warm-up loss.
             have = [update for update in self.updates if name in update.metrics]
             weighted = sum(update.samples * update.metrics[name] for update in have)
             means[name] = weighted / sum(update.samples for update in have)
@@ -91,9 +91,9 @@ class RoundLog:
         self.server["secure_sum_dropped"] = float(len(report.dropped))
 
     def _of_client(self, updates: list[ClientUpdate]) -> dict[str, float]:
-        """Return a client's numbers: totals of its work, and means of the rest.
+        """Return a client's metrics: totals of its work, and means of the rest.
 
-        Where rounds do not wait, a client may come back twice in one of them.
+        In asynchronous rounds, a client may come back twice.
         """
         first = updates[0]
         names = dict.fromkeys(name for update in updates for name in update.metrics)
@@ -108,7 +108,7 @@ class RoundLog:
         return {**means, "samples": first.samples, **totals, **staleness}
 
     def _staleness(self) -> dict[str, float]:
-        """Return mean and largest staleness, where clients come back to newer versions."""
+        """Return the mean and largest staleness if the schedule is asynchronous."""
         ages = [update.staleness for update in self.updates]
         if not self.is_asynchronous or not ages:
             return {}
@@ -116,12 +116,13 @@ class RoundLog:
 
 
 class Arrivals:
-    """Takes the outcomes that the server waits for, and refuses the others.
+    """Accepts the outcomes that the server waits for, and refuses the others.
 
     Args:
-        uplink: The way of updates from clients to the server.
+        uplink: Packs and unpacks the updates that clients send.
         schedule: Who trains when.
-        devices: They hold what is to be masked. ``None`` without secure aggregation.
+        devices: Simulated devices that hold contributions to be masked. ``None`` without secure
+            aggregation.
     """
 
     def __init__(self, uplink: Uplink, schedule: Schedule, devices: Devices | None) -> None:
@@ -131,27 +132,27 @@ class Arrivals:
         self._awaited: dict[int, FitRequest] = {}
 
     def expect(self, request: FitRequest) -> None:
-        """Wait for the outcome of a fit that starts."""
+        """Register a fit whose outcome is expected."""
         self._awaited[request.client] = replace(request, memory={})
 
     def forget(self) -> None:
-        """Wait for nothing, as before the first fit."""
+        """Clear the expected outcomes, as before the first fit."""
         self._awaited = {}
 
     def accept(
         self, outcomes: Iterator[Outcome], record: RoundLog
     ) -> Iterator[tuple[FitRequest, Outcome]]:
-        """Yield what the server waits for, checked, with what was asked for.
+        """Yield the expected outcomes, checked, with their requests.
 
-        A faulty update becomes a failure, which names the client and the reason in the log.
+        A faulty update becomes a failure. The log names the client and the reason.
 
         Args:
             outcomes: The outcomes of a round as they arrive.
-            record: The record of the round, to which they are added.
+            record: The record of the round. Outcomes are added to it.
 
         Raises:
             FlsuiteError: At the end, if no client can train with the user's settings.
-            FederationError: At the end, if no usable update came back.
+            FederationError: At the end, if no usable update arrived.
         """
         for outcome in outcomes:
             sender = outcome.update if isinstance(outcome, ClientResult) else outcome
@@ -174,23 +175,23 @@ class Arrivals:
                 log.debug("%s", outcome.details)
             else:
                 update = outcome.update
-                # 0 in a synchronous round, which is in progress when its updates arrive.
+                # 0 in a synchronous round, because its updates arrive before it ends.
                 update.staleness = record.round - start.broadcast.round
                 update.number, update.part = start.number, start.part
                 self.schedule.accepted(update.number)
                 record.updates.append(update.without_tensors())
             yield start, outcome
 
-        # At the end: until the last outcome, a usable update may still come.
+        # At the end, because a usable update may arrive last.
         if not record.updates and (record.failures or not self.schedule.declarations.may_be_empty):
             raise self._failure(record)
 
     def _is_awaited(self, sender: ClientUpdate | ClientFailure, record: RoundLog) -> bool:
         """Return whether the server waits for a message.
 
-        One that comes a second time, or after its round was closed, is named in the log.
+        A duplicate, or a message that arrives after its round was closed, is logged.
         """
-        # A message may claim anything, such as a client that is no number.
+        # A message may claim anything, such as a client that is not a number.
         number = sender.number if type(sender.number) is int else None
         start = self._awaited.get(sender.client) if type(sender.client) is int else None
         if start is not None and start.number == number:
@@ -204,10 +205,10 @@ class Arrivals:
         return False
 
     def _failure(self, record: RoundLog) -> Exception:
-        """Return the error of a round in which no client came back.
+        """Return the error of a round without any usable update.
 
         The user's settings are to blame if every client of the first round failed before its first
-        step. After that round, it is known that clients can train.
+        step. Once a round has succeeded, clients are known to be able to train.
         """
         failures = record.failures
         if self.devices is not None and (error := self.devices.failure(held=0)):
@@ -228,6 +229,6 @@ class Arrivals:
 
 
 def _count_refused(sender: ClientUpdate | ClientFailure, record: RoundLog) -> None:
-    """Count the bytes of an update that has arrived and was refused, if they are a number."""
+    """Count the bytes of a refused update, if its byte counts are numbers."""
     if isinstance(sender, ClientUpdate) and isinstance(sender.bytes_up, int):
         record.lost_up += max(sender.bytes_up, 0)

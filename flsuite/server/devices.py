@@ -1,4 +1,4 @@
-"""The clients' devices of secure aggregation, as a simulation needs them."""
+"""Simulated client devices for secure aggregation."""
 
 from collections.abc import Collection
 
@@ -11,8 +11,8 @@ from flsuite.state import State
 class Devices:
     """Holds the clients' contributions until all of a round are masked.
 
-    The aggregator sees no contribution. It receives the sum, which the server's side of the
-    protocol has made of masked messages.
+    The aggregator never sees a contribution. It receives the sum, computed by the server side of
+    the protocol from masked messages.
 
     Args:
         secure_sum: The protocol.
@@ -20,16 +20,16 @@ class Devices:
 
     def __init__(self, secure_sum: SecureAggregation) -> None:
         self.secure_sum = secure_sum
-        self._parties: Parties | None = None  # of the round in progress
+        self._parties: Parties | None = None  # of the current round
         self._round = 0
         self._faults: dict[int, str] = {}
 
     def take(self, result: ClientResult, cohort: Collection[int]) -> Outcome:
-        """Leave a client's contribution on its device, so that nothing else holds it.
+        """Move a client's contribution to its device, so nothing else holds it.
 
         Args:
-            result: The client's result. The contribution is taken out of its memory.
-            cohort: All clients of the round, with those that are lost.
+            result: The client's result. The contribution is removed from its memory.
+            cohort: All clients of the round, including lost ones.
 
         Returns:
             The result, or a failure if the contribution cannot be masked.
@@ -51,24 +51,25 @@ class Devices:
 
         Args:
             arrived: The clients of the round whose contributions are on their devices.
-            gone: Clients that are lost once they have sent their masked contribution.
+            gone: Clients that are lost after sending their masked contribution.
 
         Raises:
-            FederationError: If too few clients came back or are left, or their contributions
-                cannot be masked.
+            FederationError: If too few clients came back or remain, or their contributions cannot
+                be masked.
         """
         assert self._parties is not None, "no client of this round has been taken"
         parties, self._parties = self._parties, None
         try:
             return self.secure_sum.finish(parties, arrived, gone)
         except FederationError as error:
-            # The remedy of the fault, and not that of clients which did not come back.
+            # Report the masking fault if there is one, not the missing clients.
             raise (self.failure(len(arrived)) or error) from None
 
     def failure(self, held: int) -> Exception | None:
         """Return the error of a round in which too few contributions can be masked.
 
-        It is ``None`` if all can. If none of the first round can, a setting is the reason.
+        It is ``None`` if all can be masked. If none of the first round can, the settings are to
+        blame.
 
         Args:
             held: The number of clients whose contributions can be masked.
@@ -85,7 +86,7 @@ class Devices:
         return FederationError(f"{what}; the state of round {self._round - 1} is kept")
 
     def _of_round(self, round: int, cohort: Collection[int]) -> Parties:
-        """Return the devices of a round. They agree on keys when the first of them is needed."""
+        """Return the devices of a round. They agree on keys on first use."""
         if self._parties is None or self._round != round:
             self._round, self._faults = round, {}
             self._parties = self.secure_sum.begin(sorted(cohort))

@@ -1,4 +1,4 @@
-"""Scores of the global model and of every client."""
+"""Evaluation of the global model and of the clients' models."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -31,26 +31,26 @@ class Evaluator(Scorer):
     """Scores the models of a federation.
 
     Attributes:
-        engine: Scores the clients' own models at the same time, where it can. Default: this process
-            scores them one after another.
+        engine: Scores the clients' own models in parallel. Default: this process scores them one
+            after another.
     """
 
     engine: Engine | None = None
 
     @property
     def has_classes(self) -> bool:
-        """Return whether the suite's scores of a classification are known."""
+        """Return whether flsuite's classification scores can be computed."""
         return self._has_columns and self.data.spec.task != "other"
 
     def monitored(self, monitor: str | None) -> str:
-        """Return the score that picks a round, which the model must have.
+        """Return the score that picks the best round. The model must have it.
 
         Args:
-            monitor: Its name. Default: accuracy, else the loss, else the first number that the
+            monitor: Its name. Default: accuracy, else the loss, else the first metric that the
                 model logs.
 
         Raises:
-            FlsuiteError: If there is no such score. The message names those that there are.
+            FlsuiteError: If there is no such score. The message lists the available ones.
         """
         names = self._rehearsed()
         if monitor is not None:
@@ -68,11 +68,11 @@ class Evaluator(Scorer):
 
     @property
     def _names(self) -> Sequence[str]:
-        """Return the names of the scores that are compared between clients."""
+        """Return the names of the scores that are compared across clients."""
         return _MAIN if self._steps is None else (*_MAIN, *self._steps.names)
 
     def _rehearsed(self) -> list[str]:
-        """Return the names of the scores, from those of a few samples where it takes some."""
+        """Return the names of the scores, found by scoring a few samples if necessary."""
         is_usual = self._steps is None and self.data.spec.task != "other"
         names = dict.fromkeys(HIGHER_IS_BETTER if self.has_classes else ())
         for split in () if is_usual else get_args(Split):
@@ -81,19 +81,19 @@ class Evaluator(Scorer):
                 continue
             few = samples.take(torch.arange(min(len(samples), self.data.batch_size)))
             with self._seeded(split):
-                # A fault in the model's own step shows here, and not after a round of training.
+                # An error in the model's own step shows up here, before a round of training.
                 names |= dict.fromkeys(self._whole(few, split)[0])
         return list(names)
 
     def scores(
         self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
     ) -> Scores:
-        """Score a federation as it is, and these clients.
+        """Score a federation in its current state, and these clients.
 
-        There are no scores where there is no such split.
+        Returns no scores if the data has no such split.
 
         Args:
-            federation: Its models are scored.
+            federation: The federation whose models are scored.
             split: ``val`` or ``test``.
             clients: Clients to score one by one.
             details: Add the accuracy per class.
@@ -108,8 +108,8 @@ class Evaluator(Scorer):
     ) -> Scores:
         """Score one model that all clients share.
 
-        A client's own score is that of the model on the client's part of the split, which has the
-        class mix of the client. The forward pass is done once for all clients.
+        A client's own score is the model's score on the client's part of the split, which has the
+        client's class mix. The forward pass runs once for all clients.
         """
         samples = self._samples(split)
         if samples is None:
@@ -131,22 +131,22 @@ class Evaluator(Scorer):
     ) -> dict[int, OwnScores]:
         """Score the clients' own models, and return the scores by client.
 
-        There are none where there is no such split.
+        Returns no scores if the data has no such split.
         """
         private = federation.clients.private
         version = Broadcast(max(federation.clock.round, 1), federation.state, {})
-        # A generator: not all of the clients' models are in memory at a time.
+        # A generator, so the clients' models are not all in memory at once.
         requests = (
-            # Below 0, where no fit has its number.
+            # Below 0, to differ from the numbers of fits.
             ScoreRequest(-1 - place, client, version, private(client), split, details)
             for place, client in enumerate(clients)
         )
-        # One model is not worth the way to a worker.
+        # For one model, sending it to a worker does not pay off.
         answers = self.engine.score(requests) if self.engine and len(clients) > 1 else None
 
         rows: dict[int, OwnScores] = {}
         for client, answer in zip(clients, answers or [None] * len(clients), strict=True):
-            # What a worker could not score is scored here, or raises the error that the worker met.
+            # If a worker failed, score here. This raises the worker's error if it persists.
             if not isinstance(answer, OwnScores):
                 answer = self.own(client, federation.client_state(client), split, details)
             if answer is not None:
@@ -154,7 +154,7 @@ class Evaluator(Scorer):
         return rows
 
     def of_module(self, module: nn.Module, samples: DataSplit) -> dict[str, float]:
-        """Score a module of its own, which maps inputs to logits, by what logits alone show."""
+        """Score a standalone module that maps inputs to logits, by the scores of logits alone."""
         device = next(module.parameters()).device
         with evaluating(module), torch.inference_mode():
             batches = SplitLoader(self.data, samples, self.batch_size)
@@ -171,7 +171,7 @@ class Evaluator(Scorer):
         """Return the latent variables of stored samples ``(n, latent)``, on the CPU.
 
         Raises:
-            FlsuiteError: If the model has none.
+            FlsuiteError: If the model has no latent space.
         """
         if not isinstance(self.model, LatentModel):
             raise FlsuiteError(
@@ -181,11 +181,11 @@ class Evaluator(Scorer):
 
         self.model.to(self.device)
         with evaluating(self.model), torch.inference_mode(), self.precision():
-            parts = [
-                self.model.latent(self.data.scaling(part).to(self.device))
-                for part in x.split(self.batch_size)
+            latents = [
+                self.model.latent(self.data.scaling(chunk).to(self.device))
+                for chunk in x.split(self.batch_size)
             ]
-            return torch.cat([part.float().cpu() for part in parts])
+            return torch.cat([chunk.float().cpu() for chunk in latents])
 
 
 def _combined(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
@@ -204,16 +204,16 @@ def _combined(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
         for client, row in clients.items()
     }
 
-    whole = {str(client): row.whole for client, row in clients.items()}
-    parts = {str(client): row.part for client, row in clients.items() if row.part}
+    whole_splits = {str(client): row.whole for client, row in clients.items()}
+    own_parts = {str(client): row.part for client, row in clients.items() if row.part}
     classes = [row.classes for row in clients.values() if row.classes]
 
     by_scope[GLOBAL] = (
-        _means(list(whole.values()))
+        _means(list(whole_splits.values()))
         | _means(classes)
-        | _spread(whole, "", names)
-        | _first_five(whole)
-        | _spread(parts, "client_", names)
+        | _spread(whole_splits, "", names)
+        | _first_five(whole_splits)
+        | _spread(own_parts, "client_", names)
     )
     return by_scope
 
@@ -235,7 +235,7 @@ def _spread(clients: Scores, prefix: str, names: Sequence[str]) -> dict[str, flo
 
 
 def _first_five(clients: Scores) -> dict[str, float]:
-    # Only if all five are scored: a mean over fewer would be another number.
+    # Only if all five are scored: a mean over fewer is not comparable.
     first = [clients[str(c)]["accuracy"] for c in range(5) if "accuracy" in clients.get(str(c), {})]
     return {"accuracy_first_five": sum(first) / 5} if len(first) == 5 else {}
 

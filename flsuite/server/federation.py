@@ -25,28 +25,28 @@ from flsuite.state import State, StateLayout, clone, load_, mismatch, nbytes, no
 
 
 class Federation:
-    """The global model, what server and clients remember, and the rules that change them.
+    """The global model, the memories of server and clients, and the rules that update them.
 
     Args:
         model: Its weights are the first version of the global model.
-        data: The samples of all clients, of the whole run.
+        data: The samples of all clients, for the whole run.
         aggregator: The algorithm.
         schedule: Who trains when.
-        entries: Who has which entry of the model.
-        clients: What clients keep between their rounds.
+        entries: Which entries of the model are shared and which are private.
+        clients: The clients' memories between rounds.
         seed: The run's seed.
         versions: The older versions that clients in flight started from.
-        fit_samples: Returns the samples that a fit processes, given those of the client.
-        tools: What the server offers to the aggregator.
-        secure_sum: How the clients' contributions are masked, if they are.
+        fit_samples: Returns the samples that a fit processes, given the client's sample count.
+        tools: The tools that the server offers to the aggregator.
+        secure_sum: The secure aggregation protocol, if any.
 
     Attributes:
-        clock: Rounds done, virtual seconds, client updates and bytes.
+        clock: Rounds, virtual seconds, client updates and bytes so far.
         state: The shared part of the global model.
-        initial: Entries for which a fit has no other value, see
+        initial: Initial values of entries that a fit receives from nowhere else, see
             :class:`~flsuite.client.setup.WorkerSetup`.
-        log: The updates and failures of the round in progress.
-        uplink: The way of updates from clients to the server.
+        log: The updates and failures of the current round.
+        uplink: Packs and unpacks the updates that clients send.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Federation:
         layout = layout_of(model, self.state, data.spec.shape, sizes)
         schedule.configure(sizes, seed, self._work)
         tools = replace(tools, sampling=schedule.declarations.client_sampling)
-        self._server = Server({}, layout, tools)  # its state and round: those of the moment
+        self._server = Server({}, layout, tools)  # its state and round are set on access
         self._refuse_conflicts(secure_sum)
         aggregator.prepare(self.server)
         rule, expected = aggregator.rule, schedule.declarations.expected_updates
@@ -103,17 +103,17 @@ class Federation:
 
     @property
     def server(self) -> Server:
-        """Return what the server half of the algorithm sees in the round in progress."""
+        """Return the server half of the algorithm's view of the current round."""
         round, metrics = self.clock.round + 1, self.log.server
         return replace(self._server, state=self.state, round=round, metrics=metrics)
 
     def client_state(self, client: int | None) -> State:
-        """Return a client's whole model: the shared part as it is now, and its own part.
+        """Return a client's whole model: the current shared part and its private part.
 
-        ``None`` is a client that never trained.
+        ``None`` stands for a client that never trained.
         """
         private = self.clients.private(client) if client is not None else {}
-        # The shared part last: it overrides the initial values of entries that travel.
+        # The shared part comes last, to override the initial values of shared entries.
         return {**self.initial, **private, **self.state}
 
     def requests(
@@ -124,9 +124,9 @@ class Federation:
         The first ones of a round begin its record.
 
         Args:
-            starting: The fits. Those that were in flight before a resume start from an older
+            starting: The fits. Fits that were in flight before a resume start from an older
                 version.
-            callbacks: Returns the user's Lightning callbacks, as every fit is to see them.
+            callbacks: Returns copies of the user's Lightning callbacks for the fits.
         """
         self._begin_round()
         requests: list[FitRequest] = []
@@ -137,13 +137,13 @@ class Federation:
         return requests
 
     def accept(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
-        """Yield the outcomes that the server waits for, checked and recorded.
+        """Yield the expected outcomes, checked and recorded.
 
-        A faulty update becomes a failure, which names the client and the reason in the log.
+        A faulty update becomes a failure. The log names the client and the reason.
 
         Raises:
             FlsuiteError: At the end, if no client can train with the user's settings.
-            FederationError: At the end, if no usable update came back.
+            FederationError: At the end, if no usable update arrived.
         """
         for start, outcome in self._arrivals.accept(outcomes, self.log):
             if isinstance(outcome, ClientResult):
@@ -155,7 +155,7 @@ class Federation:
             yield outcome
 
     def aggregate(self, updates: Iterator[ClientUpdate]) -> State:
-        """Return the next global state, from the updates or from their sum alone.
+        """Return the next global state, computed from the updates or only from their sum.
 
         Raises:
             FederationError: If too few clients came back for secure aggregation.
@@ -164,7 +164,7 @@ class Federation:
             return self.aggregator.aggregate(self.server, updates)
 
         arrived = list(updates)
-        # In this process clients train on the resident model, which still is the last one's.
+        # With an in-process engine, the resident model still holds the last client's weights.
         load_(self._resident.state_dict(), {**self.initial, **self.state})
         before = self.log.bytes
         gone = {fit.client for fit in self.schedule.ended if fit.fault == "gone"}
@@ -174,7 +174,7 @@ class Federation:
         return self.aggregator.aggregate(self.server, self.uplink.summed(masked, arrived))
 
     def advance(self, state: State) -> None:
-        """Make this the next version of the global model.
+        """Set the next version of the global model.
 
         Raises:
             FederationError: If it is not a state of this model, or not finite.
@@ -189,7 +189,7 @@ class Federation:
                 f"{done} is kept"
             )
 
-        # Who dropped out or came too late has received the model too. A failure has been counted.
+        # Dropped and late clients received the model too. Failures are already counted.
         counted = {failure.number for failure in self.log.failures}
         lost = sum(f.outcome != "arrived" and f.number not in counted for f in self.schedule.ended)
         self.log.lost_down += lost * self._traffic[0]
@@ -198,9 +198,9 @@ class Federation:
         self.clock.round += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to go on from here.
+        """Return all state that is needed to continue from here.
 
-        What clients keep and the frozen entries, which never change, are not in it.
+        The clients' memories and the frozen entries, which never change, are not included.
         """
         return {
             "clock": dict(vars(self.clock)),
@@ -229,7 +229,7 @@ class Federation:
         return Work(client, number, started, samples, *self._traffic)
 
     def _begin_round(self) -> None:
-        """Begin the record of the next round, unless it has begun."""
+        """Begin the record of the next round, unless it has already begun."""
         round = self.clock.round + 1
         if self.log.round == round:
             return
@@ -239,16 +239,16 @@ class Federation:
         self._traffic = size + nbytes(self._extras), self._bytes_up
 
     def _base(self, broadcast: Broadcast) -> State:
-        """Return the state that a client's change is measured from."""
+        """Return the state from which a client's change is measured."""
         reset = [name for name in self.entries.reset if name in self.state]
         if broadcast.state is self.state or not reset:
             return broadcast.state
-        # Buffers that every fit resets have not moved from those of the old version. Their change
-        # is the one from the buffers as they are now, so that they take the clients' mean.
+        # Buffers that every fit resets do not depend on the old version. Their change is taken
+        # from the current buffers, so that they become the clients' mean.
         return {**broadcast.state, **{name: self.state[name] for name in reset}}
 
     def _requests(self, fits: list[Fit], broadcast: Broadcast) -> list[FitRequest]:
-        """Return the requests of fits that start from one version."""
+        """Return the requests of fits that start from the same version."""
         if self.aggregator.pools:
             return [self._pooled_request(fits, broadcast)]
         size = part_size(len(fits))
@@ -269,23 +269,23 @@ class Federation:
     def _pooled_request(self, fits: list[Fit], broadcast: Broadcast) -> FitRequest:
         """Return one fit on the samples of all clients, with the batches of the cohort."""
         data = self.data.at(broadcast.round)
-        # As many steps as the cohort takes together: the comparison is at equal numbers of steps.
+        # As many steps as the whole cohort, for a comparison at equal numbers of steps.
         batches = sum(len(batch_bounds(data.samples(fit.client), data.batch_size)) for fit in fits)
         return FitRequest(fits[0].number, POOLED, broadcast, {}, batches, stands_for=len(fits))
 
     def _refuse_conflicts(self, secure_sum: SecureAggregation | None) -> None:
-        """Refuse parts of the run that do not go together."""
+        """Refuse parts of the run that cannot be combined."""
         refuse_conflicts(
             [
                 Named("trainer.schedule", self.schedule.declarations),
-                *self.aggregator.parts(),
+                *self.aggregator.named_parts(),
                 Named("model", _Travelling(self._server.layout)),
                 Named("trainer.secure_sum", secure_sum or _Unmasked()),
             ]
         )
 
     def _broadcast(self, version: int, callbacks: CopyCallbacks) -> Broadcast:
-        """Return what clients that start from a version receive, the same object for all."""
+        """Return the broadcast of a version, the same object for all clients that start from it."""
         broadcast = self.versions.get(version, callbacks)
         if broadcast is None:
             assert version == self.clock.round, f"version {version} is not kept"
@@ -295,14 +295,14 @@ class Federation:
 
 
 class _Unmasked:
-    """The absence of secure aggregation, as a part of the run."""
+    """A part of the run that stands for the absence of secure aggregation."""
 
     name = "the server"
     withholds = {"secure aggregation": "sees every update"}
 
 
 class _Travelling:
-    """The entries of a model that travel, as a part of the run."""
+    """A part of the run that stands for the shared entries of the model."""
 
     name = "the model"
 
@@ -311,6 +311,6 @@ class _Travelling:
         if not layout.parameters:
             self.withholds["shared parameters"] = "keeps all of them with the clients"
         if layout.buffers:
-            self.withholds["parameters alone"] = (
+            self.withholds["only parameters"] = (
                 f"sends {layout.buffers[0]}, which is a buffer, and noise would spoil it"
             )

@@ -1,6 +1,6 @@
-"""What a run keeps beside its checkpoints: memories of clients, and versions in flight.
+"""Storage of a run outside its checkpoints: client memories, and versions in flight.
 
-Each is kept in memory and in files of a folder, and a file goes when no checkpoint needs it.
+Both are kept in memory and in the files of a folder. A file is deleted once no checkpoint needs it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from flsuite.state import State, nbytes, plain
 Memory = dict[str, Any]
 
 CopyCallbacks = Callable[[], tuple[Callback, ...]]
-"""Returns copies of the user's Lightning callbacks as they are now."""
+"""Returns copies of the user's Lightning callbacks in their current state."""
 
 _REMEDY = "restore the folder clients of the run, or start a new run"
 
@@ -28,19 +28,18 @@ _REMEDY = "restore the folder clients of the run, or start a new run"
 class ClientStore:
     """The memories of all clients that have ever trained.
 
-    They are kept in memory up to a budget. Each round writes one file with the memories of its
-    cohort, so that a checkpoint costs what the cohort costs. What does not fit into the budget is
-    read back from these files.
+    Memories stay in RAM up to a budget. Each round writes one file with the memories of its cohort,
+    so the cost of a checkpoint depends on the cohort. Memories beyond the budget are read back from
+    these files.
 
     Args:
-        folder: Folder of the files. ``None`` keeps everything in memory.
-        budget: Bytes in memory, above which the least recently used memories are read from the
-            files. Default: 2 GiB.
+        folder: Folder of the files. ``None`` keeps everything in RAM.
+        budget: Bytes in RAM, above which the least recently used memories are dropped and read
+            from the files. Default: 2 GiB.
 
     Attributes:
         versions: The round in which each client's memory was last written.
-        is_local: Whether the memories can be read here. It is ``False`` where the clients hold
-            them.
+        is_local: Whether the memories can be read here. ``False`` if the clients hold them.
     """
 
     is_local = True
@@ -54,7 +53,7 @@ class ClientStore:
         self._fresh: dict[int, Memory] = {}
 
     def __getitem__(self, client: int) -> Memory:
-        """Return a client's memory, empty if it never trained or keeps nothing."""
+        """Return a client's memory. It is empty if the client never trained or keeps nothing."""
         if client in self._fresh:
             return self._fresh[client]
         if client in self._resident:
@@ -67,32 +66,30 @@ class ClientStore:
         return memory
 
     def private(self, client: int) -> State:
-        """Return a client's private entries, none if it never trained."""
+        """Return a client's private entries. They are empty if the client never trained."""
         entries: State = self[client].get("model", {})
         return entries
 
     def __setitem__(self, client: int, memory: Memory) -> None:
-        """Set a client's memory.
-
-        It counts from the next :meth:`commit` on.
+        """Set a client's memory, effective from the next :meth:`commit`.
 
         Raises:
-            FlsuiteError: If it holds anything that a checkpoint cannot hold.
+            FlsuiteError: If the memory contains anything that a checkpoint cannot hold.
         """
-        if memory or client in self:  # a memory that becomes empty must not come back
+        if memory or client in self:  # an emptied memory must be stored too
             self._fresh[client] = plain(memory, f"the memory of client {client}")
 
     def __contains__(self, client: int) -> bool:
         return client in self._fresh or client in self.versions
 
     def commit(self, round: int) -> list[Path]:
-        """Write what has changed in this round, and make room.
+        """Write the changes of this round, and evict memories beyond the budget.
 
         Returns:
-            The file and the folder that were written, which have yet to be flushed to disk.
+            The written file and its folder, which the caller must flush to disk.
         """
         written: list[Path] = []
-        # One file per round and not per client, so that a round costs one write.
+        # One file per round, not per client, so a round costs one write.
         if self._fresh and self.folder is not None:
             self.folder.mkdir(exist_ok=True)
             fresh = self._fresh
@@ -101,20 +98,20 @@ class ClientStore:
         for client, memory in self._fresh.items():
             self.versions[client] = round
             self._make_resident(client, memory)
-        # Only now: an exception above leaves the memories uncommitted.
+        # Last, so that an exception above leaves the memories uncommitted.
         self._fresh = {}
         return written
 
     def rollback(self) -> None:
-        """Drop what was set since the last commit."""
+        """Discard the changes since the last commit."""
         self._fresh = {}
 
     def restore(self, versions: dict[int, int]) -> None:
-        """Go back to these versions, which are read from the files when they are needed."""
+        """Go back to these versions. They are read from the files on demand."""
         rounds = set(versions.values())
         needed = {self._path(round) for round in rounds} if self.folder else set()
         for path in sorted(needed):
-            load_tensors(path, _REMEDY)  # later, it is mapped, and nothing would see a wrong number
+            load_tensors(path, _REMEDY)  # verifies checksums, which mmap does not
         self.versions = dict(versions)
         self._resident.clear()
         self._fresh = {}
@@ -132,13 +129,13 @@ class ClientStore:
         self._resident[client] = memory
         self._bytes += nbytes(memory)
 
-        # Without a folder there is nowhere to read a memory back from.
+        # Without a folder, an evicted memory could not be read back.
         while self.folder is not None and self._bytes > self.budget and len(self._resident) > 1:
             _, oldest = self._resident.popitem(last=False)
             self._bytes -= nbytes(oldest)
 
     def _read(self, round: int) -> dict[int, Memory]:
-        # Mapped: one client's part of the file is read, not that of the whole cohort.
+        # mmap reads only one client's part of the file, not the whole cohort's.
         return torch.load(self._path(round), weights_only=True, mmap=True, map_location="cpu")
 
     def _path(self, round: int) -> Path:
@@ -147,13 +144,13 @@ class ClientStore:
 
 
 class VersionStore:
-    """Keeps each version as long as a client in flight started from it.
+    """Keeps each version of the global model while a client that started from it is in flight.
 
-    Memory and disk are bounded by the clients in flight, not by the length of the run. Each version
-    is written once, in a file of its own, so that a checkpoint does not hold all of them.
+    Memory and disk use are bounded by the clients in flight, not by the length of the run. Each
+    version is written once, to its own file, so checkpoints do not contain all of them.
 
     Args:
-        folder: Folder of the files. ``None`` keeps versions in memory only.
+        folder: Folder of the files. ``None`` keeps versions in RAM only.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -162,7 +159,7 @@ class VersionStore:
         self._written: set[int] = set()
 
     def add(self, broadcast: Broadcast) -> None:
-        """Keep a version, until a commit says that it is not needed."""
+        """Keep a version until a commit no longer needs it."""
         self._kept[broadcast.round - 1] = broadcast
 
     def get(self, version: int, callbacks: CopyCallbacks) -> Broadcast | None:
@@ -170,18 +167,18 @@ class VersionStore:
 
         Args:
             version: The number of the version.
-            callbacks: Returns the callbacks that a version read from disk is given. Their state is
-                that of the version.
+            callbacks: Returns the callbacks for a version that is read from disk. Their state is
+                set to the version's.
         """
         if version not in self._kept and version in self._written:
             self._kept[version] = self._read(version, callbacks())
         return self._kept.get(version)
 
     def commit(self, needed: Collection[int]) -> list[Path]:
-        """Forget what is not needed, and write what is needed and not yet on disk.
+        """Forget versions that are not needed, and write needed ones that are not yet on disk.
 
         Returns:
-            The files and the folder that were written, which have yet to be flushed to disk.
+            The written files and their folder, which the caller must flush to disk.
         """
         self._kept = {version: kept for version, kept in self._kept.items() if version in needed}
         new = sorted(self._kept.keys() - self._written)
@@ -193,7 +190,7 @@ class VersionStore:
         return [*(self._path(version) for version in new), self.folder]
 
     def restore(self, needed: Collection[int]) -> None:
-        """Go back to these versions, which are read when they are needed.
+        """Go back to these versions. They are read on demand.
 
         Raises:
             FlsuiteError: If one of them is missing.
@@ -203,9 +200,9 @@ class VersionStore:
         for version in needed:
             if self.folder is None or not self._path(version).is_file():
                 raise FlsuiteError(
-                    f"version {version} of the global model, from which clients in flight have "
-                    f"started, is not in {self.folder}; resume with --ckpt_path last (best is "
-                    "enough for scores alone), or start a new run"
+                    f"version {version} of the global model, which clients in flight started from, "
+                    f"is not in {self.folder}; resume with --ckpt_path last (best suffices for "
+                    "scores), or start a new run"
                 )
             self._written.add(version)
 

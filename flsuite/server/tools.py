@@ -1,4 +1,4 @@
-"""The tools that a server offers to an aggregator: scores of its samples, and training on them."""
+"""The tools that a server offers to an aggregator: scoring and training on server samples."""
 
 import copy
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ from flsuite.server.federation import Federation
 from flsuite.state import State, load_
 
 
-class OwnFit:
-    """Trains the model on the server's samples, as a client with these samples would.
+class ServerFit:
+    """Trains the model on the server's samples, like a client with these samples.
 
-    It has a copy of the model, and randomness of its own, so that no client's fit changes by it.
+    It uses a copy of the model and its own randomness, so it does not affect any client's fit.
 
     Args:
-        evaluator: It has the model, the data and the arguments of every fit's Trainer.
-        batchnorm: What happens to buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
+        evaluator: It provides the model, the data and the Trainer arguments.
+        batchnorm: The treatment of buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         lr_decay: How learning rates change from round to round.
 
     Attributes:
-        federation: The federation of the run, once it is made. The client half of its algorithm
+        federation: The federation of the run, set once it exists. The client half of its algorithm
             takes part.
     """
 
@@ -58,7 +58,7 @@ class OwnFit:
         self._model: LightningModule | None = None
 
     def train(self, state: State, round: int) -> State:
-        """Return the shared state after a fit that starts from a shared state.
+        """Return the shared state after a fit that starts from ``state``.
 
         Raises:
             FederationError: If the fit fails.
@@ -67,7 +67,7 @@ class OwnFit:
         assert federation is not None
         if self._model is None:
             self._model = _copied(self.evaluator.model)
-        # As every client trains, and nothing happens to its change on the way.
+        # The clients' objective, without transforms of the change.
         algorithm = Aggregator(objective=federation.aggregator.objective)
         layout = federation.server.layout
         setup = WorkerSetup(
@@ -80,7 +80,7 @@ class OwnFit:
             initial=federation.initial,
             trainer_kwargs=self.evaluator.trainer_kwargs,
             batchnorm=self.batchnorm,
-            channels_last=False,  # the model is a copy of one that is made ready
+            channels_last=False,  # the copied model already is
             lr_decay=self.lr_decay,
         )
         with isolate_rng():
@@ -108,14 +108,14 @@ def _of_one(data: FederatedData) -> FederatedData:
 
 
 def make_tools(
-    evaluator: Evaluator, private: Sequence[str], rounds: int | None, fit: OwnFit
+    evaluator: Evaluator, private: Sequence[str], rounds: int | None, fit: ServerFit
 ) -> ServerTools:
-    """Return what the server can offer to an aggregator beside the updates.
+    """Return the tools that the server can offer to an aggregator.
 
     Args:
-        evaluator: It has the resident model and the data.
-        private: Patterns of the entries that stay with the clients.
-        rounds: Rounds of the run, or ``None`` where another limit ends it.
+        evaluator: It provides the resident model and the data.
+        private: Patterns of the clients' private entries.
+        rounds: Rounds of the run, or ``None`` if another limit ends it.
         fit: Trains on the server's samples.
     """
     spec, missing = evaluator.data.spec, _missing(evaluator, private)
@@ -136,29 +136,29 @@ def make_tools(
 
 
 def _missing(evaluator: Evaluator, private: Sequence[str]) -> dict[str, str]:
-    """Return why tools are missing, by their names."""
+    """Return the reasons for missing tools, by tool name."""
     model, data = evaluator.model, evaluator.data
     kind, missing = type(model).__name__, {}
     if data.server is None:
         samples = "the server has no samples of its own; set data.server_samples, such as 500"
         missing = dict.fromkeys(("score", "score_module", "train"), samples)
     if not evaluator.has_classes:
-        missing["score"] = f"{kind} has no classes that the suite can score"
+        missing["score"] = f"{kind} has no classes that flsuite can score"
     if private:
-        parts = f"the server has no whole {kind}, because clients keep {private[0]}"
-        missing |= {"score": parts, "module": parts}
-        missing.setdefault("train", parts)
+        reason = f"the server has no whole {kind}, because clients keep {private[0]}"
+        missing |= {"score": reason, "module": reason}
+        missing.setdefault("train", reason)
     if not isinstance(model, LogitModel):
         missing["module"] = missing["score_module"] = (
             f"{kind} does not offer its logits; add a method logits(x) -> (n, outputs)"
         )
     if len(data.spec.shape) != 3:
-        missing["to_inputs"] = "the samples are no images"
+        missing["to_inputs"] = "the samples are not images"
     return missing
 
 
 class _Able:
-    """The tools, on the resident model of an evaluator."""
+    """Implements the tools on an evaluator's resident model."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
@@ -184,17 +184,17 @@ class _Able:
         return module.eval()
 
     def to_inputs(self, images: Tensor) -> Tensor:
-        """Return images within [0, 1] as the clients' models see them."""
+        """Return images with values in [0, 1] scaled like the inputs of the clients' models."""
         scaling = self.evaluator.data.scaling
         scale, shift = (
             part.to(images.device)[:, None, None] for part in (scaling.scale, scaling.shift)
         )
-        # The scaling is that of stored bytes.
+        # The scaling is defined for stored bytes.
         return images * 255.0 * scale + shift
 
 
 class _Logits:
-    """A module's forward pass that is its method ``logits``, and is copied with the module."""
+    """A replacement of a module's forward pass by its method ``logits``. It survives deepcopy."""
 
     def __init__(self, module: LightningModule) -> None:
         self.module: Any = module

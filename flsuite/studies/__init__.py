@@ -1,1 +1,1 @@
-"""The experiments of single papers, around runs or without any: nothing else imports them."""
+"""Experiments of single papers. Nothing else imports this package."""

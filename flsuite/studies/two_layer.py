@@ -2,7 +2,7 @@
 
 Jhunjhunwala, Wang and Joshi 2024, FedFisher: Leveraging Fisher Information for One-Shot Federated
 Learning, AISTATS, arXiv:2403.12329. The network is ``f(x) = m^(-1/2) sum_r a_r relu(w_r . x)`` with
-m hidden neurons. Its weights w_r are trained on the loss ``(f - y)^2 / 2``. Its signs a_r are not.
+m hidden neurons. Its weights w_r are trained on the loss ``(f - y)^2 / 2``, with fixed signs a_r.
 
 ``python -m flsuite.studies.two_layer --output FOLDER`` writes a table and a figure.
 """
@@ -26,10 +26,10 @@ from flsuite.random import numpy_generator
 
 WIDTHS = (16, 64, 256, 1024, 4096)
 STEPS = (1, 4, 16, 64, 256, 1024, 4096)
-# With the smaller weights, neurons turn on and off more often while a client trains.
+# With smaller weights, neurons turn on and off more often during training.
 KAPPAS = (1.0, 0.3)
 
-# The paper's sizes and rates are not known. With these, local training converges within STEPS.
+# The paper's sizes and rates are not published. Here, training converges within STEPS.
 _WIDTH, _STEPS = 256, 256
 _CLIENTS, _SAMPLES, _INPUTS = 5, 20, 10
 _RATE = 1.0
@@ -72,7 +72,7 @@ def outputs(network: Network, x: Tensor) -> Tensor:
 
 
 def jacobian(network: Network, x: Tensor) -> Tensor:
-    """Return the gradients of the outputs in the weights, ``(..., samples, width * inputs)``.
+    """Return the Jacobian of the outputs, ``(..., samples, width * inputs)``.
 
     A row is ``m^(-1/2) a_r 1[w_r . x > 0] x``, neuron by neuron.
     """
@@ -93,7 +93,7 @@ def train(network: Network, clients: Clients, steps: int) -> Network:
     for _ in range(steps):
         hidden = clients.x @ weights.mT
         errors = hidden.relu() @ output_weights - clients.y
-        # The gradient is J^T (f - y) / n. Its product needs no Jacobian.
+        # The gradient J^T (f - y) / n is computed without the Jacobian.
         slopes = (hidden > 0) * output_weights
         weights = weights - rate * (slopes * errors[..., None]).mT @ clients.x
     return Network(weights.expand(len(clients.x), -1, -1), network.signs)
@@ -102,8 +102,8 @@ def train(network: Network, clients: Clients, steps: int) -> Network:
 def fuse(models: Sequence[Tensor], jacobians: Sequence[Tensor]) -> Tensor:
     """Return FedFisher's model for the full Fishers ``F_i = J_i^T J_i / n_i``.
 
-    It minimises ``sum p_i (w - w_i)^T F_i (w - w_i)``, ``p_i = n_i / N``, and of the minima it is
-    the one closest to the mean ``wbar = sum p_i w_i``. With the rows ``sqrt(p_i / n_i) J_i`` of all
+    It minimizes ``sum p_i (w - w_i)^T F_i (w - w_i)`` with ``p_i = n_i / N``, and takes the minimum
+    closest to the mean ``wbar = sum p_i w_i``. With the rows ``sqrt(p_i / n_i) J_i`` of all
     clients in J, and ``r_i = sqrt(p_i / n_i) J_i w_i`` in r, it is ``wbar + J^+ (r - J wbar)``.
     ``p_i / n_i`` is 1 / N for all rows, so the factor cancels. No matrix is ``(d, d)``.
 
@@ -129,9 +129,9 @@ def training_error(network: Network, clients: Clients) -> float:
 def draw_clients(seed: int) -> Clients:
     """Draw the data in float64: five clients with twenty samples of ten inputs.
 
-    The inputs are those of Li et al. 2020, Federated Optimization in Heterogeneous Networks,
-    arXiv:1812.06127, with alpha and beta 1, scaled to norm 1. The targets are
-    ``u_i . x / sqrt(10)``, with the client's own u_i.
+    The inputs follow Li et al. 2020, Federated Optimization in Heterogeneous Networks,
+    arXiv:1812.06127, with alpha and beta 1, scaled to norm 1. The targets are ``u_i . x /
+    sqrt(10)``, with the client's own u_i.
     """
     x, y = np.empty((_CLIENTS, _SAMPLES, _INPUTS)), np.empty((_CLIENTS, _SAMPLES))
     deviations = np.arange(1, _INPUTS + 1) ** -0.6  # variances j^-1.2
@@ -169,8 +169,7 @@ def synthetic_table(
     """Return the training error of FedFisher and FedAvg by the width and by the local steps.
 
     The columns are ``kappa``, ``varied`` (``width`` or ``steps``), ``seed``, ``width``, ``steps``,
-    ``method`` and ``error``. Where the width is varied there are 256 steps, and the other way
-    round.
+    ``method`` and ``error``. If the width varies, there are 256 steps, and vice versa.
 
     Args:
         seeds: Seeds of the data and of the first network.
@@ -193,10 +192,10 @@ def synthetic_table(
     for kappa in kappas:
         for seed in seeds:
             for width in widths:
-                found = _errors(seed, width, [_STEPS], kappa)
-                rows += [(kappa, "width", seed, width, *errors) for errors in found]
-            found = _errors(seed, _WIDTH, steps, kappa)
-            rows += [(kappa, "steps", seed, _WIDTH, *errors) for errors in found]
+                by_steps = _errors(seed, width, [_STEPS], kappa)
+                rows += [(kappa, "width", seed, width, *errors) for errors in by_steps]
+            by_steps = _errors(seed, _WIDTH, steps, kappa)
+            rows += [(kappa, "steps", seed, _WIDTH, *errors) for errors in by_steps]
     columns = ["kappa", "varied", "seed", "width", "steps", "method", "error"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -205,9 +204,9 @@ def _errors(
     seed: int, width: int, steps: Sequence[int], kappa: float
 ) -> Iterator[tuple[int, str, float]]:
     """Yield local steps, method and training error, from one training of each client."""
-    clients, local, taken = draw_clients(seed), draw_network(seed, width, kappa), 0
+    clients, local, trained = draw_clients(seed), draw_network(seed, width, kappa), 0
     for count in sorted(steps):
-        local, taken = train(local, clients, count - taken), count
+        local, trained = train(local, clients, count - trained), count
 
         models = list(local.weights.flatten(1))
         fused = fuse(models, list(jacobian(local, clients.x)))
@@ -231,11 +230,11 @@ def synthetic_figure(table: pd.DataFrame) -> Figure:
     Each kappa has a row of panels.
 
     Args:
-        table: As :func:`synthetic_table` returns it.
+        table: The result of :func:`synthetic_table`.
     """
     rows = summary(table)
     kappas = rows["kappa"].unique()
-    figure = Figure(figsize=(8, 0.6 + 2.6 * len(kappas)), layout="constrained")
+    figure = Figure(figsize=(8, 0.6 + 2.6 * len(kappas)), layout="constrained", dpi=150)
     grid = figure.subplots(len(kappas), 2, squeeze=False, sharex="col", sharey=True)
 
     for panels, kappa in zip(grid, kappas, strict=True):
@@ -278,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     csv, png = request.output / "synthetic.csv", figures / "synthetic.png"
     summary(table).to_csv(csv, index=False, float_format="%.4g")
-    synthetic_figure(table).savefig(png, dpi=100)
+    synthetic_figure(table).savefig(png)
     print(f"{csv}\n{png}")
 
 

@@ -22,6 +22,7 @@ _OPEN = (
     "trainer.logger",
     "trainer.enable_progress_bar",
 )
+_MOST_SAMPLES = 100  # less than a minute
 _LONGEST_LABEL = 79  # a report takes one of 80 for one that an earlier version has cut
 
 
@@ -93,18 +94,22 @@ def fit_arguments(sweep: Sweep, cell: Cell, folder: Path) -> list[str]:
 
 
 def samples_of(sweep: Sweep) -> list[Cell]:
-    """Return few cells that have each method, and each value of the grid and of the tuning.
+    """Return a cell for each method at each grid point, of one seed, to see which can begin.
 
-    If all of them can be built, nothing that the file names is wrong on its own.
+    Each value of the tuning is in one of them. Of a large grid, each method has each value of a key
+    at least once, but not all combinations of values.
     """
     choices = sweep.tuning.choices if sweep.tuning else {}
-    tuned = [(name, t) for name in sweep.methods for t in _each_value(choices.get(name, {}))]
-    points = _each_value(sweep.grid)
-    number = max(len(tuned), len(points))
-    return [
-        cell(sweep, *tuned[n % len(tuned)], points[n % len(points)], sweep.seeds[0], bool(choices))
-        for n in range(number)
-    ]
+    points = grid_points(sweep)
+    if len(points) * len(sweep.methods) > _MOST_SAMPLES:
+        points = _each_value(sweep.grid)
+    samples = []
+    for name in sweep.methods:
+        tuned = _each_value(choices.get(name, {}))
+        for n in range(max(len(tuned), len(points))):
+            values, point = tuned[n % len(tuned)], points[n % len(points)]
+            samples.append(cell(sweep, name, values, point, sweep.seeds[0], bool(choices)))
+    return samples
 
 
 def require_distinct(sweep: Sweep) -> None:

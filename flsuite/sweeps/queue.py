@@ -79,7 +79,7 @@ class Queue:
 
     def is_over(self, contest: Contest) -> bool:
         """Return whether each trial of a contest is done, or has failed since this start."""
-        return all(self.outcome(c) or self._has_failed_now(c) for c in contest.cells)
+        return all(self.has_ended(c) for c in contest.cells)
 
     def without_winner(self) -> list[Contest]:
         """Return the contests in which no trial has a score, so that they have no results."""
@@ -96,6 +96,18 @@ class Queue:
         if cell not in self._outcomes and (found := read_outcome(self.run_dir(cell))):
             self._outcomes[cell] = found
         return self._outcomes.get(cell)
+
+    def has_ended(self, cell: Cell) -> bool:
+        """Return whether a cell is done, or has failed since this object was made."""
+        if self.outcome(cell):
+            return True
+        return self._failure(cell) not in (None, self._failed_before.get(cell))
+
+    @property
+    def ended(self) -> int:
+        """Return the number of cells that have ended, with results that no trial leads to."""
+        without = len(self.without_winner()) * len(self.sweep.seeds)
+        return without + sum(self.has_ended(cell) for cell in self.known())
 
     def state(self, cell: Cell) -> CellState:
         """Return the state of a cell."""
@@ -129,12 +141,11 @@ class Queue:
         It is ``None`` if there is no such cell at the moment.
         """
         for candidate in self.known():
-            if self.outcome(candidate) or self._has_failed_now(candidate):
+            if self.has_ended(candidate):
                 continue
             with locked(self._lock(candidate)) as is_ours:
                 # Another process may have finished it between the check and the lock.
-                is_open = not (self.outcome(candidate) or self._has_failed_now(candidate))
-                if is_ours and is_open:
+                if is_ours and not self.has_ended(candidate):
                     yield candidate
                     return
         yield None
@@ -142,7 +153,7 @@ class Queue:
     def is_over_for_now(self) -> bool:
         """Return whether nothing is left that this start may run."""
         return all(self.is_over(contest) for contest in self.contests) and all(
-            self.outcome(cell) or self._has_failed_now(cell) for cell in self.known()
+            self.has_ended(cell) for cell in self.known()
         )
 
     def begin(self, cell: Cell) -> Path:
@@ -196,9 +207,6 @@ class Queue:
         with suppress(FileNotFoundError, NotADirectoryError):
             return (self.run_dir(cell) / _FAILED).stat().st_mtime_ns
         return None
-
-    def _has_failed_now(self, cell: Cell) -> bool:
-        return self._failure(cell) not in (None, self._failed_before.get(cell))
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def strangers(queue: Queue) -> list[str]:
 
 
 class SweepProgress:
-    """Shows how many cells are done, and the time left.
+    """Shows how many cells have ended, done or failed, and the time left.
 
     Without a terminal, it prints a line per finished cell.
 
@@ -109,7 +109,7 @@ class SweepProgress:
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
-        self._finished = {c for c in queue.known() if queue.state(c) in ("done", "failed")}
+        self._finished = {cell for cell in queue.known() if queue.has_ended(cell)}
         self._next = 0.0
         console = Console(stderr=True)
         columns = (
@@ -138,28 +138,28 @@ class SweepProgress:
         if not is_last and started < self._next:
             return
         counts = self._queue.counts()
-        self._print_finished(counts["done"])
+        ended = self._queue.ended
+        self._print_finished(ended)
         if self._bar is not None:
             notes = [f"{counts['running']} running"]
             notes += [f"{counts['failed']} failed"] if counts["failed"] else []
             if (left := _seconds_left(self._queue)) is not None:
                 notes.append(f"{timedelta(seconds=round(left))} left")
-            self._bar.update(self._task, completed=counts["done"], note=", ".join(notes))
+            self._bar.update(self._task, completed=ended, note=", ".join(notes))
         # A look at thousands of cells takes long, and the cells need the cores.
         now = time.monotonic()
         self._next = now + max(self._INTERVAL, 20 * (now - started))
 
-    def _print_finished(self, done: int) -> None:
+    def _print_finished(self, ended: int) -> None:
         queue = self._queue
         for cell in queue.known():
-            state = queue.state(cell)
-            if state not in ("done", "failed") or cell in self._finished:
+            if cell in self._finished or not queue.has_ended(cell):
                 continue
             self._finished.add(cell)
             outcome = queue.outcome(cell)
             what = _outcome_text(outcome, cell) if outcome else f"failed: {queue.reason(cell)}"
             kind = "trial of " if cell.is_trial else ""
-            line = f"{done}/{queue.size}  {kind}{cell.name} seed {cell.seed}: {what}"
+            line = f"{ended}/{queue.size}  {kind}{cell.name} seed {cell.seed}: {what}"
             if self._bar is not None:
                 self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
             else:
@@ -167,7 +167,7 @@ class SweepProgress:
 
 
 def _seconds_left(queue: Queue) -> float | None:
-    """Return the seconds until all cells are done, or ``None`` before the first one is.
+    """Return the seconds until all cells have ended, or ``None`` before the first one is done.
 
     A cell takes as long as the mean of its method, or as the mean of all.
     """
@@ -185,7 +185,7 @@ def _seconds_left(queue: Queue) -> float | None:
         number = (
             len(contest.cells)
             + len(queue.sweep.seeds)
-            - sum(queue.outcome(cell) is not None for cell in cells)
+            - sum(queue.has_ended(cell) for cell in cells)
         )
         times = seconds.get(contest.method)
         left += number * (fmean(times) if times else overall)

@@ -26,7 +26,7 @@ SHAPE = (2, 8, 8)
 def random_net(
     kind: str, bias: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> nn.Module:
-    """Return a network of tables (``linear``) or images (``conv``) with random weights."""
+    """Return a network for tables (``linear``) or images (``conv``) with random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         net = (
@@ -61,7 +61,7 @@ def image_batch(kind: str, samples: int, seed: int = 0) -> Tensor:
 
 
 def chain_layout(net: nn.Module, clients: int = 2) -> StateLayout:
-    """Return the layout of such a network, all of whose entries travel."""
+    """Return the layout of such a networkwhose entries are all shared."""
     layers, positions, channels = [], 1, 0
     for name, part in net.named_children():
         if isinstance(part, nn.Conv2d):
@@ -80,7 +80,7 @@ def chain_layout(net: nn.Module, clients: int = 2) -> StateLayout:
 def permuted(state: State, chain: Sequence[Layer], seed: int) -> State:
     """Return the same function with the neurons of each hidden layer in a random order.
 
-    It works on each column by itself, so that it shares no code with the aggregators.
+    It permutes each column separately, to share no code with the aggregators.
     """
     generator = torch.Generator().manual_seed(seed)
     copy = dict(state)

@@ -1,4 +1,4 @@
-"""What the tests of aggregators share: small federations, some with a known answer."""
+"""Shared helpers of the aggregator tests: small federations, some with a known optimum."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ CURVATURES, MINIMA = (1.0, 10.0), (0.0, 1.0)
 
 
 class Quadratic(ClientModel):
-    """One number ``w``; client i minimises ``a_i / 2 (w - m_i)^2``.
+    """One number ``w``; client i minimizes ``a_i / 2 (w - m_i)^2``.
 
     A batch ``(n, 2)`` holds curvatures and minima. A curvature below zero raises an error, and an
     infinite one gives an update that is not finite.
@@ -80,7 +80,7 @@ class Quadratics(FederatedDataModule):
 
 
 def federation(aggregator: Aggregator | Rule, rounds: int, **kwargs: Any) -> FederatedTrainer:
-    """Return a silent trainer that writes nothing unless it is given a folder."""
+    """Return a silent trainer that writes nothing without a folder."""
     defaults = {
         "evaluate_every": 1000,
         "enable_checkpointing": "run_dir" in kwargs,
@@ -170,7 +170,7 @@ def update(client: int, state: State, samples: int = 1, **extras: Any) -> Client
 
 
 def server_of(state: State, layout: StateLayout | None = None, **fields: Any) -> Server:
-    """Return what a server half sees: by default all entries are parameters of two clients."""
+    """Return a server view. By default, all entries are parameters of two clients."""
     return Server(
         state, layout or StateLayout(tuple(state), 2), **{"tools": ServerTools(), **fields}
     )
@@ -180,8 +180,8 @@ class ServerHalf:
     """The server half of an algorithm over several rounds, for a model without private entries.
 
     Attributes:
-        memory: What its parts keep.
-        metrics: What they have noted in the last round.
+        memory: The memories of its parts.
+        metrics: The metrics of the last round.
     """
 
     def __init__(self, part: Aggregator | Rule, layout: StateLayout, **fields: Any) -> None:
@@ -205,12 +205,12 @@ class ServerHalf:
     def aggregate_sums(
         self, state: State, updates: Iterable[ClientUpdate], single: Sequence[str] = ()
     ) -> State:
-        """Return the next global state from the sums of what clients contribute.
+        """Return the next global state from the sums of the clients' contributions.
 
         Args:
             state: The global state.
             updates: The updates.
-            single: Names of the statistics that are no sums. All else of an update is left out.
+            single: Names of the statistics that are not sums. The rest of an update is dropped.
         """
         sums, bare = Sums(), list[ClientUpdate]()
         own = self.aggregator.rule.statistics(self.layout, state)
@@ -238,11 +238,11 @@ def fold(
     """Return the next global state from these updates, as a federation computes it.
 
     Args:
-        part: An algorithm, or a rule alone.
+        part: An algorithm, or only a rule.
         state: The global state.
         updates: The updates.
-        layout: What travels. Default: all entries of the state are parameters.
-        server: What the server has kept of earlier rounds. Default: nothing.
+        layout: The shared entries. Default: all entries of the state are parameters.
+        server: The server's state from earlier rounds. Default: none.
     """
     aggregator = Aggregator(rule=part) if isinstance(part, Rule) else part
     server = replace(server, state=state) if server else server_of(state, layout)

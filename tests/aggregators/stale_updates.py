@@ -1,4 +1,4 @@
-"""What the tests of late updates share: such updates, and a federation that does not wait."""
+"""Shared helpers for tests of late updates: stale updates, and an asynchronous federation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ def random_states(count: int, entries: int = 1000, seed: int = 0) -> list[State]
 
 
 def assert_same_bits(a: State, b: State) -> None:
-    """Compare bit for bit, the signs of zeros included."""
+    """Compare bit for bit, including the signs of zeros."""
     assert a.keys() == b.keys()
     for name in a:
         assert a[name].dtype == b[name].dtype
@@ -56,7 +56,7 @@ def settle(
 ) -> list[float]:
     """Return the global number after each aggregation of an asynchronous federation.
 
-    Client i minimises ``a_i / 2 (w - m_i)^2`` with ``steps`` steps, whose end is known in closed
+    Client i minimizes ``a_i / 2 (w - m_i)^2`` with ``steps`` steps, whose end is known in closed
     form. All clients train at any time. Each arrives once per cycle, in an order drawn anew, and
     starts again at once from the current version.
     """

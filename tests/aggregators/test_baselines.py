@@ -1,4 +1,4 @@
-"""LocalOnly is training alone, and Centralized spends the budget of the cohort."""
+"""LocalOnly equals training alone, and Centralized uses the cohort's step budget."""
 
 import pytest
 

@@ -104,7 +104,7 @@ def test_step_4_by_hand() -> None:
 def test_step_4_is_a_descent_on_the_documents_objective() -> None:
     """One step from m is autograd's gradient of the objective of every class.
 
-    Lambda is small, so that no pair comes to delta.
+    Lambda is small, so no pair reaches delta.
     """
     torch.manual_seed(0)
     m = torch.randn(5, 3, dtype=torch.float64)

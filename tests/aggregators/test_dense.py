@@ -85,7 +85,7 @@ def different(count: int = 3) -> list[ClientUpdate]:
 
 
 def normed() -> nn.Module:
-    """Return a network with BatchNorm whose running statistics are those of no batch."""
+    """Return a network with BatchNorm whose running statistics match no batch."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(
@@ -100,7 +100,7 @@ def normed() -> nn.Module:
 
 
 def test_equal_clients_keep_the_student() -> None:
-    """The teacher is the client, nothing is to be learned, and the weights stay to the rounding."""
+    """The teacher is the client, so there is nothing to learn, and weights stay up to rounding."""
     net = random_net("conv")
     start = clone(net.state_dict())
     made = dense(net)
@@ -197,7 +197,7 @@ def test_every_clients_batch_norm_counts() -> None:
 
 
 def test_teacher_and_student_see_images_scaled_as_the_clients_data() -> None:
-    """All that the networks see is a shifted image in [0, 1], after the clients' scaling."""
+    """The networks only see shifted images in [0, 1], after the clients' scaling."""
     seen: list[Tensor] = []
     net = random_net("conv")
     start = clone(net.state_dict())
@@ -363,7 +363,7 @@ def test_rounds_in_a_federation_resume_exactly(tmp_path: Path) -> None:
 def test_a_missing_tool_is_named_before_the_first_round(caplog: pytest.LogCaptureFixture) -> None:
     net = random_net("conv")
     complete = tools(net)
-    for name, reason in [("module", "the head stays"), ("to_inputs", "the samples are no images")]:
+    for name, reason in [("module", "the head stays"), ("to_inputs", "the samples are not images")]:
         lacking = replace(complete, **{name: None}, missing={name: reason})
         with pytest.raises(FlsuiteError, match=f"DENSE .*, and {reason}"):
             DENSE().prepare(server_of({}, chain_layout(net), tools=lacking))

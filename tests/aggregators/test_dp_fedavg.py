@@ -63,13 +63,13 @@ def update(client: int, *values: float, **extras: Any) -> ClientUpdate:
 
 
 def fold(half: ServerHalf, base: State, *updates: ClientUpdate) -> torch.Tensor:
-    """Return the next parameters from updates as they arrive."""
+    """Return the next parameters from arriving updates."""
     uplink, received = Uplink(half.aggregator, half.layout, base), half.broadcast(base)
     return half.aggregate(base, [uplink.unpack(u, base, received) for u in updates])["w"]
 
 
 def kept(half: Any) -> dict[str, Any]:
-    """Return what the mechanism keeps on the server."""
+    """Return the mechanism's memory on the server."""
     return half.memory["transforms/0"]
 
 
@@ -121,7 +121,7 @@ def test_a_client_clips_its_own_change_and_tells_nothing_else() -> None:
 
 
 def test_neighbouring_cohorts_are_never_further_apart_than_the_clip() -> None:
-    """The noise is the same, so that the distance is what one client has brought."""
+    """The noise is the same, so the distance is one client's contribution."""
     torch.manual_seed(0)
     base = {"w": torch.randn(50)}
     for size in (1e-3, 0.4, 1.0, 1e6):
@@ -354,7 +354,7 @@ def test_compressed_updates_are_clipped_again() -> None:
 
 
 def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> None:
-    """The server learns their sum alone, in fixed point."""
+    """The server learns only their sum, in fixed point."""
     masked, plain = (fit(adaptive(), 2, secure_sum=s) for s in (PairwiseMasks(), None))
     for name, value in plain.federation.state.items():
         torch.testing.assert_close(masked.federation.state[name], value, rtol=0, atol=1e-5)
@@ -375,8 +375,8 @@ def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> N
         ({"noise_multiplier": math.nan}, "noise_multiplier must be at least 0"),
         ({"noise_multiplier": 1.0, "clip": 0.0}, "clip must be positive"),
         ({"noise_multiplier": 1.0, "clip": math.nan}, "clip must be positive"),
-        ({"noise_multiplier": 1.0, "clip": math.inf}, "an infinite clip bounds nobody"),
-        ({"target_epsilon": 1.0, "clip": math.inf}, "an infinite clip bounds nobody"),
+        ({"noise_multiplier": 1.0, "clip": math.inf}, "an infinite clip does not bound"),
+        ({"target_epsilon": 1.0, "clip": math.inf}, "an infinite clip does not bound"),
         ({"noise_multiplier": 0.0, "clip": math.inf, "quantile": 0.5}, "an infinite clip"),
         ({"target_epsilon": 0.0}, "target_epsilon must be positive"),
         ({"noise_multiplier": 1.0, "delta": 0.0}, "delta must be above 0 and below 1"),
@@ -417,7 +417,7 @@ def test_a_target_needs_a_number_of_rounds() -> None:
             {"schedule": Synchronous(2, deadline=1.0, speeds=Stragglers())},
             "needs random cohorts",
         ),
-        ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts, and Asyn"),
+        ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts, but Asyn"),
         ({"keep_updates": True}, "keep_updates keeps the clients' models as they are"),
     ],
     ids=["size", "availability", "over_selection", "deadline", "asynchronous", "kept"],
@@ -435,7 +435,7 @@ def test_batch_norm_is_refused_unless_its_statistics_stay() -> None:
     def made(**kwargs: Any) -> Any:
         return federation(DPFedAvg(noise_multiplier=1.0), 1, **kwargs)
 
-    with pytest.raises(FlsuiteError, match=r"needs parameters alone, .*running_mean"):
+    with pytest.raises(FlsuiteError, match=r"needs only parameters, .*running_mean"):
         made().fit(table_model(), table_data())
     local = made(batchnorm="local")
     local.fit(table_model(), table_data())

@@ -198,7 +198,7 @@ def test_updates_carry_the_extras_that_the_server_expects(
 
 @pytest.mark.parametrize("make", ON_IMAGES)
 def test_methods_on_images_ask_nothing_of_clients(make: Make) -> None:
-    """A client sends its model alone, and its fit has no callback of the method."""
+    """A client sends only its model, and its fit has no callback of the method."""
     seen = Updates()
     trainer = federate(make(), callbacks=[seen])
     client = ClientContext(0, 1, 1, torch.ones(1), trainer.federation.state, {}, {})
@@ -209,7 +209,7 @@ def test_methods_on_images_ask_nothing_of_clients(make: Make) -> None:
 
 @pytest.mark.parametrize("make", EVERY)
 def test_one_object_serves_several_runs(make: Make) -> None:
-    """It is settings: what a run keeps lies with the run."""
+    """An aggregator contains only settings. The run keeps the state."""
     algorithm = make()
     assert_same_models(run(algorithm), run(algorithm))
 

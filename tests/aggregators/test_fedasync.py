@@ -85,7 +85,7 @@ def test_types_stay_and_inputs_are_not_changed() -> None:
 
 @pytest.mark.parametrize("staleness", ["constant", "hyperbolic", "polynomial", "hinge"])
 def test_it_reaches_an_optimum_that_all_clients_share(staleness: StalenessName) -> None:
-    """Every client's model is nearer to 2 than its base, so that their mixture is too."""
+    """Every client's model is nearer to 2 than its base, and so is their mixture."""
     path = settle(FedAsync(staleness=staleness), [1.0, 3.0, 10.0, 0.5], [2.0] * 4, 1, 400)
     assert path[-1] == pytest.approx(2.0, abs=1e-8)
 

@@ -34,7 +34,7 @@ AWKWARD = (1, 3, 7, 1_000_003, 17, 333)
 
 
 class Cutoff(Constant):
-    """No weight for an update that is older than two versions."""
+    """Zero weight for updates older than two versions."""
 
     def __call__(self, tau: int) -> float:
         return 0.0 if tau > 2 else 1.0
@@ -100,7 +100,7 @@ def test_eta_zero_changes_nothing_bit_for_bit(mode: Any, normalize: Any) -> None
 
 
 def test_the_new_model_is_rounded_once() -> None:
-    """It does not depend on the precision that the mean of the buffer would have on its own."""
+    """The result does not depend on the precision of the buffer's mean."""
     old, *sent = random_states(4)
     updates = [late(i, state) for i, state in enumerate(sent)]
     new = configured(FedBuff("mix", eta=0.3), "w").aggregate(old, iter(updates))

@@ -220,7 +220,7 @@ def test_a_client_of_no_weight_does_no_harm() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_all_that_the_server_needs(kind: Any) -> None:
-    """In the clear there are the samples, and the factors of K-FAC."""
+    """Only the samples and the K-FAC factors are sent in the clear."""
     updates = [
         update(i, net_state(10 * i), fisher_of(kind, 3 + i), n) for i, n in enumerate((2, 3, 5))
     ]
@@ -327,9 +327,7 @@ def test_kfac_names_the_layer_that_it_does_not_cover() -> None:
 
 def test_the_full_fisher_of_a_large_model_is_refused() -> None:
     made = FedFisher("full")
-    with pytest.raises(
-        FlsuiteError, match="at most 20,000 parameters are allowed: use kfac or diag"
-    ):
+    with pytest.raises(FlsuiteError, match="at most 20,000 parameters are allowed"):
         made.statistics(FLAT, {"w": torch.zeros(20_000), "v": torch.zeros(1)})
     assert made.statistics(FLAT, {"w": torch.zeros(19_999), "v": torch.zeros(1)})
 
@@ -410,7 +408,7 @@ def test_few_shot_rounds_resume_and_workers_change_nothing(
 
 
 class GivenTable(FederatedDataModule):
-    """Clients of three, one and forty samples, with a class or a label that nobody has."""
+    """Clients of three, one and forty samples, with a class or a label that no client has."""
 
     def __init__(self, multilabel: bool = False) -> None:
         super().__init__(clients=3, partition=Natural(), batch_size=16, val_fraction=0.0)
@@ -445,7 +443,7 @@ def test_uneven_clients_with_an_empty_class_and_saturated_logits(
     assert [u.samples for u in updates] == [3, 1, 40]
     assert made.round == 1 and not made.federation.log.failures
     assert all(value.isfinite().all() for value in made.federation.state.values())
-    # Lower than at the mean: a solver that diverges, or solves for rounding errors, is above.
+    # Lower than at the mean: a solver that diverges, or fits rounding errors, is above.
     assert quadratic(kind, made.federation.server.layout, updates, made.federation.state) < 0
 
 
@@ -475,7 +473,7 @@ def products(
 
 
 class WithoutLogits(ClientModel):
-    """A model with a prediction of its own kind."""
+    """A model with another kind of prediction."""
 
     def build(self, spec: DataSpec) -> None:
         self.layer = nn.Linear(spec.shape[0], spec.num_classes)
@@ -492,9 +490,7 @@ class WithoutLogits(ClientModel):
 
 
 def test_a_model_without_logits_is_refused_before_its_first_step() -> None:
-    with pytest.raises(
-        FlsuiteError, match="FedFisher needs the logits of the model, and WithoutLog"
-    ):
+    with pytest.raises(FlsuiteError, match="FedFisher needs the logits of the model, but"):
         fit(FedFisher(), model=WithoutLogits(), data=GivenTable())
 
 

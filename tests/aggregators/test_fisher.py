@@ -72,7 +72,7 @@ def test_by_samples_it_is_the_laplace_posterior_of_all_of_them() -> None:
 
 
 def test_without_fisher_a_parameter_is_fedavgs() -> None:
-    """The mean is by samples, and a Fisher that is not above the damping counts as none."""
+    """The mean is by samples, and a Fisher up to the damping is ignored."""
     updates = (
         update(0, 0.0, [1.0, 2.0, 3.0], [0.0, 1e-9, 1.0], 1),
         update(1, 0.0, [5.0, 4.0, 5.0], [0.0, 0.0, 1.0], 3),
@@ -172,7 +172,7 @@ def fit(aggregator: Any, **settings: Any) -> tuple[FederatedTrainer, list[Client
 
 
 def test_the_pass_changes_nothing_but_adds_its_bytes() -> None:
-    """Weights, buffers and metrics of the clients are those of FedAvg, bit for bit."""
+    """The clients' weights, buffers and metrics equal FedAvg's, bit for bit."""
     _, plain = fit(FedAvg())
     for settings in ({}, {"estimator": "batch", "batches": 1}):
         made, found = fit(FisherAveraging(**settings))
@@ -233,7 +233,7 @@ def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
 
 
 def test_the_fisher_sent_is_the_one_of_the_clients_own_samples() -> None:
-    """It is that of the update's weights, in float32 although the fit was not."""
+    """The Fisher is at the update's weights, in float32 although the fit was not."""
     made, found = fit(FisherAveraging(), precision="bf16-mixed")
     own = made.federation.data  # type: ignore[union-attr]
     template = made.federation.uplink.statistics  # type: ignore[union-attr]
@@ -278,7 +278,7 @@ def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) ->
 
 
 class Unlikely(ClientModel):
-    """A model that declares a group and has no likelihood."""
+    """A model that declares a group but has no likelihood."""
 
     parameter_groups = {"flow": ("linear.",), "empty": ("nothing.",)}
 

@@ -1,6 +1,6 @@
-"""Parts at a limit where they do nothing, through whole federations, bit for bit.
+"""Parts at a limit where they have no effect, in whole federations, bit for bit.
 
-The model has BatchNorm and a private entry, and a part of the clients takes part per round.
+The model has BatchNorm and a private entry, and some of the clients take part per round.
 """
 
 import copy
@@ -65,7 +65,7 @@ def ended(aggregator: Aggregator, rounds: int = 3, **kwargs: Any) -> FederatedTr
 
 
 def assert_same_run(a: FederatedTrainer, b: FederatedTrainer) -> None:
-    """Compare all models, and what objective and server optimizer keep."""
+    """Compare all models, and the memories of objective and server optimizer."""
     for client in [None, *range(4)]:
         assert_equal(a.federation.client_state(client), b.federation.client_state(client))
     for part in ("objective", "server_optimizer"):
@@ -101,7 +101,7 @@ def test_a_gaussian_mechanism_without_noise_and_limit_changes_nothing(name: str)
 
 def test_no_noise_covers_control_variates() -> None:
     silent = [GaussianMechanism(clip=math.inf, noise_multiplier=0.0)]
-    with pytest.raises(FlsuiteError, match="GaussianMechanism needs changes alone, and Control"):
+    with pytest.raises(FlsuiteError, match="GaussianMechanism needs only changes, but Control"):
         ended(SCAFFOLD(transforms=silent), batchnorm="local")
 
 
@@ -152,7 +152,7 @@ def test_the_other_parts_do_not_enter_the_guarantee(parts: dict[str, Any]) -> No
 
 
 class Cohorts(FederationCallback):
-    """Notes who takes part."""
+    """Records which clients take part."""
 
     def __init__(self) -> None:
         self.all: list[list[int]] = []

@@ -52,7 +52,7 @@ def test_permuted_copies_are_undone_exactly(kind: str, bias: bool) -> None:
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_alignment_leaves_the_function_as_it_is(kind: str) -> None:
-    """Two networks without anything in common: the plan is no identity, the logits stay."""
+    """Two unrelated networks: the plan is not the identity, but the logits stay."""
     net = random_net(kind, dtype=torch.float64)
     chain = chain_layout(net).chain
     state, pivot = net.state_dict(), random_net(kind, dtype=torch.float64, seed=1).state_dict()
@@ -167,7 +167,7 @@ def test_it_refuses_models_without_a_chain_and_clients_that_do_not_exist() -> No
 def test_a_layer_that_reads_a_part_of_the_layer_before_is_named() -> None:
     layer = Layer("network.3", "conv2d", False)
     with pytest.raises(
-        FlsuiteError, match=r"network\.3 reads 2 columns, and the layer before has 4"
+        FlsuiteError, match=r"network\.3 reads 2 columns, but the layer before has 4"
     ):
         move_inputs(torch.zeros(4, 2, 3, 3), layer, assign(torch.eye(4, dtype=torch.float64)))
 

@@ -67,7 +67,7 @@ def shrunk(state: State, chain: tuple[Layer, ...], factor: Callable[[Tensor], Te
 def test_permuted_copies_give_the_shrunk_first_client(
     kind: str, bias: bool, sigma: float, sigma0: float
 ) -> None:
-    """``M s / (s0 + M s) W`` in the order of the first client, and its outputs as they are."""
+    """``M s / (s0 + M s) W`` in the order of the first client, with its outputs unchanged."""
     net = random_net(kind, bias)
     chain, start = chain_layout(net).chain, clone(net.state_dict())
     states = [start, permuted(start, chain, 1), permuted(start, chain, 2)]
@@ -102,7 +102,7 @@ def test_without_a_prior_two_clients_are_matched_and_averaged_as_by_otfusion(kin
 
 
 def test_outputs_count_by_the_samples_of_their_class() -> None:
-    """Class 0 by 3 to 1, class 1 of the second client alone, class 2 of nobody: the plain mean."""
+    """Class 0 by 3 to 1, class 1 only from the second client, class 2 from none: the plain mean."""
     rows = [torch.tensor([[4.0], [4.0], [4.0]]).double(), torch.tensor([[8.0]] * 3).double()]
     counts = [torch.tensor([3, 0, 0]), torch.tensor([1, 9, 0])]
     assert class_weighted_mean(rows, counts).flatten().tolist() == [5.0, 8.0, 6.0]

@@ -1,4 +1,4 @@
-"""Algorithms that would silently be others, or fail without a reason, are refused in one line."""
+"""Algorithms that would silently change, or fail without a reason, are refused in one line."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -79,7 +79,7 @@ class Incomplete(CohortRule):
 
 
 class Matrices(SGD):
-    """As torch.optim.Muon: it takes matrices alone."""
+    """Like torch.optim.Muon, which accepts only matrices."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -92,16 +92,16 @@ private = partial(DPFedAvg, noise_multiplier=1.0, delta=1e-5)
 
 def test_a_change_must_not_grow_after_a_mechanism_has_clipped_it() -> None:
     with pytest.raises(
-        FlsuiteError, match=r"GaussianMechanism needs dense changes, and Tenfold is undone"
+        FlsuiteError, match=r"GaussianMechanism needs dense changes, but Tenfold is undone"
     ):
         run(private(transforms=[Tenfold()]), batchnorm="local")
     run(private(transforms=[ClipUpdates(2.0)]), rounds=1, batchnorm="local")
 
 
 def test_a_mechanism_refuses_what_no_noise_covers() -> None:
-    with pytest.raises(FlsuiteError, match="send measured beside their change"):
+    with pytest.raises(FlsuiteError, match="send measured with their change"):
         run(private(objective=Sends()), batchnorm="local")
-    with pytest.raises(FlsuiteError, match=r"needs changes alone, and Measures sends more"):
+    with pytest.raises(FlsuiteError, match=r"needs only changes, but Measures sends more"):
         run(private(transforms=[Measures()]), batchnorm="local")
     run(FedAvg(transforms=[Measures()]), rounds=1)
 

@@ -105,15 +105,15 @@ def test_the_number_of_threads_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("rule", "schedule", "message"),
     [
-        (Krum(1), None, "Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, and there"),
+        (Krum(1), None, "Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, but there"),
         (TrimmedMean(1), Synchronous(2), "TrimmedMean needs more than 2 b = 2 updates for b = 1"),
         (Bucketing(Krum(0), 2), None, "Bucketing makes 2 buckets of 4 updates, and Krum needs"),
         (
             Krum(0),
             POISSON,
-            "Krum needs a cohort of known size, and Synchronous draws cohorts of any",
+            "Krum needs a cohort of known size, but Synchronous draws cohorts of any",
         ),
-        (Bucketing(Krum(0)), POISSON, "Bucketing needs a cohort of known size, and Synchronous"),
+        (Bucketing(Krum(0)), POISSON, "Bucketing needs a cohort of known size, but Synchronous"),
     ],
     ids=["krum", "trimmed", "buckets", "poisson", "poisson_buckets"],
 )
@@ -161,7 +161,7 @@ def test_a_round_with_too_many_failures_is_refused_by_the_rule(tmp_path: Path) -
     with pytest.raises(FederationError) as refusal:
         trainer.fit(Quadratic(), data)
     assert str(refusal.value) == (
-        "round 1: Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, and there are 3; "
+        "round 1: Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, but there are 3; "
         "lower byzantine to at most 0, or let more clients train per round; the state of round 0 "
         "is kept"
     )
@@ -169,7 +169,7 @@ def test_a_round_with_too_many_failures_is_refused_by_the_rule(tmp_path: Path) -
 
 
 def test_a_secure_sum_hides_what_a_rule_needs() -> None:
-    with pytest.raises(FlsuiteError, match="CoordinateMedian needs each update, and PairwiseMasks"):
+    with pytest.raises(FlsuiteError, match="CoordinateMedian needs each update, but PairwiseMasks"):
         run(CoordinateMedian(), 1, secure_sum=PairwiseMasks())
 
 
@@ -185,7 +185,7 @@ def test_a_model_that_shares_nothing_is_left_alone() -> None:
 
 
 def test_a_server_with_the_clients_data_trusts_them_all() -> None:
-    """All samples are alike, so that the server's fit is that of every client, and FedAvg's."""
+    """All samples are equal, so the server's fit equals every client's, and FedAvg's."""
 
     def data(server: int) -> Quadratics:
         made = Quadratics((2.0,) * 4, (1.5,) * 4, samples=(3, 3, 3, 3))
@@ -287,5 +287,5 @@ def test_the_command_knows_the_rules(
         main([*quick[:-1], "other", choose, "Krum", f"{choose}.byzantine", "4"])
     error = capsys.readouterr().err
     assert exit.value.code == 2 and error.count("\n") == 1
-    assert "Krum needs more than 2 f + 2 = 10 updates for f = 4 attackers, and there" in error
+    assert "Krum needs more than 2 f + 2 = 10 updates for f = 4 attackers, but there" in error
     assert not (tmp_path / "other").exists()

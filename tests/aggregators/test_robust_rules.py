@@ -288,7 +288,7 @@ def test_nothing_that_was_given_changes(make: Callable[[], Rule]) -> None:
 
 @every_rule
 def test_clients_have_no_part_in_a_rule(make: Callable[[], Rule]) -> None:
-    """It keeps nothing of a round, so that workers are sent its settings alone."""
+    """It keeps no state of a round, so workers receive only its settings."""
     start, updates = models()
     rule = make()
     folded(rule, updates, start, trusting({"w": start["w"] + 0.5}))
@@ -585,7 +585,7 @@ class Averaging(LinearRule):
 
 
 class Choosing(CohortRule):
-    """The model of the client with the largest number of its own, which no mean has."""
+    """Takes the model of the client with the largest statistic, which no mean has."""
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"own": Statistic({"w": state["w"], "number": 0.0}, is_sum=False)}
@@ -606,7 +606,7 @@ INNER: dict[str, Callable[[], Rule]] = {
 
 
 def with_statistics(updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
-    """Return new updates that send numbers of their own."""
+    """Return new updates that send a statistic."""
     rows = cloud(len(updates), 12, seed=4).view(-1, 4, 3)
     extras = [{"own": {"w": row, "number": float(row[0, 0])}} for row in rows]
     return [
@@ -691,22 +691,22 @@ def test_the_older_name_of_the_rule_is_read() -> None:
         (
             lambda: Krum(2),
             7,
-            "Krum needs more than 2 f + 2 = 6 updates for f = 2 attackers, and there are 6; lower "
+            "Krum needs more than 2 f + 2 = 6 updates for f = 2 attackers, but there are 6; lower "
             "byzantine to at most 1, or let more clients train per round",
         ),
-        (lambda: MultiKrum(0, 4), 4, "MultiKrum needs the 4 updates that it selects, and there"),
+        (lambda: MultiKrum(0, 4), 4, "MultiKrum needs the 4 updates that it selects, but there"),
         (
             lambda: Krum(0),
             3,
-            "Krum needs more than 2 f + 2 = 2 updates for f = 0 attackers, and there are 2; let "
+            "Krum needs more than 2 f + 2 = 2 updates for f = 0 attackers, but there are 2; let "
             "more clients train per round",
         ),
-        (lambda: TrimmedMean(2), 5, "TrimmedMean needs more than 2 b = 4 updates for b = 2, and"),
+        (lambda: TrimmedMean(2), 5, "TrimmedMean needs more than 2 b = 4 updates for b = 2, but"),
         (
             lambda: Bucketing(Krum(1), 2),
             9,
             "Bucketing makes 4 buckets of 8 updates, and Krum needs more than 2 f + 2 = 4 updates "
-            "for f = 1 attackers, and there are 4; lower byzantine to at most 0",
+            "for f = 1 attackers, but there are 4; lower byzantine to at most 0",
         ),
     ],
 )
@@ -747,7 +747,7 @@ def test_a_rule_that_counts_clients_needs_a_cohort_of_known_size() -> None:
 @every_rule
 def test_noise_on_a_sum_does_not_cover_a_rule(make: Callable[[], Rule]) -> None:
     parts = [Named("one", GaussianMechanism(noise_multiplier=1.0)), Named("other", make())]
-    with pytest.raises(FlsuiteError, match=r"^GaussianMechanism needs a plain sum, and [A-Z]"):
+    with pytest.raises(FlsuiteError, match=r"^GaussianMechanism needs a plain sum, but [A-Z]"):
         refuse_conflicts(parts)
 
 

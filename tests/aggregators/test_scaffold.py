@@ -131,7 +131,7 @@ def test_scaffold_never_shares_memory_with_what_it_was_given() -> None:
 
 
 def test_the_servers_control_is_the_mean_of_the_clients_however_late_they_are() -> None:
-    """The change of the model is damped by half at staleness 3, and that of ``c_i`` is not."""
+    """The change of the model is damped by half at staleness 3, but not the change of ``c_i``."""
     server = configured(SCAFFOLD(), "w", clients=4)
     sent = update(0, {"w": torch.tensor([5.0])}, control_change={"w": torch.tensor([2.0])})
     sent = replace(sent, staleness=3, base={"w": torch.tensor([1.0])})

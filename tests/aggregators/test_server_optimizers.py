@@ -58,7 +58,7 @@ def test_fedavgm_by_hand() -> None:
 
 
 def test_momentum_goes_on_in_a_round_without_updates() -> None:
-    """Such as that of an empty Poisson cohort: v = 2, then 0.5 * 2; buffers stay."""
+    """For example an empty Poisson cohort: v = 2, then 0.5 * 2; buffers stay."""
     server = configured(FedAvgM(momentum=0.5), "w")
     state = server.aggregate(numbers(w=0.0, mean=1.0), [update(0, numbers(w=2.0, mean=5.0))])
     assert (state["w"].item(), state["mean"].item()) == (2.0, 5.0)
@@ -90,7 +90,7 @@ def test_adaptive_server_optimizers_by_hand(method: type) -> None:
 
 
 class InLockstep:
-    """The papers' rule, which knows no staleness: an optimizer whose gradient is ``w - mean``."""
+    """The papers' rule without staleness: an optimizer whose gradient is ``w - mean``."""
 
     def __init__(self, aggregator: FedAvg, state: State) -> None:
         self.weighting = aggregator.weighting
@@ -112,7 +112,7 @@ class InLockstep:
 def test_fresh_updates_are_as_in_lockstep_bit_for_bit(
     method: Callable[..., Aggregator], weighting: str, has_base: bool
 ) -> None:
-    """Also with counters that go back, as those of clients that reset their buffers do."""
+    """Also with decreasing counters, as from clients that reset their buffers."""
     *sent, start = random_states(5)
     states = [start, start]
     aggregator = method(weighting=weighting)
@@ -194,7 +194,7 @@ def test_an_old_counter_does_not_set_back_the_global_one() -> None:
 
 
 def test_staleness_damps_an_update_that_is_alone() -> None:
-    """The buffer's size normalises, as in FedBuff: a lone update would else never be damped."""
+    """Normalized by the buffer's size, as in FedBuff. Otherwise a lone update is never damped."""
     moved = []
     for staleness in ("polynomial", "constant"):
         optimizer = configured(FedAvgM(momentum=0.0, staleness=staleness), "w")

@@ -84,7 +84,13 @@ def test_one_common_seed_has_a_difference_and_no_test(tmp_path: Path) -> None:
     table = compare(load(tmp_path), score="last")
     assert table["difference"].tolist() == pytest.approx([-0.2])
     assert table[["low", "high", "p", "p_holm"]].isna().all().all()
-    assert "needs two common seeds" in comparison_note(table, "accuracy", "last")
+    assert "need two common seeds" in comparison_note(table, "accuracy", "last")
+
+
+def test_methods_without_a_common_seed_are_no_pair(tmp_path: Path) -> None:
+    write(tmp_path, "FedAvg", {1: 0.5})
+    write(tmp_path, "FedProx", {2: 0.8})
+    assert compare(load(tmp_path), score="last").empty
 
 
 def test_scores_that_are_equal_have_no_p_value(tmp_path: Path) -> None:

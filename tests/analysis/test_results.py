@@ -43,6 +43,19 @@ def drawn(figure: Figure) -> list[float]:
     return [float(y) for panel in figure.axes for line in panel.lines for y in line.get_ydata()]
 
 
+def test_partitions_side_by_side_have_one_range_and_figures_are_sharp(results: Results) -> None:
+    for figure in (
+        partitions_figure(results),
+        curves_figure(results, metrics=("accuracy",)),
+        curves_figure(results, metrics=("accuracy", "loss")),
+    ):
+        columns: dict[str, set[tuple[float, float]]] = {}
+        for panel in figure.axes:
+            columns.setdefault(panel.get_ylabel(), set()).add(panel.get_ylim())
+        assert all(len(ranges) == 1 for ranges in columns.values()), columns
+        assert len(figure.axes) >= 2 and figure.dpi == 150
+
+
 def test_the_table_is_tidy(results: Results) -> None:
     assert list(results.columns) == ["run", "method", "partition", "seed", *MetricsTable.columns]
     assert len(results) == 2 * 2 * 3 * 3 * (2 * 3 + 1 + 3)
@@ -225,7 +238,10 @@ def test_the_way_to_a_target_on_every_axis(results: Results) -> None:
     panel = target_figure(results, 0.52, x="bytes").axes[0]
     texts = {text.get_text() for text in panel.texts}
     assert texts == {"not reached in 1 of 3", "not reached in 3 of 3"}
-    assert panel.get_xlabel() == "MB sent and received to test accuracy 0.52"
+    assert (
+        panel.get_xlabel()
+        == "MB sent and received to test accuracy 0.52, of the runs that reach it"
+    )
 
 
 def test_confusion_counts_the_predictions(tmp_path: Path) -> None:

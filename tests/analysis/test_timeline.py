@@ -38,6 +38,14 @@ def frame(rows: list[TimelineRow]) -> pd.DataFrame:
     return table.astype({"round": "Int64", "staleness": "Int64", "weight": float})
 
 
+def test_the_legend_of_the_staleness_is_above_all_points() -> None:
+    above = drawn(timeline_figure(frame(ASYNCHRONOUS))).axes[0]
+    legend = above.get_legend()
+    assert legend is not None
+    highest = above.transData.transform([(0, 6)])[0, 1]
+    assert legend.get_window_extent().y0 > highest
+
+
 def bars(panel: Axes) -> dict[tuple[float, float, float], Rectangle]:
     """Return the bars by line, start and end."""
     return {

@@ -1,4 +1,4 @@
-"""Runs with attackers: who they are, engines, resume, and what stays as it is without them."""
+"""Runs with attackers: their choice, engines, resume, and what is unchanged without them."""
 
 import json
 import logging
@@ -178,7 +178,7 @@ def test_an_attack_without_strength_is_no_attack(
 
 @pytest.mark.parametrize("make", [FedAvg, FedAdam, SCAFFOLD, CoordinateMedian])
 def test_a_single_attacker_that_sees_no_deviation_sends_its_honest_change(make: Any) -> None:
-    """A rule under attack is the rule itself, with the same server optimizer and objective."""
+    """A rule under attack keeps its name, server optimizer and objective."""
     honest = state(fitted(None, aggregator=make()))
     attacked = state(fitted(ALittleIsEnough([2], z=1.0), aggregator=make()))
     assert all(torch.allclose(honest[name], attacked[name], atol=1e-5) for name in honest)
@@ -200,7 +200,7 @@ def test_evaluation_data_is_never_touched(name: str) -> None:
     made.fit(classifier(), data)
     assert all(map(torch.equal, content(untouched), content(data)))
 
-    # The state that the attack has led to, scored by a run without an attack.
+    # The state after the attack, scored by a run without an attack.
     other = trainer().prepare(classifier(), digits())
     for split in ("val", "test"):
         with_attack = made.run.evaluator.shared(state(made), split, range(5))
@@ -302,10 +302,10 @@ def test_a_resume_with_another_attack_is_refused(tmp_path: Path) -> None:
         (lambda: SignFlip([0], fraction=0.2), "SignFlip: give either clients"),
         (lambda: GaussianNoise(fraction=1.5), "fraction must be from 0 to 1, got 1.5"),
         (lambda: LabelFlip(fraction=-0.1), "fraction must be from 0 to 1, got -0.1"),
-        (lambda: FreeRider([5]), "FreeRider: clients names 5, and the clients are 0 to 4"),
+        (lambda: FreeRider([5]), "FreeRider: clients names 5, but the clients are 0 to 4"),
         (lambda: FreeRider([-1]), "FreeRider: clients must be at least 0"),
         (lambda: InnerProduct([1, 1]), "names a client twice"),
-        (lambda: SignFlip(fraction=0.05), "a fraction of 0.05 of 5 clients is nobody"),
+        (lambda: SignFlip(fraction=0.05), "a fraction of 0.05 of 5 clients is 0 clients"),
         (lambda: ScaledUpdate([0], boost=float("nan")), "boost must be at least 0"),
         (lambda: ALittleIsEnough([0], z=-1.0), "z must be at least 0"),
         (lambda: ALittleIsEnough([0], knows="honest"), "knows must be one of attackers, all"),
@@ -331,12 +331,12 @@ def test_attackers_that_cannot_be_are_refused_before_training(
         (
             InnerProduct(WHO),
             {"aggregator": FedBuff(), "schedule": Asynchronous(concurrency=2)},
-            "InnerProduct needs current models, and Asynchronous .*; change .*trainer.attack",
+            "InnerProduct needs current models, but Asynchronous .*; change .*trainer.attack",
         ),
         (
             InnerProduct(WHO),
             {"compression": TopK()},
-            "plain updates, and TopK makes a code",
+            "plain updates, but TopK encodes",
         ),
         (
             ALittleIsEnough(WHO),
@@ -346,7 +346,7 @@ def test_attackers_that_cannot_be_are_refused_before_training(
         (
             SignFlip(WHO),
             {"aggregator": LocalOnly()},
-            "SignFlip needs shared parameters, and the model keeps",
+            "SignFlip needs shared parameters, but the model keeps",
         ),
         (
             InnerProduct(WHO),
@@ -384,7 +384,7 @@ def test_the_command_takes_an_attack_by_its_short_name(
     assert cli(*again, "--trainer.rounds", "2") == 0
 
     line = refused(capsys, *fit, "--trainer.attack.pairs", "{0: 16}")
-    assert "LabelFlip: pairs names class 16, and the classes are 0 to 9" in line
+    assert "LabelFlip: pairs names class 16, but the classes are 0 to 9" in line
     line = refused(capsys, *fit, "--trainer.attack.fraction", "2")
     assert "LabelFlip: fraction must be from 0 to 1, got 2.0" in line
     line = refused(capsys, "fit", "--config", QUICKSTART, "--trainer.attack", "SignFlop")
@@ -392,7 +392,7 @@ def test_the_command_takes_an_attack_by_its_short_name(
 
 
 class Halves(SignFlip):
-    """Sends half of a change, as an attack of one's own might."""
+    """Sends half of a change, like a user's attack might."""
 
     def alter(self, trained: Any, received: Any, attacker: Any) -> Any:
         return {name: (value + received[name]) / 2 for name, value in trained.items()}

@@ -74,7 +74,7 @@ def test_a_flipped_sign_has_a_scale() -> None:
 
 
 def test_a_scaled_update_puts_the_attackers_model_in_place() -> None:
-    # The three others are at their minimum, so that the attacker's change is the only one.
+    # The three others are at their minimum, so only the attacker changes.
     data = Quadratics((1.0,) * 4, (0.0, 0.0, 1.0, 0.0))
     honest = optimum(FedAvg(), data, rounds=1)
     assert honest == pytest.approx(LEARNED / 4)
@@ -147,7 +147,7 @@ def test_an_update_that_overflows_is_refused_by_name(caplog: pytest.LogCaptureFi
 def handed(
     attack: Collusion, values: dict[int, float], received: float = 0.0
 ) -> list[ClientUpdate]:
-    """Return a round's updates of one number each, as the aggregator gets them."""
+    """Return a round's updates of one number each, as the aggregator receives them."""
     updates = iter([update(client, numbers(value)) for client, value in values.items()])
     return list(collude(attack, numbers(received), ["w"], updates))
 
@@ -284,6 +284,6 @@ def test_a_rule_under_attack_passes_on_what_it_needs_and_withholds() -> None:
 def test_attackers_that_collude_would_escape_a_clip_on_the_server(part: Transform) -> None:
     attack = with_attackers(InnerProduct([1]), table_data(clients=3))
     attacked = with_attack(Aggregator(Mean("uniform"), transforms=[part]), attack)
-    message = "InnerProduct needs plain updates, and .* clips .*; change trainer.attack or"
+    message = "InnerProduct needs plain updates, but .* clips .*; change trainer.attack or"
     with pytest.raises(FlsuiteError, match=message):
-        refuse_conflicts(attacked.parts())
+        refuse_conflicts(attacked.named_parts())

@@ -283,12 +283,12 @@ def test_other_scores_of_a_state_are_those_without_an_attack(backdoored: Path) -
 @pytest.mark.parametrize(
     ("make", "model", "data", "message"),
     [
-        (lambda: LabelFlip([0], pairs={3: 10}), classifier, digits, "class 10, and the classes"),
+        (lambda: LabelFlip([0], pairs={3: 10}), classifier, digits, "class 10, but the classes"),
         (lambda: PixelBackdoor([0], target=10), classifier, digits, "classes are 0 to 9"),
         (lambda: PixelBackdoor([0], size=9), classifier, digits, "the images have 8 x 8"),
         (lambda: PixelBackdoor([0]), classifier, table_data, "needs images"),
-        (lambda: LabelFlip([0]), Reader, sentences, r"\(x, y\), and a batch .* is a dict"),
-        (lambda: PixelBackdoor([0]), Reader, sentences, r"\(x, y\), and a batch .* is a dict"),
+        (lambda: LabelFlip([0]), Reader, sentences, r"\(x, y\), but a batch .* is a dict"),
+        (lambda: PixelBackdoor([0]), Reader, sentences, r"\(x, y\), but a batch .* is a dict"),
         (
             lambda: LabelFlip([0]),
             Regression,

@@ -130,6 +130,6 @@ def test_mlflow_starts_anew_where_its_run_is_gone(
 
 
 def test_a_damaged_log_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_bytes(b"loss,step\n0.5,1\n\xff,2\n0.2,nan\n0.1")
-    rows = _read_rows(tmp_path / "metrics.csv")
-    assert rows == [{"loss": 0.5, "step": 1.0}, {"step": 2.0}]
+    (tmp_path / "metrics.csv").write_bytes(b"loss,step\n0.5,1\n\xff,2\n0.2,nan\n0.1,3")
+    rows = _read_rows(tmp_path)
+    assert rows == [{"loss": 0.5, "step": 1.0}, {"step": 2.0}], "half a row is none"

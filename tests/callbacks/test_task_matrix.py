@@ -79,7 +79,7 @@ def data_of(made: FederatedTrainer) -> TaskData:
 
 def whole_data(made: FederatedTrainer) -> FederatedData:
     """Return the data that the tasks were made from."""
-    wrapped = made._datamodule.data
+    wrapped = made.datamodule.data
     return wrapped.federated
 
 

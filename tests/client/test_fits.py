@@ -1,4 +1,4 @@
-"""No fit depends on the fits that its worker has done before, and engines give the same."""
+"""No fit depends on earlier fits of its worker, and all engines give the same results."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class _Clips(Callback):
 
 
 class _Half(Objective):
-    """An objective whose client half is a callback, of all clients or of some."""
+    """An objective whose client half is a callback for all clients or for some."""
 
     def __init__(self, callback: Any, clients: Any = range(9)) -> None:
         self.callback, self.clients = callback, clients
@@ -87,7 +87,7 @@ def fit(engine: Any, model: Any = Classifier, aggregator: Aggregator | None = No
     ids=["freezes", "clips", "max_steps", "accumulates"],
 )
 def test_what_one_client_changes_does_not_reach_the_next(model: Any, aggregator: Any) -> None:
-    """With four workers no client follows another in the first round."""
+    """With four workers, no client follows another one in the first round."""
     states = []
     for engine in (InProcess(), Processes(workers=2), Processes(workers=4)):
         made = fit(engine, model, aggregator())
@@ -111,7 +111,7 @@ def test_the_users_model_is_not_left_frozen() -> None:
 
 
 class _NormOfStart(Callback):
-    """Scales gradients by the norm of the global weights, a sum in the order of memory."""
+    """Scales gradients by the norm of the global weights, which depends on the memory order."""
 
     def __init__(self, client: Any) -> None:
         self.client = client

@@ -25,7 +25,7 @@ HOOKS = [
 
 
 class Diary(Callback):
-    """Writes down every hook that is called, with the numbers that a callback may look at."""
+    """Records every hook that is called, with the counters that a callback may read."""
 
     supports_local_loop = True
     lines: list[tuple[Any, ...]] = []
@@ -169,7 +169,7 @@ def test_later_fits_take_the_optimizer_in_the_forms_that_lightning_takes(
 
 
 class Fails(Callback):
-    """Raises at the end of the first epoch of one client, and notes what it is told."""
+    """Raises at the end of the first epoch of one client, and records its calls."""
 
     supports_local_loop = True
     told: list[str] = []
@@ -192,7 +192,7 @@ def test_a_callback_is_told_of_an_error_in_a_later_fit() -> None:
 
 
 class Looks(Classifier):
-    """Notes what a fit shows of the Trainer before its first step."""
+    """Records the Trainer's state before the first step of a fit."""
 
     seen: list[Any] = []
 

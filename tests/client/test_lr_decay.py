@@ -1,4 +1,4 @@
-"""Learning rates that fall from round to round."""
+"""Learning-rate decay from round to round."""
 
 from pathlib import Path
 from typing import Any

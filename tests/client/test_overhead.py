@@ -1,7 +1,7 @@
-"""What a client costs beside its training, measured against a loop without anything else.
+"""The overhead of a client on top of its training, measured against a bare loop.
 
-Both sides take turns in one process, and the smallest time of each counts, so that the load of the
-machine does not decide. The bound is three times what was measured.
+Both sides take turns in one process, and the smallest time of each counts, so the load of the
+machine does not decide. The bound is three times the measured overhead.
 """
 
 import time
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from flsuite.client.runner import ClientRunner
 from flsuite.models import MLP, Classifier
+from flsuite.runs.preparation import worker_setup
 from tests.benchmarks.loop import HandWrittenLoop
 from tests.conftest import digits, trainer
 
@@ -20,7 +21,7 @@ def test_a_small_client_costs_little_more_than_its_step() -> None:
     data = digits(clients=len(clients))
     made = trainer(rounds=1)
     run = made.prepare(Classifier(MLP(hidden=(256, 256))), data)
-    runner = ClientRunner(made.worker_setup(run))
+    runner = ClientRunner(worker_setup(made, run))
     requests = run.requests(made.schedule.start(run.federation.clock))
 
     federated = data.federated

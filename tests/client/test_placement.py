@@ -1,4 +1,4 @@
-"""Workers are spread over the visible GPUs, here over a number that is made up."""
+"""Workers are spread over the visible GPUs, here a fake number of them."""
 
 from typing import Any
 
@@ -14,6 +14,7 @@ from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
+from flsuite.runs.preparation import worker_setup
 from tests.client.test_scaler import classifier, trainer
 from tests.conftest import digits
 
@@ -44,8 +45,8 @@ def test_the_argument_devices_keeps_its_meaning(
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (4, "devices 4 needs other GPUs than those that are visible"),
-        ([0, 3], r"devices \[0, 3\] needs other GPUs"),
+        (4, "devices 4 needs GPUs beyond the visible ones"),
+        ([0, 3], r"devices \[0, 3\] needs GPUs beyond"),
         ("all", "devices must be a number of GPUs or a list of their numbers, got 'all'"),
     ],
 )
@@ -91,7 +92,7 @@ def test_a_worker_keeps_its_number_when_it_is_replaced(monkeypatch: pytest.Monke
     engine = Processes(2)
     made = trainer(engine=engine)
     run = made.prepare(classifier(), digits(clients=3))
-    engine.start(made.worker_setup(run))
+    engine.start(worker_setup(made, run))
     try:
         engine._pool[1].process.kill()
         engine._replace(1)
@@ -114,7 +115,7 @@ def test_several_gpus_need_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_device_is_in_use_before_a_fit_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator of a GPU that is not in use yet would not take the seed."""
     made = trainer()
-    setup = made.worker_setup(made.prepare(classifier(), digits(clients=3)))
+    setup = worker_setup(made, made.prepare(classifier(), digits(clients=3)))
     order: list[str] = []
     create, seed = module.ClientTrainer.__init__, module.seed_process
 

@@ -1,4 +1,4 @@
-"""The gradient scaler of 16-mixed: the same steps in both loops, and nothing passed on."""
+"""The gradient scaler of 16-mixed: the same steps in both loops, and no state carried over."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ LARGE = 2.0**24  # the first steps of a fit overflow, and the scale falls from s
 
 
 def half(scale: float = LARGE) -> MixedPrecision:
-    """Return 16-mixed on the CPU, where Lightning would choose bfloat16 of its own accord."""
+    """Return 16-mixed on the CPU, where Lightning itself would choose bfloat16."""
     return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=scale, growth_interval=3))
 
 
@@ -91,12 +91,12 @@ def test_a_fit_does_not_depend_on_the_scale_that_another_has_found(
         fit(busy, client, *callbacks)
     after, alone = (fit(made, 2, *callbacks) for made in (busy, fresh))
     assert equal_states(after.state, alone.state) and after.metrics == alone.metrics
-    # The user's own scaler is as it was.
+    # The user's own scaler is unchanged.
     assert busy.setup.trainer_kwargs["plugins"].scaler.get_scale() == LARGE
 
 
 class Watch(Callback):
-    """Notes the loss of the backward pass and that of the step."""
+    """Records the loss of the backward pass and of the step."""
 
     supports_local_loop = True
     losses: list[float] = []

@@ -1,4 +1,4 @@
-"""Ordinary Lightning callbacks: honoured in every fit, on every engine, or refused."""
+"""Ordinary Lightning callbacks: honored in every fit, on every engine, or refused."""
 
 from typing import Any
 
@@ -78,7 +78,7 @@ def test_every_fit_honours_it_on_every_engine(make: Any) -> None:
 def test_every_client_of_a_worker_ends_where_a_plain_lightning_trainer_takes_it(
     name: str, engine: Any
 ) -> None:
-    """What each of three clients sends is one ordinary fit from the same weights and batches."""
+    """Each of three clients sends the result of an ordinary fit on the same batches."""
 
     class Watch(FederationCallback):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of single fits share: the set-up of a worker, and its requests."""
+"""Shared helpers for tests of single fits: the setup of a worker, and its requests."""
 
 from typing import Any
 

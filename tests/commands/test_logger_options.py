@@ -69,6 +69,8 @@ def test_mlflow_by_name_writes_a_database(tmp_path: Path) -> None:
     (run,) = client.search_runs(experiments)
     steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "test/accuracy")]
     assert steps == [1, 2]
+    assert client.get_experiment(run.info.experiment_id).name == "flsuite"
+    assert list((tmp_path / "mlruns").glob("*/artifacts/pictures/partition.png"))
 
 
 @pytest.mark.parametrize(

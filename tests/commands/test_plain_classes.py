@@ -93,8 +93,8 @@ def test_clients_and_partition_of_a_plain_data_module(capsys: pytest.CaptureFixt
             "Unscored cannot be scored; add",
         ),
         ((*OWN[:2], "--data", "my_package.Untested"), "Untested has no test_dataloader; add one"),
-        (("--model", "my_package.Nett", *OWN[2:]), "has no attribute 'Nett'"),
-        ((*OWN, "--model.widht", "3"), "widht"),
+        (("--model", "my_package.Nett", *OWN[2:]), "has no class Nett (did you mean Net?)"),
+        ((*OWN, "--model.widht", "3"), "did you mean --model.width?"),
         ((*OWN, "--trainer.monitor", "acc"), "trainer: monitor must be one of loss, got 'acc'"),
     ],
 )

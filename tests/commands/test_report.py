@@ -76,7 +76,7 @@ def test_groups_and_figures_by_hand(runs: Path) -> None:
     assert average["mean_last"] == pytest.approx((0.65 + 0.7) / 2)
     assert average["best_on_test"] == pytest.approx(0.85)
     assert pd.isna(table.loc["FedAdam"]["picked"]) and pd.isna(table.loc["FedAdam"]["last_std"])
-    markdown = report_markdown(table.reset_index(), last=2)
+    markdown = report_markdown(table.reset_index())
     assert "| FedAdam | accuracy | 1 | 0.500 |  | 0.500 | 0.500 |" in markdown
     assert (
         "| FedAvg | accuracy | 2 | 0.500 ± 0.141 | 0.350 ± 0.354 | 0.675 ± 0.035 | 0.850 ± 0.071 |"
@@ -113,16 +113,13 @@ def test_a_mapping_is_named_as_a_whole(tmp_path: Path) -> None:
 def test_the_command_prints_and_writes(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / "short", settings(9, "FedYogi"), [0.3])
-    with pytest.raises(SystemExit) as done:
-        main(["report", str(runs), "--last", "2", "--output", str(tmp_path / "out")])
-    assert done.value.code == 0
-    out = capsys.readouterr().out
-    assert (
-        "0.500±0.141" in out
-        and "last 2" in out
-        and "ends with round 1 of 3" in " ".join(out.split())
-    )
+    write(tmp_path / "short", settings(9, "FedYogi"), [0.3, 0.4])
+    out = ran(capsys, str(runs), "--output", str(tmp_path / "out"))
+    assert "0.500±0.141" in out and "ends with round 2 of 3" in " ".join(out.split())
+    assert "last 2: mean" in " ".join(out.split()), "no more than all runs have"
+    (tmp_path / "short" / "metrics.csv").unlink()
+    write(tmp_path / "shorter", settings(9, "FedYogi"), [0.3])
+    assert ": mean" not in ran(capsys, str(runs))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "comparison.csv",
         "report.csv",
@@ -431,9 +428,10 @@ def test_all_axes_are_in_one_table(races: Path, capsys: pytest.CaptureFixture[st
     output = races.parent / "out"
     out = ran(capsys, str(races), "--target", "0.7", "--output", str(output))
     words = " ".join(out.replace("│", " ").split())
-    assert "FedAdam 2 2 102 10 2 reached in 1" in words
-    assert "FedAvg 2.5±0.707 6.5 106 12.5 2.5 not reached" in words
-    assert "not reached in 1 of 3" in words and "not reached in 1 of 1" in words
+    assert "FedAdam 2 2 102 10 2 1 of 1" in words
+    assert "FedAvg 2.5±0.707 6.5 106 12.5 2.5 2 of 3" in words and "FedYogi 0 of 1" in words
+    rows = [line for line in out.splitlines() if line.endswith((" of 1 ", " of 3 "))]
+    assert len(rows) == 3 and max(map(len, rows)) <= 80, "no cell is wrapped"
     table = pd.read_csv(output / "target.csv").set_index("method")
     assert table.loc["FedAvg", list(POINTS)].to_dict() == POINTS
     assert (table.loc["FedAvg", "runs"], table.loc["FedAvg", "reached"]) == (3, 2)
@@ -454,7 +452,7 @@ def test_the_target_can_be_one_on_validation_data(
 ) -> None:
     timed(tmp_path / "a", settings(1), [1.0, 2.0], test=[0.1, 0.2], val=[0.3, 0.8])
     out = ran(capsys, str(tmp_path), "--split", "val", "--target", "0.7")
-    assert "to val accuracy 0.7" in out and "reached in 1" in out
+    assert "to val accuracy 0.7" in out and "1 of 1" in out
 
 
 def test_of_tasks_only_the_last_one_has_a_target(tmp_path: Path) -> None:

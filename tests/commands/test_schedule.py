@@ -125,22 +125,22 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
         ),
         (
             ("--config", QUICKSTART, *POOLED),
-            "Centralized trains on pooled data, so that there are no clients; change "
+            "Centralized trains on pooled data, without clients; change "
             "trainer.schedule or trainer.aggregator (set trainer.aggregator to FedAvg)",
         ),
         (("--config", ASYNCHRONOUS, "--trainer.rouns", "3"), "did you mean --trainer.rounds?"),
         (
             ("--config", ASYNCHRONOUS, "--trainer.schedule.concurency", "3"),
-            "trainer.schedule: Option 'concurency' is not accepted",
+            "did you mean --trainer.schedule.concurrency?",
         ),
         (
             ("--config", ASYNCHRONOUS, "--trainer.schedule.concurrency", "21"),
             "Asynchronous: concurrency 21 is above the number of clients, 20",
         ),
         (("--config", "nowhere.yaml"), "there is no config file nowhere.yaml"),
-        (("--config",), "schedule: argument -c/--config: expected one argument"),
+        (("--config",), "--config needs a file"),
         (("--config", ASYNCHRONOUS, "--output"), "schedule: argument --output: expected one"),
-        ((), "required"),
+        ((), "schedule: give a config"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )

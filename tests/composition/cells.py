@@ -121,7 +121,7 @@ PLAIN: dict[str, str] = {
     "secure_sum": "none",
 }
 
-DECLARED = re.compile(r"^\S.* needs [a-z ]+, and .+; change trainer\.\S+ or \S+( \(.+\))?$")
+DECLARED = re.compile(r"^\S.* needs [a-z ]+, but .+; change trainer\.\S+ or \S+( \(.+\))?$")
 """The form of a declared refusal: both parts, the reason, and what to change."""
 
 _WHOLE = ("FedFisher kfac", "RegMean", "OTFusion", "PFNM")
@@ -235,7 +235,7 @@ def conflict(cell: Cell) -> str | None:
     made = {dimension: CHOICES[dimension][choice]() for dimension, choice in cell.items()}
     schedule, secure_sum = made.pop("schedule"), made.pop("secure_sum")
     schedule.configure([20] * 6, seed=3)
-    parts = [Named("trainer.schedule", schedule.declarations), *Aggregator(**made).parts()]
+    parts = [Named("trainer.schedule", schedule.declarations), *Aggregator(**made).named_parts()]
     if secure_sum is not None:
         parts.append(Named("trainer.secure_sum", secure_sum))
     try:

@@ -104,6 +104,6 @@ def test_a_refusal_names_both_parts_and_what_to_change() -> None:
     with pytest.raises(FlsuiteError) as caught:
         trainer_of(cell).fit(*problem(cell))
     assert str(caught.value) == (
-        "Krum needs each update, and PairwiseMasks shows the server a sum alone; change "
+        "Krum needs each update, but PairwiseMasks shows the server only a sum; change "
         "trainer.aggregator.rule or trainer.secure_sum"
     )

@@ -40,7 +40,7 @@ def made(module: FederatedDataModule) -> FederatedData:
 
 
 def equal(a: FederatedData, b: FederatedData) -> bool:
-    """Tell whether two datasets, and their first training batches, are the same."""
+    """Return whether two datasets, and their first training batches, are equal."""
 
     def tensors(data: FederatedData) -> list[Tensor]:
         splits = [split for split in (data.train, data.val, data.test) if split is not None]

@@ -646,7 +646,7 @@ def test_gtsrb_damaged(tmp_path: Path, rng: np.random.Generator) -> None:
 
 
 def write_cinic10(root: Path, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Write two images per class and split, the second one in grey. Return all by split."""
+    """Write two images per class and split, the second one in gray. Return all by split."""
     images: dict[str, list[np.ndarray]] = {"train": [], "valid": [], "test": []}
     for split, kept in images.items():
         for name in CLASSES:

@@ -22,6 +22,8 @@ from flsuite.data import (
 from flsuite.data.loader import TrainLoader
 from flsuite.data.map_style import StoredSplit
 from flsuite.errors import FlsuiteError
+from flsuite.models import MLP, Classifier
+from tests.conftest import trainer
 from tests.plain import Blobs, Sentences, blobs, pad, slope
 
 
@@ -188,7 +190,7 @@ def test_numbers_are_binned_for_the_partition_and_stay_targets() -> None:
 
 
 class NoTrain(LightningDataModule):
-    """Has loaders of nothing."""
+    """Has loaders without samples."""
 
 
 class NoTest(LightningDataModule):
@@ -214,10 +216,25 @@ class Transfers(Blobs):
         return batch
 
 
+class Damaged(Dataset[Any]):
+    """Has one file that cannot be read."""
+
+    def __init__(self, size: int) -> None:
+        self.targets = [number % 2 for number in range(size)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, number: int) -> Any:
+        if number == 21:
+            raise OSError("scan_21.png is truncated")
+        return torch.ones(1), self.targets[number]
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no labels": (
         lambda: FromDataset(slope(40, 0), slope(9, 1), partition=Dirichlet(1.0)),
-        "Dirichlet splits by class, and these samples have no classes; set data.labels",
+        "Dirichlet splits by class, but these samples have no classes",
     ),
     "no such field": (
         lambda: FromDataset(Sentences(9, 0), Sentences(9, 0), collate=pad, labels="theme"),
@@ -240,6 +257,16 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: FromDataset(Sentences(9, 0), Sentences(9, 0), in_memory=True),
         "data.in_memory needs pairs of a tensor and a number",
     ),
+    "a damaged file": (
+        lambda: FromDataset(Damaged(66), Pairs(2)),
+        "sample 21 of 66 in Damaged cannot be read \\(OSError: scan_21.png is truncated",
+    ),
+    "a damaged file, read for its label": (
+        lambda: FromDataset(
+            Damaged(66), Pairs(2), labels=lambda sample: sample[1], in_memory=False
+        ),
+        "sample 21 of 66 in Damaged cannot be read",
+    ),
     "one bin": (lambda: FromDataset(slope(9, 0), slope(9, 0), bins=1), "bins must be at least 2"),
     "no train loader": (lambda: FromDataModule(NoTrain()), "NoTrain has no train_dataloader"),
     "no test loader": (lambda: FromDataModule(NoTest()), "NoTest has no test_dataloader"),
@@ -254,6 +281,18 @@ def test_what_is_wrong_is_one_line(name: str) -> None:
     with pytest.raises(FlsuiteError, match=line) as error:
         make().setup()
     assert "\n" not in str(error.value)
+
+
+def test_a_sample_that_cannot_be_read_in_a_fit_loses_its_client_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = FromDataset(Damaged(66), Damaged(4), in_memory=False, clients=3, val_fraction=0.0)
+    made = trainer(rounds=1)
+    made.fit(Classifier(MLP(hidden=(2,))), data)
+
+    (line,) = [r.message for r in caplog.records if "cannot be read" in r.message]
+    assert "round 1: client" in line and "sample 21 of 66 in Damaged" in line
+    assert [row[8] for row in made.run.folder.table.rows if row[7] == "failed"] == [1.0]
 
 
 def test_without_a_test_loader_validation_samples_are_for_testing(

@@ -60,7 +60,7 @@ def made(**kwargs: Any) -> Images:
 
 
 def of_clients(module: FederatedDataModule, name: str) -> Tensor:
-    """Return the samples of a split that clients have, client after client."""
+    """Return the clients' samples of a split, client by client."""
     split = getattr(module.federated, name)
     return split.x[split.rows.values]
 
@@ -324,7 +324,7 @@ def test_tables_pass_through() -> None:
 
 
 def rows_of(module: Images, **kwargs: Any) -> list[list[int]]:
-    """Return the rows of each batch of an epoch, recognised by their pixels."""
+    """Return the rows of each batch of an epoch, recognized by their pixels."""
     loader = kwargs.pop("loader", None) or TrainLoader(module.federated, **kwargs)
     known = {
         module.federated.scaling(module.federated.train.x[i : i + 1]).numpy().tobytes(): i

@@ -21,7 +21,7 @@ HEADER = [f"MI_dir_L{number}_weight" for number in range(115)]
 
 
 def content(device: int, traffic: str, rows: int) -> np.ndarray:
-    """Return rows in which each kind of traffic is high in ten columns of its own.
+    """Return rows in which each kind of traffic has ten high columns.
 
     The last columns are the device, the row's number, and a constant.
     """
@@ -50,7 +50,7 @@ def nested(device: int, traffic: str) -> str:
 
 
 def write(folder: Path, devices: Mapping[int, int], name: Callable[[int, str], str] = flat) -> Path:
-    """Write files for these devices, with so many rows per file."""
+    """Write files for these devices, with a number of rows per file."""
     for device, rows in devices.items():
         for traffic in kinds(device):
             file = folder / name(device, traffic)
@@ -152,7 +152,7 @@ def raw_rows(
 
 
 def test_the_cap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller cap is a part of a larger one in both splits, and not the head of the file."""
+    """A smaller cap gives a subset of a larger one in both splits, not the head of the file."""
     all_train, all_test = raw_rows(folder, None, monkeypatch)
     assert all_train | all_test == {*range(20)} and len(all_test) == 4
     train, test = raw_rows(folder, 10, monkeypatch)
@@ -243,7 +243,7 @@ CELL = r"3\.gafgyt\.scan\.csv: row 9, column 'MI_dir_L4_weight': "
             "a",
             r"3\.gafgyt\.scan\.csv: header, column 5: expected 'MI_dir_L4_weight' .*, got 'a';",
         ),
-        (0, 4, "a,b", r"3\.gafgyt\.scan\.csv has 116 columns, and N-BaIoT has 115"),
+        (0, 4, "a,b", r"3\.gafgyt\.scan\.csv has 116 columns, but N-BaIoT has 115"),
         (0, 4, "MI_dir_L3_weight", r"more than one column named 'MI_dir_L3_weight'"),
     ],
 )
@@ -272,7 +272,7 @@ def test_all_gaps_are_counted(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ([], r"3\.benign\.csv is empty"),
-        ([",".join(HEADER)], r"3\.benign\.csv has a header and no rows"),
+        ([",".join(HEADER)], r"3\.benign\.csv has a header but no rows"),
         (
             [",".join(map(str, np.arange(115) / 7))] * 3,
             r"more than one|3\.benign\.csv has no header",

@@ -48,7 +48,7 @@ def name(partition: Partition) -> str:
 
 
 def make_labels(n: int, classes: int, seed: int = 0) -> np.ndarray:
-    """Draw labels, with gaps between them, of unequal classes that are all present."""
+    """Draw labels with gaps, of unequal classes that are all present."""
     rng = np.random.default_rng(seed)
     labels = np.minimum(rng.geometric(1.5 / classes, size=n) - 1, classes - 1)
     labels[rng.choice(n, size=classes, replace=False)] = np.arange(classes)
@@ -230,7 +230,7 @@ def test_pathological_holdings(classes: int, clients: int, each: int, seed: int)
     assert np.ptp(holders) <= 1
     assert (
         counts.sum(axis=0) == np.where(holders > 0, 103, 0)
-    ).all()  # a class that somebody holds is used up
+    ).all()  # a class that some client has is used up
     for column in counts.T:
         assert not column.any() or np.ptp(column[column > 0]) <= 1
 

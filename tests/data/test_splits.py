@@ -25,7 +25,7 @@ def test_test_samples_of_a_class_that_nobody_has_go_to_nobody() -> None:
 
 def test_only_training_rows_decide_the_class_mix() -> None:
     labels = np.repeat([0, 1], 50)
-    rows = [np.arange(0, 30), np.arange(30, 90)]  # rows 90 to 99 belong to nobody
+    rows = [np.arange(0, 30), np.arange(30, 90)]  # rows 90 to 99 belong to no client
     test_labels = np.repeat([0, 1], 10)
     parts = split_test_like_train(labels, rows, test_labels, seed=1)
     counts = [np.bincount(test_labels[part], minlength=2).tolist() for part in parts]

@@ -156,7 +156,7 @@ def test_every_owner_and_class_has_its_share(tmp_path: Path) -> None:
 
 
 def test_the_last_row_of_a_class_is_trained_on(tmp_path: Path) -> None:
-    """That holds for every place of the row in the order."""
+    """This holds for every position of the row."""
     for others in range(5, 15):
         rows = "".join(f"{k},{k % 2}\n" for k in range(others)) + "3,2\n4,3\n5,4\n"
         source = text(tmp_path, "x,y\n" + rows)
@@ -252,7 +252,7 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
     ("content", "kwargs", "message"),
     [
         ("", {}, r"t\.csv is empty"),
-        ("a,b,y\n", {}, r"t\.csv has a header and no rows"),
+        ("a,b,y\n", {}, r"t\.csv has a header but no rows"),
         (",a,y\n0,1,u\n", {}, r"t\.csv has no name for column 1; name it"),
         ("a,a,y\n1,2,u\n", {}, r"more than one column named 'a'"),
         ("a,b,y\n1,2,u\n1,2,u,4\n", {}, r"t\.csv cannot be read as CSV \(.*line 3.*\)"),

@@ -354,7 +354,7 @@ def test_too_few_classes_are_refused() -> None:
     task_data(tasks=4)
     with pytest.raises(
         FlsuiteError,
-        match="3 tasks of 3 classes need 9 classes, and the data has 8; lower tasks or",
+        match="3 tasks of 3 classes need 9 classes, but the data has 8; lower tasks or",
     ):
         task_data(classes_per_task=3)
 
@@ -394,6 +394,6 @@ class Labels(FederatedDataModule):
 def test_several_labels_per_sample_are_refused() -> None:
     with pytest.raises(
         FlsuiteError,
-        match="TaskSequence needs one class per sample, and this data has several labels",
+        match="TaskSequence needs one class per sample, but this data",
     ):
         task_data(Labels(clients=2, partition=IID()), tasks=1, classes_per_task=2)

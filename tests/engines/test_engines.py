@@ -1,4 +1,4 @@
-"""An engine says where clients train, and never what comes out."""
+"""An engine decides where clients train, and never affects the results."""
 
 import gc
 import multiprocessing
@@ -36,7 +36,7 @@ SIZES = (40, 3, 17, 25, 8, 30)
 
 
 class Images(FederatedDataModule):
-    """Coloured noise, six clients of very different sizes."""
+    """Colored noise, six clients of very different sizes."""
 
     def load(self) -> PublishedSplits:
         generator = torch.Generator().manual_seed(0)
@@ -101,7 +101,7 @@ def outcomes(engine: Engine, submitted: list[FitRequest]) -> list[Outcome]:
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """Return what ``function`` returns, and fail if it hangs."""
+    """Call ``function`` and return its result. Fail if it hangs."""
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(function).result(timeout=seconds)
@@ -370,7 +370,7 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
 
 
 class Unreadable:
-    """Cannot be made again in another process."""
+    """Cannot be unpickled in another process."""
 
     def __reduce__(self) -> Any:
         return _refuse, (os.getpid(),)

@@ -1,4 +1,4 @@
-"""Workers that die while they send, and clients that hang."""
+"""Workers that die while sending, and clients that hang."""
 
 import logging
 import os
@@ -123,7 +123,7 @@ class KillsAndDies(FederationCallback):
     Args:
         is_idle: Whether the worker dies before the job is sent to it.
         engine: The engine.
-        folder: Where the fit notes that it has died.
+        folder: Where the fit records its death.
     """
 
     def __init__(self, is_idle: bool, engine: Processes, folder: Path) -> None:
@@ -136,7 +136,7 @@ class KillsAndDies(FederationCallback):
         if not isinstance(outcome, ClientResult) or outcome.update.client != 0:
             return
         pid = self.engine._pool[0].process.pid
-        # A process that is stopped cannot read.
+        # A stopped process cannot read.
         os.kill(pid, signal.SIGKILL if self.is_idle else signal.SIGSTOP)
         if not self.is_idle:
             threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()

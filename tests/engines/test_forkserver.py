@@ -1,4 +1,4 @@
-"""The process that workers are forked from, itself a fork where that is safe."""
+"""The server process that workers are forked from, itself a fork if that is safe."""
 
 import json
 import os
@@ -22,7 +22,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the process of the tests look like one that can be forked."""
+    """Make the test process look like one that can be forked."""
     monkeypatch.setattr(forkserver, "can_fork_later", lambda: True)
     monkeypatch.setattr(forkserver, "_has_only_own_threads", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""Workers add up the models of a part of the cohort, and nothing else changes."""
+"""Workers sum the models of a part of the cohort, and nothing else changes."""
 
 import os
 import signal
@@ -29,6 +29,7 @@ from flsuite.callbacks import FederationCallback, RoundProgress
 from flsuite.engines import InProcess, Processes, Ray
 from flsuite.exchange import Quantize
 from flsuite.messages import ClientContext, ClientResult, ClientUpdate, Outcome
+from flsuite.runs.preparation import worker_setup
 from flsuite.state import State, StateLayout, mean_of
 from tests.conftest import classifier, digits, equal_states, trainer
 
@@ -42,11 +43,11 @@ def fit(private: Sequence[str] = (), **kwargs: Any) -> Any:
 
 
 def sums_parts(made: Any) -> bool:
-    return made.worker_setup(made.run).sums_parts
+    return worker_setup(made, made.run).sums_parts
 
 
 class Reads(FederationCallback):
-    """Takes the mean of the models that it is shown."""
+    """Averages the models that it receives."""
 
     affects = "nothing"
 
@@ -62,7 +63,7 @@ class Reads(FederationCallback):
 
 
 class ReadsSound(FederationCallback):
-    """Needs every update, and does nothing with it."""
+    """Needs every update, but does nothing with it."""
 
     affects = "nothing"
 
@@ -84,7 +85,7 @@ class Spoils(Callback):
 
 
 class SpoilsHead(Callback):
-    """Gives two clients a NaN that they do not share: the last of a part, the first of another."""
+    """Gives two clients in different parts a NaN: the last of a part, the first of another."""
 
     supports_local_loop = True
 
@@ -94,7 +95,7 @@ class SpoilsHead(Callback):
 
 
 class KeepsALock(Objective):
-    """One client keeps what cannot be sent."""
+    """One client's memory cannot be sent."""
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         if client.id == 5:
@@ -119,7 +120,7 @@ class Dies(Callback):
 
 
 class OwnWeight(Mean):
-    """A mean of a user."""
+    """A user-defined mean."""
 
     def weight(self, update: ClientUpdate) -> float:
         return 1.0 + update.client
@@ -186,7 +187,7 @@ def test_a_client_that_cannot_be_sent_takes_no_other_with_it() -> None:
 
 class OwnProgress(RoundProgress):
     def on_client_end(self, run: Any, outcome: Outcome) -> None:
-        """Do something of its own."""
+        """Override a method."""
 
 
 def test_a_callback_that_does_not_say_what_it_reads_has_every_model() -> None:

@@ -1,4 +1,4 @@
-"""The engine of Ray where no cluster is needed."""
+"""The Ray engine, as far as no cluster is needed."""
 
 from typing import Any
 

@@ -63,7 +63,7 @@ class Machines:
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
     with pytest.MonkeyPatch.context() as patch:
-        # Ray gives its workers the lowest priority: beside other tests they would hardly run.
+        # Ray gives its workers the lowest priority: next to other tests, they would hardly run.
         patch.setenv("RAY_worker_niceness", "0")
         made = Machines()
         yield made
@@ -86,7 +86,7 @@ def engine(machines: Machines) -> Iterator[Ray]:
 
 @pytest.fixture
 def both_ready(engine: Ray) -> Ray:
-    """Return the engine when both of its workers have started."""
+    """Return the engine once both of its workers have started."""
     engine._glances = 0
     while [actor.is_ready for actor in engine._actors] != [True, True]:
         engine._wait()

@@ -1,4 +1,4 @@
-"""Workers score the clients' own models, with the numbers of this process."""
+"""Workers score the clients' own models, with the same results as this process."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ def fit(engine: Any, kind: type[Classifier] = Classifier, **kwargs: Any) -> Any:
 
 
 def rows(made: Any) -> list[tuple[Any, ...]]:
-    """Return the scores of the run, which times do not change."""
+    """Return the scores of the run, without times."""
     table = made.run.folder.table.rows
     return [(r.round, r.scope, r.split, r.metric, r.value) for r in table if r.split != "train"]
 
@@ -61,7 +61,7 @@ def test_clients_in_flight_stay_in_flight_while_others_are_scored() -> None:
 
 
 class Draws(Classifier):
-    """A classifier whose scores depend on what is drawn."""
+    """A classifier whose scores depend on random draws."""
 
     def evaluation_step(self, batch: Any) -> dict[str, Tensor]:
         columns = super().evaluation_step(batch)

@@ -1,4 +1,4 @@
-"""A run whose clients fail takes no more of the machine from round to round."""
+"""A run with failing clients does not leak resources from round to round."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Memory format and interrupts on the way to a worker."""
+"""Memory format and interrupts when objects are sent to a worker."""
 
 import multiprocessing
 import signal

@@ -1,4 +1,4 @@
-"""What the tests of codecs share: a model's shapes, and the way of a payload to the server."""
+"""Shared helpers of the codec tests: a model's shapes, and the path of a payload."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +43,7 @@ def psd(side: int, generator: torch.Generator) -> Tensor:
 def payload_of(
     change: State, statistics: Mapping[str, Any] | None = None, psd: tuple[str, ...] = ()
 ) -> Payload:
-    """Return what a client sends, its change in float64 as the pipeline has it."""
+    """Return what a client sends, with its change in float64 as in the chain."""
     wide = {name: value.double() for name, value in change.items()}
     return Payload(wide, dict(statistics or {}), frozenset(psd))
 
@@ -76,7 +76,7 @@ def sent(
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    """Check that nested data is the same, bit for bit, in the same order."""
+    """Check that nested data is equal, bit for bit, in the same order."""
     if isinstance(expected, Tensor):
         assert got.dtype == expected.dtype
         assert torch.equal(got, expected)

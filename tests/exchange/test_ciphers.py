@@ -59,7 +59,7 @@ def test_a_sealed_message_that_was_changed_is_refused() -> None:
     assert unseal(b"k" * 32, sealed) == b"share"
     assert len(sealed) == len(b"share") + SEAL_BYTES
     for bad_key, bad in ((b"k" * 32, b"\0" + sealed[1:]), (b"j" * 32, sealed)):
-        with pytest.raises(ValueError, match="changed, or is for somebody else"):
+        with pytest.raises(ValueError, match="changed, or is for another client"):
             unseal(bad_key, bad)
 
 

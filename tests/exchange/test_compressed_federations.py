@@ -152,13 +152,13 @@ def test_the_server_adds_up_what_codes_have_become_under_masks() -> None:
 
 
 @pytest.mark.parametrize(("aggregator", "compression", "arguments", "message"), [
-    (Centralized(), Quantize(), {}, "Quantize needs clients, and Centralized trains on pooled"),
+    (Centralized(), Quantize(), {}, "Quantize needs clients, but Centralized trains on pooled"),
     (LocalOnly(), Quantize(), {}, "Quantize: clients send nothing"),
     (LocalOnly(), TopK(), {}, "TopK: clients send no parameters"),
-    (FedAvg(), LowRank(), {}, "LowRank needs matrices, and (FedAvg|Mean) "),
-    (FedAvg(), TopK(), {"secure_sum": PairwiseMasks()}, "TopK needs each update, and PairwiseM"),
+    (FedAvg(), LowRank(), {}, "LowRank needs matrices, but (FedAvg|Mean) "),
+    (FedAvg(), TopK(), {"secure_sum": PairwiseMasks()}, "TopK needs each update, but PairwiseM"),
     (Aggregator(transforms=[Quantize(), ClipUpdates()]), None, {}, "ClipUpdates needs dense chan"),
-    (Aggregator(transforms=[Quantize()]), TopK(), {}, "TopK needs dense changes, and Quantize"),
+    (Aggregator(transforms=[Quantize()]), TopK(), {}, "TopK needs dense changes, but Quantize"),
 ])  # fmt: skip
 def test_what_cannot_be_composed_is_refused(
     aggregator: Aggregator, compression: Any, arguments: dict[str, Any], message: str

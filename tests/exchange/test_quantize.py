@@ -1,4 +1,4 @@
-"""Quantization: its error, its bytes, and messages that are not its own."""
+"""Quantization: its error, its bytes, and foreign messages."""
 
 import copy
 import pickle
@@ -206,9 +206,9 @@ def test_nothing_to_send_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("parts", "match"), [
-    ((Quantize(), TopK()), "TopK needs dense changes, and Quantize makes a code of them"),
-    ((Quantize(), Quantize()), "Quantize needs rounded matrices, and Quantize has rounded all"),
-    ((LowRank(), LowRank(rank=2)), "LowRank needs matrices, and LowRank packs them itself"),
+    ((Quantize(), TopK()), "TopK needs dense changes, but Quantize encodes them"),
+    ((Quantize(), Quantize()), "Quantize needs rounded matrices, but Quantize has rounded all"),
+    ((LowRank(), LowRank(rank=2)), "LowRank needs matrices, but LowRank packs them itself"),
     ((TopK(), TopK()), "TopK needs dense changes"),
     ((TopK(), Quantize()), None),
 ])  # fmt: skip

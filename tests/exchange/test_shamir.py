@@ -57,7 +57,7 @@ def test_fewer_shares_do_not_give_the_secret(threshold: int) -> None:
     shares = split_secret(secret, threshold, range(1, 6))
     for size in range(1, threshold):
         for points in combinations(shares, size):
-            # What they give may also lie outside the secrets.
+            # The result may also be outside the range of secrets.
             with suppress(ValueError):
                 assert combine(shares, weights_at_zero(points)) != secret
 

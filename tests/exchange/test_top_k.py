@@ -68,7 +68,7 @@ def test_what_rounding_leaves_out_waits() -> None:
 def test_error_feedback_reaches_an_optimum_that_plain_top_1_cannot() -> None:
     """Gradient descent on two coordinates, the second one far flatter than the first.
 
-    The first coordinate oscillates, so that its step is always the larger one.
+    The first coordinate oscillates, so its step is always larger.
     """
 
     def distance(keeps_residual: bool) -> float:

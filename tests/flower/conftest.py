@@ -1,4 +1,4 @@
-"""What Flower's tests need before Flower is imported."""
+"""Settings of the Flower tests, applied before Flower is imported."""
 
 import os
 

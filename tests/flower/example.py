@@ -1,4 +1,4 @@
-"""The example app, and what its runs leave."""
+"""The example app, and the results of its runs."""
 
 import shlex
 from pathlib import Path
@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "configs" / "flower"
 
 
 def our_own(arguments: str, folder: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """Run the example by ``flsuite fit``; return the model and the table that it leaves."""
+    """Run the example by ``flsuite fit``; return the resulting model and table."""
     config, run_dir = str(EXAMPLE / "digits.yaml"), str(folder / "own")
     with pytest.raises(SystemExit) as exit:
         main(["fit", "--config", config, *shlex.split(arguments), "--run_dir", run_dir])

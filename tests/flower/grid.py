@@ -32,7 +32,7 @@ from tests.plain import Reader
 
 
 def travelled(message: Message) -> Message:
-    """Return a message as it arrives, after Flower's serialization."""
+    """Return a message after Flower's serialization."""
     return message_from_proto(message_to_proto(message))
 
 
@@ -43,8 +43,8 @@ class Nodes(Grid):  # type: ignore[misc]
 
     Args:
         clients: Number of clients, one node each.
-        app: What nodes run.
-        tamper: Gets round, client and answer, and returns the answer that arrives, or ``None``.
+        app: The app that the nodes run.
+        tamper: Receives round, client and answer, and returns the changed answer or ``None``.
 
     Attributes:
         contexts: Node to its context.
@@ -75,7 +75,7 @@ class Nodes(Grid):  # type: ignore[misc]
         return Context(1, node, own, RecordDict(), {})
 
     def begin(self, run: int) -> None:
-        """Begin another run on nodes that have the state of the run before, as with Flower."""
+        """Begin another run on nodes with the state of the previous run, as in Flower."""
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run, 0, 0
         for context in self.contexts.values():
             context.run_id = run
@@ -143,7 +143,7 @@ def autoencoder() -> ACVAE:
 
 
 def plain() -> LightningModule:
-    """Return a module that knows nothing of flsuite."""
+    """Return a plain module without anything of flsuite."""
     torch.manual_seed(0)
     return Reader()
 
@@ -167,7 +167,7 @@ def node_app(
     data: Callable[[], FederatedDataModule] = unscaled,
     **kwargs: Any,
 ) -> Any:
-    """Return an app whose nodes share one site, as they do in one process."""
+    """Return an app whose nodes share one site, as in one process."""
     site = Site(trainer(**kwargs), model(), data())
     return make_client_app(lambda context: site)
 
@@ -222,10 +222,10 @@ class Recorder(FederationCallback):
 def check_round_without_client_1(
     grid: Nodes, reason: str, callbacks: Callable[[], list[Any]] = list
 ) -> None:
-    """Run three rounds, of which round 2 must go on as if client 1 had not been in its cohort.
+    """Run three rounds. Round 2 must proceed as if client 1 were not in its cohort.
 
     Args:
-        grid: The nodes; they train the classifier by FedAvg.
+        grid: The nodes. They train the classifier by FedAvg.
         reason: Part of the reason that is recorded for the client.
         callbacks: Makes further callbacks of the run.
     """

@@ -93,7 +93,7 @@ class Processes:
         return done.stdout + done.stderr
 
     def wait(self, *command: str, until: Callable[[str], bool] = lambda _: True) -> None:
-        """Wait until ``flwr`` with these arguments succeeds, and prints what is wanted."""
+        """Wait until ``flwr`` with these arguments succeeds and prints the expected text."""
         deadline = time.monotonic() + 120
         while True:
             assert time.monotonic() < deadline and all(p.poll() is None for p in self.running), (
@@ -119,7 +119,7 @@ def free_port() -> int:
 def under_flower(
     flower: Processes, arguments: str, *options: str
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Run the example under Flower; return the model and the table that it leaves."""
+    """Run the example under Flower; return the resulting model and table."""
     run = flower.folder / "run"
     config = f'flsuite-args="{arguments} --run_dir {run}"'
     said = flower.flwr(

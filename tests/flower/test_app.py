@@ -39,7 +39,7 @@ def test_the_app_is_made_from_a_config(tmp_path: Path, monkeypatch: pytest.Monke
     ("config", "reason"),
     [
         ({}, "the run config names no config: set flsuite-config"),
-        ({"flsuite-config": "nowhere.yaml"}, "there is no nowhere.yaml in the folder of the app"),
+        ({"flsuite-config": "nowhere.yaml"}, "nowhere.yaml is neither in the folder of the app"),
         (
             {"flsuite-config": str(EXAMPLE / "digits.yaml"), "flsuite-args": "--trainer.rundes 3"},
             "unknown key --trainer.rundes",

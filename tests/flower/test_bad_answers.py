@@ -1,4 +1,4 @@
-"""Answers that cost the round a client, and those that end the run."""
+"""Answers that lose a client for the round, and answers that end the run."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def nothing(answer: Message) -> None:
     [
         (not_a_number, "not finite"),
         (another_shape, "has shape"),
-        (another_client, "its answer is that of client 0 in round 2"),
+        (another_client, "its answer is from client 0 in round 2"),
         (garbage, "its answer cannot be read: JSONDecodeError"),
         (nothing, "its answer cannot be read: KeyError"),
         (None, "its node did not answer in time"),
@@ -102,9 +102,7 @@ def test_a_node_cannot_end_a_run_that_is_under_way() -> None:
 
 
 def test_pooled_training_has_no_place() -> None:
-    with pytest.raises(
-        FlsuiteError, match="Centralized trains on everybody's data, which no node of Flower holds"
-    ):
+    with pytest.raises(FlsuiteError, match="Centralized trains on all clients' data"):
         serve(Nodes(5), trainer(aggregator=Centralized()), classifier(), digits())
 
 

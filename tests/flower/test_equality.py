@@ -1,4 +1,4 @@
-"""Under Flower a federation ends with the same weights and scores as on our own engine."""
+"""Under Flower, a federation ends with the same weights and scores as on flsuite's engine."""
 
 from typing import Any
 
@@ -132,7 +132,7 @@ def test_the_same_weights_and_scores_as_our_own_engine(
 
 
 def test_tasks_of_models_that_stay_on_their_nodes(caplog: pytest.LogCaptureFixture) -> None:
-    """Check that the federation goes on without the matrix, which needs every whole model."""
+    """Check that the federation continues without the matrix, which needs every whole model."""
     ours, theirs, _ = both(fused, FedAvg, data=tasks)
     assert equal_states(state(ours), state(theirs))
     assert "no accuracy by task" in caplog.text
@@ -197,7 +197,7 @@ def test_training_starts_from_the_arrays_that_it_is_given() -> None:
     ("kwargs", "message"),
     [
         ({"secure_sum": PairwiseMasks()}, "a round of Flower has one message to a node"),
-        ({"keep_updates": True, "enable_checkpointing": True}, "models lie on their nodes"),
+        ({"keep_updates": True, "enable_checkpointing": True}, "models are on their nodes"),
         ({"schedule": Synchronous(0.5, sampling="poisson")}, "a round without a client"),
     ],
 )

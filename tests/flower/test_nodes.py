@@ -53,7 +53,7 @@ def test_the_first_round_waits_for_every_client(
 
 
 def raising(app: Any) -> Any:
-    """Turn what an app raises into an error message, as Flower does."""
+    """Convert an exception of an app into an error message, as Flower does."""
 
     def answer(message: Message, context: Context) -> Message:
         try:
@@ -67,8 +67,8 @@ def raising(app: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"num-partitions": 2}, r"was told of 2 clients \(num-partitions\), and data.clients is 5"),
-        ({"partition-id": 5}, r"is client 5 \(its partition-id\), and data.clients is 5"),
+        ({"num-partitions": 2}, r"was told of 2 clients \(num-partitions\), but data.clients is 5"),
+        ({"partition-id": 5}, r"is client 5 \(its partition-id\), but data.clients is 5"),
         ({"partition-id": "0"}, "partition-id must be the number of a client, got '0'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What clients keep stays on their nodes."""
+"""The clients' memories stay on their nodes."""
 
 import json
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def test_what_is_private_never_leaves_its_node(kind: str) -> None:
     names = set(private) if kind == "model" else set()
     assert private and all(name.startswith("encoder.") for name in names)
 
-    # Constant tensors, such as zeros of BatchNorm, are no secrets.
+    # Constant tensors, such as zeros of BatchNorm, are not secret.
     values = (value for memory in memories.values() for value in leaves(memory))
     secrets = {bits(value) for value in values if len(value.unique()) > 1}
     assert secrets and len(grid.answers) == 10
@@ -97,5 +97,5 @@ def test_a_failed_fit_leaves_its_node_as_it_was(how: str) -> None:
 
 def test_callbacks_that_need_private_entries_are_refused() -> None:
     measuring = trainer(callbacks=[GradientDissimilarity(every=1)])
-    with pytest.raises(FlsuiteError, match="the private part of client 0 lies on its node"):
+    with pytest.raises(FlsuiteError, match="the private part of client 0 is on its node"):
         serve(Nodes(5, node_app(fused)), measuring, fused(), unscaled())

@@ -1,4 +1,4 @@
-"""Data as Flower's records, and back, bit for bit."""
+"""Conversion of data to Flower records and back, bit for bit."""
 
 import os
 from typing import Any
@@ -43,7 +43,7 @@ TENSORS = {
 
 
 def sent(content: RecordDict) -> RecordDict:
-    """Return the content of a message as it arrives."""
+    """Return the content of a message after serialization."""
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
     return travelled(Message(content, 1, "train")).content
 

@@ -1,4 +1,4 @@
-"""Schedules under Flower: rounds on a virtual clock are, and those that lose clients are not."""
+"""Schedules under Flower: a virtual clock is supported, schedules that lose clients are not."""
 
 from pathlib import Path
 from typing import Any

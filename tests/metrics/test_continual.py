@@ -9,7 +9,7 @@ from flsuite.metrics import average_accuracy, backward_transfer, forgetting, for
 
 ALL = (average_accuracy, backward_transfer, forward_transfer, forgetting)
 UNTRAINED = [0.10, 0.20, 0.30]
-# The first task is best known after the second, and the second by luck before its own training.
+# The first task is best after the second, and the second is good by luck before training.
 MATRIX = torch.tensor(
     [UNTRAINED, [0.90, 0.85, 0.20], [0.95, 0.80, 0.40], [0.60, 0.70, 0.90]], dtype=torch.float64
 )
@@ -23,7 +23,7 @@ def test_three_tasks_by_hand() -> None:
 
 
 def test_two_of_three_tasks_by_hand() -> None:
-    """A task still to come does not count, and an improvement is a forgetting below 0."""
+    """A future task does not count, and an improvement is negative forgetting."""
     so_far = MATRIX[:3]
     assert float(average_accuracy(so_far)) == pytest.approx((0.95 + 0.80) / 2)
     assert float(backward_transfer(so_far)) == pytest.approx(0.95 - 0.90)

@@ -238,7 +238,7 @@ def test_callback_equals_the_stacked_gradients() -> None:
     "model", [fused, lambda: Classifier(ResNet20(width=4))], ids=["fused", "classifier"]
 )
 def test_leaves_no_trace(model: Any) -> None:
-    """Weights, statistics and private entries are those of a run without it, bit for bit."""
+    """Weights, statistics and private entries equal those of a run without it, bit for bit."""
     without = fit(model())
     with_it = fit(model(), callback=GradientDissimilarity(every=1, batches=None))
     assert without.federation is not None and with_it.federation is not None
@@ -280,7 +280,7 @@ def test_classifier_has_no_decomposition() -> None:
 
 def test_identical_clients() -> None:
     """Clients have the same samples in different orders: the rest is rounding."""
-    data = Images(seed=0)  # its own seed: assigned once
+    data = Images(seed=0)  # its own seed, assigned once
     data.setup()
     data.federated.train.rows = RaggedIndex.of([np.arange(60)] * 3)
     made = fit(Classifier(MLP(hidden=(8,))), data, GradientDissimilarity(every=1, batches=None))

@@ -173,7 +173,7 @@ def test_bad_log_likelihoods_are_named(estimator: Any, values: Any, said: str) -
         fisher_diagonal(Bad(), ["mean"], [(torch.ones(3, 2), torch.ones(3))], estimator)
 
 
-def test_what_cannot_be_vectorised_is_named_and_may_go_by_batches() -> None:
+def test_what_cannot_be_vectorized_is_named_and_may_go_by_batches() -> None:
     class InPlace(Normals):
         def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
             total = torch.zeros(len(batch[0]))
@@ -182,7 +182,7 @@ def test_what_cannot_be_vectorised_is_named_and_may_go_by_batches() -> None:
 
     batches = [(torch.ones(3, 2), torch.ones(3))]
     with pytest.raises(
-        FlsuiteError, match=r"InPlace.log_likelihood cannot be vectorised.*estimator to batch"
+        FlsuiteError, match=r"InPlace.log_likelihood cannot be vectorized.*estimator to batch"
     ):
         fisher_diagonal(InPlace(), ["mean"], batches, "exact")
     assert fisher_diagonal(InPlace(), ["mean"], batches, "batch")["mean"].tolist() == [1.0, 1.0]
@@ -314,7 +314,7 @@ def test_exact_holds_in_every_batch_however_a_layer_is_used(kind: type[OneLayer]
 def test_the_flow_never_needs_the_gradient_of_a_single_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All layers of NFClassifier's flow take the shortcut, those of an untrained flow too."""
+    """All layers of NFClassifier's flow take the shortcut, also in an untrained flow."""
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("per-sample gradients")

@@ -302,7 +302,7 @@ def test_the_diagonal_holds_however_a_layer_is_used(kind: type[Uses]) -> None:
     ("kind", "why"),
     [
         (Twice, "it is called 2 times in a forward pass"),
-        (Shared, "its weight is used elsewhere too"),
+        (Shared, "its weight is also used elsewhere"),
         (Mixed, "its rows depend on several samples"),
     ],
 )

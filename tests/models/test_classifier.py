@@ -17,7 +17,16 @@ from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Task
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
-from flsuite.models import MLP, Backbone, Classifier, LeNet5, ResNet20
+from flsuite.models import (
+    ACVAE,
+    MLP,
+    Backbone,
+    Classifier,
+    FusedSpaceFed,
+    LeNet5,
+    NFClassifier,
+    ResNet20,
+)
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.random import seed_process
 from flsuite.state import clone
@@ -26,7 +35,7 @@ from tests.conftest import classifier, digits, equal_states, trainer
 
 
 class TinyImages(FederatedDataModule):
-    """Three classes of coloured squares, for three clients of different size and brightness."""
+    """Three classes of colored squares, for three clients of different size and brightness."""
 
     def load(self) -> PublishedSplits:
         generator = torch.Generator().manual_seed(0)
@@ -44,7 +53,7 @@ def tiny() -> TinyImages:
 
 
 class Updates(FederationCallback):
-    """Keeps what the clients sent."""
+    """Keeps the clients' messages."""
 
     def __init__(self) -> None:
         self.rounds: dict[int, list[ClientUpdate]] = {}
@@ -105,6 +114,13 @@ class Labels(FederatedDataModule):
             whole.take(torch.arange(60)),
             whole.take(torch.arange(60, 90)),
         )
+
+
+@pytest.mark.parametrize("model", [Classifier, FusedSpaceFed, ACVAE, NFClassifier])
+def test_targets_that_are_no_classes_are_one_line(model: Any) -> None:
+    with pytest.raises(FlsuiteError, match="needs one class per sample") as error:
+        model().ensure_built(DataSpec((1, 32, 32), 1, "other"))
+    assert "\n" not in str(error.value)
 
 
 def test_a_federation_learns_labels() -> None:
@@ -310,7 +326,10 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         ),
         ({}, "weights.pt has no weights: it must be .* another Lightning checkpoint"),
         ([torch.zeros(1)], "weights.pt has no weights"),
-        ({"format": 3, "round": 1}, "weights.pt is not a state dict: format, round are no tensors"),
+        (
+            {"format": 3, "round": 1},
+            "weights.pt is not a state dict: format, round are not",
+        ),
     ],
 )
 def test_files_that_are_not_weights(content: object, message: str, tmp_path: Path) -> None:
@@ -380,7 +399,7 @@ def test_a_run_needs_the_file_only_to_start(tmp_path: Path) -> None:
 
 
 def test_private_norms_stay_with_their_clients() -> None:
-    """FedBN: all entries of the normalisation stay with the client."""
+    """FedBN: all entries of the normalization stay with the client."""
     updates = Updates()
     made = trainer(rounds=2, callbacks=[updates])
     made.fit(Classifier(ResNet20(width=4), private=["*norm*"]), tiny())

@@ -1,4 +1,4 @@
-"""The layers and the chain that are read off a model."""
+"""The layers and the chain that are extracted from a model."""
 
 import pytest
 import torch

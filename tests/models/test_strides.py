@@ -22,7 +22,7 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_TH
 
 
 class Narrow(LightningModule):
-    """A module that knows nothing of flsuite, with a memory format of its own."""
+    """A plain module with its own memory format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class Narrow(LightningModule):
 
 
 def fit_own_module() -> None:
-    """Train a user's module, which decides about its memory format itself."""
+    """Train a user's module, which chooses its own memory format."""
     trainer(rounds=1, channels_last=False).fit(Narrow(), digits(clients=2))
 
 
 def fit_in_workers() -> None:
-    """Train a narrow network of the suite in processes of their own."""
+    """Train a narrow network of flsuite in separate processes."""
     trainer(rounds=1, engine=Processes(workers=1)).fit(
         Classifier(ResNet20(width=4)), digits(clients=2)
     )

@@ -3,16 +3,20 @@
 import json
 import re
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import vl_convert
 from py_mini_racer import MiniRacer
 
 import flsuite.publish.page
+from flsuite.analysis import find_runs, group_runs
 from flsuite.commands.main import main
+from flsuite.publish.page.headline import headline
 from tests.analysis.made_runs import made_grid, made_run, settings
 
 METHODS = ("FedAvg", "FedProx", "LocalOnly")
@@ -120,8 +124,101 @@ def test_the_curves_are_those_of_the_runs(page: Path) -> None:
 def test_the_tables_have_the_numbers(page: Path) -> None:
     cells = [text.strip() for tag, text in Page(page.read_text()).texts if tag == "td"]
     assert "0.520 ± 0.010" in cells and "0.320 ± 0.010" in cells
-    assert "not reached in 3 of 3" in cells and "+0.2000" in cells
+    assert "0 of 3" in cells and "+0.2000" in cells
     assert "Dirichlet(alpha=0.05)" in cells
+
+
+def texts(spec: dict[str, Any], **chosen: str) -> list[str]:
+    """Return the words of a chart: of its axes, its legend and its marks."""
+    params = [{**p, "value": chosen.get(p["name"], p.get("value"))} for p in spec["params"]]
+    params = [{k: v for k, v in p.items() if k != "value" or v is not None} for p in params]
+    svg = vl_convert.vegalite_to_svg({**spec, "params": params, "width": 700})
+    return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]+)<", svg)]
+
+
+def test_axes_have_titles_and_rounds_are_whole(page: Path) -> None:
+    specs = Page(page.read_text()).specs()
+    shown = texts(specs["curves"], axis="round", metric="test loss")
+    assert "round" in shown and "test loss" in shown
+    assert {"1", "2", "3"} <= set(shown) and not {"1.0", "1.5", "2.0"} & set(shown)
+    assert "MB sent and received" in texts(specs["curves"], axis="bytes")
+    assert "difference in test accuracy" in texts(specs["differences"])
+    assert "test accuracy" in texts(specs["spread"])
+    assert "test accuracy alone" in texts(specs["gains"])
+
+
+def test_a_legend_and_a_target_are_those_of_the_partition(tmp_path: Path) -> None:
+    root = made_grid(tmp_path / "runs", ("FedAvg", "FedProx"), alphas=(0.05,))
+    made_grid(root, ("FedProx",), alphas=(0.3,))  # ends at 0.52, as FedAvg does above
+    low = [("global", "test", "accuracy", [0.1, 0.2, 0.3])]
+    for seed in (1, 2):
+        made_run(root / f"low-{seed}", settings("FedAdam", seed, 0.9), low)
+    parsed = Page(written(root).read_text())
+    specs = parsed.specs()
+    sharp, mild, last = (f"Dirichlet(alpha={alpha})" for alpha in (0.05, 0.3, 0.9))
+    legends = {
+        name: {"FedAvg", "FedProx", "FedAdam"} & set(texts(specs["curves"], partition=name))
+        for name in (sharp, mild, last)
+    }
+    assert legends == {sharp: {"FedAvg", "FedProx"}, mild: {"FedProx"}, last: {"FedAdam"}}
+
+    # 95 % of 0.52, and of 0.3; a method that does not reach it says so.
+    rows = [text.strip() for tag, text in parsed.texts if tag == "td"]
+    targets = {rows[n + 1] for n, text in enumerate(rows) if text in (sharp, mild, last)}
+    assert {"0.49", "0.28"} <= targets
+    shown = texts(specs["targets"], partition=sharp)
+    assert "FedProx" in shown and "0 of 3 reach it" in shown
+
+
+def pair(method: str, other: str, low: float, high: float, seeds: int = 3) -> dict[str, Any]:
+    return {
+        "partition": "Dirichlet(alpha=0.3)",
+        "method": method,
+        "other": other,
+        "seeds": seeds,
+        "low": low,
+        "high": high,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ([pair("FedAvg", "FedProx", 0.1, 0.3)], "FedAvg (0.520 ± 0.010) has the best mean"),
+        ([pair("FedProx", "FedAvg", -0.3, -0.1)], "FedAvg (0.520 ± 0.010) has the best mean"),
+        ([pair("FedProx", "FedAvg", -0.3, 0.1)], "is level with FedProx (0.320"),
+        ([pair("FedAvg", "FedProx", 0.0, 0.1)], "is level with FedProx"),
+        ([pair("FedAvg", "FedProx", float("nan"), float("nan"))], "is level with FedProx"),
+        ([pair("FedAvg", "FedProx", float("nan"), float("nan"), 1)], "takes two common seeds"),
+    ],
+)
+def test_the_headline_names_no_winner_where_the_interval_holds_zero(
+    tmp_path: Path, pairs: list[dict[str, Any]], said: str
+) -> None:
+    root = made_grid(tmp_path, ("FedAvg", "FedProx"), alphas=(0.3,))
+    (line,) = headline(group_runs(find_runs([root])), pd.DataFrame(pairs), "accuracy", "last")
+    assert said in line
+
+
+def test_a_table_that_is_too_wide_says_so_until_its_end_is_in_view() -> None:
+    """Run the page's own function on a box of 100 pixels with a table of 300."""
+    engine = MiniRacer()
+    engine.eval(f"const module = {{}}; {SCRIPT.read_text()}")
+    engine.eval("""
+const classes = {}, listeners = {};
+const scroll = { scrollWidth: 300, clientWidth: 100, scrollLeft: 0,
+  addEventListener: (name, call) => { listeners[name] = call; } };
+const box = { querySelector: () => scroll,
+  classList: { toggle: (name, is) => { classes[name] = is; } } };
+class ResizeObserver { constructor(call) { this.call = call; } observe() { this.call(); } }
+watchWidth(box);
+const seen = [{ ...classes }];
+scroll.scrollLeft = 200; listeners.scroll(); seen.push({ ...classes });
+scroll.clientWidth = 300; scroll.scrollLeft = 0; listeners.scroll(); seen.push({ ...classes });
+""")
+    wide, end, fits = json.loads(engine.eval("JSON.stringify(seen)"))
+    assert wide == {"wide": True, "at-end": False} and end == {"wide": True, "at-end": True}
+    assert not fits["wide"]
 
 
 def test_each_row_says_how_to_run_it_again(page: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_run_needs_the_other_one_only_while_its_first_round_trains(tmp_path: P
     first = fitted(tmp_path / "c", **source)
     shutil.rmtree(tmp_path / "a")
 
-    data, model = first._datamodule, first._model
+    data, model = first.datamodule, first.lightning_module
     again = FederatedTrainer(1, run_dir=str(tmp_path / "c"), accelerator="cpu", seed=1,
                              enable_progress_bar=False, **source)  # fmt: skip
     assert again.test(model, data, ckpt_path="last") == first.test()

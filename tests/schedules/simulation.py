@@ -18,7 +18,7 @@ from flsuite.schedules import Clock, Fit, Schedule, Speeds, Work
 
 
 class PerClient(Speeds):
-    """Seconds that are given for each client."""
+    """Fixed seconds for each client."""
 
     def __init__(self, *seconds: float) -> None:
         self.per_client = seconds
@@ -28,7 +28,7 @@ class PerClient(Speeds):
 
 
 class Succeeded(Engine):
-    """An engine in which each fit succeeds, unless it is told that the client fails."""
+    """An engine in which each fit succeeds, except for given clients."""
 
     def __init__(self, fails: Callable[[FitRequest], bool] = lambda request: False) -> None:
         self.requests: dict[int, FitRequest] = {}
@@ -69,7 +69,7 @@ class Simulation:
     """The loop of a federation without a model.
 
     Attributes:
-        arrivals: Accepted updates, in their order.
+        arrivals: Accepted updates, in order.
         rounds: The clients of each aggregation.
         times: Virtual seconds of each aggregation.
         starts: Every fit that was given to the engine.

@@ -32,7 +32,7 @@ def test_three_clients_worked_out_by_hand() -> None:
 
 
 def test_a_buffer_of_two_worked_out_by_hand() -> None:
-    """The version changes with every second arrival; who comes back in between starts at once."""
+    """The version changes with every second arrival. Other clients start at once."""
     schedule = Asynchronous(concurrency=3, buffer_size=2, speeds=PerClient(1, 2, 5))
     simulation = simulate(schedule, 4, clients=3)
     assert as_tuples(simulation.arrivals) == [
@@ -99,7 +99,7 @@ def test_who_comes_back_as_a_buffer_closes_starts_from_the_next_version() -> Non
 
 
 def test_ties_are_kept_in_spite_of_rounding() -> None:
-    """Eight fits of 0.1 s end with one of 0.8 s, which has started first."""
+    """Eight fits of 0.1 s end together with one of 0.8 s, which started first."""
     schedule = Asynchronous(2, speeds=PerClient(0.1, 0.8))
     simulation = simulate(schedule, 9, clients=2)
     assert as_tuples(simulation.arrivals)[7:] == [(0.8, 1, 0, 7), (0.8, 0, 7, 1)]
@@ -143,7 +143,7 @@ def test_concurrency_is_kept_and_nobody_trains_twice_at_a_time() -> None:
         in_flight = [fit.client for fit in schedule.in_flight]
         assert len(in_flight) == len(set(in_flight)) <= 6
         simulation.run(1)
-    assert len(schedule.in_flight) >= 4  # those that the aggregation is made of start next
+    assert len(schedule.in_flight) >= 4  # the aggregated clients start next
     assert schedule.metrics()["in_flight"] == len(schedule.in_flight)
 
 
@@ -241,13 +241,13 @@ def test_a_resumed_schedule_goes_on_as_it_would_have(stop: int) -> None:
 
     assert first.arrivals + resumed.arrivals == whole.arrivals
     assert first.times + resumed.times == whole.times
-    # Whoever was in flight is given to the new engine, from the old versions.
+    # Fits in flight are given to the new engine, from the old versions.
     in_flight = [f.number for f in first.schedule.in_flight if f.outcome == "arrived"]
     assert [f.number for f in resumed.starts[: len(in_flight)]] == in_flight
 
 
 def test_a_client_is_asked_again_only_after_its_last_update() -> None:
-    """What it keeps has changed with that update."""
+    """Its memory has changed with that update."""
     engine = Succeeded()
     schedule = Asynchronous(4, buffer_size=4, speeds=Stragglers())
     schedule.configure([10] * 4, 0)

@@ -1,4 +1,4 @@
-"""Who can start a fit, and who drops out of one."""
+"""Client availability and dropout."""
 
 from itertools import product
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_a_dropout_is_a_function_of_seed_client_and_number() -> None:
         (5.0, [1]),  # touching intervals are one
         (6.0, [0, 1]),
         (8.0, [1]),
-        (9.0, [1]),  # an interval without length holds nothing
+        (9.0, [1]),  # an empty interval contains no time
         (10.0, []),
         (99.0, []),
     ],
@@ -123,7 +123,7 @@ def test_the_next_start_is_that_of_a_joined_interval(
         (0, 1.0, 2.0, None),
         (0, 1.0, 3.0, None),  # the fit ends when the interval does
         (0, 1.0, 3.5, 4.0),
-        (0, 3.0, 5.0, 4.0),  # the client comes back before the fit would end, and is out
+        (0, 3.0, 5.0, 4.0),  # the client returns before the fit would end, but has dropped out
         (0, 6.5, 2.0, 8.0),
         (1, 2.0, 8.0, None),  # through two joints
         (1, 2.0, 8.5, 10.0),
@@ -161,7 +161,7 @@ def test_a_trace_in_which_nobody_is_ever_there(trace: Path) -> None:
     ("seconds", "clients", "following"),
     [
         (0.0, [], 1.0),
-        (6.0, [0, 1], 13.0),  # nobody starts before the trace starts again
+        (6.0, [0, 1], 13.0),  # no client starts before the trace repeats
         (10.0, [], 13.0),
         (12.0, [], 13.0),
         (13.0, [0], 14.0),
@@ -199,7 +199,7 @@ def test_an_interval_goes_on_where_the_trace_starts_again(trace: Path) -> None:
 def test_at_the_next_start_a_client_is_available_however_sums_are_rounded(
     period: float, trace: Path
 ) -> None:
-    """Check that a schedule that waits for the next start is not sent to wait again."""
+    """Check that a schedule that waits for the next start does not have to wait again."""
     availability = on_off(trace, "client,start,end\n0,0.1,0.15\n1,0.2,0.3\n", 2, period)
     seconds, expected = 0.0, [0, 1]
     for number in range(5000):

@@ -1,4 +1,4 @@
-"""Clients that fail on purpose cost the run these clients, and nothing else."""
+"""Injected faults lose these clients, and nothing else."""
 
 import logging
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ CLIENTS = 12
 
 
 class Absent(Faults):
-    """Leaves out the clients that would fail. What comes twice counts once."""
+    """Skips the clients that would fail. Duplicates count once."""
 
     def _declarations(self) -> Declarations:
-        return replace(super()._declarations(), faults=())  # nothing is carried out
+        return replace(super()._declarations(), faults=())  # no fault is injected
 
     def _with_faults(self, fits: Sequence[Fit]) -> list[Fit]:
         for fit in super()._with_faults(fits):
@@ -45,7 +45,7 @@ def fit(schedule: Schedule, ckpt_path: str | None = None, **kwargs: Any) -> Any:
 
 
 class Seen(FederationCallback):
-    """Notes every failure that the federation has named."""
+    """Records every failure that the federation reports."""
 
     affects = "nothing"
     reads_updates = False
@@ -131,17 +131,17 @@ def test_clients_that_are_gone_before_the_unmasking_cost_nothing(engine: Any) ->
 
 
 def test_too_many_clients_that_are_gone_end_the_run() -> None:
-    with pytest.raises(FederationError, match="clients revealed their shares, and 7 are needed"):
+    with pytest.raises(FederationError, match="clients revealed their shares, but 7 are needed"):
         fit(Faults(Synchronous(), gone=0.9), rounds=3, secure_sum=PairwiseMasks())
 
 
 def test_who_unmasks_nothing_can_be_gone_from_a_secure_sum_alone() -> None:
-    with pytest.raises(FlsuiteError, match="Faults needs secure aggregation, and the server"):
+    with pytest.raises(FlsuiteError, match="Faults needs secure aggregation, but the server"):
         fit(Faults(Synchronous(), gone=0.1))
 
 
 def test_engines_are_equal_and_probability_zero_is_the_schedule_alone() -> None:
-    # Parts of several clients, whose models a worker adds up.
+    # Parts of several clients, whose models a worker sums.
     runs = [
         fit(Faults(Synchronous(), **faults), engine=engine, rounds=4)
         for engine, faults in [

@@ -1,4 +1,4 @@
-"""Poisson cohorts: independent draws, rounds without a client, and what they do not go with."""
+"""Poisson cohorts: independent draws, empty rounds, and incompatible settings."""
 
 from itertools import pairwise
 from typing import Any
@@ -100,7 +100,7 @@ def test_what_needs_a_known_cohort_is_refused() -> None:
     schedule = Synchronous(0.5, sampling="poisson")
     with pytest.raises(FlsuiteError, match="PairwiseMasks needs a cohort of known size"):
         trainer(rounds=1, schedule=schedule, secure_sum=PairwiseMasks()).fit(classifier(), digits())
-    with pytest.raises(FlsuiteError, match="Synchronous needs clients, and Centralized"):
+    with pytest.raises(FlsuiteError, match="Synchronous needs clients, but Centralized"):
         trainer(rounds=1, schedule=schedule, aggregator=Centralized()).fit(classifier(), digits())
     with pytest.raises(FlsuiteError, match="comes to 21 clients; lower it"):
         configured(21)

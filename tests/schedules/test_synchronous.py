@@ -99,7 +99,7 @@ def test_sampling_by_size_is_without_replacement() -> None:
 
 
 class Finished(Engine):
-    """An engine whose requests have their outcomes already.
+    """An engine whose outcomes are known in advance.
 
     Args:
         outcomes: Number of a request to its outcome, in the order of submission.
@@ -140,7 +140,7 @@ def test_all_outcomes_arrive_as_submitted_and_the_clock_moves_by_the_slowest() -
 
 
 def test_outcomes_are_collected_one_by_one() -> None:
-    """Check that a mean needs to hold no more than one update."""
+    """Check that a mean holds at most one update at a time."""
     engine, clock = Finished({0: result(0, 0.5), 1: result(1, 2.0)}), Clock()
     arrivals = configured().arrivals(engine, clock, no_requests)
 

@@ -68,7 +68,7 @@ def test_a_draw_is_a_function_of_seed_client_and_number(trace: Path) -> None:
         (0, 0.0, 1.0),  # the row that starts at this time
         (0, 0.5, 5.0),  # the first one after it, although it comes first in the file
         (0, 4.0, 5.0),
-        (0, 4.1, 1.0),  # none is left: the trace starts again
+        (0, 4.1, 1.0),  # none is left, so the trace repeats
         (0, 11.9, 1.0),
         (0, 12.0, 1.0),  # the trace lasts until 12, the last end of all clients
         (0, 12.5, 5.0),
@@ -125,7 +125,7 @@ def test_a_missing_file_is_named(trace: Path) -> None:
     ("content", "message"),
     [
         ("", r"trace\.csv is empty"),
-        ("client,seconds\n", r"trace\.csv has a header and no rows"),
+        ("client,seconds\n", r"trace\.csv has a header but no rows"),
         (
             "client,speed\n0,1\n",
             r"trace\.csv: expected the columns client, seconds or client, start, end, "

@@ -1,4 +1,4 @@
-"""Rounds are compared on the same clients; the last round scores all clients under other names."""
+"""Rounds are compared on the same clients. The last round also scores all clients."""
 
 from pathlib import Path
 from typing import Any

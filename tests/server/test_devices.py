@@ -83,13 +83,13 @@ def test_results_depend_on_neither_the_keys_nor_the_engine() -> None:
 
 @dataclass(frozen=True)
 class Watched(Mean):
-    """The mean, which keeps all that its server half is given."""
+    """The mean, which records everything that its server half receives."""
 
     seen: list[ClientUpdate] = field(default_factory=list)
 
     def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
         self.seen.extend(updates)
-        # The resident model, on which clients train in this process, is no client's any more.
+        # The resident model, on which clients train here, no longer holds a client's weights.
         module = server.tools.module({})
         assert all(torch.equal(module.state_dict()[k], v) for k, v in server.state.items())
         return super().result(server, sums, updates)
@@ -102,9 +102,9 @@ def test_the_aggregator_sees_sums_and_no_client(tmp_path: Path) -> None:
     assert len(rule.seen) == 10
     assert all(not update.state and not update.extras for update in rule.seen)
     assert all(len(update.class_counts) == 0 for update in rule.seen)
-    # What the guide says that the server knows of each client.
+    # The server's knowledge of each client, as stated in the guide.
     assert all(u.samples and u.steps and "loss" in u.metrics for u in rule.seen)
-    # Nothing of a client is kept where it could be read later.
+    # No client data remains where it could be read later.
     memories = [trainer.federation.clients[client] for client in range(5)]
     assert all("held" not in memory for memory in memories)
     assert not list((tmp_path / "run").rglob("updates"))
@@ -183,7 +183,7 @@ def test_a_number_out_of_range_costs_the_round_its_client() -> None:
 
 
 class Told(FederationCallback):
-    """Notes the kind of every outcome."""
+    """Records the kind of every outcome."""
 
     def __init__(self) -> None:
         self.failed: list[int] = []
@@ -231,7 +231,7 @@ def test_what_a_client_out_of_range_has_sent_in_the_clear_counts() -> None:
     )
     federation = trainer.federation
     factors = nbytes(federation.uplink.statistics["fisher"])
-    # Of the two clients, and the rest are keys and shares.
+    # From the two clients. The rest are keys and shares.
     assert 2 * factors < federation.log.lost_up < 2 * factors + 2000
 
 
@@ -266,20 +266,20 @@ def test_the_virtual_upload_is_that_of_the_protocol(
 
 
 def test_algorithms_that_need_single_updates_are_refused() -> None:
-    with pytest.raises(FlsuiteError, match="OTFusion needs each update, and PairwiseMasks shows"):
+    with pytest.raises(FlsuiteError, match="OTFusion needs each update, but PairwiseMasks shows"):
         fitted(OTFusion(), secure_sum=PairwiseMasks())
 
 
 @pytest.mark.parametrize("make", [FedAvg, FedFisher, partial(RegMean, alpha=0.5)])
 def test_clients_with_nothing_to_sum_are_refused(make: Callable[[], Aggregator]) -> None:
-    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs shared parameters, and the model"):
+    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs shared parameters, but the model"):
         fitted(make(), secure_sum=PairwiseMasks(), private=("network",))
 
 
 def test_what_cannot_be_summed_is_refused() -> None:
-    with pytest.raises(FlsuiteError, match=r"TopK needs each update, and PairwiseMasks shows"):
+    with pytest.raises(FlsuiteError, match=r"TopK needs each update, but PairwiseMasks shows"):
         fitted(FedAvg(), secure_sum=PairwiseMasks(), compression=TopK(0.1))
-    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs current models, and Asynchronous"):
+    with pytest.raises(FlsuiteError, match=r"PairwiseMasks needs current models, but Asynchronous"):
         fitted(FedBuff(), secure_sum=PairwiseMasks(), schedule=Asynchronous(2, 1))
 
 

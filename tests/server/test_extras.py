@@ -1,4 +1,4 @@
-"""What clients send beside the model is checked before an aggregator sees it."""
+"""Extras that clients send are checked before an aggregator sees them."""
 
 import logging
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A client that fails costs the round that client, and nothing else."""
+"""A failing client is lost for the round, and nothing else."""
 
 import logging
 import os
@@ -128,7 +128,7 @@ def test_updates_are_checked_on_arrival(change: Any, words: str) -> None:
 
 
 class TinyImages(FederatedDataModule):
-    """A few coloured images with very uneven clients: sizes 1, 2, 5 and 9, batches of 4."""
+    """A few colored images with very uneven clients: sizes 1, 2, 5 and 9, batches of 4."""
 
     def load(self) -> PublishedSplits:
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the server offers to an aggregator beside the updates."""
+"""The tools that the server offers to an aggregator."""
 
 from collections.abc import Iterator
 from functools import partial

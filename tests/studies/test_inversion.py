@@ -1,4 +1,4 @@
-"""The inversion attack: its prior, its search, and what it reads of a run."""
+"""The inversion attack: its prior, its search, and its use of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from flsuite.studies.inversion.gan import Critic, Generator, gradient_penalty
 from flsuite.studies.inversion.target import batch_factors
 from flsuite.trainer import FederatedTrainer
 
-PLAIN = Scaling(torch.tensor([1 / 255]), torch.zeros(1), 1)  # images within [0, 1] as they are
+PLAIN = Scaling(torch.tensor([1 / 255]), torch.zeros(1), 1)  # images within [0, 1], unchanged
 
 
 def classifier(backbone: Any, side: int = 16, classes: int = 4) -> Classifier:
@@ -72,7 +72,7 @@ class Affine(nn.Module):
 
 
 class Indifferent(nn.Module):
-    """A critic that takes all images for equally real."""
+    """A critic that considers all images equally real."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(1).sum(1) * 0
@@ -107,7 +107,7 @@ def test_generator_and_critic_fit_the_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_a_gan_learns_where_the_ink_is() -> None:
-    """Train on images that are bright on the left alone."""
+    """Train on images that are bright only on the left."""
     real = 0.2 * images(256, side=8)
     real[..., :4] += 0.8
     training = GANTraining(epochs=20, batch_size=32, width=4, latent=4, lr=5e-3, critic_steps=2)
@@ -276,7 +276,7 @@ def test_the_servers_images_are_those_of_others() -> None:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of FedAvg that has kept its clients' models."""
+    """Return a run of FedAvg with kept client models."""
     folder = tmp_path_factory.mktemp("run") / "kept"
     trainer = FederatedTrainer(
         rounds=1,

@@ -280,7 +280,7 @@ def test_the_command_refuses_no_seeds_in_one_line(capsys: pytest.CaptureFixture[
 
 
 def test_the_stored_table_is_that_of_the_code() -> None:
-    """Compute some rows of it again, those that take no time."""
+    """Recompute some fast rows."""
     stored = pd.read_csv(STORED)
     assert stored["seeds"].eq(10).all() and FIGURE.is_file()
     again = summary(synthetic_table(range(1, 11), widths=[16], steps=[1, 4]))
@@ -289,7 +289,7 @@ def test_the_stored_table_is_that_of_the_code() -> None:
     both = again.merge(stored, on=keys, suffixes=("", "_stored"))
     assert len(both) == len(again)
     for name in ("mean", "std", "least", "largest"):
-        # Four digits are stored. Another machine rounds otherwise.
+        # Four digits are stored. Another machine may round differently.
         assert both[name].tolist() == pytest.approx(both[f"{name}_stored"].tolist(), rel=5e-3)
 
 

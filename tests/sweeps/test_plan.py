@@ -42,7 +42,7 @@ def test_the_grid_is_the_product_of_its_values() -> None:
 
 
 def test_a_class_comes_before_its_arguments_whatever_the_order_in_the_file() -> None:
-    arguments = fit_arguments(SWEEP, samples_of(SWEEP)[1], Path("f"))
+    arguments = fit_arguments(SWEEP, samples_of(SWEEP)[-1], Path("f"))
     assert arguments[:4] == ["--config", "base.yaml", "--seed_everything", "1"]
     first = arguments.index("--trainer.aggregator=FedProx")
     assert first < arguments.index("--trainer.aggregator.mu=0.1")
@@ -97,9 +97,16 @@ def test_samples_have_each_value_once() -> None:
     assert {0.1, 1.0} == {v for k, v in values if k == "data.partition.alpha"}
     assert {3, 4} == {v for k, v in values if k == "data.clients"}
     assert {0.5, 0.7} == {v for k, v in values if k == "trainer.aggregator.mu"}
-    assert [sample.method for sample in samples] == ["FedAvg", "FedProx", "FedProx"]
-    more = samples_of(replace(SWEEP, grid={"data.partition.alpha": [0.1, 1.0, 10.0]}))
-    assert [sample.method for sample in more] == ["FedAvg", "FedProx", "FedAvg"]
+    assert [sample.method for sample in samples] == ["FedAvg"] * 4 + ["FedProx"] * 4
+    assert len({sample.folder.parent for sample in samples}) == 8, "every method at every point"
+
+    many = [0.1 * n for n in range(1, 100)]
+    large = samples_of(replace(SWEEP, grid={"data.partition.alpha": many, "data.clients": [3, 4]}))
+    assert len(large) == 2 * 99
+    for name in SWEEP.methods:
+        values = [own.overrides for own in large if own.method == name]
+        assert {own["data.clients"] for own in values} == {3, 4}
+        assert {own["data.partition.alpha"] for own in values} == set(many)
 
 
 def test_two_methods_that_are_the_same_experiment_are_refused() -> None:

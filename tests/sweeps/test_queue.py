@@ -5,16 +5,19 @@ import json
 import os
 from contextlib import ExitStack
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from flsuite.errors import FlsuiteError
+from flsuite.sweeps import status
 from flsuite.sweeps.outcome import Outcome, measure, seconds_so_far
 from flsuite.sweeps.plan import Cell
 from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep, Tuning
-from flsuite.sweeps.status import estimate, failures
+from flsuite.sweeps.status import SweepProgress, estimate, failures
 from flsuite.sweeps.tuning import COLUMNS, draw
 from tests.analysis.made_runs import made_run, settings
 
@@ -133,6 +136,32 @@ def test_the_estimate_is_the_time_of_the_method(tmp_path: Path) -> None:
         queue.begin(cell)
         queue.finish(cell, outcome(seconds=seconds))
     assert "about 0:02:45 with 2 at a time" in estimate(queue)  # (3 * 10 + 3 * 100) / 2
+
+
+def test_the_bar_counts_failed_cells_and_those_that_are_tried_again_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(status, "Console", lambda **_: console)
+    sweep = replace(SWEEP, grid={}, seeds=(1,))
+    for line in ("first", "second"):
+        queue = Queue(sweep, tmp_path)
+        with SweepProgress(queue) as progress, queue.claim() as cell:
+            assert cell is not None
+            queue.begin(cell)
+            queue.fail(cell, line)
+            progress.look()
+            assert queue.ended == 1
+            with queue.claim() as other:
+                assert other is not None
+                queue.begin(other)
+                queue.fail(other, line)
+        assert queue.ended == 2 == queue.size and "0:00:00 left" not in screen.getvalue()
+        shown = screen.getvalue().replace("\x1b[", " ")
+        assert "2/2" in shown and "2 failed" in shown
+        assert shown.count(f"failed: {line}") == 2
+        screen.truncate(0)
 
 
 # Tuning

@@ -1,4 +1,4 @@
-"""What a client minimises beside its own loss, one term per file."""
+"""Terms that clients minimize in addition to their loss, one per file."""
 
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.objectives.control_variates import Control, ControlVariates

@@ -10,14 +10,14 @@ from flsuite.state import State, StateLayout, Tree
 
 
 class Objective(Part):
-    """What a client minimises beside its own loss.
+    """A term that clients minimize in addition to their own loss.
 
-    The client half is callbacks for the client's fit. They change the gradient, may keep notes in
-    ``client.memory``, and send statistics in ``client.extras``.
+    The client half consists of callbacks for the client's fit. They change the gradient, may keep
+    notes in ``client.memory``, and send statistics in ``client.extras``.
     """
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        """Return the client half."""
+        """Return the callbacks of the client half."""
         return []
 
     def broadcast(self, server: Server) -> dict[str, Any]:
@@ -25,15 +25,15 @@ class Objective(Part):
         return {}
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        """Return what every client sends beside its model, by name. All of it is summed."""
+        """Return the statistics that every client sends, by name. All of them are summed."""
         return {}
 
     def conclude(self, server: Server, means: Tree, updates: int) -> None:
-        """Change what the server keeps, at the end of a round.
+        """Update the server's memory at the end of a round.
 
         Args:
             server: Its memory is the objective's.
-            means: The weighted means of the statistics, float64. It is empty without updates.
-            updates: Number of updates behind the means.
+            means: The weighted means of the statistics, float64. Empty if there are no updates.
+            updates: Number of averaged updates.
         """
         return

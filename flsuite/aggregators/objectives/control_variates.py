@@ -27,34 +27,34 @@ Control = Literal["displacement", "mean_gradient"]
 
 @dataclass(frozen=True)
 class ControlVariates(Objective, Settings):
-    """Control variates remove the client's drift from every local step.
+    """Control variates remove the client drift from every local step.
 
     A client steps along ``g - c_i + c`` (line 10), where ``c_i`` estimates its own gradient and
     ``c`` the mean gradient of all clients. Then it updates ``c_i`` (line 12, option II). The server
     keeps ``c``, the mean of all ``c_i`` (line 17). Both start at zero and cover the shared
-    parameters. The correction comes before ``trainer.gradient_clip_val``. The change of ``c_i`` is
-    no direction at a version of the model, so that ``c`` stays the mean where clients are late.
+    parameters. The correction is applied before ``trainer.gradient_clip_val``. The change of
+    ``c_i`` is not tied to a version of the model, so ``c`` stays the mean with late clients too.
 
     ``K`` steps of plain SGD with rate ``eta`` end at ``y = x - eta sum(g - c_i + c)``. So option
     II, ``c_i+ = c_i - c + (x - y) / (K eta)``, is the mean of the local gradients ``g``. ``K``
     counts every step of a fit, over all its epochs. With momentum, weight decay, clipping or a
-    changing rate the displacement is not that mean. With weight decay, for example, ``c_i``
-    contains ``decay * w`` and subtracts it from a step that decays anyway. ``control`` chooses
+    changing rate, the displacement is not that mean. With weight decay, for example, ``c_i``
+    contains ``decay * w`` and subtracts it from a step that already decays. ``control`` chooses
     between the two.
 
     Args:
-        control: ``displacement`` is option II as written, and refuses all but plain SGD with a
-            constant rate. ``mean_gradient`` takes the mean of ``g`` itself, which is the same for
-            plain SGD and right for any optimizer. Momentum and weight decay then act on the
-            corrected gradient.
+        control: ``displacement`` is option II as written. It requires plain SGD with a constant
+            rate. ``mean_gradient`` uses the mean of ``g`` itself, which is identical for plain SGD
+            and correct for any optimizer. Momentum and weight decay then act on the corrected
+            gradient.
     """
 
     control: Control = "displacement"
 
-    withholds = {"changes alone": "sends control variates with every change, which no noise covers"}
+    withholds = {"only changes": "sends control variates with every change, which no noise covers"}
 
     def broadcast(self, server: Server) -> dict[str, Any]:
-        # c is sent with x (line 5), and not while it is zero.
+        # c is sent with x (line 5), unless it is zero.
         return {"control": server.memory["control"]} if server.memory else {}
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
@@ -68,7 +68,7 @@ class ControlVariates(Objective, Settings):
         """Update ``c <- c + |S| / N mean(c_i+ - c_i)`` (line 17)."""
         if not updates:
             return
-        # |S| / N: only the clients that took part have moved their share of the mean.
+        # |S| / N, because only the cohort's terms of the mean have changed.
         names = server.layout.parameters
         control = server.memory.get("control") or _zeros(server.state, names)
         change = {name: means["control_change"][name].to(control[name].dtype) for name in names}
@@ -93,7 +93,7 @@ class _LocalSteps(Callback):
             setting = f"trainer.gradient_clip_val is {trainer.gradient_clip_val}"
             raise _refusal(self.client, setting, "unset it")
 
-        # Tied weights are corrected once, and sent under each of their names.
+        # Tied weights are corrected once, and sent under each name.
         first: dict[int, str] = {}
         for name, parameter in pl_module.named_parameters(remove_duplicate=False):
             if name in self.client.global_state:
@@ -117,11 +117,11 @@ class _LocalSteps(Callback):
         if self.plain:
             self.rate = _constant_rate(self.client, optimizer, self.rate)
 
-        # Its gradients are no numbers, and nothing moves.
+        # The gradients are not finite, and the step is skipped.
         if skips_step(trainer, optimizer):
             return
 
-        # A parameter that is frozen in this step takes no step, and counts none.
+        # A parameter that is frozen in this step takes no step, so K does not count it.
         stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and id(parameter) in stepping:
@@ -133,7 +133,7 @@ class _LocalSteps(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep ``c_i+`` and send ``c_i+ - c_i``."""
-        # New tensors: ``c_i`` must not change before the difference is taken.
+        # New tensors: ``c_i`` must not change before the difference is computed.
         renewed = {name: self._renewed(name) for name in self.parameters}
         renewed |= {alias: renewed[name].clone() for alias, name in self.aliases.items()}
         self.client.extras["control_change"] = difference(renewed, self.own)
@@ -141,14 +141,14 @@ class _LocalSteps(Callback):
 
     def _renewed(self, name: str) -> Tensor:
         """Return ``c_i+`` of a parameter (line 12, option II)."""
-        # A parameter that took no step has no gradient to estimate from: c_i stays.
+        # Without a step, there is no gradient to estimate from, and c_i stays.
         if not self.steps[name]:
             return self.own[name].clone()
         if not self.plain:
-            # clone also moves the mean to the CPU, where the notes of a client are kept.
+            # clone also moves the mean to the CPU, where client memories are kept.
             return clone({name: self.gradients[name] / self.steps[name]})[name]
 
-        # (x - y) / (K eta) is the mean of g - c_i + c: the other terms leave the mean of g.
+        # (x - y) / (K eta) is the mean of g - c_i + c. The other terms reduce it to the mean of g.
         assert self.rate is not None
         x, y = self.client.global_state[name], self.parameters[name].detach().cpu()
         return self.own[name] - self.server[name] + (x - y) / (self.steps[name] * self.rate)
@@ -161,7 +161,7 @@ def _zeros(state: State, names: Iterable[str]) -> State:
 def _constant_rate(client: ClientContext, optimizer: Optimizer, rate: float | None) -> float:
     """Return the learning rate of plain SGD, which must not change between steps.
 
-    ``rate`` is that of the earlier steps, or ``None`` before the first.
+    ``rate`` is the rate of earlier steps, or ``None`` before the first.
     """
     if not isinstance(optimizer, SGD):
         setting = f"the optimizer is {type(optimizer).__name__}"
@@ -182,7 +182,7 @@ def _constant_rate(client: ClientContext, optimizer: Optimizer, rate: float | No
 
 def _refusal(client: ClientContext, setting: str, remedy: str) -> FlsuiteError:
     return FlsuiteError(
-        "ControlVariates: control 'displacement' needs plain SGD with one constant rate, and "
+        "ControlVariates: control 'displacement' needs plain SGD with one constant rate, but "
         f"{setting} "
         f"(round {client.round}, client {client.id}); {remedy}, or set control to 'mean_gradient'"
     )

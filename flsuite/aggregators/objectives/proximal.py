@@ -17,14 +17,15 @@ from flsuite.state import State
 
 @dataclass(frozen=True)
 class Proximal(Objective, Settings):
-    """Clients minimise ``F_i(w) + mu / 2 ||w - w_global||^2`` (eq. 2).
+    """Clients minimize ``F_i(w) + mu / 2 ||w - w_global||^2`` (eq. 2).
 
-    The gradient ``mu (w - w_global)`` is added once per step, when mixed precision has unscaled the
-    gradient and micro-batches have accumulated. ``trainer.gradient_clip_val`` then bounds the sum,
-    as it would for a loss with this term. Private parameters have no global value and no such term.
+    The gradient ``mu (w - w_global)`` is added once per step, after mixed precision has unscaled
+    the gradient and micro-batches have accumulated. ``trainer.gradient_clip_val`` then bounds the
+    sum, as it would for a loss with this term. Private parameters have no global value, so the term
+    does not apply to them.
 
     Args:
-        mu: Weight of the proximal term. With 0 there is none.
+        mu: Weight of the proximal term. 0 disables it.
     """
 
     mu: NonNegativeFloat = 0.01
@@ -35,7 +36,7 @@ class Proximal(Objective, Settings):
 
 
 class _ProximalTerm(Callback):
-    """The client half, which adds the term's gradient to the parameters that are about to step."""
+    """The client half. It adds the term's gradient to the parameters that are about to step."""
 
     def __init__(self, mu: float, global_state: State) -> None:
         self.mu = mu
@@ -43,7 +44,7 @@ class _ProximalTerm(Callback):
         self.anchors: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # On the parameters' device once per fit, not once per step.
+        # Move to the parameters' device once per fit, not once per step.
         parameters = pl_module.named_parameters()
         self.anchors = {
             k: self.global_state[k].to(p.device) for k, p in parameters if k in self.global_state
@@ -52,9 +53,9 @@ class _ProximalTerm(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        # A model with several optimizers calls this once for each of them.
+        # Called once per optimizer if the model has several.
         stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in pl_module.named_parameters():
-            # A parameter without a gradient takes no step, and the term must not move it.
+            # A parameter without a gradient takes no step, so the term must not move it.
             if parameter.grad is not None and id(parameter) in stepping and name in self.anchors:
                 parameter.grad.add_(parameter.detach() - self.anchors[name], alpha=self.mu)

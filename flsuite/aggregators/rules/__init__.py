@@ -1,4 +1,4 @@
-"""How the updates of a round become one model, one rule per file."""
+"""Rules that combine the updates of a round into one model, one per file."""
 
 from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
 from flsuite.aggregators.rules.mean import Mean, Normalize, Weighting

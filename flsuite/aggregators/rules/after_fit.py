@@ -1,4 +1,4 @@
-"""A client half that measures the trained model and leaves it as it is."""
+"""Client callbacks that measure the trained model without changing it."""
 
 import time
 from abc import ABC, abstractmethod
@@ -24,11 +24,11 @@ the client's own randomness in this round."""
 class AfterFit(Callback, ABC):
     """Measures the trained model at the end of a client's fit.
 
-    It changes neither the weights nor the generators of random numbers. A fit whose weights are
-    known already can therefore be measured without training again: its result depends on the
-    weights, the client's samples, the seed and the round alone.
+    It changes neither the weights nor the random generators. A fit with known weights can therefore
+    be measured without training again: the result depends only on the weights, the client's
+    samples, the seed and the round.
 
-    Its seconds are logged as ``after_fit_seconds``.
+    The duration is logged as ``after_fit_seconds``.
 
     Args:
         client: The fit. The result goes into ``client.extras``.
@@ -48,7 +48,7 @@ class AfterFit(Callback, ABC):
         """
 
     def measure(self, module: LightningModule, loader: TrainLoader) -> None:
-        """Measure the model, and the seconds that this takes."""
+        """Measure the model, and the duration of the measurement."""
         started = time.perf_counter()
         self.after_fit(module, loader)
         self.client.metrics["after_fit_seconds"] = time.perf_counter() - started
@@ -57,7 +57,7 @@ class AfterFit(Callback, ABC):
         loader = trainer.train_dataloader
         if not isinstance(loader, TrainLoader):
             raise FlsuiteError(
-                f"{type(self).__name__} needs the training batches of flsuite, and a hook has "
+                f"{type(self).__name__} needs the training batches of flsuite, but a hook has "
                 f"replaced them by {type(loader).__name__}"
             )
         self.measure(pl_module, loader)
@@ -69,9 +69,9 @@ class LogitPass(AfterFit):
     Args:
         client: The fit.
         owner: Name of the aggregator, for messages and for the client's own randomness.
-        samples: The largest number of samples. Default: all.
-        name: Name of the statistic that the client sends beside its model.
-        statistic: Returns it.
+        samples: The maximum number of samples. Default: all.
+        name: Name of the statistic that the client sends.
+        statistic: Computes the statistic.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LogitPass(AfterFit):
         self._require_logits(pl_module)
 
     def after_fit(self, module: LightningModule, loader: TrainLoader) -> None:
-        # Here too: a fit that is known already has no start.
+        # Checked here too, because a fit with known weights has no start.
         self._require_logits(module)
         generator = torch_generator(loader.seed, self.owner, loader.round, loader.client)
         device = module.device
@@ -97,6 +97,6 @@ class LogitPass(AfterFit):
     def _require_logits(self, module: LightningModule) -> None:
         if not isinstance(module, LogitModel):
             raise FlsuiteError(
-                f"{self.owner} needs the logits of the model, and {type(module).__name__} has "
+                f"{self.owner} needs the logits of the model, but {type(module).__name__} has "
                 "none: add a method logits(x) -> (n, outputs), or choose another aggregator"
             )

@@ -1,4 +1,4 @@
-"""The base classes of the rules, which turn the updates of a round into one model."""
+"""The base classes of rules, which combine the updates of a round into one model."""
 
 import time
 from abc import ABC, abstractmethod
@@ -17,15 +17,15 @@ from flsuite.state import State, StateLayout, Sums, Tree
 
 
 def withheld_by(sends: str = "", are_matrices: bool = False) -> Mapping[Capability, str]:
-    """Return what a rule withholds from the other parts of a run, each with its reason.
+    """Return what a rule withholds from the other parts of a run, with the reasons.
 
     Args:
         sends: What clients send in addition to their models, for messages. Default: nothing.
-        are_matrices: Whether these are symmetric positive semidefinite.
+        are_matrices: Whether clients send symmetric positive semidefinite matrices.
     """
-    reasons: dict[Capability, str] = {"a plain sum": "is no plain sum of the clients' changes"}
+    reasons: dict[Capability, str] = {"a plain sum": "is not a plain sum of the clients' changes"}
     if sends:
-        reasons["changes alone"] = f"sends {sends} with every change, which no noise covers"
+        reasons["only changes"] = f"sends {sends} with every change, which no noise covers"
     if are_matrices:
         reasons["rounded matrices"] = f"sends {sends}, which rounding would make indefinite"
     else:
@@ -34,16 +34,16 @@ def withheld_by(sends: str = "", are_matrices: bool = False) -> Mapping[Capabili
 
 
 class Rule(Part, ABC):
-    """How the updates of a round become one model, which the server then moves to.
+    """Combines the updates of a round into one model, which the server then moves to.
 
-    It is a :class:`LinearRule`, for which sums over clients are enough, or a :class:`CohortRule`.
-    What clients measure for it after their fits, its statistics, is its client half.
+    It is a :class:`LinearRule`, which needs only sums over clients, or a :class:`CohortRule`. Its
+    client half measures statistics after the clients' fits.
     """
 
     withholds = withheld_by()
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        """Return the client half: callbacks that measure the trained model."""
+        """Return the callbacks of the client half, which measure the trained model."""
         return []
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
@@ -51,28 +51,28 @@ class Rule(Part, ABC):
         return {}
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight of a client, without damping. It is a part of the client half."""
+        """Return the weight of a client, without damping. Runs in the client half."""
         return 1.0
 
 
 class LinearRule(Rule):
-    """A rule that needs sums over clients alone.
+    """A rule that needs only sums over clients.
 
-    Workers form the sums of the clients that they train, and secure aggregation forms them without
-    showing any of them.
+    Workers sum over the clients that they train, and secure aggregation computes the sums without
+    revealing any client's terms.
     """
 
     @abstractmethod
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
-        """Return what a client adds to the sums: nested dicts of tensors and numbers.
+        """Return a client's terms of the sums: nested dicts of tensors and numbers.
 
-        Floating-point tensors are summed in float64. Integer tensors take their maximum. It is a
-        part of the client half, and reads what the client sends.
+        Floating-point tensors are summed in float64. Integer tensors take their maximum. This runs
+        in the client half, and reads what the client sends.
 
         Args:
-            update: The update. Its state is the client's model, or its change applied to the
-                current global model if the client is late.
-            layout: Names and groups of the entries that travel.
+            update: The update. Its state is the client's model, or for a late client, its change
+                applied to the current global model.
+            layout: Names and groups of the shared entries.
         """
 
     @abstractmethod
@@ -80,9 +80,9 @@ class LinearRule(Rule):
         """Return the model of the round, floating-point entries in float64.
 
         Args:
-            server: What the rule sees on the server.
+            server: The rule's view of the server.
             sums: The sums of :meth:`terms`.
-            updates: The updates without their models. They have the statistics that are no sums.
+            updates: The updates without their models, with the statistics that are not sums.
         """
 
 
@@ -96,7 +96,7 @@ class CohortRule(Rule):
         """Return the model of the round.
 
         Args:
-            server: What the rule sees on the server.
+            server: The rule's view of the server.
             updates: The checked updates, in a fixed order. ``update.base`` is the model that the
                 client started from.
         """
@@ -107,15 +107,15 @@ class CohortRule(Rule):
 
 
 class RuleAround(CohortRule):
-    """A rule that changes the updates of a round before another rule gets them.
+    """A rule that changes the updates of a round before another rule receives them.
 
-    What it needs, withholds and measures is the other rule's, as far as it does not say otherwise.
+    Its needs, statistics and withheld capabilities are those of the inner rule by default.
     """
 
     @property
     @abstractmethod
     def inner(self) -> Rule:
-        """Return the other rule."""
+        """Return the inner rule."""
 
     @property
     def needs(self) -> frozenset[Capability]:  # type: ignore[override]
@@ -141,7 +141,7 @@ class RuleAround(CohortRule):
         return self.inner.too_few(updates) if isinstance(self.inner, CohortRule) else None
 
     def of_inner(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
-        """Return the model that the other rule makes of updates."""
+        """Return the model that the inner rule computes from updates."""
         rule = self.inner
         if isinstance(rule, CohortRule):
             return rule.combine(server, updates)
@@ -156,16 +156,16 @@ def sum_by_parts(
     updates: Iterable[ClientUpdate],
     contribution: Callable[[ClientUpdate], Tree],
 ) -> tuple[Tree, list[ClientUpdate]]:
-    """Return the sums of what clients contribute, and the updates without their models.
+    """Return the sums of the clients' contributions, and the updates without their models.
 
-    A worker that trains a whole part sends its sum. What a sum rounds to depends on the order of
-    its terms, so that the server sums part by part where it has every update too.
+    A worker that trains a whole part sends its sum. Rounding depends on the order of summation, so
+    the server sums part by part even if it has every update.
 
     Args:
-        rule: The rule. The updates keep those of its statistics that are no sums.
-        server: What the server knows. The changes of late clients are applied to its model.
+        rule: The rule. The updates keep its statistics that are not sums.
+        server: The server's view. Changes of late clients are applied to its model.
         updates: The updates.
-        contribution: Returns what an update adds.
+        contribution: Returns what an update adds to the sums.
     """
     statistics = rule.statistics(server.layout, server.state)
     single = [name for name, statistic in statistics.items() if not statistic.is_sum]
@@ -193,9 +193,9 @@ def combine_and_sum(
     updates: Iterator[ClientUpdate],
     contribution: Callable[[ClientUpdate], Tree],
 ) -> tuple[State, Tree]:
-    """Return the model that a rule makes of a round, and the sums of what clients contribute.
+    """Return the model that a rule computes from a round, and the sums of the contributions.
 
-    In a round without clients it is the global model, and the sums are empty.
+    In a round without clients, the model is the global model, and the sums are empty.
     """
     sums = Sums()
 
@@ -205,7 +205,7 @@ def combine_and_sum(
             yield update
 
     def rejoined() -> Iterator[ClientUpdate]:
-        yield first.pop()  # nobody here holds it while the others arrive
+        yield first.pop()  # released here while the others arrive
         yield from arriving
 
     arriving = passing()
@@ -216,7 +216,7 @@ def combine_and_sum(
 
 @contextmanager
 def timed(server: Server) -> Iterator[None]:
-    """Log the time of what is inside as ``server_seconds``."""
+    """Log the duration of the block as ``server_seconds``."""
     started = time.perf_counter()
     yield
     server.metrics["server_seconds"] = time.perf_counter() - started

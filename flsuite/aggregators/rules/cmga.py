@@ -1,7 +1,7 @@
-"""CMGA, Constrained Momentum Gaussian Aggregation: networks and class priors, each by its own rule.
+"""CMGA, Constrained Momentum Gaussian Aggregation, of networks and class priors.
 
 Source: the description of CMGA for the federated adaptive conditional VAE (F-ACVAE), mechanisms 1
-to 5. Each is one function here, in that order.
+to 5. Each mechanism is one function here, in that order.
 """
 
 import math
@@ -20,20 +20,20 @@ from flsuite.messages import ClientUpdate
 from flsuite.state import State, StateLayout, Tree, divided, scaled
 
 MEANS, LOG_VARIANCES = "prior_mean", "prior_log_variance"
-"""The groups of parameters that a model declares, each one tensor ``(classes, latent)``."""
+"""The parameter groups that a model declares, one tensor ``(classes, latent)`` each."""
 
 
 @dataclass(frozen=True)
 class CMGA(LinearRule, Settings):
-    """A mean change of the networks, and a momentum of each class prior over the class's holders.
+    """Averages the network changes, and updates each class prior with momentum over its holders.
 
     The model declares its priors as the groups ``prior_mean`` and ``prior_log_variance``, and keeps
-    its encoder private. A client holds a class if its class counts are above zero. They enter sums
-    over clients alone. The log variance of a class is the mean over its holders too: a client
+    its encoder private. A client holds a class if its class count is above zero. Class counts enter
+    only sums over clients. The log variance of a class is also averaged over its holders: a client
     without samples of a class has learned nothing about it.
 
-    A late client has learned its priors in the latent space of an older model. They say nothing
-    about the centres of the current one, so that CMGA needs current models.
+    A late client has learned its priors in the latent space of an older model. They do not apply to
+    the latent space of the current model, so CMGA needs current models.
 
     With shared encoders, ``beta``, ``separation_weight`` and ``sigma_floor`` at 0, and classes that
     every client holds, this is FedAvg with the plain mean.
@@ -50,10 +50,10 @@ class CMGA(LinearRule, Settings):
         beta: Momentum of the class centres, in [0, 1).
         delta: Distance between two centres below which they repel each other.
         separation_weight: lambda, the strength of the repulsion. A centre moves by at most this
-            much per centre that is too near.
-        separation_steps: Gradient steps of the separation. The description takes 3, and 0 turns it
-            off. One step takes a pair on its own as far apart as it goes, to delta at most. More
-            steps settle centres with several neighbours.
+            amount per centre that is too near.
+        separation_steps: Gradient steps of the separation. The description uses 3. 0 turns it off.
+            One step separates an isolated pair fully, up to delta. More steps settle centres with
+            several neighbors.
         sigma_floor: Smallest standard deviation of a prior.
         weighting: ``uniform`` is the description's mean. ``samples`` weights networks by training
             samples, and a class's prior by the samples of the class.
@@ -78,7 +78,7 @@ class CMGA(LinearRule, Settings):
         means, log_variances = _priors(layout)
         networks, priors = select(update.state, (means, log_variances))
         counts = update.class_counts
-        # A client weighs in a class's prior only if it holds the class.
+        # A client contributes to a class's prior only if it holds the class.
         share = (counts if self.weighting == "samples" else counts > 0).double()
         return {
             **scaled({"weight": 1.0, "networks": networks}, self.weight(update)),
@@ -106,7 +106,7 @@ class CMGA(LinearRule, Settings):
         return new
 
     def _momentum(self, server: Server, sums: Tree, current: Tensor) -> Tensor:
-        """Apply mechanism 3 to the memory: the unseparated centres, and the classes seen so far."""
+        """Apply mechanism 3 to the memory of unseparated centres and the classes seen so far."""
         never = {"centres": current, "seen": torch.zeros(len(current), dtype=torch.bool)}
         before, held = server.memory or never, sums["held"] > 0
         # A class that no client of the round holds has no observation. Its row is ignored below.
@@ -114,7 +114,7 @@ class CMGA(LinearRule, Settings):
         momentum = class_momentum(before["centres"], before["seen"], observed, held, self.beta)
         server.memory.update(centres=momentum, seen=before["seen"] | held)
 
-        # Only for classes that are held: the drift of the others is 0 by construction.
+        # Only for held classes: the drift of the others is 0 by construction.
         drift = (observed - momentum).norm(dim=1).tolist()
         for c in held.nonzero().flatten().tolist():
             server.metrics[f"prior_drift/{c}"] = drift[c]
@@ -143,7 +143,7 @@ def move_weights(
 
     Buffers take the mean.
     """
-    # The rate is for parameters: a running statistic has no direction to step along.
+    # The rate applies to parameters only: a running statistic is not a gradient step.
     trained = set(parameters)
     return {
         name: torch.lerp(theta[name].to(value.dtype), value, lr) if name in trained else value
@@ -154,10 +154,10 @@ def move_weights(
 def class_momentum(
     momentum: Tensor, seen: Tensor, observed: Tensor, held: Tensor, beta: float
 ) -> Tensor:
-    """Return ``beta m + (1 - beta) observed`` for the classes that are held (mechanism 3).
+    """Return ``beta m + (1 - beta) observed`` for held classes (mechanism 3).
 
     The other classes keep ``m``. A class that is held for the first time starts at its observed
-    centre: it has no past to average with.
+    centre, because it has no history.
 
     Args:
         momentum: ``m``, ``(classes, latent)``.
@@ -167,19 +167,19 @@ def class_momentum(
         held: Classes held by a client of this round, bool ``(classes,)``.
         beta: In [0, 1).
     """
-    # No momentum for a class without a past.
+    # No momentum for a class without history.
     keep = torch.where(seen, beta, 0.0).to(momentum.dtype)[:, None]
     return torch.where(held[:, None], keep * momentum + (1 - keep) * observed, momentum)
 
 
 def separate(centres: Tensor, delta: float, weight: float, steps: int) -> Tensor:
-    """Push centres apart that are nearer than delta, all classes at once (mechanism 4).
+    """Push apart centres that are nearer than delta, all classes at once (mechanism 4).
 
     The objective of a class is
-    ``1/2 ||mu_c - m_c||^2 + weight sum_{j != c} max(0, delta - ||mu_c - mu_j||)``, and the start
-    ``mu = m``. The first term pulls back as hard as a neighbour pushes at distance ``weight``, so
-    delta is encouraged, not enforced. A step is a gradient step of length one that stops at delta:
-    at the kink of the hinge, its slope is the share of ``weight`` that keeps the pair there.
+    ``1/2 ||mu_c - m_c||^2 + weight sum_{j != c} max(0, delta - ||mu_c - mu_j||)``, starting at
+    ``mu = m``. At distance ``weight``, the first term balances the push of one neighbor, so delta
+    is encouraged, not enforced. A step is a unit gradient step that stops at delta: at the kink of
+    the hinge, its slope is the fraction of ``weight`` that keeps the pair there.
 
     Args:
         centres: ``m``, ``(classes, latent)``, finite.
@@ -190,7 +190,7 @@ def separate(centres: Tensor, delta: float, weight: float, steps: int) -> Tensor
     if weight == 0:
         return centres.clone()
 
-    # The share in [0, 1] by which both centres of a pair on its own come to delta.
+    # The fraction in [0, 1] that brings both centres of an isolated pair to delta.
     towards, distance = directions(centres)
     share = ((delta - distance) / (2 * weight)).clamp(0, 1)
     moved = centres
@@ -198,7 +198,7 @@ def separate(centres: Tensor, delta: float, weight: float, steps: int) -> Tensor
         # mu - gradient, where the gradient is (mu - m) - weight push: mu cancels.
         moved = centres + weight * (towards * share.unsqueeze(-1)).sum(1)
 
-        # Neighbours push a pair too: the more there are, the less its own share is corrected.
+        # Neighbors push a pair too: the more there are, the smaller its own correction.
         towards, distance = directions(moved)
         pushing = ((distance < delta) | (share > 0)).sum(1)
         both = (pushing[:, None] + pushing).clamp(min=1)
@@ -222,7 +222,7 @@ def _priors(layout: StateLayout) -> tuple[str, str]:
         names = layout.groups.get(group, ())
         if len(names) != 1:
             raise FlsuiteError(
-                f"CMGA aggregates class priors, and this model shares {len(names)} entries in the "
+                f"CMGA aggregates class priors, but this model shares {len(names)} entries in the "
                 f"group {group!r}; use a model with parameter_groups {MEANS} and {LOG_VARIANCES} "
                 "of one tensor (classes, latent) each, such as ACVAE, or another aggregator"
             )
@@ -235,7 +235,7 @@ def holder_mean(total: Tensor, weight: Tensor, otherwise: Tensor) -> Tensor:
     Args:
         total: The weighted sum of the clients' rows, float64 ``(classes, latent)``.
         weight: The sum of the clients' weights per class, float64 ``(classes,)``.
-        otherwise: The rows of classes that no client holds. It gives the dtype.
+        otherwise: Rows for classes that no client holds. It sets the dtype.
     """
     # The clamp avoids 0 / 0 in rows that are replaced.
     mean = total / weight.clamp(min=1e-30)[:, None]
@@ -257,8 +257,8 @@ def directions(centres: Tensor) -> tuple[Tensor, Tensor]:
     distance = gap.norm(dim=-1)
     itself = torch.eye(classes, dtype=torch.bool, device=centres.device)
 
-    # Two centres in one place have no direction: each pair gets an axis, and its ends opposite
-    # signs.
+    # Coinciding centres have no direction, so each pair gets an axis, with opposite signs at its
+    # ends.
     index = torch.arange(classes, device=centres.device)
     low, high = torch.minimum(index[:, None], index), torch.maximum(index[:, None], index)
     axes = torch.nn.functional.one_hot((low * classes + high) % latent, latent).to(gap.dtype)

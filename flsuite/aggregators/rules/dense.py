@@ -43,26 +43,26 @@ log = logging.getLogger("flsuite")
 Precision = Literal["32-true", "bf16-mixed"]
 # BatchNorm cannot train on one image.
 _BatchSize = Annotated[int, Range("at least 2", lambda x: x >= 2)]
-# A smaller generator would be that of the least width.
+# Below this width, the number of channels stays at its minimum.
 _LEAST = 1 / min(CHANNELS)
 _Width = Annotated[float, Range(f"at least {_LEAST}", lambda x: _LEAST <= x < torch.inf)]
 
 
 @dataclass(frozen=True)
 class DENSE(CohortRule, Settings):
-    """A student distilled from the clients' ensemble on images that a generator invents.
+    """Distils a student from the clients' ensemble on images that a generator synthesizes.
 
-    The teacher is the mean by samples of the clients' logits, and the student starts from FedAvg's
-    model. An epoch has two stages. A new generator learns images that the teacher assigns to random
-    classes, whose statistics fit the clients' BatchNorm layers, and on which student and teacher
-    disagree. The images join a pool, and the student takes one pass over all of the pool. The
-    student of the best epoch is kept, by its score on the server's own samples. Without such
-    samples it is that of the last epoch.
+    The teacher is the mean of the clients' logits weighted by samples, and the student starts from
+    FedAvg's model. Each epoch has two stages. A new generator learns images that the teacher
+    assigns to random classes, whose statistics fit the clients' BatchNorm layers, and on which
+    student and teacher disagree. The images join a pool, and the student makes one pass over the
+    whole pool. The student of the best epoch is kept, by its score on the server's own samples.
+    Without such samples, the last epoch's student is kept.
 
-    The paper takes the plain mean of the logits, a student with random weights, and 200 epochs.
-    Everything sees the images scaled as the clients' data.
+    The paper uses the plain mean of the logits, a student with random weights, and 200 epochs. All
+    models receive images scaled like the clients' data.
 
-    All models of a round are in memory at a time.
+    All models of a round are in memory at the same time.
 
     Logged as ``train/<name>``:
 
@@ -70,28 +70,28 @@ class DENSE(CohortRule, Settings):
     - ``ensemble_accuracy``: the teacher's accuracy on the server's own samples, if there are any;
     - ``kept_epoch``: the epoch of the kept student;
     - ``generator_loss``, ``generator_ce``, ``generator_bn``, ``generator_adv``: the lowest loss of
-      the last epoch and its three parts, without their weights;
+      the last epoch and its three terms, unweighted;
     - ``student_loss``: the mean distillation loss of the last epoch.
 
     Args:
         epochs: Number of epochs.
-        generator_steps: Steps of Adam per epoch, on the generator and the latent vectors.
+        generator_steps: Adam steps per epoch, on the generator and the latent vectors.
         batch_size: Images per epoch, and per step of the student.
-        latent: Numbers per latent vector.
-        width: Factor of the generator's channels, at least 1/64. Half of them cost about a quarter
-            of the time.
+        latent: Length of a latent vector.
+        width: Factor of the generator's channels, at least 1/64. Half the channels cost about a
+            quarter of the time.
         generator_lr: The generator's learning rate.
-        betas: Decays of the generator's Adam.
+        betas: Decay rates of the generator's Adam.
         bn_weight: Weight of the distance to the BatchNorm statistics.
         adv_weight: Weight of the disagreement.
-        student_lr: The student's learning rate. The paper takes .001 after pre-training.
+        student_lr: The student's learning rate. The paper uses .001 after pre-training.
         momentum: The student's momentum, in [0, 1).
         temperature: Temperature of both distributions in the distillation.
-        generator_crop: Pixels by which images are shifted at random while the generator learns.
-        student_crop: The same while the student learns. The paper takes 4 on CIFAR.
+        generator_crop: Maximum random shift of images, in pixels, while the generator learns.
+        student_crop: The same while the student learns. The paper uses 4 on CIFAR.
         flip: Whether to mirror images at random, in both stages.
-        precision: ``bf16-mixed`` runs the generator in bfloat16, which takes a third of the time on
-            a CPU with AMX. The models see float32.
+        precision: ``bf16-mixed`` runs the generator in bfloat16, in a third of the time on a CPU
+            with AMX. The models run in float32.
     """
 
     epochs: PositiveInt = 20
@@ -116,13 +116,13 @@ class DENSE(CohortRule, Settings):
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         arrived = list(updates)
         mean = mean_of((update.state, update.samples) for update in arrived)
-        # Dropout of the student draws from the global generators. They are restored at the end.
+        # The student's dropout uses the global generators. They are restored at the end.
         with timed(server), isolate_rng(), torch.enable_grad():
             seed_process(server.tools.seed, "dense", arrived[0].round)
             return self._train(server, cast(mean, server.state), arrived)
 
     def _train(self, server: Server, mean: State, updates: Sequence[ClientUpdate]) -> State:
-        """Return the student's state at the best epoch, or at the last one without a score."""
+        """Return the student's state at the best epoch, or without a score, at the last one."""
         tools = server.tools
         assert tools.module is not None  # prepare has refused
         student = tools.module(mean)
@@ -144,7 +144,7 @@ class DENSE(CohortRule, Settings):
             pool = torch.cat([pool, self._invent(server, images, teacher, student, draws)])
             self._distil(server, student, teacher, optimizer, pool, draws)
 
-            # A later epoch must be better, or come without a score.
+            # Keep a later epoch if it is better, or if nothing scores it.
             state = clone({name: student.state_dict()[name] for name in mean})
             accuracy = None if tools.score is None else tools.score(state)
             if accuracy is None or accuracy > best:
@@ -160,7 +160,7 @@ class DENSE(CohortRule, Settings):
         student: nn.Module,
         draws: torch.Generator,
     ) -> Tensor:
-        """Return the images of the lowest loss of a new generator, uint8."""
+        """Return the images of a new generator at its lowest loss, uint8."""
         device = images.start.weight.device
         images.reset(draws)
         z = torch.randn(self.batch_size, self.latent, generator=draws).to(device).requires_grad_()
@@ -172,23 +172,23 @@ class DENSE(CohortRule, Settings):
         kept, lowest = torch.empty(0), torch.inf
         with batch_norm_distances(teacher) as distances:
             for _ in range(self.generator_steps):
-                # The generator alone: it is most of the cost, and its images become bytes.
+                # Only the generator: it dominates the cost, and its images become bytes anyway.
                 with torch.autocast(device.type, torch.bfloat16, self.precision == "bf16-mixed"):
                     drawn = images(z).float()
                 x = self._seen(server, drawn, self.generator_crop, draws)
                 distances.clear()
                 logits = teacher(x)
-                parts = {
+                terms = {
                     "ce": F.cross_entropy(logits, labels),
                     "bn": torch.stack(distances).sum() if distances else logits.new_zeros(()),
                     "adv": adversarial_loss(logits, student(x)),
                 }
-                loss = parts["ce"] + self.bn_weight * parts["bn"] + self.adv_weight * parts["adv"]
+                loss = terms["ce"] + self.bn_weight * terms["bn"] + self.adv_weight * terms["adv"]
                 if loss.item() < lowest or not len(kept):
                     kept, lowest = drawn.detach(), loss.item()
                     server.metrics["generator_loss"] = lowest
                     server.metrics.update(
-                        {f"generator_{k}": part.item() for k, part in parts.items()}
+                        {f"generator_{k}": term.item() for k, term in terms.items()}
                     )
 
                 optimizer.zero_grad()
@@ -222,20 +222,20 @@ class DENSE(CohortRule, Settings):
         server.metrics["student_loss"] = sum(losses) / len(losses)
 
     def _seen(self, server: Server, images: Tensor, crop: int, draws: torch.Generator) -> Tensor:
-        """Return images as the models see them: shifted, mirrored and scaled as clients' data."""
+        """Return images as model inputs: shifted, mirrored and scaled like the clients' data."""
         assert server.tools.to_inputs is not None  # prepare has refused
         return server.tools.to_inputs(CropFlip(crop, self.flip)(images, draws))
 
     def prepare(self, server: Server) -> None:
-        """Refuse a model without its logits, and data that no generator of images stands in for."""
+        """Refuse a model without logits, and data that an image generator cannot replace."""
         tools = server.tools
         if tools.module is None:
             raise tools.refusal("DENSE", "module", "needs the clients' models as an ensemble")
         if tools.to_inputs is None:
-            raise tools.refusal("DENSE", "to_inputs", "invents images")
+            raise tools.refusal("DENSE", "to_inputs", "synthesizes images")
         if tools.task == "multilabel":
             raise FlsuiteError(
-                "DENSE invents images of one class each, and this data has several labels per "
+                "DENSE synthesizes images of one class each, but this data has several labels per "
                 "image; choose another aggregator"
             )
         if tools.score is None:

@@ -1,4 +1,4 @@
-"""The networks and losses of DENSE: the generator of images, the teacher, the student's losses."""
+"""The networks and losses of DENSE: the image generator, the teacher, and the losses."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,15 +9,15 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 CHANNELS = (128, 64)
-"""Channels of the first and of the second convolution at width 1."""
+"""Channels of the first and second convolution at width 1."""
 
 
 class ImageGenerator(nn.Module):
-    """A network from latent vectors ``(n, latent)`` to images ``(n, *shape)`` within [0, 1].
+    """Maps latent vectors ``(n, latent)`` to images ``(n, *shape)`` in [0, 1].
 
     Args:
-        latent: Numbers per latent vector.
-        shape: ``(channels, height, width)`` of an image. Sides that 4 does not divide are cut.
+        latent: Length of a latent vector.
+        shape: ``(channels, height, width)`` of an image. Sides not divisible by 4 are cropped.
         width: Factor of the channels.
     """
 
@@ -25,7 +25,7 @@ class ImageGenerator(nn.Module):
         super().__init__()
         self.shape = shape
         first, second = (max(1, round(width * channels)) for channels in CHANNELS)
-        # Two steps of upsampling, each by 2.
+        # Two upsampling steps by 2.
         height, length = (-(-side // 4) for side in shape[1:])
 
         self.start = nn.Linear(latent, first * height * length)
@@ -50,7 +50,7 @@ class ImageGenerator(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Draw new weights, with standard deviation .02, and set the biases to 0."""
+        """Draw new weights with standard deviation .02, and set the biases to 0."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d, nn.BatchNorm2d, UpConv)):
                 # Around 1 for BatchNorm, because its weights are factors.
@@ -62,10 +62,10 @@ class ImageGenerator(nn.Module):
 
 
 class UpConv(nn.Module):
-    """Upsampling by 2, each pixel repeated, then a 3x3 convolution without bias.
+    """Nearest-neighbor upsampling by 2, then a 3x3 convolution without bias.
 
     Both are one transposed convolution with a 4x4 kernel, which costs 16 instead of 36 products per
-    small pixel and pair of channels.
+    input pixel and pair of channels.
     """
 
     bias = None
@@ -75,7 +75,7 @@ class UpConv(nn.Module):
         self.weight = nn.Parameter(torch.zeros(outputs, inputs, 3, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        # A small pixel reaches the output at an offset through each of its four copies.
+        # An input pixel contributes to each output offset through its four copies.
         outputs, inputs = self.weight.shape[:2]
         flipped = self.weight.transpose(0, 1).flip(2, 3).reshape(-1, 1, 3, 3)
         kernels = F.conv2d(flipped, flipped.new_ones(1, 1, 2, 2), padding=1)
@@ -90,16 +90,16 @@ def statistics_distance(norm: _BatchNorm, x: Tensor) -> Tensor:
         x: Its input, ``(n, channels, ...)``.
     """
     assert norm.running_mean is not None and norm.running_var is not None
-    # The biased variance, as the layer itself normalises by.
+    # The biased variance, which the layer itself normalizes by.
     variance, mean = torch.var_mean(x.transpose(0, 1).flatten(1), dim=1, correction=0)
     return (norm.running_mean - mean).norm() + (norm.running_var - variance).norm()
 
 
 @contextmanager
 def batch_norm_distances(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect :func:`statistics_distance` of every BatchNorm layer at each forward pass inside.
+    """Collect :func:`statistics_distance` of every BatchNorm layer, per forward pass in the block.
 
-    Layers without running statistics are left out.
+    Layers without running statistics are excluded.
     """
     distances: list[Tensor] = []
 
@@ -120,11 +120,11 @@ def batch_norm_distances(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 class Ensemble(nn.Module):
-    """The weighted mean of the logits of several models, which stay as they are.
+    """The weighted mean of the logits of several fixed models.
 
     Args:
         members: The models, in evaluation mode.
-        weights: Weight of each model, of any sum.
+        weights: Weight of each model. They need not sum to one.
     """
 
     weights: Tensor
@@ -142,7 +142,7 @@ class Ensemble(nn.Module):
 
 
 def adversarial_loss(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return minus the divergence of the student where it predicts another class than the teacher.
+    """Return the negative divergence of the student where its class differs from the teacher's.
 
     It is ``- mean of 1[argmax S != argmax T] KL(softmax T || softmax S)``, over logits
     ``(n, classes)``.
@@ -152,7 +152,7 @@ def adversarial_loss(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def distillation_loss(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """Return ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, the mean over samples."""
+    """Return ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, averaged over samples."""
     divergence = _divergence(teacher / temperature, student / temperature)
     return temperature**2 * divergence.mean()
 

@@ -40,54 +40,54 @@ log = logging.getLogger("flsuite")
 
 @dataclass(frozen=True)
 class FedFisher(LinearRule, Settings):
-    """The minimum of the clients' losses, each as a quadratic around the client's model.
+    """Minimizes the sum of the clients' losses, each approximated as a quadratic around its model.
 
     A client with n_i samples sends its model w_i and the Fisher information F_i of its model's own
-    prediction. The server minimises ``Q(w) = 1/2 sum p_i (w - w_i)^T F_i (w - w_i)`` with
-    ``p_i = n_i / N``, and wants of the many minima the one closest to the mean
-    ``wbar = sum p_i w_i``. It starts from the mean. Buffers take FedAvg's value, and so do
-    parameters that no client's Fisher determines.
+    prediction. The server minimizes ``Q(w) = 1/2 sum p_i (w - w_i)^T F_i (w - w_i)`` with
+    ``p_i = n_i / N``, and takes the minimum closest to the mean ``wbar = sum p_i w_i``. It starts
+    from the mean. Buffers take FedAvg's value, and so do parameters that no client's Fisher
+    determines.
 
-    The minimum overfits: on the way, models are scored on the server's samples, and the best is
-    taken, of equals the first.
+    The minimum overfits. Models along the way are therefore scored on the server's samples, and the
+    best is kept, the first on a tie.
 
-    The server half works from the sums of ``n_i w_i``, ``n_i F_i`` and ``n_i F_i w_i``. K-FAC needs
-    every client's factors in place of the sum of ``n_i F_i``. It never holds more than one model of
-    a client.
+    The server half uses the sums of ``n_i w_i``, ``n_i F_i`` and ``n_i F_i w_i``. K-FAC needs every
+    client's factors instead of the sum of ``n_i F_i``. At most one client's model is held at a
+    time.
 
     Logged as ``train/<name>``:
 
     - ``server_seconds``: the time of the aggregation, without waiting for clients;
-    - ``selected_step``: the solver's step whose model is taken, 0 for the mean;
-    - ``selected_solver``: 0, or 1 if ``gd`` of ``cg+gd`` is taken;
+    - ``selected_step``: the solver's step whose model is kept, 0 for the mean;
+    - ``selected_solver``: 0, or 1 if ``gd`` of ``cg+gd`` is kept;
     - ``selected_score``: its accuracy on the server's samples;
-    - ``residual``: the norm of Q's gradient there, relative to that at the mean;
-    - ``fisher_zero``: the share of parameters that no client's Fisher determines.
+    - ``residual``: the norm of Q's gradient there, relative to the norm at the mean;
+    - ``fisher_zero``: the fraction of parameters that no client's Fisher determines.
 
     Args:
         fisher: ``kfac`` has two factors per Linear or Conv2d layer. It refuses other layers with
-            parameters. ``diag`` takes any parameter. ``full`` is the whole matrix, for models of at
-            most 20,000 parameters.
-        solver: ``cg`` takes conjugate gradients per layer. ``gd`` is lemma 1 of the paper, gradient
-            descent with the step ``1 / lambda_max`` per layer. ``cg+gd`` takes the better of both
-            by score. They have one limit, and reach it through other models. Without a score it is
-            ``cg``. ``adam`` is the one of the paper's tables. ``exact`` goes to the limit: a
-            division for ``diag``, conjugate gradients until they converge for ``kfac``, and a
-            pseudoinverse for ``full``, which leaves out what float32 rounds away. Secure
-            aggregation rounds sums to fixed steps. ``exact`` amplifies that error where the Fishers
-            are as small as the steps, and parameters there may end far from those of the plain sum.
-            The early steps of the other solvers hardly amplify it.
-        steps: The solver's steps, for ``exact`` the most that ``kfac`` takes. Default: 100 for
+            parameters. ``diag`` supports any parameter. ``full`` is the whole matrix, for models of
+            at most 20,000 parameters.
+        solver: ``cg`` runs conjugate gradients per layer. ``gd`` is lemma 1 of the paper, gradient
+            descent with the step ``1 / lambda_max`` per layer. ``cg+gd`` keeps the better of both
+            by score. They have the same limit, but reach it through different models. Without a
+            score, it is ``cg``. ``adam`` is the solver of the paper's tables. ``exact`` goes to the
+            limit: a division for ``diag``, conjugate gradients until convergence for ``kfac``, and
+            a pseudoinverse for ``full``, which ignores directions below float32 rounding. Secure
+            aggregation rounds sums to fixed-point steps. ``exact`` amplifies that error where the
+            Fishers are as small as the steps, so parameters there may differ greatly from those of
+            a plain sum. The early steps of the other solvers hardly amplify it.
+        steps: Number of solver steps. For ``exact``, the maximum for ``kfac``. Default: 100 for
             ``cg+gd`` and 200 for ``cg`` if models are scored, and 50 for both if not, because the
-            limit overfits. It is 2,000 for the others.
-        samples: The largest number of a client's samples that its Fisher is computed over, without
-            augmentation. 2,000 cost a fraction of all, and ``null`` is all.
-        expectation: ``exact`` is the expectation over the model's prediction, with a backward pass
-            per output. ``sampled`` draws one label per sample, with one backward pass.
-        select: Whether to take the model with the best score on the server's samples
-            (``data.server_samples``). Without them, or without this, it is the last one. ``cg`` and
-            ``gd`` score the steps 0, 1, 2, 5, 10, 20, 50, 100 and so on, ``adam`` each hundredth,
-            and all of them the last.
+            limit overfits. 2,000 for the others.
+        samples: Maximum number of a client's samples for its Fisher, without augmentation. 2,000
+            cost a fraction of all. ``null`` means all.
+        expectation: ``exact`` is the expectation over the model's prediction, with one backward
+            pass per output. ``sampled`` draws one label per sample, with one backward pass.
+        select: Whether to keep the model with the best score on the server's samples
+            (``data.server_samples``). Without these samples or this option, the last model is kept.
+            ``cg`` and ``gd`` score the steps 0, 1, 2, 5, 10, 20, 50, 100 and so on, ``adam`` every
+            hundredth, and all of them the last one.
         epsilon_inside: Whether ``adam`` divides by ``sqrt(v + .01)``, as the public code does for
             K-FAC, instead of ``sqrt(v) + .01``.
     """
@@ -109,7 +109,7 @@ class FedFisher(LinearRule, Settings):
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         template = self._form(layout).template(state)
-        # K-FAC has no sum: the server needs every client's factors.
+        # K-FAC factors cannot be summed: the server needs every client's factors.
         is_sum, is_psd = self.fisher != "kfac", self.fisher != "diag"
         return {"fisher": Statistic(template, is_sum, is_psd)}
 
@@ -143,7 +143,7 @@ class FedFisher(LinearRule, Settings):
     def _minimise(
         self, server: Server, blocks: Sequence[Block], model: Callable[[Corrections], State]
     ) -> Iterate:
-        """Return the solver's best model by score, or its last."""
+        """Return the solver's best model by score, or its last model."""
         score = server.tools.score if self.select else None
         steps = default_steps(self.solver, score is not None) if self.steps is None else self.steps
         ways = solvers(self.solver, score is not None)
@@ -159,7 +159,7 @@ class FedFisher(LinearRule, Settings):
             return score(cast(model(corrections), server.state))
 
         best = [best_iterate(blocks, paths[way], way, scored) for way in ways]
-        # max returns the first of equals.
+        # max returns the first on a tie.
         chosen = max(range(len(best)), key=lambda way: best[way].score or 0.0)
         server.metrics["selected_solver"] = float(chosen)
         return best[chosen]
@@ -176,7 +176,7 @@ class FedFisher(LinearRule, Settings):
 
 
 def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
-    """Return the numbers about the chosen model, for the log."""
+    """Return the metrics of the chosen model, for the log."""
     before = sum(float(block.residual.square().sum()) for block in blocks)
     after = 0.0
     for block, correction in zip(blocks, chosen.corrections, strict=True):
@@ -207,10 +207,10 @@ class _FisherPass(LogitPass):
         spec: Any = getattr(pl_module, "spec", None)
         if spec is None:
             raise FlsuiteError(
-                f"FedFisher: model must be a flsuite.models.ClientModel, which knows the shape of "
+                f"FedFisher: model must be a flsuite.models.ClientModel, which stores the shape of "
                 f"its data, got {type(pl_module).__name__}"
             )
-        # Now, because the training would be lost.
+        # Checked before training, which would otherwise be lost.
         with measuring(pl_module):
             x = torch.zeros(1, *spec.shape, device=pl_module.device)
             self.form.require(pl_module, x)

@@ -1,4 +1,4 @@
-"""Fisher averaging: each client's parameter counts as far as the client's data determines it.
+"""Fisher averaging: parameters are weighted by how well each client's data determines them.
 
 Matena and Raffel 2022, Merging Models with Fisher-Weighted Averaging, arXiv:2111.09832, eq. 4.
 """
@@ -42,14 +42,14 @@ _Groups = Annotated[Sequence[str], _ONE_NAME] | None
 class FisherMean(LinearRule, Settings):
     """FedAvg with ``sum_k q_k F_k w_k / sum_k q_k F_k`` for the named groups of parameters.
 
-    A subclass says how clients measure the diagonal F_k. They send as many bytes as the groups
-    have. Under masks, which need sums in fixed steps, parameters whose Fishers are as small
-    as the steps may end far from those of the plain sum.
+    A subclass defines how clients measure the diagonal F_k. They send as many bytes as the groups
+    have. Under secure aggregation, which sums in fixed-point steps, parameters whose Fishers are as
+    small as the steps may differ greatly from those of a plain sum.
 
     Attributes:
         groups: Names of the model's ``parameter_groups``, or ``None`` for all parameters.
-        by_samples: Whether ``q_k`` is the number of samples, and not 1.
-        weighting: As for FedAvg, for all other parameters.
+        by_samples: Whether ``q_k`` is the number of samples instead of 1.
+        weighting: See FedAvg, for all other parameters.
     """
 
     groups: _Groups
@@ -70,7 +70,7 @@ class FisherMean(LinearRule, Settings):
     # The client half
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        # The Fisher is float32, whatever the dtype of the parameter.
+        # The Fisher is float32, regardless of the parameter's dtype.
         return {"fisher": Statistic({name: state[name].float() for name in self._names(layout)})}
 
     def weight(self, update: ClientUpdate) -> float:
@@ -84,7 +84,7 @@ class FisherMean(LinearRule, Settings):
         return {
             **scaled({"weight": 1.0, "model": update.state}, self.weight(update)),
             **scaled({"share": 1.0, "fisher": fisher, "product": products}, share),
-            # For the log alone.
+            # For the log only.
             "plain": model,
             "square": {name: float(w.square().sum()) for name, w in model.items()},
             "mass": {name: float(f.sum()) for name, f in fisher.items()},
@@ -96,7 +96,7 @@ class FisherMean(LinearRule, Settings):
         new: State = divided(sums["model"], sums["weight"])
         least = self.least(sums["share"])
         for name, fisher in sums["fisher"].items():
-            # FedAvg's value stays where no client's data determines a parameter.
+            # Keep FedAvg's value where no client's data determines a parameter.
             new[name] = fisher_mean(sums["product"][name], fisher, least, otherwise=new[name])
         self._report(server, sums, new, len(updates))
         return new
@@ -104,7 +104,7 @@ class FisherMean(LinearRule, Settings):
     def _report(self, server: Server, sums: Tree, new: State, clients: int) -> None:
         layers: dict[str, float] = defaultdict(float)
         for name, mass in sums["mass"].items():
-            # A layer is all of a parameter's name but the last part.
+            # The layer is the parameter's name without its last component.
             layers[name.rpartition(".")[0] or name] += mass / clients
         server.metrics.update({f"fisher_mass/{layer}": mass for layer, mass in layers.items()})
 
@@ -132,7 +132,7 @@ class FisherMean(LinearRule, Settings):
     # Before the first round
 
     def prepare(self, server: Server) -> None:
-        """Refuse a model that does not share the groups."""
+        """Refuse a model that does not share the parameter groups."""
         layout, owner = server.layout, type(self).__name__
         if self.groups is None and not layout.parameters:
             raise FlsuiteError(
@@ -140,7 +140,7 @@ class FisherMean(LinearRule, Settings):
                 "model.private, or set trainer.aggregator to LocalOnly"
             )
         for group in self.groups or ():
-            # A group that is private, or empty, shares nothing to average.
+            # A private or empty group has nothing to average.
             if not layout.groups.get(group):
                 shared = [name for name, members in layout.groups.items() if members]
                 raise FlsuiteError(
@@ -154,7 +154,7 @@ class FisherMean(LinearRule, Settings):
 def fisher_mean(product: Tensor, fisher: Tensor, least: float, otherwise: Tensor) -> Tensor:
     """Return ``product / fisher``, or ``otherwise`` where the Fisher is not above ``least``."""
     known = fisher > least
-    # Divide by 1 elsewhere: 0 / 0 would be NaN even where it is not chosen.
+    # Divide by 1 elsewhere, because 0 / 0 would be NaN even if not selected.
     return torch.where(known, product / torch.where(known, fisher, 1.0), otherwise)
 
 
@@ -169,33 +169,33 @@ class FisherAveraging(FisherMean):
 
     The model declares the groups in ``parameter_groups``, and has a method
     ``log_likelihood(batch)``, such as the density of ``NFClassifier``'s features. At the end of its
-    fit a client measures the diagonal of the empirical Fisher, that of the samples' labels, in
-    float32 and evaluation mode. It takes one pass over its training batches, augmented as in
-    training: the Fisher is that of the data that the parameters were fitted to.
+    fit, a client measures the diagonal of the empirical Fisher (with the samples' labels), in
+    float32 and evaluation mode. It makes one pass over its training batches, augmented as in
+    training, because the Fisher should describe the data that the parameters were fitted to.
 
     Where all Fishers are equal, a parameter is the clients' plain mean, not the mean by samples.
     Where one client has all the Fisher, it is that client's value.
 
     Logged as ``train/<name>``, ``fisher_mass`` by the clients and the others by the server:
 
-    - ``fisher_mass``: the trace of F_k, of the parameters in the groups;
+    - ``fisher_mass``: the trace of F_k over the parameters in the groups;
     - ``fisher_mass/<layer>``: its mean over clients;
-    - ``fisher_covered/<group>``: the share of parameters above the damping;
+    - ``fisher_covered/<group>``: the fraction of parameters above the damping;
     - ``spread/<group>``: the mean squared distance of the clients' parameters to the aggregate.
 
     Args:
-        groups: Names of the model's ``parameter_groups``. ``null`` is all parameters, logged as the
-            group ``all``.
+        groups: Names of the model's ``parameter_groups``. ``null`` means all parameters, logged as
+            the group ``all``.
         estimator: ``exact`` is the mean over samples of the squared gradients. ``batch`` is the
-            mean over batches of the squared gradient of the batch's mean, about ``exact`` divided
-            by the batch size. The factor cancels unless clients have fewer samples than a batch.
-        damping: Sum of the Fishers up to which a parameter takes FedAvg's value: no client's data
-            determines it, and the mean would be a quotient of rounding errors. It is in units of
-            the Fisher, so smaller for ``batch``.
+            mean over batches of the squared gradient of the batch mean, about ``exact`` divided by
+            the batch size. The factor cancels unless clients have fewer samples than a batch.
+        damping: Sum of the Fishers up to which a parameter takes FedAvg's value, because no
+            client's data determines it and the mean would be a quotient of rounding errors. It is
+            in units of the Fisher, so smaller for ``batch``.
         by_samples: Whether to weight by ``n_k F_k``, the precision of the posterior after n_k
             samples, instead of ``F_k``.
-        batches: The largest number of batches of the pass. Default: an epoch.
-        weighting: As for FedAvg, for all other parameters.
+        batches: Maximum number of batches of the pass. Default: an epoch.
+        weighting: See FedAvg, for all other parameters.
     """
 
     groups: _Groups = ("flow",)
@@ -218,29 +218,30 @@ class FisherMerge(FisherMean):
     """The Fisher-weighted mean of all parameters, ``sum p_i F_i w_i / sum p_i F_i`` elementwise.
 
     F_i is the diagonal of the true Fisher of each model's own prediction, which does not vanish on
-    fitted data, and ``p_i = n_i / N``. Any layer with parameters is allowed, norm layers too. The
-    model has a method ``logits(x)``. The samples are not augmented.
+    fitted data, and ``p_i = n_i / N``. Any layer with parameters is supported, including norm
+    layers. The model has a method ``logits(x)``. The samples are not augmented.
 
-    Equation 4 and this Fisher are the paper's, and so is merging all parameters. The weights by
-    samples and the floor on the sum are those of the comparison in FedFisher's paper. The code of
-    the paper also divides each Fisher by its norm, searches the models' coefficients, and applies a
-    floor to the first model alone: these are left out.
+    Equation 4, this Fisher, and merging all parameters are from the paper. The weights by samples
+    and the floor on the sum are from the comparison in FedFisher's paper. The paper's code also
+    divides each Fisher by its norm, searches the models' coefficients, and applies a floor to the
+    first model only. These are omitted.
 
-    Logged beside the metrics of :class:`~flsuite.aggregators.FisherAveraging`:
+    Logged in addition to the metrics of :class:`~flsuite.aggregators.FisherAveraging`:
 
-    - ``fisher_floor``: the share of parameters on the floor. Near one, this is FedAvg.
+    - ``fisher_floor``: the fraction of parameters on the floor. Near one, this is FedAvg.
 
     Args:
         floor: The value of ``sum p_i F_i`` up to which a parameter takes FedAvg's value. Default:
-            1e-6, as in that comparison. A larger one turns more parameters into FedAvg's.
-        samples: The largest number of a client's samples that its Fisher is computed over. 2,000
-            cost a fraction of all, and ``null`` is all.
-        expectation: ``exact`` is the expectation over the model's prediction, with a backward pass
-            per output. ``sampled`` draws one label per sample, with one backward pass.
-        groups: Names of the model's ``parameter_groups`` that are merged. Default: all parameters,
-            logged as the group ``all``.
-        by_samples: Whether ``p_i`` is the client's share of the samples, and not the same for all.
-        weighting: As for FedAvg, for all other parameters.
+            1e-6, as in that comparison. With a larger floor, more parameters take FedAvg's value.
+        samples: Maximum number of a client's samples for its Fisher. 2,000 cost a fraction of all.
+            ``null`` means all.
+        expectation: ``exact`` is the expectation over the model's prediction, with one backward
+            pass per output. ``sampled`` draws one label per sample, with one backward pass.
+        groups: Names of the model's ``parameter_groups`` to merge. Default: all parameters, logged
+            as the group ``all``.
+        by_samples: Whether ``p_i`` is the client's fraction of the samples, instead of equal for
+            all.
+        weighting: See FedAvg, for all other parameters.
     """
 
     floor: NonNegativeFloat = 1e-6
@@ -254,15 +255,15 @@ class FisherMerge(FisherMean):
         names = self._names(client.layout)
 
         def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> State:
-            found = predictive_diagonal(module, names, batches, self.expectation, generator)
-            fisher = clone(found)
+            diagonal = predictive_diagonal(module, names, batches, self.expectation, generator)
+            fisher = clone(diagonal)
             client.metrics["fisher_mass"] = _mass(fisher)
             return fisher
 
         return [LogitPass(client, "FisherMerge", self.samples, "fisher", statistic)]
 
     def least(self, clients: float) -> float:
-        # The sums are of n_i F_i, N times those of p_i F_i.
+        # The sums are over n_i F_i, which is N times the sum over p_i F_i.
         return self.floor * clients
 
     def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
@@ -287,13 +288,13 @@ class _EmpiricalPass(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, LikelihoodModel):
             raise FlsuiteError(
-                "FisherAveraging needs the log-likelihood of each sample, and "
+                "FisherAveraging needs the log-likelihood of each sample, but "
                 f"{type(pl_module).__name__} has none: add a method log_likelihood(batch) -> (n,), "
                 "differentiable in its groups, or choose another aggregator"
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The batches of the fit: the Fisher is that of the data the parameters were fitted to.
+        # Use the fit's batches: the Fisher describes the data that the parameters were fitted to.
         loader: Any = trainer.train_dataloader
         batches = (
             trainer.strategy.batch_to_device(batch) for batch in islice(loader, self.batches)

@@ -1,4 +1,4 @@
-"""The forms of a client's Fisher information: a diagonal, K-FAC factors, or the whole matrix."""
+"""The forms of a client's Fisher information: diagonal, K-FAC factors, or the full matrix."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,15 +22,15 @@ from flsuite.metrics.fisher import (
 from flsuite.state import State, StateLayout, Tree, clone
 
 Sampled = tuple[Iterable[Batch], Expectation, Generator]
-"""What a client measures its Fisher on, and how: its samples, whether the expectation over the
-prediction is exact or a draw per sample, and what draws the labels."""
+"""The input of a client's Fisher: its samples, whether the expectation over the prediction is exact
+or sampled, and the random generator of labels."""
 
 
 class FisherForm(ABC):
     """A form of the Fisher information.
 
     Args:
-        layout: The entries that travel.
+        layout: The shared entries.
     """
 
     def __init__(self, layout: StateLayout) -> None:
@@ -41,7 +41,7 @@ class FisherForm(ABC):
         return None
 
     def require(self, module: nn.Module, x: Tensor) -> None:
-        """Refuse a model that the form does not cover, as its pass over a sample shows it.
+        """Refuse a model that the form does not cover, based on a pass over one sample.
 
         Args:
             module: The model, under the conditions of :meth:`measure`.
@@ -50,7 +50,7 @@ class FisherForm(ABC):
         Raises:
             FlsuiteError: If it is not covered.
         """
-        # Nothing: the other forms hold however a parameter is used.
+        # Nothing by default: most forms work however a parameter is used.
         return
 
     @abstractmethod
@@ -63,20 +63,20 @@ class FisherForm(ABC):
 
     @abstractmethod
     def terms(self, state: State, fisher: Any) -> Tree:
-        """Return ``F_i w_i`` as ``product``, and F_i as ``fisher`` where the server sums it."""
+        """Return ``F_i w_i`` as ``product``, and F_i as ``fisher`` if the server sums it."""
 
     @abstractmethod
     def blocks(self, means: Tree, updates: Sequence[ClientUpdate]) -> list[Block]:
         """Return the blocks of the quadratic.
 
         Args:
-            means: The means by samples of the terms, and of the models as ``model``.
+            means: The means of the terms, weighted by samples, and of the models as ``model``.
             updates: The updates without their models.
         """
 
     @abstractmethod
     def entries(self, values: Sequence[Tensor], like: State) -> State:
-        """Return the values of the blocks as entries of the state, in the shapes of ``like``."""
+        """Return the blocks' values as state entries, in the shapes of ``like``."""
 
 
 FormName = Literal["diag", "kfac", "full"]
@@ -108,7 +108,7 @@ class DiagonalForm(FisherForm):
 class KFACForm(FisherForm):
     """The factors of each Linear and Conv2d layer, ``F_i vec(W) = G_i W A_i``.
 
-    The server needs every client's factors beside the sum of ``n_i G_i W_i A_i``.
+    The server needs every client's factors in addition to the sum of ``n_i G_i W_i A_i``.
     """
 
     def fault(self) -> str | None:
@@ -160,14 +160,14 @@ class KFACForm(FisherForm):
 
 
 class FullForm(FisherForm):
-    """The whole matrix ``(d, d)`` over all parameters in the model's order, for small models."""
+    """The full matrix ``(d, d)`` over all parameters in the model's order, for small models."""
 
     def template(self, state: State) -> Tensor:
         size = sum(state[name].numel() for name in self.layout.parameters)
         if size > _MOST_PARAMETERS:
             raise FlsuiteError(
-                f"FedFisher: the full Fisher of {size:,} parameters is a square matrix, and at "
-                f"most {_MOST_PARAMETERS:,} parameters are allowed: use kfac or diag"
+                f"FedFisher: the full Fisher of {size:,} parameters is too large: at most "
+                f"{_MOST_PARAMETERS:,} parameters are allowed; use kfac or diag"
             )
         return _square(size)
 
@@ -185,8 +185,8 @@ class FullForm(FisherForm):
 
     def entries(self, values: Sequence[Tensor], like: State) -> State:
         names = self.layout.parameters
-        parts = values[0].split([like[name].numel() for name in names])
-        return {n: part.reshape(like[n].shape) for n, part in zip(names, parts, strict=True)}
+        pieces = values[0].split([like[name].numel() for name in names])
+        return {n: piece.reshape(like[n].shape) for n, piece in zip(names, pieces, strict=True)}
 
     def _vector(self, state: State) -> Tensor:
         return torch.cat([state[name].double().flatten() for name in self.layout.parameters])

@@ -1,4 +1,4 @@
-"""The parameters of a Linear or Conv2d layer as one matrix that multiplies the layer's inputs."""
+"""Linear and Conv2d parameters as one matrix that multiplies the layer's inputs."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from flsuite.state import Layer, State
 
 
 def names(layer: Layer) -> tuple[str, ...]:
-    """Return the entries of the state that a layer has."""
+    """Return the names of a layer's state entries."""
     return (layer.weight_name, layer.bias_name) if layer.bias else (layer.weight_name,)
 
 
@@ -17,7 +17,7 @@ def columns(state: State, layer: Layer, bias: bool = True) -> int:
     Args:
         state: The model.
         layer: The layer.
-        bias: Whether the layer's bias, if it has one, is the last column.
+        bias: Whether to add the layer's bias, if any, as the last column.
     """
     return state[layer.weight_name][0].numel() + (layer.bias and bias)
 
@@ -25,8 +25,8 @@ def columns(state: State, layer: Layer, bias: bool = True) -> int:
 def matrix(state: State, layer: Layer, bias: bool = True) -> Tensor:
     """Return the float64 matrix of a layer.
 
-    It is ``(out, in)``, or ``(out, in * height * width)`` of a convolution, whose inputs are
-    unfolded. The bias is the last column. Its input is 1.
+    It is ``(out, in)``, or ``(out, in * height * width)`` for a convolution with unfolded inputs.
+    The bias is the last column, with a constant input of 1.
     """
     weight = state[layer.weight_name].double().flatten(1)
     if not (layer.bias and bias):
@@ -35,7 +35,7 @@ def matrix(state: State, layer: Layer, bias: bool = True) -> Tensor:
 
 
 def entries(value: Tensor, layer: Layer, like: State, bias: bool = True) -> State:
-    """Return the matrix of a layer as entries of the state, in the shapes of ``like``."""
+    """Return a layer's matrix as state entries, in the shapes of ``like``."""
     shape = like[layer.weight_name].shape
     if not (layer.bias and bias):
         return {layer.weight_name: value.reshape(shape)}

@@ -1,7 +1,7 @@
-"""Neurons of one layer brought into the order of another model's neurons.
+"""Matching: permute the neurons of one model into the order of another model's neurons.
 
-A network computes the same function with the neurons of a hidden layer in any order, as long as the
-next layer reads them in this order.
+A network computes the same function for any order of a hidden layer's neurons, as long as the next
+layer reads them in the same order.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from flsuite.state import Layer, State, StateLayout
 
 
 class Places(NamedTuple):
-    """The places where the neurons of a layer go.
+    """The target positions of a layer's neurons.
 
     Attributes:
-        at: The place of each neuron, int64 ``(neurons,)``, no two the same.
-        size: Number of places, at least as many as neurons.
+        at: The position of each neuron, int64 ``(neurons,)``, all different.
+        size: Number of positions, at least the number of neurons.
     """
 
     at: Tensor
@@ -31,7 +31,7 @@ def read_layer(state: State, layer: Layer, inputs: Places | None) -> tuple[Tenso
     Args:
         state: The model.
         layer: The layer.
-        inputs: The places where the weight reads the neurons of the layer before. ``None``: the
+        inputs: The positions at which the weight reads the previous layer's neurons. ``None``: the
             layer reads the model's input, which keeps its order.
     """
     weight = state[layer.weight_name]
@@ -41,9 +41,9 @@ def read_layer(state: State, layer: Layer, inputs: Places | None) -> tuple[Tenso
 
 
 def move(values: Tensor, places: Places, dim: int = 0) -> Tensor:
-    """Return the entries along ``dim`` at their places, and 0 at places that no entry has.
+    """Return the entries along ``dim`` moved to their positions, and 0 at free positions.
 
-    Nothing is rounded.
+    No value is rounded.
     """
     shape = list(values.shape)
     shape[dim] = places.size
@@ -51,21 +51,22 @@ def move(values: Tensor, places: Places, dim: int = 0) -> Tensor:
 
 
 def move_inputs(weight: Tensor, layer: Layer, places: Places) -> Tensor:
-    """Return a weight that reads the neurons of the layer before at their places.
+    """Return a weight that reads the previous layer's neurons at their new positions.
 
     Args:
         weight: ``(out, in)`` or ``(out, in, height, width)``.
-        layer: The layer of the weight. After a Flatten, each neuron of the layer before has
-            ``layer.positions`` columns side by side.
-        places: Places of the neurons of the layer before.
+        layer: The layer of the weight. After a Flatten, each neuron of the previous layer has
+            ``layer.positions`` adjacent columns.
+        places: Positions of the previous layer's neurons.
 
     Raises:
+        FlsuiteError: If the weight does not read that many neurons.
         FlsuiteError: If the weight does not read that many neurons.
     """
     channels = len(places.at)
     if weight.shape[1] != channels * layer.positions:
         raise FlsuiteError(
-            f"{layer.name} reads {weight.shape[1]} columns, and the layer before has {channels} "
+            f"{layer.name} reads {weight.shape[1]} columns, but the layer before has {channels} "
             f"neurons of {layer.positions} positions each; choose a network whose layers read all "
             "of the layer before"
         )
@@ -80,23 +81,23 @@ def neurons(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def assign(gains: Tensor) -> Places:
-    """Return the places of the rows with the largest total gain.
+    """Return the assignment of rows to positions with the largest total gain.
 
     Args:
-        gains: The gain of each row at each place, float64 ``(rows, places)``, finite, with at least
-            as many places as rows.
+        gains: The gain of each row at each position, float64 ``(rows, places)``, finite, with at
+            least as many positions as rows.
     """
     from scipy.optimize import linear_sum_assignment
 
     gains = gains.clone()
-    # Of equal assignments, as between neurons that are all zero, the one that moves least. The
-    # bonus is far below the gains and far above their rounding.
+    # Break ties, as between all-zero neurons, in favor of staying in place. The bonus is far below
+    # the gains and far above their rounding.
     gains.diagonal().add_(1e-12 * float(gains.abs().max()))
     at = linear_sum_assignment(gains.numpy(), maximize=True)[1]
     return Places(torch.from_numpy(at), gains.shape[1])
 
 
 def require_chain(owner: str, layout: StateLayout) -> None:
-    """Refuse a model whose weight layers do not follow one another."""
+    """Refuse a model whose weight layers do not form a chain."""
     if not layout.chain:
         raise FlsuiteError(f"{owner} needs a chain of Conv2d and Linear; {layout.no_chain}")

@@ -27,20 +27,20 @@ Normalize = Literal["buffer", "weights"]
 class Mean(LinearRule, Settings):
     """The model moves by ``rate * sum q_k s(t_k) D_k / sum q_k``, with a client's change ``D_k``.
 
-    A change is measured from the version that its client started from. Where nobody is late and the
+    A change is measured from the version that its client started from. If no client is late and the
     rate is 1, this is the mean of the clients' models.
 
-    Under an asynchronous schedule the log has the factor of each client's change as ``weight``.
+    Under an asynchronous schedule, the factor of each client's change is logged as ``weight``.
 
-    Buffers move likewise. A rate above 1 extrapolates, and is 1 for buffers. A buffer that is
-    positive, such as a variance, stays so. Integer counters take the maximum.
+    Buffers move likewise, but with a rate of at most 1. A positive buffer, such as a variance,
+    stays positive. Integer counters take the maximum.
 
     Args:
-        weighting: ``samples`` weights a client by its number of training samples, ``uniform`` all
-            alike: ``q_k``.
+        weighting: The weights ``q_k``. ``samples`` weights a client by its number of training
+            samples, ``uniform`` weights all clients equally.
         staleness: The weight ``s(t)`` of a client that is ``t`` versions late.
-        normalize: With ``buffer`` the ``q_k`` sum to one, so that a buffer of late updates moves
-            the model less. With ``weights`` the ``q_k s(t_k)`` sum to one.
+        normalize: With ``buffer``, the ``q_k`` sum to one, so a buffer of late updates moves the
+            model less. With ``weights``, the ``q_k s(t_k)`` sum to one.
         rate: Factor of the mean change.
     """
 
@@ -55,7 +55,7 @@ class Mean(LinearRule, Settings):
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         weight = self.weight(update)
         damped = weight * staleness_weight(self.staleness, update.staleness)
-        if update.part is None:  # it arrives alone, and not with a cohort
+        if update.part is None:  # it arrives alone, not with a cohort
             update.metrics["weight"] = damped
         return {"weight": damped, "undamped": weight, "model": scaled(update.state, damped)}
 
@@ -67,7 +67,7 @@ class Mean(LinearRule, Settings):
         for update in updates:
             if update.part is None:
                 update.metrics["weight"] *= rate / total if total > 0 else 0.0
-        if total <= 0:  # all updates are too late to count
+        if total <= 0:  # all updates have weight 0
             return server.state
         mean = divided(sums["model"], total)
         parameters = frozenset(server.layout.parameters)

@@ -1,4 +1,4 @@
-"""Rules that pull the global model to the clients' models, however old these are.
+"""Rules that mix the clients' models into the global model, whatever their staleness.
 
 Xie, Koyejo, Gupta 2019, Asynchronous Federated Optimization, arXiv:1903.03934, algorithm 1.
 """
@@ -18,16 +18,16 @@ from flsuite.state import State, cast, mean_of
 
 @dataclass(frozen=True)
 class Mixing(CohortRule, Settings):
-    """The clients' models are mixed in one after the other, ``w <- (1 - a) w + a w_k``.
+    """Mixes in the clients' models one after the other, ``w <- (1 - a) w + a w_k``.
 
-    ``a = mixing * s(t_k) * q_k``. Floating-point buffers mix alike, and integer counters take the
-    maximum. The log has ``a`` as ``weight``.
+    ``a = mixing * s(t_k) * q_k``. Floating-point buffers are mixed likewise, and integer counters
+    take the maximum. ``a`` is logged as ``weight``.
 
     Args:
-        mixing: The mixing rate. Times the weight of a fresh update it must be at most 1.
+        mixing: The mixing rate. Multiplied by the weight of a fresh update, it must be at most 1.
         staleness: The weight ``s(t)`` of a client that is ``t`` versions late.
-        weighting: With ``uniform``, ``q_k`` is 1. With ``samples``, it is the client's share of all
-            training samples of the federation.
+        weighting: With ``uniform``, ``q_k`` is 1. With ``samples``, it is the client's fraction of
+            all training samples of the federation.
     """
 
     mixing: Fraction = 0.5
@@ -59,7 +59,7 @@ class Mixing(CohortRule, Settings):
         if update.samples > samples:
             raise FederationError(
                 f"{type(self).__name__}: client {update.client} claims {update.samples} training "
-                f"samples in round {update.round}, and the federation has {samples}; correct the "
+                f"samples in round {update.round}, but the federation has {samples}; correct the "
                 "client, or set weighting to 'uniform'"
             )
         return update.samples / samples
@@ -67,15 +67,16 @@ class Mixing(CohortRule, Settings):
 
 @dataclass(frozen=True)
 class MixedMean(CohortRule, Settings):
-    """A buffer of models is mixed in at a time, ``w <- w + rate sum q_k s(t_k) (w_k - w)``.
+    """Mixes in a buffer of models at a time, ``w <- w + rate sum q_k s(t_k) (w_k - w)``.
 
-    The log has the factor of each client's model as ``weight``.
+    The factor of each client's model is logged as ``weight``.
 
     Args:
-        rate: The mixing rate, from 0 to 1. Times the weight of a fresh update it must be at most 1.
+        rate: The mixing rate, from 0 to 1. Multiplied by the weight of a fresh update, it must be
+            at most 1.
         staleness: The weight ``s(t)`` of a client that is ``t`` versions late.
-        weighting: As for :class:`~flsuite.aggregators.Mean`.
-        normalize: As for :class:`~flsuite.aggregators.Mean`.
+        weighting: See :class:`~flsuite.aggregators.Mean`.
+        normalize: See :class:`~flsuite.aggregators.Mean`.
     """
 
     rate: Share = 0.5
@@ -103,7 +104,7 @@ class MixedMean(CohortRule, Settings):
 
         try:
             mean = mean_of(models())
-        except ZeroDivisionError:  # all updates are too late to count
+        except ZeroDivisionError:  # all updates have weight 0
             mean = server.state
         rate = self.rate * (total / undamped if self.normalize == "buffer" else 1.0)
         for metrics, weight in given:
@@ -117,7 +118,7 @@ def _mixed(old: State, new: State, rate: float) -> State:
 
 
 def _require_mixture(name: str, rate: float, staleness: StalenessName | Staleness) -> None:
-    """Refuse a mixing rate, by its name, that exceeds 1 for a fresh update."""
+    """Refuse a mixing rate that exceeds 1 for a fresh update."""
     fresh = staleness_weight(staleness, 0)
     if rate * fresh > 1:
         raise FlsuiteError(

@@ -27,25 +27,26 @@ from flsuite.state import Layer, State, mean_of
 
 @dataclass(frozen=True)
 class OTFusion(CohortRule, Settings):
-    """The mean by samples of the clients' models after their neurons are aligned to a pivot.
+    """Averages the clients' models after aligning their neurons to a pivot.
 
-    It needs a chain of Conv2d and Linear layers. At equal widths the optimal transport plan between
-    uniform masses is a permutation. Two neurons cost the squared distance of their incoming weights
-    and biases. Outputs stay in place, because the order of the classes is known.
+    The mean is weighted by samples. The model must be a chain of Conv2d and Linear layers. At equal
+    widths, the optimal transport plan between uniform masses is a permutation. The cost of matching
+    two neurons is the squared distance of their incoming weights and biases. Outputs stay in place,
+    because the order of the classes is known.
 
-    From one common start the best plan is mostly the identity, and the result is close to FedAvg.
-    All models of a round are in memory at a time.
+    From a common start, the best plan is close to the identity, and the result is close to FedAvg.
+    All models of a round are in memory at the same time.
 
     Logged as ``train/<name>``:
 
     - ``server_seconds``: the time of the aggregation;
-    - ``pivot``: the client whose order the others take;
-    - ``moved/<layer>``: the share of the other clients' neurons that change their place.
+    - ``pivot``: the client whose neuron order the others take;
+    - ``moved/<layer>``: the fraction of the other clients' neurons that change position.
 
     Args:
-        pivot: The client whose order of neurons the others take. ``largest`` is the client with the
-            most samples of the round, the first of equals. A number is a client. The largest takes
-            its place in a round that it misses.
+        pivot: The client whose neuron order the others take. ``largest`` is the client of the
+            round with the most samples, the first on a tie. A number is a client. If that client
+            misses a round, the largest takes its place.
     """
 
     pivot: Literal["largest"] | NonNegativeInt = "largest"
@@ -73,11 +74,11 @@ class OTFusion(CohortRule, Settings):
 
     def _pivot(self, updates: Sequence[ClientUpdate]) -> ClientUpdate:
         named = (update for update in updates if update.client == self.pivot)
-        # max returns the first of equals.
+        # max returns the first on a tie.
         return next(named, None) or max(updates, key=lambda update: update.samples)
 
     def prepare(self, server: Server) -> None:
-        """Refuse a model that is no chain, and a pivot that does not exist."""
+        """Refuse a model that is not a chain, and a pivot that does not exist."""
         require_chain("OTFusion", server.layout)
         if self.pivot != "largest" and self.pivot >= server.layout.clients:
             raise FlsuiteError(
@@ -87,10 +88,11 @@ class OTFusion(CohortRule, Settings):
 
 
 def transport_plan(state: State, pivot: State, chain: Sequence[Layer]) -> dict[str, Places]:
-    """Return where the neurons of each hidden layer go, by the layer's name.
+    """Return the new positions of the neurons of each hidden layer, by layer name.
 
-    Layer by layer from the input on: the incoming weights follow the neurons of the layer before,
-    and then each neuron goes to the place of a neuron of the pivot near to it, one to one.
+    Layers are processed from the input on: the incoming weights follow the previous layer's
+    neurons, and then each neuron moves to the position of a similar neuron of the pivot, one to
+    one.
     """
     places: dict[str, Places] = {}
     inputs: Places | None = None
@@ -98,16 +100,16 @@ def transport_plan(state: State, pivot: State, chain: Sequence[Layer]) -> dict[s
         rows = neurons(*read_layer(state, layer, inputs))
         targets = neurons(*read_layer(pivot, layer, None))
 
-        # A squared distance is two squared norms less twice this product. Every permutation has the
-        # same norms in all.
+        # A squared distance is two squared norms minus twice this product. The norms sum to the
+        # same total for every permutation.
         inputs = places[layer.name] = assign(rows @ targets.T)
     return places
 
 
 def align(state: State, plan: Mapping[str, Places], chain: Sequence[Layer]) -> State:
-    """Return the model with the neurons of each hidden layer at their places.
+    """Return the model with the neurons of each hidden layer at their new positions.
 
-    It is the same function.
+    It computes the same function.
     """
     aligned = dict(state)
     inputs: Places | None = None
@@ -122,5 +124,5 @@ def align(state: State, plan: Mapping[str, Places], chain: Sequence[Layer]) -> S
 
 
 def _moved(places: Places) -> float:
-    """Return the share of neurons that change their place."""
+    """Return the fraction of neurons that change position."""
     return float((places.at != torch.arange(places.size)).double().mean())

@@ -1,8 +1,8 @@
-"""PFNM: Yurochkin et al. 2019, in the form that goes up a network layer by layer.
+"""PFNM: Yurochkin et al. 2019, applied to a network layer by layer.
 
 Bayesian Nonparametric Federated Learning of Neural Networks, arXiv:1905.12022: the matching of one
 layer, section 3.1. Wang et al. 2020, Federated Learning with Matched Averaging, arXiv:2002.06440:
-the way through the layers of a convolutional network, from the input to the output.
+matching the layers of a convolutional network, from the input to the output.
 """
 
 import copy
@@ -27,22 +27,22 @@ from flsuite.state import Layer, State
 
 @dataclass(frozen=True)
 class PFNM(CohortRule, Settings):
-    """Neurons of the clients matched to global neurons, and the posterior mean of each of these.
+    """Matches the clients' neurons to global neurons, and takes each one's posterior mean.
 
-    It needs a chain of Conv2d and Linear layers. The incoming weights and the bias of a client's
-    neuron are a draw around those of a global neuron, whose number is open. An output takes the
-    mean of the clients weighted by their samples of its class.
+    The model must be a chain of Conv2d and Linear layers. The incoming weights and the bias of a
+    client's neuron are a draw around those of a global neuron. The number of global neurons is not
+    fixed. An output is the mean over clients weighted by their samples of its class.
 
-    The prior pulls every hidden layer to zero: M equal clients give M / (M + 1) of their weights,
-    with the default variances. Biases of the output layer are not pulled, so a network with biases
-    can change its predictions.
+    The prior shrinks every hidden layer toward zero: M equal clients give M / (M + 1) of their
+    weights with the default variances. Biases of the output layer are not shrunk, so the
+    predictions of a network with biases can change.
 
-    Without ``grow``, the widths stay as they are, and each client's neurons go to all global
-    neurons. With ``grow``, the model of the federation is the same. Besides, a network is rebuilt
+    Without ``grow``, the widths stay fixed, and each client's neurons are matched to all global
+    neurons. With ``grow``, the federation's model is the same. In addition, a network is rebuilt
     with as many neurons per layer as the clients have different ones. It is the artifact
-    ``expanded_model``. Small neurons become new ones even where all clients agree.
+    ``expanded_model``. Small neurons become new ones even if all clients agree.
 
-    All models of a round are in memory at a time.
+    All models of a round are in memory at the same time.
 
     Logged as ``train/<name>``:
 
@@ -51,11 +51,11 @@ class PFNM(CohortRule, Settings):
     - ``expanded_model_accuracy``: its accuracy on the server's own samples, if there are any.
 
     Args:
-        sigma: Standard deviation of a client's weights around those of the global neuron.
+        sigma: Standard deviation of a client's weights around the global neuron's weights.
         sigma0: Standard deviation of the global weights around zero.
-        gamma: Mass of the beta process. A larger one gives more global neurons.
-        sweeps: Times that each client is matched again, in random order.
-        grow: Whether to rebuild the network with more neurons. It needs a run of one round.
+        gamma: Mass of the beta process. A larger mass gives more global neurons.
+        sweeps: How often each client is matched again, in random order.
+        grow: Whether to rebuild the network with more neurons. It requires a run of one round.
     """
 
     sigma: PositiveFloat = 1.0
@@ -81,7 +81,7 @@ class PFNM(CohortRule, Settings):
         return fuse(updates, server.layout.chain, prior, self.sweeps, grow, generator)
 
     def prepare(self, server: Server) -> None:
-        """Refuse a model that is no chain, and ``grow`` where it cannot be the last act."""
+        """Refuse a model that is not a chain, and ``grow`` in a run of several rounds."""
         require_chain("PFNM", server.layout)
         if not self.grow:
             return
@@ -114,10 +114,10 @@ def fuse(
     grow: bool,
     generator: np.random.Generator,
 ) -> State:
-    """Return the global network, with the widths that the matching gives.
+    """Return the global network, with the widths that the matching yields.
 
-    Layer by layer from the input on: the incoming weights of each client follow its neurons of the
-    layer before to their global places, and are 0 for global neurons that it does not have.
+    Layers are processed from the input on: the incoming weights of each client follow its neurons
+    of the previous layer to their global positions, and are 0 for global neurons that it lacks.
     """
     fused: State = {}
     inputs: list[Places | None] = [None] * len(updates)
@@ -142,7 +142,7 @@ def fuse(
 def class_weighted_mean(rows: Sequence[Tensor], class_counts: Sequence[Tensor]) -> Tensor:
     """Return the mean of each output over clients, weighted by their samples of its class.
 
-    A class that nobody has takes the plain mean.
+    A class that no client has takes the plain mean.
 
     Args:
         rows: Incoming weights per client, float64 ``(classes, inputs)``.
@@ -151,7 +151,7 @@ def class_weighted_mean(rows: Sequence[Tensor], class_counts: Sequence[Tensor]) 
     counts = torch.stack([count.double() for count in class_counts])
     if counts.shape[1] != len(rows[0]):
         raise FlsuiteError(
-            "PFNM weights each output by the clients' samples of its class, and the model has "
+            "PFNM weights each output by the clients' samples of its class, but the model has "
             f"{len(rows[0])} outputs for {counts.shape[1]} classes; choose a model with one output "
             "per class"
         )
@@ -191,7 +191,7 @@ class Prior(NamedTuple):
     """The beta process of a layer: section 3.1.
 
     A client's neuron v has the incoming weights ``v ~ N(theta_k, 1 / s)`` of a global neuron k, and
-    ``theta_k ~ N(0, 1 / s0)``. Of a global neuron with m members we keep ``g = s sum of their
+    ``theta_k ~ N(0, 1 / s0)``. For a global neuron with m members, we keep ``g = s sum of their
     rows`` and ``q = s0 + m s``. Its posterior mean is ``g / q``.
 
     Attributes:
@@ -210,8 +210,8 @@ def match_neurons(
 ) -> list[Places]:
     """Return the global neuron of each client's neurons.
 
-    The first client's neurons are the first global ones. The other clients follow in their order,
-    and then each client is taken out and matched again, in a new random order per sweep.
+    The first client's neurons are the first global neurons. The other clients follow in order, and
+    then each client is removed and matched again, in a new random order per sweep.
 
     Args:
         rows: Incoming weights per client, float64 ``(neurons, inputs)``, of the same width.
@@ -226,7 +226,7 @@ def match_neurons(
     for client in range(1, clients):
         matched.add(client, matched.best(client, grow))
 
-    # A client alone has nobody to be matched to.
+    # With a single client, there is nothing to match.
     for _ in range(sweeps if clients > 1 else 0):
         for client in generator.permutation(clients).tolist():
             matched.remove(client)
@@ -260,7 +260,7 @@ def gains_of_members(
     """
     s, q = prior.precision, prior.global_precision + prior.precision * members
     own, others = s**2 * rows.square().sum(1), sums.square().sum(1)
-    # The square is expanded: nothing of size rows x places x inputs is formed.
+    # Expand the square, to avoid a tensor of size rows x places x inputs.
     joined = own[:, None] + 2 * s * (rows @ sums.T) + others
     popularity = members.clamp(max=LARGEST_POPULARITY)
     return joined / (q + s) - others / q + torch.log(popularity / (clients - popularity))
@@ -278,7 +278,7 @@ def gains_of_new_neurons(rows: Tensor, clients: int, prior: Prior) -> Tensor:
 
 
 class _Matching:
-    """The clients matched so far: g, m, and the global neurons of each client by its number."""
+    """The matching so far: g, m, and the global neurons of each client, by its number."""
 
     def __init__(self, rows: Sequence[Tensor], prior: Prior) -> None:
         self.rows = rows
@@ -288,7 +288,7 @@ class _Matching:
         self.at: dict[int, Tensor] = {}
 
     def best(self, client: int, grow: bool) -> Tensor:
-        """Return the best global neurons for a client that is not matched."""
+        """Return the best global neurons for an unmatched client."""
         rows, clients = self.rows[client], len(self.rows)
         gains = gains_of_members(rows, self.sums, self.members, clients, self.prior)
         if grow:
@@ -297,7 +297,7 @@ class _Matching:
 
     def add(self, client: int, at: Tensor) -> None:
         """Match a client. Numbers above the last global neuron become new ones."""
-        # The first new neurons gain the most, so that no number is left out.
+        # The first new neurons gain the most, so no number is skipped.
         new = max(0, int(at.max()) + 1 - len(self.members))
         self.sums = F.pad(self.sums, (0, 0, 0, new))
         self.members = F.pad(self.members, (0, new))
@@ -307,7 +307,7 @@ class _Matching:
         self.members[at] += 1
 
     def remove(self, client: int) -> None:
-        """Take a client out, and drop global neurons that were its alone."""
+        """Remove a client, and drop global neurons that only it had."""
         at = self.at.pop(client)
         self.sums.index_add_(0, at, self.rows[client], alpha=-self.prior.precision)
         self.members[at] -= 1

@@ -24,39 +24,39 @@ from flsuite.state import Layer, State, StateLayout, Tree, cast, clone, divided,
 log = logging.getLogger("flsuite")
 
 _ALPHAS = (0.1, 0.9)
-# Grams travel in float32. Below this part of the largest eigenvalue there is rounding alone.
+# Grams are sent in float32: relative to the largest eigenvalue, smaller ones are rounding.
 _ROUNDING = 1e-7
 _TAKES = "RegMean takes the mean of"
 
 
 @dataclass(frozen=True)
 class RegMean(LinearRule, Settings):
-    """Linear layers whose outputs are as close as possible to those of each client's layer.
+    """Merges linear layers so that their outputs are closest to each client's layer outputs.
 
     A client sends its model and, per linear layer, the Gram matrix of the layer's inputs X over its
     samples, ``G_i = X^T X / rows``. With ``G'_i = alpha G_i + (1 - alpha) diag G_i`` and
-    ``p_i = n_i / N``, the layer is ``W = (sum p_i W_i G'_i) (sum p_i G'_i)^-1``. Where the sum is
+    ``p_i = n_i / N``, the layer is ``W = (sum p_i W_i G'_i) (sum p_i G'_i)^-1``. If the sum is
     singular, it is the solution closest to the clients' mean: a column whose input is zero for all
-    clients keeps the mean. All else takes FedAvg's value, and so do layers that are called twice.
-    The original has the plain mean in place of the weights ``p_i``.
+    clients keeps the mean. All other entries take FedAvg's value, including layers that are called
+    twice. The original uses the plain mean instead of the weights ``p_i``.
 
-    The server half works from sums, and sees no model of a single client.
+    The server half uses sums, and never sees a single client's model.
 
     Logged as ``train/<name>``:
 
     - ``server_seconds``: the time of the aggregation, without waiting for clients;
-    - ``alpha``: the one in use;
+    - ``alpha``: the alpha in use;
     - ``selected_score``: its accuracy on the server's samples.
 
     Args:
         alpha: Weight of the Gram matrix, in [0, 1], against its diagonal. 1 is the least-squares
             solution. Default: .1 or .9, whichever has the better score on the server's samples
-            (``data.server_samples``), the first of equals.
-        conv: Whether convolutions take part, with their inputs unfolded. The original takes their
-            mean.
-        bias: Whether a bias is a column with the input 1. The original takes its mean.
-        samples: The largest number of a client's samples that its Gram matrices are computed over,
-            without augmentation. The original takes at most 16,000. Default: all.
+            (``data.server_samples``), the first on a tie.
+        conv: Whether to include convolutions, with their inputs unfolded. The original averages
+            them.
+        bias: Whether to treat a bias as a column with the input 1. The original averages it.
+        samples: Maximum number of a client's samples for its Gram matrices, without augmentation.
+            The original uses at most 16,000. Default: all.
     """
 
     alpha: Share | None = None
@@ -74,7 +74,7 @@ class RegMean(LinearRule, Settings):
 
         def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> State:
             grams = clone(gram_matrices(module, layers, batches, self.bias))
-            # Layers that are called twice have none. Zeros are inputs that determine nothing.
+            # Layers that are called twice have no Gram. Zeros determine nothing.
             for layer in layers:
                 size = layer_matrices.columns(module.state_dict(), layer, self.bias)
                 grams.setdefault(layer.name, torch.zeros(size, size))
@@ -87,7 +87,7 @@ class RegMean(LinearRule, Settings):
             layer.name: layer_matrices.columns(state, layer, self.bias)
             for layer in self._layers(layout)
         }
-        # Expanded: a template takes no memory.
+        # Expanded, so the template takes no memory.
         grams = {name: torch.zeros(()).expand(size, size) for name, size in sizes.items()}
         return {"gram": Statistic(grams, is_psd=True)}
 
@@ -140,7 +140,7 @@ class RegMean(LinearRule, Settings):
     # Before the first round
 
     def prepare(self, server: Server) -> None:
-        """Refuse to pick alpha without a score, and name the modules that take the mean."""
+        """Refuse to pick alpha without a score, and log the modules that are averaged."""
         if self.alpha is None and server.tools.score is None:
             picks = "picks alpha by its score on the server's samples (or set alpha)"
             raise server.tools.refusal("RegMean", "score", picks)
@@ -158,7 +158,7 @@ def _best(server: Server, models: Mapping[float, State]) -> float:
         return next(iter(models))
     scores = {alpha: score(cast(model, server.state)) for alpha, model in models.items()}
     server.metrics["selected_score"] = max(scores.values())
-    # max returns the first of equals.
+    # max returns the first on a tie.
     return max(scores, key=scores.__getitem__)
 
 

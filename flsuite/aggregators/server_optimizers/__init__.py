@@ -1,4 +1,4 @@
-"""The server's step: any optimizer of torch, and the adaptive ones of federated learning."""
+"""The server's step with any torch optimizer, and adaptive optimizers of federated learning."""
 
 from flsuite.aggregators.server_optimizers.adaptive import (
     AdaptiveAdagrad,

@@ -17,15 +17,15 @@ from flsuite.errors import require_below_one, require_positive
 class Adaptive(Optimizer):
     """``w <- w - lr m / (sqrt(v) + tau)`` with ``m <- beta1 m + (1 - beta1) g``.
 
-    The subclass updates ``v``. As in the paper there is no bias correction, and ``v`` starts at
+    The subclass updates ``v``. As in the paper, there is no bias correction, and ``v`` starts at
     ``tau ** 2``.
 
     Args:
         params: The parameters.
         lr: Learning rate, eta.
         beta1: Decay of the first moment, in [0, 1).
-        tau: Adaptivity, above 0. A larger one is closer to plain momentum.
-        decays: Further decays of the subclass, in [0, 1).
+        tau: Adaptivity, above 0. A larger value is closer to plain momentum.
+        decays: Further decay rates of the subclass, in [0, 1).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Adaptive(Optimizer):
 
     @abstractmethod
     def update_second(self, v: Tensor, square: Tensor, group: dict[str, Any]) -> None:
-        """Fold ``g ** 2`` into the second moment, in place."""
+        """Update the second moment with ``g ** 2``, in place."""
 
 
 class AdaptiveAdagrad(Adaptive):

@@ -1,4 +1,4 @@
-"""The server's step: any optimizer of torch, whose gradient is the negative change of the round."""
+"""The server's step: a torch optimizer with the round's negative change as gradient."""
 
 from collections.abc import Iterable
 
@@ -12,10 +12,10 @@ from flsuite.state import State, cast
 
 
 def stepped(make_optimizer: OptimizerCallable, server: Server, model: State) -> State:
-    """Return the global state after a step of the optimizer, with gradient ``w - model``.
+    """Return the global state after an optimizer step with gradient ``w - model``.
 
-    It steps float64 copies of the parameters, and the result is rounded once. Buffers are no
-    direction to step along: they take the model's. The optimizer's state lies in the memory.
+    The optimizer steps float64 copies of the parameters, and the result is rounded once. Buffers
+    are not optimized: they take the model's values. The optimizer's state is kept in the memory.
 
     Args:
         make_optimizer: Returns the optimizer of some parameters.
@@ -38,11 +38,11 @@ def stepped(make_optimizer: OptimizerCallable, server: Server, model: State) -> 
 
 
 def require_step(make_optimizer: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that does not take these parameters, or needs more than a gradient.
+    """Refuse an optimizer that rejects these parameters, or needs more than a gradient.
 
     Raises:
-        FlsuiteError: If it does, such as Muon, which takes matrices alone, or LBFGS, which asks
-            for the loss.
+        FlsuiteError: If it does, such as Muon, which accepts only matrices, or LBFGS, which needs
+            the loss.
     """
     key = "trainer.aggregator.server_optimizer"
     shapes = [torch.empty(p.shape, dtype=torch.float64, device="meta") for p in parameters]

@@ -1,4 +1,4 @@
-"""What happens to a client's change on its way to the server, one transform per file."""
+"""Transforms of a client's change on its way to the server, one per file."""
 
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.aggregators.transforms.clip_updates import ClipUpdates

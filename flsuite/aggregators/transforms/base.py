@@ -1,4 +1,4 @@
-"""The base class of the transforms, which act on a client's change on its way to the server."""
+"""The base class of transforms of a client's change."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from flsuite.state import State, Tree
 
 
 class Payload(NamedTuple):
-    """What a client sends, at one place of the chain of transforms.
+    """What a client sends, at one position in the chain of transforms.
 
     Attributes:
-        change: The change of the parameters, float64 by name, or the code of a codec.
-        statistics: What is sent beside it, by name, or the code of a codec.
+        change: The change of the parameters, float64 by name, or a codec's code.
+        statistics: Additional tensors by name, or a codec's code.
         psd: Names of the statistics whose matrices are positive semidefinite, and must stay so.
     """
 
@@ -27,17 +27,17 @@ class Payload(NamedTuple):
 
 @dataclass(frozen=True)
 class FitView:
-    """One client's fit, as a transform or an attack sees it.
+    """One client's fit, as seen by a transform or an attack.
 
     Attributes:
         client: The client's number.
         round: The round, counted from 1.
-        repeat: Fits that the client has started from the same version before.
+        repeat: Number of earlier fits that the client started from the same version.
         seed: The run's seed.
-        received: What :meth:`Transform.broadcast` returned.
-        memory: The client's notes for this transform: plain data that is kept from one of its fits
-            to the next and never sent.
-        metrics: Numbers about the fit, for the log.
+        received: The return value of :meth:`Transform.broadcast`.
+        memory: The client's notes for this transform: plain data that persists between its fits and
+            is never sent.
+        metrics: Metrics of the fit, for the log.
         base: The shared state that the client started from. It must not be changed.
     """
 
@@ -51,22 +51,22 @@ class FitView:
     base: State = field(default_factory=dict)
 
     def generator(self, stream: str) -> torch.Generator:
-        """Return the source of a stream of random numbers, which depends on the fit alone."""
+        """Return the random generator of a stream. It depends only on the fit."""
         again = f"/{self.repeat}" if self.repeat else ""
         return torch_generator(self.seed, f"{stream}{again}", self.round, self.client)
 
 
 class Transform(Part, ABC):
-    """A step on the way of a client's change to the server, and back.
+    """A step that a client's change takes on its way to the server.
 
-    Clients apply the transforms in their order, and the server undoes them in reverse. Each has an
-    effect in one or more of three places: on a client (:meth:`encode`), on each update that arrives
-    (:meth:`decode`), and on what the rule has made of them (:meth:`on_aggregate`). Buffers are no
-    direction and pass by.
+    Clients apply the transforms in order, and the server undoes them in reverse order. A transform
+    acts in one or more of three places: on a client (:meth:`encode`), on each update that arrives
+    (:meth:`decode`), and on the output of the rule (:meth:`on_aggregate`). Buffers bypass
+    transforms.
 
-    A transform with a :meth:`decode` is taken to make changes longer than a transform behind it has
-    clipped them to. One with a :meth:`template` alone is taken to send something beside the change,
-    which no noise covers. Where this is not so, the transform declares ``withholds`` itself.
+    A transform with a :meth:`decode` is assumed to lengthen changes that a later transform has
+    clipped. A transform with only a :meth:`template` is assumed to send more than the change, which
+    noise does not cover. If this does not apply, the transform declares ``withholds`` itself.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ class Transform(Part, ABC):
         if "decode" in own:
             cls.withholds = {"dense changes": "is undone by the server after it has clipped"}
         elif "template" in own:
-            cls.withholds = {"changes alone": "sends more than the change, which no noise covers"}
+            cls.withholds = {"only changes": "sends more than the change, which no noise covers"}
 
     def broadcast(self, server: Server) -> dict[str, Any]:
         """Return what every client of the round receives for this transform."""
@@ -87,7 +87,8 @@ class Transform(Part, ABC):
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         """Return what a client passes on.
 
-        A transform without an effect returns the very payload, which then arrives bit for bit.
+        If a transform has no effect, it returns the same payload object, which then arrives bit for
+        bit.
 
         Raises:
             ValueError: If a number is not finite.
@@ -97,17 +98,17 @@ class Transform(Part, ABC):
         """Return what the server reads.
 
         Args:
-            payload: What arrived. It may be anything.
-            template: Shapes and dtypes of what :meth:`encode` was given.
-            received: What :meth:`broadcast` sent with the client's version.
+            payload: The received payload. It may contain anything.
+            template: Shapes and dtypes of the input of :meth:`encode`.
+            received: The return value of :meth:`broadcast` for the client's version.
 
         Raises:
-            ValueError: If it cannot be read. The text says why.
+            ValueError: If it cannot be read. The message says why.
         """
         return payload
 
     def template(self, template: Payload) -> Payload:
-        """Return shapes and dtypes of what :meth:`encode` makes of such a payload."""
+        """Return shapes and dtypes of the output of :meth:`encode` for such a payload."""
         return template
 
     def on_aggregate(self, server: Server, model: State, sums: Tree, updates: int) -> State:
@@ -115,8 +116,8 @@ class Transform(Part, ABC):
 
         Args:
             server: Its memory is the transform's.
-            model: The model of the round, as the rule has made it.
-            sums: The sums over clients of the statistics.
-            updates: Number of updates behind it.
+            model: The model of the round, from the rule.
+            sums: The sums of the statistics over clients.
+            updates: Number of updates in the sums.
         """
         return model

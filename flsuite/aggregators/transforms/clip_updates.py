@@ -1,4 +1,4 @@
-"""The clipping of clients' changes to a largest norm."""
+"""Clipping of clients' changes to a maximum norm."""
 
 import math
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from flsuite.state import State
 class ClipUpdates(Transform, Settings):
     """A change ``D`` becomes ``D min(1, norm / ||D||)``, over all parameters together.
 
-    The client clips, and the server clips again: an attacker need not. Clients log ``update_norm``,
-    the norm before clipping.
+    The client clips, and the server clips again, because an attacker may not clip. Clients log
+    ``update_norm``, the norm before clipping.
 
     Args:
-        norm: Largest L2 norm of a change. It may be infinite.
+        norm: Maximum L2 norm of a change. It may be infinite.
     """
 
     norm: Radius = 1.0
@@ -34,15 +34,15 @@ class ClipUpdates(Transform, Settings):
 
 
 def clipped(payload: Payload, norm: float) -> tuple[Payload, float]:
-    """Return a payload whose change is scaled down to a largest norm, and its norm before.
+    """Return a payload with its change clipped to a maximum norm, and the norm before clipping.
 
-    With a change within the norm, the very payload is returned. Rounding to the dtype of the model
-    may leave a clipped change above the norm by parts in ten million.
+    A change within the norm returns the same payload object. After rounding to the dtype of the
+    model, a clipped change may exceed the norm by a relative 1e-7.
     """
     change: State = payload.change
     squares = [float(value.square().sum()) for value in change.values()]
     before = math.sqrt(math.fsum(squares))
-    if before <= norm or math.isnan(before):  # a NaN is refused by name on arrival
+    if before <= norm or math.isnan(before):  # NaN is refused by name on arrival
         return payload, before
     change = {name: value * (norm / before) for name, value in change.items()}
     return payload._replace(change=change), before

@@ -39,7 +39,7 @@ from flsuite.state import State, Tree
 log = logging.getLogger("flsuite")
 
 WITHIN = "within_clip"
-"""The statistic that says whether a change was within the norm: 1.0 or 0.0."""
+"""The statistic for whether a change was within the norm: 1.0 or 0.0."""
 
 Normal = Callable[[int], Tensor]
 
@@ -49,33 +49,35 @@ class GaussianMechanism(Transform, Settings):
     """Client-level differential privacy: clipped changes, noise on their sum, a fixed divisor.
 
     A client clips its change to the L2 norm ``clip``, and the server clips again. The sum gets
-    Gaussian noise of deviation ``noise_multiplier * clip`` per number, and is divided by the mean
-    size of a cohort. Without noise and with an infinite ``clip`` nothing changes, bit for bit.
+    Gaussian noise of standard deviation ``noise_multiplier * clip`` per number, and is divided by
+    the expected cohort size. Without noise and with an infinite ``clip``, the mean is unchanged bit
+    for bit.
 
-    A client that fails, or whose update is refused, counts as one without a change. Divisor, noise
-    and epsilon stay those of the whole cohort, so that nobody's absence weakens the guarantee. A
-    Poisson cohort that is empty takes a step of noise alone.
+    A client that fails, or whose update is refused, counts as a client without a change. Divisor,
+    noise and epsilon are still computed for the whole cohort, so absences do not weaken the
+    guarantee. An empty Poisson cohort takes a step of noise alone.
 
-    The guarantee is that of a trusted server, for whoever sees the global model of every round. A
-    server optimizer after it is post-processing, and objectives do not enter. It holds while seed,
-    cohorts and the clients' own numbers in the log stay secret. Noise is drawn in double precision
-    and does not resist attacks on floating-point numbers (Mironov 2012).
+    The guarantee assumes a trusted server, and holds against anyone who sees the global model of
+    every round. A server optimizer afterwards is post-processing, and objectives do not matter.
+    Seed, cohorts and the clients' metrics in the log must stay secret. Noise is drawn in double
+    precision and does not resist attacks on floating-point numbers (Mironov 2012).
 
-    Every round logs ``epsilon``, ``delta``, ``clip`` and ``noise`` (the deviation per number of the
-    model). Clients log ``update_norm``, the norm before clipping.
+    Every round logs ``epsilon``, ``delta``, ``clip`` and ``noise`` (the standard deviation per
+    number of the model). Clients log ``update_norm``, the norm before clipping.
 
     Args:
-        clip: Largest L2 norm of a client's change. With ``quantile`` it is the first one.
-        noise_multiplier: Deviation of the noise, in multiples of ``clip``.
-        target_epsilon: Epsilon after ``trainer.rounds``. It sets the noise multiplier.
+        clip: Largest L2 norm of a client's change. With ``quantile``, it is the initial value.
+        noise_multiplier: Standard deviation of the noise, in multiples of ``clip``.
+        target_epsilon: Epsilon after ``trainer.rounds``. It determines the noise multiplier.
         delta: Delta of the guarantee. Default: ``clients ** -1.1``.
-        quantile: Share of the clients whose change is to stay whole (``gamma``). ``clip`` then
-            follows it from round to round. Default: ``clip`` is fixed.
+        quantile: Target fraction of clients whose change is not clipped (``gamma``). ``clip`` then
+            adapts from round to round. Default: ``clip`` is fixed.
         clip_lr: Learning rate of the adaptive clip (``eta_C``).
-        count_noise: Deviation of the noise on the number of whole changes (``sigma_b``). It is paid
-            for with more noise on the changes, so that epsilon stays that of ``noise_multiplier``.
-            Default: a twentieth of a cohort, as in the paper, and at least the noise multiplier.
-        secure_rng: Whether noise comes from the operating system. Such a run cannot be repeated.
+        count_noise: Standard deviation of the noise on the number of unclipped changes
+            (``sigma_b``). The noise on the changes is increased to compensate, so epsilon remains
+            that for ``noise_multiplier``. Default: a twentieth of a cohort, as in the paper, and at
+            least the noise multiplier.
+        secure_rng: Draw the noise from the operating system. Such a run cannot be reproduced.
     """
 
     clip: Radius = 1.0
@@ -88,7 +90,7 @@ class GaussianMechanism(Transform, Settings):
     secure_rng: bool = False
 
     needs = frozenset(
-        {"random cohorts", "a plain sum", "parameters alone", "changes alone", "dense changes"}
+        {"random cohorts", "a plain sum", "only parameters", "only changes", "dense changes"}
     )
 
     # The client half
@@ -108,7 +110,7 @@ class GaussianMechanism(Transform, Settings):
     def template(self, template: Payload) -> Payload:
         if sent := sorted(template.statistics):
             raise FlsuiteError(
-                f"GaussianMechanism: clients send {sent[0]} beside their change, which no noise "
+                f"GaussianMechanism: clients send {sent[0]} with their change, which no noise "
                 "covers; change the part of trainer.aggregator that sends it"
             )
         if self.quantile is None:
@@ -118,7 +120,7 @@ class GaussianMechanism(Transform, Settings):
     # The server half
 
     def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
-        # Not to be believed: a client may send anything.
+        # Clip again, because a client may send anything.
         payload, _ = clipped(payload, received["clip"])
         if self.quantile is None:
             return payload
@@ -133,7 +135,7 @@ class GaussianMechanism(Transform, Settings):
         on_changes = self._on_changes(server)
         deviation = on_changes and on_changes * memory["clip"] / expected
 
-        # Who is missing counts as a client without a change.
+        # A missing client counts as a client without a change.
         share = updates / expected
         model = {name: mixed(value, model[name], share) for name, value in server.state.items()}
         if deviation:
@@ -151,28 +153,28 @@ class GaussianMechanism(Transform, Settings):
     def _adapt_clip(self, server: Server, within: float, updates: int, normal: Normal) -> None:
         """Move the clip by ``C <- C exp(-eta (b - gamma))`` (Andrew et al., algorithm 1)."""
         assert self.quantile is not None
-        # Each bit less 1/2, so that one client moves the sum by 1/2 at most.
+        # Subtract 1/2 from each bit, so one client moves the sum by at most 1/2.
         total = within - 0.5 * updates + self._on_count(server) * float(normal(1))
         share = 0.5 + total / _sampling(server).expected
         server.memory["clip"] *= math.exp(-self.clip_lr * (share - self.quantile))
         server.metrics["within_clip"] = share
 
     def _normal(self, server: Server, round: int) -> Normal:
-        """Return a source of standard normal numbers in float64, new in every round."""
+        """Return a generator of float64 standard normal samples, new in every round."""
         if self.secure_rng:
             return secure_normal
         generator = torch_generator(server.tools.seed, "dp_fedavg/noise", round)
         return lambda size: torch.randn(size, generator=generator, dtype=torch.float64)
 
     def _on_count(self, server: Server) -> float:
-        """Return the deviation of the noise on the number of whole changes."""
+        """Return the standard deviation of the noise on the number of unclipped changes."""
         if self.count_noise is not None:
             return self.count_noise
         noise = float(server.memory["noise_multiplier"])
         return max(_sampling(server).expected / 20, noise) if noise else 0.0
 
     def _on_changes(self, server: Server) -> float:
-        """Return the deviation of the noise on the changes, in multiples of the clip."""
+        """Return the standard deviation of the noise on changes, in multiples of the clip."""
         noise = float(server.memory["noise_multiplier"])
         return noise if self.quantile is None else noise_beside_count(noise, self._on_count(server))
 
@@ -185,7 +187,7 @@ class GaussianMechanism(Transform, Settings):
             "a plain sum": "adds noise to the sum",  # a second mechanism would not cover the first
         }
         if self.quantile is not None:
-            withheld["changes alone"] = "sends whether its change was within the clip"
+            withheld["only changes"] = "sends whether its change was within the clip"
         return withheld
 
     def prepare(self, server: Server) -> None:
@@ -193,7 +195,7 @@ class GaussianMechanism(Transform, Settings):
             raise FlsuiteError(
                 "GaussianMechanism: target_epsilon needs the number of rounds; set trainer.rounds"
             )
-        self._delta(server)  # it refuses a single client without one
+        self._delta(server)  # refuses a single client without a delta
 
     def _begin(self, server: Server) -> None:
         """Set the noise of a run before its first round.
@@ -240,8 +242,8 @@ class GaussianMechanism(Transform, Settings):
             log.info("GaussianMechanism: epsilon %.4g after %d rounds", spent, rounds)
         if self.secure_rng:
             log.warning(
-                "GaussianMechanism: secure_rng draws the noise from the operating system: no other "
-                "run, and no resumed one, has the same weights"
+                "GaussianMechanism: secure_rng draws the noise from the operating system, so the "
+                "weights of this run cannot be reproduced, not even by a resume"
             )
 
     def _delta(self, server: Server) -> float:
@@ -261,7 +263,7 @@ class GaussianMechanism(Transform, Settings):
             )
         if self.clip == math.inf and (self.noise_multiplier != 0 or self.quantile is not None):
             raise FlsuiteError(
-                "GaussianMechanism: an infinite clip bounds nobody's change; give a number"
+                "GaussianMechanism: an infinite clip does not bound changes; give a number"
             )
 
 

@@ -1,4 +1,4 @@
-"""CINIC-10: CIFAR-10 made larger with images of ImageNet.
+"""CINIC-10: CIFAR-10 extended with images of ImageNet.
 
 Source: Darlow et al., "CINIC-10 is not ImageNet or CIFAR-10", arXiv:1810.03505.
 """
@@ -32,14 +32,14 @@ Valid = Literal["validation", "training", "unused"]
 
 
 class CINIC10(FederatedDataModule):
-    """Objects and animals: 90000 training and 90000 test images, 32x32 in colour, 10 classes.
+    """Objects and animals: 90000 training and 90000 test images, 32x32 in color, 10 classes.
 
-    A published validation split of 90000 images comes with them. The files are the publisher's
-    folders ``train``, ``valid`` and ``test`` in ``CINIC-10`` under ``root``, by default under
+    A published validation split of 90000 images is included. The files are the publisher's folders
+    ``train``, ``valid`` and ``test`` in ``CINIC-10`` under ``root``, by default under
     ``~/.cache/flsuite``. They are not downloaded. Reading a split takes about ten seconds.
 
-    All images of CIFAR-10 are in CINIC-10, spread over its three splits. A model that has been
-    trained on CIFAR-10 has thus seen test images of CINIC-10.
+    All images of CIFAR-10 are in CINIC-10, spread over its three splits. A model trained on
+    CIFAR-10 has therefore seen test images of CINIC-10.
 
     Args:
         valid: The use of the published validation split: ``validation``, ``training`` (it joins the
@@ -67,7 +67,7 @@ class CINIC10(FederatedDataModule):
 
 
 def _check_folders(split: Path) -> None:
-    """Refuse a split without one of its classes, whose labels would be wrong."""
+    """Refuse a split with a missing class folder, because its labels would be wrong."""
     missing = [split / name for name in CLASSES if not (split / name).is_dir()]
     if missing:
         raise FlsuiteError(

@@ -16,7 +16,7 @@ class ColumnScale:
     Attributes:
         offset, divisor, base: float64 ``(columns,)``. An infinite divisor maps a column to its
             base.
-        bounds: The smallest and the largest result. ``None`` is for no clipping.
+        bounds: The smallest and the largest result. ``None`` means no clipping.
     """
 
     offset: np.ndarray
@@ -36,7 +36,7 @@ def fit_scale(name: ScaleName, train: np.ndarray) -> ColumnScale:
     """Fit a scaling to training rows ``(rows, columns)``.
 
     ``minmax`` scales training rows to [0.1, 0.9] and clips all rows to [0, 1]. The margin keeps
-    values slightly outside the training rows apart from the ends. ``standard`` scales training rows
+    values slightly outside the training rows off the bounds. ``standard`` scales training rows
     to mean 0 and deviation 1. ``none`` changes nothing. A column that is constant in the training
     rows carries no information and becomes 0.5 (``minmax``) or 0 (``standard``) everywhere.
     """
@@ -53,7 +53,7 @@ def fit_scale(name: ScaleName, train: np.ndarray) -> ColumnScale:
         offset, base, middle, bounds = low, ones * LOW, 0.5, (0.0, 1.0)
         divisor = (high - low) / (HIGH - LOW)
 
-    # Both tests are needed: the deviation of a repeated 0.1 is not quite 0, that of 1e-300 is 0.
+    # Both are needed: a repeated 0.1 has a nonzero deviation, and 1e-300 has deviation 0.
     constant = (low == high) | (divisor == 0)
     return ColumnScale(
         offset, np.where(constant, np.inf, divisor), np.where(constant, middle, base), bounds

@@ -1,4 +1,4 @@
-"""CSV files with a header: their column names, and their rows as frames or as checked numbers.
+"""CSV files with a header: column names, and rows as frames or as checked numbers.
 
 In error messages, rows are counted from 1 below the header.
 """
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def csv_header(file: Path) -> list[str]:
-    """Return the column names as they are in the file.
+    """Return the column names exactly as in the file.
 
-    Pandas by itself would rename a second ``a`` to ``a.1``.
+    Pandas itself would rename a second ``a`` to ``a.1``.
 
     Raises:
-        FlsuiteError: If the file is missing, empty or unreadable, a column has no name or the name
-            of another, or the first row has more values than the header has names. In the last
+        FlsuiteError: If the file is missing, empty or unreadable, a column has no name or a
+            duplicate name, or the first row has more values than the header has names. In the last
             case, pandas would take the first values for row names and shift all others.
     """
     import pandas as pd
@@ -35,11 +35,11 @@ def csv_header(file: Path) -> list[str]:
         first = pd.read_csv(file, header=None, nrows=2, dtype=str, keep_default_na=False)
     except pd.errors.EmptyDataError as error:
         raise FlsuiteError(f"{file} is empty; put the data there or remove it") from error
-    except Exception as error:  # decoding, disks and the parser have their own exceptions each
+    except Exception as error:  # decoding, disks and the parser each have their own exceptions
         raise _unreadable(file, error) from error
 
     names = [str(name).strip() for name in first.iloc[0]]
-    if "" in names:  # usually row numbers, from which the class of sorted rows can be told
+    if "" in names:  # usually row numbers, which reveal the class of sorted rows
         raise FlsuiteError(
             f"{file} has no name for column {names.index('') + 1}; name it or remove it"
         )
@@ -49,20 +49,20 @@ def csv_header(file: Path) -> list[str]:
 
 
 def csv_frames(file: Path, rows: int | None = None) -> "Iterator[pd.DataFrame]":
-    """Yield the file in frames of ``rows`` rows, of which the last may be shorter.
+    """Yield the file in frames of ``rows`` rows. The last frame may be shorter.
 
-    The default is one frame.
+    By default, there is one frame.
 
     Raises:
-        FlsuiteError: While reading, if :func:`csv_header` raises it, or the file has no rows or a
-            row that is longer than the header.
+        FlsuiteError: While reading, for the reasons of :func:`csv_header`, or if the file has no
+            rows or a row that is longer than the header.
     """
     import pandas as pd
 
     csv_header(file)
     total = 0
     try:
-        # low_memory=True would infer the type of a column from parts of it, which may disagree.
+        # low_memory=True would infer a column's type in pieces, which may disagree.
         with pd.read_csv(file, iterator=True, chunksize=rows, low_memory=False) as reader:
             for frame in [reader.read()] if rows is None else reader:
                 total += len(frame)
@@ -71,7 +71,7 @@ def csv_frames(file: Path, rows: int | None = None) -> "Iterator[pd.DataFrame]":
     except Exception as error:  # as in csv_header
         raise _unreadable(file, error) from error
     if not total:
-        raise FlsuiteError(f"{file} has a header and no rows; put the data there or remove it")
+        raise FlsuiteError(f"{file} has a header but no rows; put the data there or remove it")
 
 
 def _unreadable(file: Path, error: Exception) -> FlsuiteError:
@@ -84,8 +84,8 @@ LARGEST = float(np.finfo(np.float32).max)
 def numeric_chunks(frames: "Iterable[pd.DataFrame]", file: Path) -> Iterator[np.ndarray]:
     """Yield each frame as float64 ``(rows, columns)``.
 
-    Missing values are counted to the end, so that the message can say how many there are. The
-    earlier chunks are therefore known to be valid only after the last one.
+    Missing values are counted to the end, so the message can state their number. Earlier chunks are
+    therefore known to be valid only after the last one.
 
     Raises:
         FlsuiteError: If a cell is missing, not a number, infinite or too large for float32.

@@ -1,4 +1,4 @@
-"""FEMNIST: handwritten characters by their writers, as in the LEAF benchmark.
+"""FEMNIST: handwritten characters by writer, as in the LEAF benchmark.
 
 Source: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018, arXiv:1812.01097.
 """
@@ -29,7 +29,7 @@ Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of the training split, and those of the test split if there is one."""
+    """Return the files of the training split, and of the test split if there is one."""
     arrays = folder / "femnist.npz"
     if arrays.is_file():
         return [arrays], []
@@ -58,10 +58,10 @@ def read_samples(files: Sequence[Path]) -> Samples:
 
 def _read_file(file: Path) -> list[Samples]:
     try:
-        parts = [_read_arrays(file)] if file.suffix == ".npz" else list(_read_leaf(file))
-        if not parts:
+        samples = [_read_arrays(file)] if file.suffix == ".npz" else list(_read_leaf(file))
+        if not samples:
             raise ValueError("it has no writers")
-        return parts
+        return samples
     except Exception as error:  # zipfile, zlib, numpy and json raise many types on a damaged file
         raise FlsuiteError(
             f"{file} is damaged or not FEMNIST ({one_line(error)}); delete it and {REMEDY}"
@@ -81,8 +81,8 @@ def _read_arrays(file: Path) -> Samples:
 def _read_leaf(file: Path) -> Iterator[Samples]:
     """Read a file of LEAF, one writer at a time.
 
-    Each writer's floats are dropped once they are converted, because Python objects take ten times
-    the memory.
+    Each writer's floats are dropped after conversion, because Python objects take ten times the
+    memory.
     """
     with file.open() as stream:
         content = json.load(stream)
@@ -111,9 +111,9 @@ TEST_FRACTION = 0.1
 SPLIT_SEED = 0
 
 
-def _joined(parts: list[Samples]) -> DataSplit:
-    """Return all samples as one split, the writers numbered over all parts."""
-    images, labels, writers = (np.concatenate(column) for column in zip(*parts, strict=True))
+def _joined(samples: list[Samples]) -> DataSplit:
+    """Return all samples as one split, with consistent writer numbers."""
+    images, labels, writers = (np.concatenate(column) for column in zip(*samples, strict=True))
     ids = np.unique(writers, return_inverse=True)[1].astype(np.int64)
     return DataSplit(torch.from_numpy(images), torch.from_numpy(labels), torch.from_numpy(ids))
 
@@ -126,16 +126,16 @@ def _held_out(whole: DataSplit) -> Tensor:
     held = []
     for writer, rows in enumerate(rows_of):
         order = numpy_generator(SPLIT_SEED, "femnist/test", client=writer).permutation(rows)
-        # Rounded half up, so that a writer with five samples has one for testing.
+        # Rounded half up, so a writer with five samples has one for testing.
         held.append(order[: int(TEST_FRACTION * len(rows) + 0.5)])
     return torch.from_numpy(np.sort(np.concatenate(held)))
 
 
 class FEMNIST(FederatedDataModule):
-    """Handwritten digits and letters of some 3550 writers, 28x28 in grey, 62 classes.
+    """Handwritten digits and letters of some 3550 writers, 28x28 gray, 62 classes.
 
     With the ``Natural`` partition, clients are writers or groups of whole writers. LEAF publishes a
-    script instead of files, so nothing is downloaded. The files are in ``root/femnist`` or, where
+    script instead of files, so nothing is downloaded. The files are in ``root/femnist`` or, if
     there is no such folder, in ``root`` itself. The default of ``root`` is ``~/.cache/flsuite``.
     The first of these is read:
 
@@ -144,7 +144,7 @@ class FEMNIST(FederatedDataModule):
     2. LEAF's ``train/*.json`` and ``test/*.json``, also under ``data/``. Without ``test``, as in 3.
     3. LEAF's ``all_data_*.json``, also under ``all_data/`` or ``data/all_data/``.
 
-    Where there is no test split, a tenth of each writer's samples (LEAF's own default) is held out
+    Without a test split, a tenth of each writer's samples (LEAF's own default) is held out
     with a fixed seed. A writer with fewer than five samples has no test samples.
 
     Args:
@@ -169,10 +169,10 @@ class FEMNIST(FederatedDataModule):
         if not train:
             raise FlsuiteError(f"FEMNIST is not in {folder}; {REMEDY}, or set data.root")
 
-        parts = [read_samples(files) for files in (train, test) if files]
-        whole = _joined(parts)
+        samples = [read_samples(files) for files in (train, test) if files]
+        whole = _joined(samples)
         # The samples of the test files, if there are any, come second.
-        held = torch.arange(len(parts[0][1]), len(whole)) if test else _held_out(whole)
+        held = torch.arange(len(samples[0][1]), len(whole)) if test else _held_out(whole)
         if not len(held):
             raise FlsuiteError(
                 f"no writer in {folder} has the five samples that a test split needs; "

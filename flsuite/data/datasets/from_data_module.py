@@ -1,4 +1,4 @@
-"""A Lightning data module that knows nothing of clients as federated data."""
+"""Wraps a plain Lightning data module as federated data."""
 
 import logging
 from typing import Any
@@ -23,18 +23,20 @@ _BATCH_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer
 
 
 class FromDataModule(MapStyleModule):
-    """The datasets behind the loaders of a plain data module.
+    """Federated data from the loaders of a plain data module.
 
-    The batch size, the collate function and the number of workers are those of its training loader.
-    Its samplers are not used: every client shuffles its own samples. Without a ``test_dataloader``,
-    the samples of ``val_dataloader`` are for testing, and clients hold out samples for validation.
+    The batch size, the collate function and the number of workers come from its training loader.
+    Its samplers are not used, because every client shuffles its own samples. Without a
+    ``test_dataloader``, the samples of ``val_dataloader`` are the test data, and clients hold out
+    samples for validation.
 
     Args:
         data: The data module.
         clients: Number of clients that share the training samples.
-        partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. One
-            that splits by class needs ``labels``.
-        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Those about batches,
+        partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. A
+            partition by class needs ``labels``.
+        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Arguments about
+            batches, files and images have no effect.
             files and images have no effect.
     """
 
@@ -51,7 +53,7 @@ class FromDataModule(MapStyleModule):
 
     @classmethod
     def of(cls, data: LightningDataModule) -> "FromDataModule":
-        """Wrap a data module, which may name some of the arguments as attributes of its own."""
+        """Wrap a data module, which may provide some of the arguments as attributes."""
         given = {name: getattr(data, name) for name in _ATTRIBUTES if hasattr(data, name)}
         made = cls(data, **given)
         rule = type(made.partition).__name__ if made.partition else "IID"
@@ -118,9 +120,10 @@ class FromDataModule(MapStyleModule):
 
 
 def as_federated(datamodule: LightningDataModule) -> FederatedDataModule:
-    """Return the data module itself if it is federated, else one that splits its samples.
+    """Return the data module itself if it is federated, else a wrapper that splits its samples.
 
-    A plain data module may name arguments of :class:`~flsuite.data.FromDataModule` as attributes.
+    A plain data module may provide arguments of :class:`~flsuite.data.FromDataModule` as
+    attributes.
     """
     if isinstance(datamodule, FederatedDataModule):
         return datamodule

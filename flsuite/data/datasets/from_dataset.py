@@ -1,4 +1,4 @@
-"""Any map-style datasets of torch as federated data."""
+"""Wraps map-style torch datasets as federated data."""
 
 import hashlib
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from flsuite.data.map_style import (
     StoredSplit,
     read_field,
     read_split,
+    readable,
     require_map_style,
 )
 from flsuite.data.module import FederatedDataModule
@@ -28,19 +29,19 @@ from flsuite.errors import FlsuiteError
 
 
 class MapStyleModule(FederatedDataModule):
-    """A base class of data modules whose samples are in map-style datasets.
+    """A base class of data modules with map-style datasets.
 
     Args:
-        labels: One class per sample, for the partition and the counts of classes: the name of a
-            field, a function of a sample, or the values of the training samples. Default: the
-            datasets' ``targets`` or ``labels``, or targets that are whole numbers.
+        labels: One class per sample, for the partition and the class counts: the name of a field, a
+            function of a sample, or the values of the training samples. Default: the datasets'
+            ``targets`` or ``labels``, or targets that are integers.
         ids: The natural owner of each sample, given like ``labels``, for ``Natural``.
-        bins: Quantiles that labels which are numbers, or else the targets, are cut into, as classes
-            for the partition.
-        workers: Processes that read ahead samples that do not fit into memory. Worker processes
-            of an engine read alone.
+        bins: Number of quantiles into which numeric labels, or else the targets, are cut, as
+            classes for the partition.
+        workers: Processes that prefetch samples that do not fit into memory. Worker processes of an
+            engine read without them.
         in_memory: Whether to keep samples in memory as tensors. Default: if each is a pair of a
-            tensor and a number or a tensor, all are of one shape and the same on every reading,
+            tensor and a number or a tensor, all have one shape and are the same on every reading,
             and they take less than 2 GiB.
         **kwargs: Arguments of ``FederatedDataModule``.
     """
@@ -63,7 +64,7 @@ class MapStyleModule(FederatedDataModule):
         check_init(self, MapStyleModule)
 
     def described(self) -> dict[str, Any]:
-        """Return the arguments for the settings of a run, with datasets by their content."""
+        """Return the arguments for a run's settings, with datasets identified by content."""
         return described(self)
 
     def _published(
@@ -92,14 +93,14 @@ class MapStyleModule(FederatedDataModule):
         return PublishedSplits(spec, done["train"], done["test"], done.get("val"))
 
     def _values(self, dataset: Any, split: str) -> np.ndarray | None:
-        """Return the label of each sample, or ``None`` where there are none."""
+        """Return the label of each sample, or ``None`` if there are none."""
         is_given = self.labels is not None and not isinstance(self.labels, str)
         if is_given and not callable(self.labels) and split != "train":
             return read_field(dataset, None, "labels")  # the values are those of train
         return read_field(dataset, self.labels, "labels")
 
     def _owners(self, dataset: Any, split: str) -> Tensor | None:
-        """Return the owner of each sample as a number, or ``None`` where there are none."""
+        """Return the owner of each sample as a number, or ``None`` if there are none."""
         if self.ids is None:
             return None
         if not isinstance(self.ids, str) and not callable(self.ids) and split != "train":
@@ -107,7 +108,7 @@ class MapStyleModule(FederatedDataModule):
         owners = read_field(dataset, self.ids, "ids")
         assert owners is not None
         if not np.issubdtype(owners.dtype, np.integer):
-            # Names are numbered alike in every split, whichever owners it has.
+            # A name has the same number in every split, whichever owners it contains.
             owners = np.array([_number(str(owner)) for owner in owners])
         return torch.from_numpy(owners.astype(np.int64))
 
@@ -133,7 +134,7 @@ class MapStyleModule(FederatedDataModule):
 
         own = values["train"]
         if own is None or (np.issubdtype(own.dtype, np.floating) and self.bins is None):
-            # One class for all, so that counts per client are there all the same.
+            # A single class, so counts per client still exist.
             return _coded({}, splits, np.zeros(0)), ("all",), "other"
         if self.bins is not None:
             numbers = {k: v.astype(np.float64) for k, v in values.items() if v is not None}
@@ -147,25 +148,25 @@ class MapStyleModule(FederatedDataModule):
         return classes, tuple(map(str, known)), _task(classes, splits)
 
     def _scaling(self, train: DataSplit, spec: DataSpec) -> tuple[Scaling, tuple[int, ...]]:
-        # The datasets say how their samples look to a model.
+        # The datasets transform their samples themselves.
         return Unscaled(), spec.shape
 
 
 class FromDataset(MapStyleModule):
-    """Map-style datasets: of torchvision, of Hugging Face with a torch format, or of your own.
+    """Map-style datasets: torchvision, Hugging Face with torch format, or your own.
 
     Args:
         train: The training samples, which the clients share.
         test: The test samples.
-        val: Validation samples for all clients. Default: each client holds out a part of its own.
+        val: Validation samples for all clients. Default: each client holds out some of its samples.
         collate: The function from a list of samples to a batch, for samples of variable length or
             another structure. Default: torch's own.
         clients: Number of clients that share the training samples.
-        partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. One
-            that splits by class needs ``labels``.
+        partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. A
+            partition by class needs ``labels``.
         batch_size: Samples per batch.
-        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Those about files and
-            images have no effect: the datasets transform their samples themselves.
+        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Arguments about files
+            and images have no effect: the datasets transform their samples themselves.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ def _with(split: DataSplit, classes: Tensor | None, ids: Tensor | None, task: Ta
 
 
 def _numbers(split: DataSplit) -> np.ndarray | None:
-    """Return targets that are one number per sample, if they are in memory."""
+    """Return the targets if they are one number per sample and in memory."""
     is_one = split.y.ndim == 1 and not isinstance(split, StoredSplit)
     return split.y.numpy() if is_one else None
 
@@ -212,7 +213,7 @@ def _coded(
     edges: np.ndarray,
     side: Literal["left", "right"] = "left",
 ) -> dict[str, Tensor | None]:
-    """Return the place of each value among the edges as its class, 0 in a split without values."""
+    """Return each value's index among the edges as its class, 0 in a split without values."""
     return {
         name: torch.from_numpy(np.searchsorted(edges, values[name], side).astype(np.int64))
         if name in values
@@ -222,7 +223,7 @@ def _coded(
 
 
 def _task(classes: dict[str, Tensor | None], splits: dict[str, DataSplit]) -> Task:
-    """Return whether the targets of the samples are the numbered labels."""
+    """Return the task: a classification if the targets are the numbered labels."""
     for name, split in splits.items():
         labels = classes[name]
         assert labels is not None
@@ -230,9 +231,10 @@ def _task(classes: dict[str, Tensor | None], splits: dict[str, DataSplit]) -> Ta
             if not torch.equal(split.y.long().flatten(), labels):
                 return "other"
             continue
-        # Enough to tell targets from something else that samples have been labelled by.
+        # Enough samples to see whether the labels are the targets.
         probed = torch.arange(min(16, len(split)))
-        batch = next(split.batches([probed]))
+        with readable():
+            batch = next(split.batches([probed]))
         y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 1:
             return "other"

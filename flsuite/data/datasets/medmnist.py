@@ -1,7 +1,7 @@
 """MedMNIST v2 and MedMNIST+: twelve sets of small medical images, at 28, 64, 128 and 224 pixels.
 
-Names, checksums, addresses and the download are those of the ``medmnist`` package. The file is read
-here, directly into tensors, because the package makes a PIL image of every sample.
+Names, checksums, URLs and the download come from the ``medmnist`` package. The file is read here,
+directly into tensors, because the package creates a PIL image per sample.
 
 Source: Yang et al., "MedMNIST v2: A large-scale lightweight benchmark for 2D and 3D biomedical
 image classification", Scientific Data 10, 2023.
@@ -45,9 +45,9 @@ def _spec(info: dict[str, Any], size: int) -> DataSpec:
 
 
 def _download(file: Path, url: str, md5: str) -> None:
-    """Download a file into a temporary folder beside its place, then move it there.
+    """Download a file to a temporary folder next to its destination, then move it there.
 
-    An interrupted download leaves no partial file under the real name.
+    An interrupted download leaves no partial file under the final name.
     """
     from torchvision.datasets.utils import download_url
 
@@ -56,7 +56,7 @@ def _download(file: Path, url: str, md5: str) -> None:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=".download-") as folder:
             download_url(url, root=folder, filename=file.name, md5=md5)
             os.replace(Path(folder) / file.name, file)
-    except Exception as error:  # sockets, HTTP, TLS and disks have their own exceptions each
+    except Exception as error:  # sockets, HTTP, TLS and disks each have their own exceptions
         raise FlsuiteError(
             f"{file.name} is not in {file.parent} and could not be downloaded "
             f"({one_line(error)}); put {url} there by hand"
@@ -64,18 +64,18 @@ def _download(file: Path, url: str, md5: str) -> None:
 
 
 def _check_md5(file: Path, expected: str) -> None:
-    """Refuse a file that is not the published one."""
+    """Refuse a file that differs from the published one."""
     from torchvision.datasets.utils import calculate_md5
 
     try:
-        found = calculate_md5(file)
+        md5 = calculate_md5(file)
     except OSError as error:
         raise FlsuiteError(
             f"{file} cannot be read ({one_line(error)}); check the file and its permissions"
         ) from error
 
-    if found != expected:
-        raise _damaged(file, f"its MD5 is {found}, the published one {expected}")
+    if md5 != expected:
+        raise _damaged(file, f"its MD5 is {md5}, the published one {expected}")
 
 
 def _read(file: Path, spec: DataSpec) -> list[DataSplit]:
@@ -91,7 +91,7 @@ def _split(images: np.ndarray, labels: np.ndarray, split: str, spec: DataSpec) -
     channels, height, width = spec.shape
     multilabel = spec.task == "multilabel"
     columns, values = (spec.num_classes, 2) if multilabel else (1, spec.num_classes)
-    # Grey images are stored without a channel.
+    # Gray images are stored without a channel.
     if images.ndim == 3:
         images = images[..., None]
 
@@ -122,7 +122,7 @@ class MedMNIST(FederatedDataModule):
         name: ``pathmnist``, ``chestmnist`` (14 labels), ``dermamnist``, ``octmnist``,
             ``pneumoniamnist``, ``retinamnist`` (ordinal), ``breastmnist``, ``bloodmnist``,
             ``tissuemnist``, ``organamnist``, ``organcmnist`` or ``organsmnist``.
-        size: Side of the images in pixels: 28, 64, 128 or 224. Each size is a file of its own, not
+        size: Side of the images in pixels: 28, 64, 128 or 224. Each size has its own file, not
             a resized 28.
         **kwargs: Arguments of ``FederatedDataModule``.
     """
@@ -134,7 +134,7 @@ class MedMNIST(FederatedDataModule):
         check_init(self, MedMNIST)
 
     def load(self) -> PublishedSplits:
-        """Read the set as it is published, with its validation split.
+        """Read the published set, with its validation split.
 
         An existing file is never replaced.
 
@@ -158,7 +158,7 @@ class MedMNIST(FederatedDataModule):
                     f"{file.name} is not in {file.parent}; set data.download or put {url} there"
                 )
             _download(file, url, md5)
-        # Also for an existing file, because nothing else would detect damaged pixels.
+        # Also check an existing file, because nothing else would detect damaged pixels.
         _check_md5(file, md5)
 
         spec = _spec(info, self.size)

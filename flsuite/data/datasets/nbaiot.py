@@ -44,7 +44,7 @@ REMEDY = (
 
 
 def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
-    """Return device, kind of traffic and file, ordered by the devices' numbers and ``TRAFFIC``.
+    """Return device, kind of traffic and file, ordered by device number and ``TRAFFIC``.
 
     Raises:
         FlsuiteError: If there is no device, or some of a device's files are missing.
@@ -57,7 +57,7 @@ def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
             traffic: next((place for place in both if place.is_file()), None)
             for traffic, both in places.items()
         }
-        # A device without any file is absent. A device with only some files is damaged.
+        # A device without any file is absent. A device with some files missing is incomplete.
         if not any(present.values()):
             continue
         for traffic, file in present.items():
@@ -79,7 +79,7 @@ def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
 
 
 def _places(folder: Path, number: int, traffic: str) -> tuple[Path, Path]:
-    """Return the place of a file in the flat layout, and in UCI's."""
+    """Return the path of a file in the flat layout and in UCI's layout."""
     family, _, attack = traffic.partition(".")
     inside = f"{family}_attacks/{attack}.csv" if attack else "benign_traffic.csv"
     return folder / f"{number}.{traffic}.csv", folder / DEVICES[number - 1] / inside
@@ -98,7 +98,7 @@ def checked_header(file: Path, first: list[str] | None) -> list[str]:
     header = csv_header(file)
     if len(header) != FEATURES:
         raise FlsuiteError(
-            f"{file} has {len(header)} columns, and N-BaIoT has {FEATURES}; delete it and {REMEDY}"
+            f"{file} has {len(header)} columns, but N-BaIoT has {FEATURES}; delete it and {REMEDY}"
         )
 
     if all(_is_number(name) for name in header):
@@ -133,7 +133,7 @@ Classes = Literal["binary", "family", "attack"]
 _Device = Annotated[
     int, Range(f"from 1 to {len(DEVICES)}", lambda number: 1 <= number <= len(DEVICES))
 ]
-Part = tuple[np.ndarray, int, int]
+FileRows = tuple[np.ndarray, int, int]
 """Rows float32 ``(n, 115)`` of one file, their class, their device."""
 
 
@@ -150,8 +150,8 @@ def _labels(classes: Classes) -> tuple[tuple[str, ...], dict[str, int]]:
 def _sample(chunks: Iterable[np.ndarray], cap: int | None, rng: np.random.Generator) -> np.ndarray:
     """Return at most ``cap`` rows, float32, in a random order.
 
-    Each row has one random draw, in the order of the file, so that the size of the chunks makes no
-    difference. Rows are sorted by their draws. At most ``cap`` rows and one chunk are in memory.
+    Each row has one random draw, in the order of the file, so the result does not depend on the
+    chunk size. Rows are sorted by their draws. At most ``cap`` rows and one chunk are in memory.
     """
     kept: np.ndarray | None = None
     draws = np.zeros(0)
@@ -168,21 +168,21 @@ def _sample(chunks: Iterable[np.ndarray], cap: int | None, rng: np.random.Genera
     return kept[np.argsort(draws)]
 
 
-def _joined(parts: list[Part], with_ids: bool) -> DataSplit:
-    """Return all parts as one split.
+def _joined(files: list[FileRows], with_ids: bool) -> DataSplit:
+    """Return the rows of all files as one split.
 
-    ``parts`` is emptied on the way, because the set hardly fits into memory twice.
+    ``files`` is emptied in the process, because two copies of the set may not fit into memory.
     """
-    sizes = [len(rows) for rows, _, _ in parts]
+    sizes = [len(rows) for rows, _, _ in files]
     y, ids = (
-        torch.from_numpy(np.repeat([part[column] for part in parts], sizes)) for column in (1, 2)
+        torch.from_numpy(np.repeat([file[column] for file in files], sizes)) for column in (1, 2)
     )
 
-    # Filled from the end, because parts are popped from the end.
+    # Fill from the end, because files are popped from the end.
     x = np.empty((sum(sizes), FEATURES), np.float32)
     stop = len(x)
-    while parts:
-        rows, _, _ = parts.pop()
+    while files:
+        rows, _, _ = files.pop()
         x[stop - len(rows) : stop] = rows
         stop -= len(rows)
 
@@ -192,10 +192,10 @@ def _joined(parts: list[Part], with_ids: bool) -> DataSplit:
 class NBaIoT(FederatedDataModule):
     """Traffic of nine devices, 115 statistics per packet: some seven million rows, 3.3 GB.
 
-    With the ``Natural`` partition and nine clients, clients are devices. With one ``device``, any
-    other partition splits its rows over clients. UCI's archive is not downloaded. The files are in
-    ``root/nbaiot`` or, where there is no such folder, in ``root`` itself. The default of ``root``
-    is ``~/.cache/flsuite``. They have either of the two usual layouts:
+    With the ``Natural`` partition and nine clients, clients are devices. With a single ``device``,
+    any other partition splits its rows over clients. UCI's archive is not downloaded. The files are
+    in ``root/nbaiot`` or, without such a folder, in ``root`` itself. The default of ``root`` is
+    ``~/.cache/flsuite``. The two usual layouts are supported:
 
     1. UCI's: ``Danmini_Doorbell/benign_traffic.csv``, ``Danmini_Doorbell/gafgyt_attacks/combo.csv``
        and so on.
@@ -203,19 +203,19 @@ class NBaIoT(FederatedDataModule):
        numbered as in ``DEVICES``.
 
     A whole device may be missing, but not a single file of a device. Every row is read and checked,
-    for any cap. The rows of a file are put into a random order with a fixed seed. The first
-    ``rows_per_file`` are kept, and every fifth of them is for testing. A smaller cap is thus a part
-    of a larger one, and a test row under one cap is a test row under all.
+    for any cap. The rows of a file are shuffled with a fixed seed. The first ``rows_per_file`` are
+    kept, and every fifth of them is a test row. A smaller cap thus gives a subset of a larger one,
+    and a test row under one cap is a test row under all.
 
     Args:
         classes: ``binary`` (benign or attack), ``family`` (benign, gafgyt, mirai) or ``attack``
-            (benign and the ten attacks). Every device has all classes, although there are no rows
-            of Mirai for the devices 3 and 7.
-        device: The only device to read, 1 to 9, in which case the data has no natural owners.
-            ``None`` is for all.
-        rows_per_file: The largest number of rows per file, at least 5, and the same rows in every
-            run. ``None`` is for all.
-        **kwargs: Arguments of ``FederatedDataModule``. Those about images have no effect.
+            (benign and the ten attacks). Every device has all classes, although the devices 3 and 7
+            have no rows of Mirai.
+        device: The only device to read, 1 to 9. The data then has no natural owners. ``None`` means
+            all devices.
+        rows_per_file: Maximum number of rows per file, at least 5, the same rows in every run.
+            ``None`` means all rows.
+        **kwargs: Arguments of ``FederatedDataModule``. Arguments about images have no effect.
     """
 
     def __init__(
@@ -236,8 +236,8 @@ class NBaIoT(FederatedDataModule):
 
         Returns:
             ``train`` and ``test`` as float32 ``(n, 115)``, labels int64 ``(n,)``, and the devices'
-            numbers as ids (no ids with one ``device``). There is no ``val``. Each feature is scaled
-            to [0.1, 0.9] over the training rows, and clipped to [0, 1] in the test rows.
+            numbers as ids (no ids with a single ``device``). There is no ``val``. Each feature is
+            scaled to [0.1, 0.9] over the training rows, and clipped to [0, 1] in the test rows.
 
         Raises:
             FlsuiteError: If there are no files, or a file is missing or empty, has another header
@@ -247,10 +247,10 @@ class NBaIoT(FederatedDataModule):
         folder = folder / "nbaiot" if (folder / "nbaiot").is_dir() else folder
         names, label_of = _labels(self.classes)
         header: list[str] | None = None
-        train: list[Part] = []
-        test: list[Part] = []
+        train: list[FileRows] = []
+        test: list[FileRows] = []
         for number, traffic, file in find_files(folder, self.device):
-            # Each file must have the header of the first, or columns would be mixed up.
+            # Each file must have the header of the first, to prevent mixed-up columns.
             header = checked_header(file, header)
             rng = numpy_generator(SPLIT_SEED, f"nbaiot/{traffic}", client=number)
             chunks = numeric_chunks(csv_frames(file, CHUNK_ROWS), file)
@@ -263,7 +263,7 @@ class NBaIoT(FederatedDataModule):
                 f"no file in {folder} has the {FEWEST_ROWS} rows that a test split needs; {REMEDY}"
             )
 
-        splits = [_joined(parts, with_ids=self.device is None) for parts in (train, test)]
+        splits = [_joined(files, with_ids=self.device is None) for files in (train, test)]
         scale = fit_scale("minmax", splits[0].x.numpy())
         for split in splits:
             scale(split.x.numpy())  # in place

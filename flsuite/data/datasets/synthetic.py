@@ -1,4 +1,4 @@
-"""A classification problem whose best possible accuracy is known, to measure a method's loss."""
+"""A synthetic classification problem with a known Bayes accuracy."""
 
 import math
 from typing import Annotated, Any
@@ -20,14 +20,14 @@ def simplex_means(
 ) -> Tensor:
     """Draw the class means, float64 ``(classes, features)``: a randomly oriented regular simplex.
 
-    Any two means are ``separation`` apart, in standard deviations of the noise. Their centre is the
-    origin. The corners are the columns of a Helmert matrix.
+    Any two means are ``separation`` apart, in standard deviations of the noise. They are centered
+    at the origin. The corners are the columns of a Helmert matrix.
     """
     step = torch.arange(1, classes, dtype=torch.float64)
     ones = torch.ones(classes - 1, classes, dtype=torch.float64)
     helmert = ones.tril() - torch.diag_embed(step, offset=1)[:-1]
     corners = (helmert / torch.sqrt(step * (step + 1)).unsqueeze(1)).T
-    # An orthonormal frame turns the simplex without changing its distances.
+    # An orthonormal frame rotates the simplex without changing its distances.
     frame, _ = torch.linalg.qr(
         torch.randn(features, classes - 1, dtype=torch.float64, generator=generator)
     )
@@ -39,9 +39,9 @@ def bayes_accuracy(classes: int, separation: float) -> float:
     """Return the accuracy of the best classifier: equal priors, unit noise, equidistant means.
 
     The best classifier picks the nearest mean. In a frame where mean ``k`` is ``a e_k`` with
-    ``a = separation / sqrt(2)``, it is right when the noise along ``e_k`` plus ``a`` exceeds the
-    noise along every other axis. That is the integral over ``t`` of
-    ``pdf(t) cdf(t + a) ** (classes - 1)``. For two classes it is ``cdf(separation / 2)``.
+    ``a = separation / sqrt(2)``, it is correct if the noise along ``e_k`` plus ``a`` exceeds the
+    noise along every other axis. That is the integral over ``t`` of ``pdf(t) cdf(t + a) ** (classes
+    - 1)``. For two classes, it is ``cdf(separation / 2)``.
     """
     # The density beyond ten standard deviations is below float64's precision.
     t = torch.linspace(-10, 10, 4001, dtype=torch.float64)
@@ -59,17 +59,17 @@ class Synthetic(FederatedDataModule):
 
     Args:
         features: Columns of the table, at least ``classes - 1``.
-        classes: Classes, at least two.
-        samples: Rows, at least two per class. The last fifth, as random as any other, is the test
-            set.
+        classes: Number of classes, at least two.
+        samples: Number of rows, at least two per class. The last fifth, which is as random as any
+            other, is the test set.
         separation: Distance between any two class means, in standard deviations of the noise.
         owners: Natural owners of the samples, for partitions by owner. With ``n`` owners, sample
-            ``i`` belongs to owner ``i % n``. 0 for none.
+            ``i`` belongs to owner ``i % n``. 0 means no owners.
         owner_shift: Standard deviation, per feature, of the vector that is added to all samples of
-            an owner. Classes of different owners then overlap, while those of one owner keep their
-            distance.
-        data_seed: The seed of the draw, means and owners' shifts included. It is not the run's
-            seed, so that all runs have the same data.
+            an owner. Classes of different owners then overlap, while classes of the same owner keep
+            their distance.
+        data_seed: The seed of the draw, including means and owners' shifts. It is not the run's
+            seed, so all runs have the same data.
         **kwargs: Arguments of ``FederatedDataModule``.
     """
 
@@ -99,12 +99,12 @@ class Synthetic(FederatedDataModule):
     def bayes_accuracy(self) -> float:
         """Return the accuracy that no classifier can exceed on average.
 
-        With owners, it bounds even a classifier that is given each owner's shift.
+        With owners, it bounds even a classifier that receives each owner's shift.
         """
         return bayes_accuracy(self.classes, self.separation)
 
     def _check_sizes(self) -> None:
-        """Refuse sizes that do not go together."""
+        """Refuse inconsistent sizes."""
         if self.samples < 2 * self.classes:
             raise FlsuiteError(
                 f"Synthetic: samples must be at least twice the classes, {2 * self.classes}, got "
@@ -126,19 +126,19 @@ class Synthetic(FederatedDataModule):
 
         Returns:
             Tables float32 ``(n, features)`` with labels int64 ``(n,)``, the last fifth for testing,
-            and ``ids`` where there are owners.
+            and ``ids`` if there are owners.
         """
         samples, features, classes = self.samples, self.features, self.classes
         generator = torch_generator(self.data_seed, "synthetic")
 
         means = simplex_means(classes, features, self.separation, generator)
-        # Balanced classes in random order: the last fifth is a random sample.
+        # Balanced classes in random order, so the last fifth is a random sample.
         labels = torch.arange(samples)[torch.randperm(samples, generator=generator)] % classes
         x = means[labels] + torch.randn(samples, features, dtype=torch.float64, generator=generator)
         ids = None
         if self.owners:
             ids = torch.arange(samples) % self.owners
-            # Drawn last, so that owners leave means, labels and noise unchanged.
+            # Drawn last, so owners do not affect means, labels and noise.
             shifts = torch.randn(self.owners, features, dtype=torch.float64, generator=generator)
             x += self.owner_shift * shifts[ids]
 

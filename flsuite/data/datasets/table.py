@@ -27,14 +27,14 @@ _Columns = Annotated[
 
 
 def _held_out(y: np.ndarray, owners: np.ndarray | None, fraction: float) -> np.ndarray:
-    """Return which rows are for testing, bool ``(n,)``.
+    """Return which rows are test rows, bool ``(n,)``.
 
-    It is the same fraction of each owner's and each class's rows, up to rounding: the rows are
-    sorted by owner and class, at random within, and each ``1 / fraction``-th is held out. A class
-    that would lose all its training rows is not held out.
+    The fraction is the same for each owner and class, up to rounding: the rows are sorted by owner
+    and class, at random within, and each ``1 / fraction``-th is held out. A class that would lose
+    all its training rows is not held out.
     """
     draws = numpy_generator(SPLIT_SEED, "table/test").random(len(y))
-    # The last key of lexsort is the first to sort by.
+    # The last key of lexsort is the primary one.
     order = np.lexsort((draws, y) if owners is None else (draws, y, owners))
     held = np.zeros(len(y), dtype=bool)
     held[order] = evenly_held_out(len(y), fraction)
@@ -42,11 +42,11 @@ def _held_out(y: np.ndarray, owners: np.ndarray | None, fraction: float) -> np.n
 
 
 def _check_classes(y: np.ndarray, held: np.ndarray, names: np.ndarray, test_path: Path) -> None:
-    """Refuse test rows of a class that is not in the training rows."""
+    """Refuse test rows of a class without training rows."""
     unknown = np.setdiff1d(y[held], y[~held])
     if len(unknown):
         raise FlsuiteError(
-            f"{test_path} has rows of class {names[unknown[0]]}, and the training rows have none; "
+            f"{test_path} has rows of class {names[unknown[0]]}, but the training rows have none; "
             "remove them, or add such rows to data.path"
         )
 
@@ -54,28 +54,27 @@ def _check_classes(y: np.ndarray, held: np.ndarray, names: np.ndarray, test_path
 class Table(FederatedDataModule):
     """A CSV or Parquet file, or a folder of such files, with a column of labels.
 
-    Labels that are words become classes in alphabetical order, numbers in numerical order. A value
-    that is missing or cannot be used is an error that names it: no value is filled in, and no row
-    is dropped.
+    Labels that are words become classes in alphabetical order, numbers in numerical order. A
+    missing or unusable value is an error that names it: no value is imputed, and no row is dropped.
 
     Args:
         path: The file, ``.csv`` with commas and a header or ``.parquet``
             (``pip install flsuite[parquet]``), or a folder whose files are read as one table. A
-            relative path is relative to ``root``. Without ``root``, it is looked for in the working
-            folder, then in ``$FLSUITE_DATA_ROOT``.
-        label: The column of labels, which are words or whole numbers.
-        features: The columns to learn from. Default: all that have numbers, except ``label`` and
-            ``client``. Columns of text are left out.
+            relative path is relative to ``root``. Without ``root``, it is searched in the working
+            directory, then in ``$FLSUITE_DATA_ROOT``.
+        label: The label column, with words or integers.
+        features: The columns to learn from. Default: all numeric columns except ``label`` and
+            ``client``. Text columns are ignored.
         client: The column of owners, for the ``Natural`` partition.
         test_path: A file or folder of test rows with the same columns. Default: test rows are held
             out of ``path``.
-        test_fraction: The part of each owner's and each class's rows that is held out for testing,
+        test_fraction: The fraction of each owner's and each class's rows to hold out for testing,
             the same rows in every run. It has no effect with ``test_path``.
         scale: ``minmax`` scales each feature to [0.1, 0.9] over the training rows, and clips test
-            rows to [0, 1]. ``standard`` scales it to mean 0 and deviation 1. ``none`` changes
-            nothing. The scale is fitted on all training rows, those that clients hold out for
-            validation included, and never on test rows.
-        **kwargs: Arguments of ``FederatedDataModule``. Those about images have no effect.
+            rows to [0, 1]. ``standard`` scales it to mean 0 and standard deviation 1. ``none``
+            changes nothing. The scale is fitted on all training rows, including those held out by
+            clients for validation, and never on test rows.
+        **kwargs: Arguments of ``FederatedDataModule``. Arguments about images have no effect.
     """
 
     def __init__(
@@ -106,13 +105,13 @@ class Table(FederatedDataModule):
 
         Returns:
             ``train`` and ``test`` with features float32 ``(n, features)``, scaled by the training
-            rows, and labels int64 ``(n,)`` in the order of the class names. Where ``client`` is
-            given, ids are the owners, numbered in the order of their names. No ``val``.
+            rows, and labels int64 ``(n,)`` in the order of the class names. If ``client`` is given,
+            ids are the owners, numbered in the order of their names. There is no ``val``.
 
         Raises:
             FlsuiteError: If a file, a column or a value is missing, a feature is infinite or not a
                 number, files differ in their columns, there is only one class, or the test rows
-                have a class that the training rows do not have.
+                have a class without training rows.
         """
         path = self._place(self.path)
         test_path = None if self.test_path is None else self._place(self.test_path)
@@ -121,7 +120,7 @@ class Table(FederatedDataModule):
         columns = feature_columns(frames, self.label, self.features, self.client)
         rows = take_rows(frames, columns, self.label, self.client)
 
-        # Over training and test rows, so that both number the classes alike.
+        # Over training and test rows, so both number the classes identically.
         names, y = np.unique(rows.label, return_inverse=True)
         if len(names) < 2:
             raise FlsuiteError(
@@ -154,6 +153,6 @@ class Table(FederatedDataModule):
         return PublishedSplits(spec, train, test)
 
     def _place(self, given: str | Path) -> Path:
-        """Return the place of a file: without ``root``, the working folder comes first."""
+        """Return the path of a file. Without ``root``, the working directory comes first."""
         path = Path(given).expanduser()
         return path if self.root is None and path.exists() else self.data_root(".") / path

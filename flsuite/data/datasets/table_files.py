@@ -24,7 +24,7 @@ SUFFIXES = (".csv", ".parquet")
 MOST_NAMED = 8
 
 Frames = list["tuple[Path, pd.DataFrame]"]
-"""Files and their content, in the order of the files' names."""
+"""Files and their content, ordered by file name."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Rows:
     Attributes:
         x: Features float64 ``(n, features)``.
         label: Labels ``(n,)``, int64 or text.
-        owner: Owners ``(n,)``, int64 or text. ``None`` where no column names them.
+        owner: Owners ``(n,)``, int64 or text. ``None`` without a column of owners.
     """
 
     x: np.ndarray
@@ -81,13 +81,13 @@ def _read_parquet(file: Path) -> "pd.DataFrame":
     import pandas as pd
 
     try:
-        # Without the index, in which pandas may have stored row names: it is not a column.
+        # Drop the index, where pandas may have stored row names. It is not a column.
         frame = pd.read_parquet(file, engine="pyarrow").reset_index(drop=True)
     except ImportError as error:
         raise FlsuiteError(
             f"reading {file} needs pyarrow: pip install flsuite[parquet], or save it as CSV"
         ) from error
-    except Exception as error:  # pyarrow and disks have their own exceptions each
+    except Exception as error:  # pyarrow and disks each have their own exceptions
         raise FlsuiteError(
             f"{file} cannot be read as Parquet ({one_line(error)}); fix or remove it"
         ) from error
@@ -99,16 +99,17 @@ def _read_parquet(file: Path) -> "pd.DataFrame":
 def feature_columns(
     frames: Frames, label: str, features: Sequence[str] | None, client: str | None
 ) -> list[str]:
-    """Return the names of the features, after a check of each file's header.
+    """Return the names of the features, after checking each file's header.
 
     Args:
         frames: Files and their content.
         label: The column of labels.
-        features: The chosen columns. ``None`` is for all that have numbers.
-        client: The column of owners, if there is one.
+        features: The chosen columns. ``None`` means all numeric columns.
+        client: The column of owners, if any.
 
     Raises:
-        FlsuiteError: If a column is missing, files differ in their columns, or none has numbers.
+        FlsuiteError: If a column is missing, files differ in their columns, or no column is
+            numeric.
     """
     first_file, first = frames[0]
     owner = [] if client is None else [client]
@@ -124,7 +125,7 @@ def feature_columns(
     if features is not None:
         return list(features)
 
-    # One number is enough: a column with a bad cell is then reported and not silently left out.
+    # One number is enough, so a column with a bad cell is reported, not silently ignored.
     others = [label, *owner]
     chosen = [
         name
@@ -140,7 +141,7 @@ def feature_columns(
 
 
 def _check_column(name: str, role: str, file: Path, columns: list[str]) -> None:
-    """Refuse a column that is not in the file, and name those that could be meant."""
+    """Refuse a column that is not in the file, and suggest similar names."""
     if name not in columns:
         near = difflib.get_close_matches(name, columns, MOST_NAMED, cutoff=0.5)
         hint = f"the nearest are {_listed(near)}" if near else f"it has {_listed(columns)}"
@@ -148,7 +149,7 @@ def _check_column(name: str, role: str, file: Path, columns: list[str]) -> None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first few names, quoted, and the number of the others."""
+    """Return the first few names, quoted, and the number of remaining names."""
     more = len(names) - MOST_NAMED
     return ", ".join(map(repr, names[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
 
@@ -182,7 +183,7 @@ def _names(file: Path, column: "pd.Series") -> np.ndarray:
     if not is_number(column) or column.dtype == bool:
         return column.astype(str).to_numpy(dtype=str)
 
-    # One whole number that is written as 9.0 makes the whole column floats.
+    # A single integer written as 9.0 makes the whole column floats.
     values = column.to_numpy(dtype=np.float64)
     wrong = (values != np.rint(values)) | np.isinf(values)
     if wrong.any():

@@ -1,4 +1,4 @@
-"""The usual small image sets.
+"""Common small image datasets, read with torchvision.
 
 Sources: LeCun et al., "Gradient-based learning applied to document recognition", 1998 (MNIST); Xiao
 et al., arXiv:1708.07747 (FashionMNIST); Cohen et al., arXiv:1702.05373 (EMNIST); Krizhevsky,
@@ -34,12 +34,12 @@ _SIGNS = 43
 def _download(make: Callable[..., Any], splits: Selections, what: str) -> None:
     """Download the splits.
 
-    ``what`` says what is missing.
+    ``what`` names the missing file, for the message.
     """
     try:
         for split in splits:
             make(download=True, **split)
-    except Exception as error:  # sockets, TLS, archives and disks have their own exceptions each
+    except Exception as error:  # sockets, TLS, archives and disks each have their own exceptions
         raise FlsuiteError(
             f"{what} and could not be downloaded ({one_line(error)}); download it with torchvision "
             "where there is a network, and set data.root to its root folder"
@@ -47,10 +47,10 @@ def _download(make: Callable[..., Any], splits: Selections, what: str) -> None:
 
 
 def split_of(images: Any, labels: Any, names: list[str]) -> tuple[DataSplit, tuple[str, ...]]:
-    """Return a reader's content as a checked split, and the class names.
+    """Return a reader's content as a validated split, and the class names.
 
     Raises:
-        ValueError: If images and labels do not fit each other or the names.
+        ValueError: If images, labels and names are inconsistent.
     """
     x = torch.as_tensor(images).contiguous()
     y = torch.as_tensor(labels, dtype=torch.int64)
@@ -64,10 +64,10 @@ def split_of(images: Any, labels: Any, names: list[str]) -> tuple[DataSplit, tup
 
 
 def stacked(images: Iterable[Any]) -> np.ndarray:
-    """Return images in colour and of one size as one array uint8 ``(n, height, width, 3)``.
+    """Return color images of one size as one array uint8 ``(n, height, width, 3)``.
 
     Args:
-        images: Images of PIL.
+        images: PIL images.
 
     Raises:
         ValueError: If two of them have different sizes.
@@ -76,12 +76,12 @@ def stacked(images: Iterable[Any]) -> np.ndarray:
 
 
 def _is_there(root: Path, name: str) -> bool:
-    """Return whether a file is under the root, or a folder if the name ends with a slash."""
+    """Return whether a file exists under the root, or a folder if the name ends with a slash."""
     return (root / name).is_dir() if name.endswith("/") else (root / name).is_file()
 
 
 class _Torchvision(FederatedDataModule):
-    """A set that torchvision reads, in ``root`` or by default in ``~/.cache/flsuite``.
+    """A dataset that torchvision reads, in ``root`` or by default in ``~/.cache/flsuite``.
 
     Attributes:
         reader: The name of torchvision's reader.
@@ -94,8 +94,8 @@ class _Torchvision(FederatedDataModule):
     def load(self) -> PublishedSplits:
         """Read the set from torchvision's layout.
 
-        The network is used only where files are missing and ``download`` is set. Archives of the
-        publisher that are in torchvision's place for them are then unpacked instead of downloaded.
+        The network is used only if files are missing and ``download`` is set. If the publisher's
+        archives are in torchvision's location, they are unpacked instead of downloaded.
 
         Returns:
             ``train`` and ``test`` with images uint8 ``(n, height, width, channels)`` and labels
@@ -110,7 +110,7 @@ class _Torchvision(FederatedDataModule):
         cls = getattr(torchvision.datasets, name)
         files, make = self._files(cls), partial(cls, root, **self._options())
 
-        # Checked here, so that existing files are read without a network for any value of download.
+        # Checked here, so existing files are read without network access for any ``download``.
         missing = [file for file in files if not _is_there(root, file)]
         if missing:
             what = f"{name} is not in {root} ({missing[0]} is missing)"
@@ -148,25 +148,25 @@ class _Torchvision(FederatedDataModule):
         return [f"{self.reader}/raw/{Path(name).stem}" for name, _ in cls.resources]
 
     def _unpack(self, reader: Any) -> Unpacked:
-        """Return the content of a reader. Grey images may have no channel."""
+        """Return the content of a reader. Gray images may have no channel."""
         images = torch.as_tensor(reader.data)
         return images if images.ndim == 4 else images[..., None], reader.targets, reader.classes
 
 
 class MNIST(_Torchvision):
-    """Handwritten digits: 60000 training and 10000 test images, 28x28 in grey, 10 classes."""
+    """Handwritten digits: 60000 training and 10000 test images, 28x28 gray, 10 classes."""
 
     reader = "MNIST"
 
 
 class FashionMNIST(_Torchvision):
-    """Articles of clothing: 60000 training and 10000 test images, 28x28 in grey, 10 classes."""
+    """Articles of clothing: 60000 training and 10000 test images, 28x28 gray, 10 classes."""
 
     reader = "FashionMNIST"
 
 
 class CIFAR10(_Torchvision):
-    """Objects and animals: 50000 training and 10000 test images, 32x32 in colour, 10 classes."""
+    """Objects and animals: 50000 training and 10000 test images, 32x32 in color, 10 classes."""
 
     reader = "CIFAR10"
 
@@ -176,15 +176,15 @@ class CIFAR10(_Torchvision):
 
 
 class CIFAR100(CIFAR10):
-    """Objects and animals: 50000 training and 10000 test images, 32x32 in colour, 100 classes."""
+    """Objects and animals: 50000 training and 10000 test images, 32x32 in color, 100 classes."""
 
     reader = "CIFAR100"
 
 
 class SVHN(_Torchvision):
-    """House numbers: 73257 training and 26032 test images, 32x32 in colour, 10 classes.
+    """House numbers: 73257 training and 26032 test images, 32x32 in color, 10 classes.
 
-    The extra training images are left out.
+    The extra training images are not used.
     """
 
     reader = "SVHN"
@@ -194,12 +194,12 @@ class SVHN(_Torchvision):
         return [cls.split_list[split][1] for split in ("train", "test")]
 
     def _unpack(self, reader: Any) -> Unpacked:
-        # From (n, 3, height, width). Torchvision has mapped the published label 10 to the digit 0.
+        # From (n, 3, height, width). Torchvision maps the published label 10 to the digit 0.
         return reader.data.transpose(0, 2, 3, 1), reader.labels, [str(digit) for digit in range(10)]
 
 
 class EMNIST(_Torchvision):
-    """Handwritten letters and digits, 28x28 in grey, upright (the published images are transposed).
+    """Handwritten letters and digits, 28x28 gray, upright (the published images are transposed).
 
     Args:
         split: ``balanced`` (47 classes), ``byclass`` (62), ``bymerge`` (47), ``letters`` (26,
@@ -218,24 +218,24 @@ class EMNIST(_Torchvision):
         return {"split": self.split}
 
     def _files(self, cls: Any) -> list[str]:
-        parts = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
-        return [f"EMNIST/raw/emnist-{self.split}-{part}-ubyte" for part in parts]
+        files = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
+        return [f"EMNIST/raw/emnist-{self.split}-{file}-ubyte" for file in files]
 
     def _unpack(self, reader: Any) -> Unpacked:
-        # letters counts its labels from 1, and has a name for the missing 0.
+        # The letters split counts its labels from 1, and has a name for the missing 0.
         first = 1 if self.split == "letters" else 0
         images = reader.data.transpose(1, 2)[..., None]
         return images, reader.targets - first, reader.classes[first:]
 
 
 class GTSRB(_Torchvision):
-    """German traffic signs: 26640 training and 12630 test images in colour, 43 classes.
+    """German traffic signs: 26640 training and 12630 test images in color, 43 classes.
 
     The published images have sides from 15 to 250 pixels, and show the sign with a margin. Each is
-    resized bilinearly while it is read, to a square whatever its shape.
+    resized bilinearly on reading, to a square regardless of its shape.
 
     Args:
-        size: Side in pixels of all images. The default is that of FedFisher.
+        size: Side in pixels of all images. The default is the one of FedFisher.
         **kwargs: Arguments of ``FederatedDataModule``.
     """
 
@@ -251,14 +251,14 @@ class GTSRB(_Torchvision):
         return {"transform": self._of_size}
 
     def _of_size(self, image: Any) -> Any:
-        """Return an image of PIL in the size of all."""
+        """Return a PIL image resized to the common size."""
         from PIL.Image import Resampling
 
-        # PIL averages over all pixels where it shrinks, as resize_images does.
+        # PIL averages over all pixels when it shrinks, like resize_images.
         return image.resize((self.size, self.size), Resampling.BILINEAR)
 
     def _files(self, cls: Any) -> list[str]:
-        # All classes: torchvision numbers the folders that exist, from 0 without gaps.
+        # All class folders, because torchvision numbers the existing ones without gaps.
         folders = [f"gtsrb/GTSRB/Training/{label:05d}/" for label in range(_SIGNS)]
         return ["gtsrb/GT-final_test.csv", "gtsrb/GTSRB/Final_Test/Images/", *folders]
 

@@ -17,11 +17,11 @@ Array = np.ndarray
 class Partition(PlainArguments, ABC):
     """A rule that splits samples over clients.
 
-    A subclass keeps each parameter of its ``__init__`` under the same name. It is a pure function
+    A subclass stores each parameter of its ``__init__`` under the same name. It is a pure function
     of its arguments: the same generator gives the same split.
 
     Attributes:
-        needs_labels: Whether the split depends on the classes of the samples.
+        needs_labels: Whether the split depends on the samples' classes.
     """
 
     needs_labels: ClassVar[bool] = True
@@ -40,7 +40,7 @@ class Partition(PlainArguments, ABC):
             labels: int64 ``(n,)``, one class per sample.
             clients: Number of clients.
             rng: The only source of randomness.
-            ids: int64 ``(n,)``, the natural owner of each sample, where the data has owners.
+            ids: int64 ``(n,)``, the natural owner of each sample, if the data has owners.
 
         Returns:
             One ascending int64 index array per client, disjoint, each with at least one sample.
@@ -51,14 +51,14 @@ class Partition(PlainArguments, ABC):
 
 
 class AssignedPartition(Partition):
-    """A partition that says of each sample whose it is."""
+    """A partition that assigns each sample to a client."""
 
     @abstractmethod
     def client_of(self, labels: Array, clients: int, rng: Generator, ids: Array | None) -> Array:
         """Return the client of each sample, int64 ``(n,)``.
 
-        The arguments are those of a partition, with no more clients than samples. A number outside
-        ``range(clients)`` is no client.
+        The arguments are those of a partition, with at most as many clients as samples. A number
+        outside ``range(clients)`` means that the sample is unused.
         """
 
     def __call__(

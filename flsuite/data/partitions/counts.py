@@ -14,8 +14,8 @@ class CountPartition(AssignedPartition, Settings):
     """A partition that is a table of counts: a number of samples per class and client.
 
     Attributes:
-        min_samples: The fewest samples per client.
-        max_redraws: Redraws of a table that gives a client fewer. The last one is then levelled.
+        min_samples: Minimum number of samples per client.
+        max_redraws: Maximum redraws if a client has fewer. The last table is then leveled.
     """
 
     min_samples: int = 1
@@ -26,8 +26,8 @@ class CountPartition(AssignedPartition, Settings):
         """Draw a table, int64 ``(classes, clients)``.
 
         Args:
-            sizes: Samples of each class, int64 ``(classes,)``. There is one class if the split does
-                not depend on classes.
+            sizes: Samples of each class, int64 ``(classes,)``. There is a single class if the split
+                does not depend on classes.
             clients: Number of clients.
             rng: The only source of randomness.
         """
@@ -42,7 +42,7 @@ class CountPartition(AssignedPartition, Settings):
         seen = labels if self.needs_labels else np.zeros_like(labels)
         classes = np.unique(seen, return_inverse=True)[1]
         sizes = np.bincount(classes)
-        # Bounded, because a request that is nearly impossible would be redrawn without end.
+        # Bounded, because an almost infeasible request would be redrawn forever.
         for _ in range(1 + self.max_redraws):
             counts = self.counts(sizes, clients, rng)
             if counts.sum(axis=0).min() >= self.min_samples:
@@ -55,8 +55,8 @@ def assign_by_counts(
 ) -> np.ndarray:
     """Draw the counted number of samples of each class for each client, without replacement.
 
-    Every class-based partition computes such a table first and assigns samples only here, so that
-    none can assign a sample twice.
+    Every class-based partition computes such a table first and assigns samples only here, so no
+    partition can assign a sample twice.
 
     Args:
         classes: int64 ``(n,)``, classes numbered from 0 without gaps.
@@ -64,11 +64,11 @@ def assign_by_counts(
         rng: Draws the samples of a class for each client.
 
     Returns:
-        The client of each sample, int64 ``(n,)``. An unused one has the number of clients.
+        The client of each sample, int64 ``(n,)``. An unused sample has the value ``clients``.
     """
     clients = counts.shape[1]
 
-    # The unused samples go to one more client, whose rows are then left out.
+    # Unused samples go to an extra client, whose rows are then dropped.
     unused = np.bincount(classes, minlength=len(counts)) - counts.sum(axis=1)
     table = np.column_stack([counts, unused])
     client_of = np.repeat(np.tile(np.arange(clients + 1), len(counts)), table.ravel())
@@ -87,8 +87,8 @@ def apportion(shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -
     Row k sums to ``sizes[k]``.
 
     Each row is cut at its rounded cumulative shares. The rounding depends on the position, which
-    would favour the same clients in every class. Each row's counts are therefore shuffled, which
-    keeps the distribution of shares that are drawn exchangeably.
+    would favor the same clients in every class. Each row's counts are therefore shuffled, which
+    preserves the distribution of exchangeable shares.
 
     Args:
         shares: float64 ``(classes, clients)``, each row sums to 1.
@@ -101,10 +101,10 @@ def apportion(shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -
 def apportion_by_client(
     shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Turn shares into whole counts as :func:`apportion` does, with each share kept by its client.
+    """Turn shares into whole counts like :func:`apportion`, but keep each client's own share.
 
     This is for shares that depend on each other across the classes of a client. Each row is cut in
-    an order of its own, so that rounding favours no client.
+    its own random order, so rounding does not favor any client.
 
     Args:
         shares: float64 ``(classes, clients)``, each row sums to 1.

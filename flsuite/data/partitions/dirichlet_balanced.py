@@ -10,16 +10,16 @@ from flsuite.data.partitions.counts import CountPartition
 
 @dataclass
 class DirichletBalanced(CountPartition):
-    """Equal client sizes, each client's mix of classes drawn from Dir(alpha).
+    """Equal client sizes, with each client's class mix drawn from Dir(alpha).
 
     This is the scheme of Hsu et al. 2019 (arXiv:1909.06335) and of Acar et al. 2021
     (arXiv:2111.04263). Every client has ``n // clients`` samples, so up to ``clients - 1`` samples
     stay unused.
 
-    Clients are filled without replacement, each by draws of classes from its own mix. When the
-    draws of a class exceed what is left of it, a random part of them is granted. The others are
-    repeated from the client's mix, renormalised over the classes that remain. If the mix gives
-    those no weight, they are drawn in proportion to what remains of them. A client's actual mix can
+    Clients are filled without replacement, by drawing classes from each client's mix. If the draws
+    of a class exceed its remaining samples, a random subset of them is granted. The others are
+    redrawn from the client's mix, renormalized over the remaining classes. If the mix gives those
+    no weight, they are drawn in proportion to their remaining samples. A client's actual mix can
     thus differ from the drawn one, because the clients together cannot exceed the data.
 
     Args:
@@ -39,11 +39,11 @@ class DirichletBalanced(CountPartition):
         counts = np.zeros((len(left), clients), dtype=np.int64)
 
         while missing.any():  # each pass either fills every client or exhausts a class
-            # The mix over the classes that remain, or what remains of them where that is all 0.
+            # The mix over the remaining classes, or their remaining samples if all weights are 0.
             weights = np.where(left > 0, mix, 0.0)
             weights = np.where(weights.sum(axis=1, keepdims=True) > 0, weights, left)
             granted = rng.multinomial(missing, weights / weights.sum(axis=1, keepdims=True)).T
-            # A class that is drawn too often: a random part of the draws, without replacement.
+            # For an overdrawn class, grant a random subset of the draws.
             for k in np.flatnonzero(granted.sum(axis=1) > left):
                 granted[k] = rng.multivariate_hypergeometric(granted[k], left[k])
             counts += granted

@@ -1,4 +1,4 @@
-"""Label skew: each class is spread in proportion to mixes of classes that the clients draw."""
+"""Label skew: each class is spread in proportion to the clients' drawn class mixes."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from flsuite.data.partitions.dirichlet import Dirichlet
 
 @dataclass
 class DirichletProportions(Dirichlet):
-    """Each client draws a mix of classes from Dir(alpha), and classes are spread by the mixes.
+    """Each client draws a class mix from Dir(alpha), and classes are spread by the mixes.
 
     Client i draws ``q_i ~ Dir(alpha)`` over the classes. Class k is then spread over the clients in
     proportion to ``q_ik``. This is the scheme of FedFisher (Jhunjhunwala et al. 2024,
@@ -18,20 +18,20 @@ class DirichletProportions(Dirichlet):
 
     Three schemes are called "Dirichlet(alpha)". ``Dirichlet`` draws the proportions of each class
     over the clients, independently of the other classes (Yurochkin et al. 2019).
-    ``DirichletBalanced`` draws each client's mix of classes, and fills clients of equal size from
-    it (Hsu et al. 2019). Here, the mixes are drawn per client too, but all samples are used and
-    sizes are skewed: less than with ``Dirichlet``, because every client's mix has the same sum.
+    ``DirichletBalanced`` draws each client's class mix, and fills clients of equal size from it
+    (Hsu et al. 2019). Here, the mixes are also drawn per client, but all samples are used and sizes
+    are skewed: less than with ``Dirichlet``, because every client's mix has the same sum.
 
-    The whole table is drawn again until every client has ``min_samples``. After ``max_redraws``,
-    the last table is levelled, deterministically: the largest client gives one sample of its most
-    frequent class to the smallest, until every client has enough. A class to which no mix gives
-    weight, as may happen with a tiny ``alpha``, goes to one client at random.
+    The whole table is redrawn until every client has ``min_samples``. After ``max_redraws``, the
+    last table is leveled deterministically: the largest client gives one sample of its most
+    frequent class to the smallest, until every client has enough. If no mix gives weight to a
+    class, as may happen with a tiny ``alpha``, the class goes to one client at random.
 
     Args:
-        alpha: Concentration per class, above 0. A small one gives strong skew, and a large one
+        alpha: Concentration per class, above 0. A small value gives strong skew, and a large value
             approaches IID.
-        min_samples: The fewest samples per client, at least 1.
-        max_redraws: Redraws before the last table is levelled. 0 levels the first one.
+        min_samples: Minimum number of samples per client, at least 1.
+        max_redraws: Redraws before the last table is leveled. 0 levels the first one.
 
     Raises:
         FlsuiteError: If a parameter is out of range, or the data cannot give ``min_samples`` to
@@ -48,6 +48,6 @@ def _shares(mixes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     weights = mixes.T.copy()
     unwanted = np.flatnonzero(weights.sum(axis=1) == 0)
     weights[unwanted, rng.integers(len(mixes), size=len(unwanted))] = 1.0
-    # By the largest weight first: the sum of the smallest floats can be too small to divide by.
+    # Divide by the largest weight first, because a sum of tiny floats can underflow.
     weights /= weights.max(axis=1, keepdims=True)
     return weights / weights.sum(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The clients that the data has by nature."""
+"""Clients that correspond to the natural owners of the data."""
 
 import heapq
 
@@ -12,11 +12,11 @@ from flsuite.errors import FlsuiteError
 class Natural(AssignedPartition):
     """Each owner in the data (a writer, a device) is a client, as in FEMNIST.
 
-    That is the split of LEAF (Caldas et al. 2018, arXiv:1812.01097). With as many owners as
+    This is the split of LEAF (Caldas et al. 2018, arXiv:1812.01097). With as many owners as
     clients, client i is the i-th owner in ascending order, and nothing is random. With more owners,
     whole owners are grouped: shuffled, then assigned from the largest to the smallest, each to the
-    group that is smallest so far (on a tie, to the lower number). The groups are then nearly equal
-    in size. No owner is ever split between clients.
+    currently smallest group (ties go to the lower number). The groups are then nearly equal in
+    size. No owner is ever split between clients.
 
     Raises:
         FlsuiteError: If the dataset has no owners, or fewer of them than ``clients``.
@@ -42,10 +42,10 @@ class Natural(AssignedPartition):
 
 def _group(sizes: np.ndarray, groups: int, rng: np.random.Generator) -> np.ndarray:
     """Return the group of each owner, int64 ``(owners,)``."""
-    # Owners of equal size are in random order, since the sort below is stable.
+    # Owners of equal size are in random order, because the sort below is stable.
     shuffled = rng.permutation(len(sizes))
     group_of = np.empty(len(sizes), dtype=np.int64)
-    # Entries are (samples, group): a tie goes to the lower number.
+    # Entries are (samples, group), so ties go to the lower number.
     heap = [(0, group) for group in range(groups)]
     for owner in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
         total, group = heap[0]

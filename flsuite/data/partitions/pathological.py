@@ -13,11 +13,11 @@ from flsuite.errors import FlsuiteError
 class Pathological(CountPartition):
     """``classes_per_client`` classes per client, every class split evenly over its clients.
 
-    After McMahan et al. 2017 (arXiv:1602.05629), with classes instead of shards, so that a client
-    has exactly the requested number of classes. Classes are assigned from one random permutation
-    after another, so that the numbers of clients of any two classes differ by at most one. With
-    fewer than ``classes / classes_per_client`` clients, the samples of some classes stay unused. A
-    class with fewer samples than clients reaches only some of them.
+    After McMahan et al. 2017 (arXiv:1602.05629), with classes instead of shards, so each client has
+    exactly the requested number of classes. Classes are assigned from one random permutation after
+    another, so the numbers of clients of any two classes differ by at most one. With fewer than
+    ``classes / classes_per_client`` clients, the samples of some classes stay unused. A class with
+    fewer samples than clients reaches only some of them.
 
     Args:
         classes_per_client: From 1 to the number of classes in the training data.
@@ -56,7 +56,7 @@ def _assign_classes(
     for client in range(clients):
         own, remaining = remaining[:per_client], remaining[per_client:]
         if missing := per_client - len(own):
-            # The rest comes from a new permutation, without the classes that the client has.
+            # The rest comes from a new permutation, without the client's current classes.
             permutation = rng.permutation(classes)
             added = permutation[~np.isin(permutation, own)][:missing]
             remaining = permutation[~np.isin(permutation, added)]
@@ -69,9 +69,9 @@ def _assign_classes(
 def _split_classes(sizes: np.ndarray, holds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return the samples per class and client, int64 ``(classes, clients)``.
 
-    Each class is split evenly. Its remainder goes to the clients that have the fewest samples so
-    far, and the classes with the smallest shares come last, so that no client stays empty if that
-    can be avoided.
+    Each class is split evenly. Its remainder goes to the clients with the fewest samples so far,
+    and the classes with the smallest shares come last, so no client stays empty if that can be
+    avoided.
     """
     counts = np.zeros(holds.shape, dtype=np.int64)
     shares = sizes // np.maximum(holds.sum(axis=1), 1)

@@ -1,4 +1,4 @@
-"""A class that one client alone has."""
+"""A class that only one client has."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class SoleOwner(AssignedPartition, Settings):
 
     Args:
         label: The class that no other client has.
-        share: The share of the other samples that client 0 has.
+        share: The fraction of the other samples that client 0 has.
 
     Raises:
         FlsuiteError: If there is no other client, no sample of the class, or too few others.
@@ -28,8 +28,8 @@ class SoleOwner(AssignedPartition, Settings):
     def client_of(self, labels: Array, clients: int, rng: Generator, ids: Array | None) -> Array:
         own = np.flatnonzero(labels == self.label)
         others = rng.permutation(np.flatnonzero(labels != self.label))
-        taken = round(self.share * len(others))
-        if clients < 2 or not len(own) or len(others) - taken < clients - 1:
+        extra = round(self.share * len(others))
+        if clients < 2 or not len(own) or len(others) - extra < clients - 1:
             raise FlsuiteError(
                 f"SoleOwner: {clients} clients cannot share {len(own)} samples of class "
                 f"{self.label} and {len(others)} others; it takes a second client, a sample of the "
@@ -37,6 +37,6 @@ class SoleOwner(AssignedPartition, Settings):
             )
 
         client_of = np.zeros(len(labels), dtype=np.int64)
-        for client, rest in enumerate(np.array_split(others[taken:], clients - 1), 1):
+        for client, rest in enumerate(np.array_split(others[extra:], clients - 1), 1):
             client_of[rest] = client
         return client_of

@@ -1,8 +1,9 @@
 """Fisher information of a model on data: ``F = mean_n sum_c J_nc J_nc^T``.
 
-``J_nc`` is the gradient of scalar c of sample n in the parameters. The empirical Fisher has one
-scalar per sample, the log-likelihood of its label. The true Fisher of the model's prediction has
-one per output, see :mod:`~flsuite.metrics.fisher.columns`, and needs no labels.
+``J_nc`` is the gradient of scalar c of sample n with respect to the parameters. The empirical
+Fisher has one scalar per sample, the log-likelihood of its label. The true Fisher of the model's
+prediction has one scalar per output, see :mod:`~flsuite.metrics.fisher.columns`, and needs no
+labels.
 """
 
 from flsuite.metrics.fisher.columns import Expectation, PredictionTask

@@ -1,4 +1,4 @@
-"""The scalars per sample whose squared gradients add up to the Fisher of a prediction.
+"""The scalars per sample whose squared gradients sum to the Fisher of a prediction.
 
 With z the logits and p the predicted probabilities, held constant:
 
@@ -19,8 +19,8 @@ from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.models.protocols import LogitModel
 
 Expectation = Literal["exact", "sampled"]
-"""``exact`` has one column per output. ``sampled`` has one, of a target drawn from the prediction:
-its squares have the same expectation."""
+"""``exact`` has one column per output. ``sampled`` has one column, for a target drawn from the
+prediction. Its squares have the same expectation."""
 
 PredictionTask = Task | Literal["regression"]
 """The kind of prediction. ``regression`` is the squared loss ``sum_c (z_c - y_c)^2 / 2``."""
@@ -57,16 +57,16 @@ class Logits(nn.Module):
 
 
 def task_of(module: nn.Module, task: PredictionTask | None) -> PredictionTask:
-    """Return the task that is given, or that of the data that the model is built for."""
-    found = task or getattr(getattr(module, "spec", None), "task", None)
-    if found is None:
+    """Return the given task, or the task of the model's data."""
+    chosen = task or getattr(getattr(module, "spec", None), "task", None)
+    if chosen is None:
         raise FlsuiteError(
             f"the Fisher of {type(module).__name__} needs its task: build the model for data, or "
             "pass task"
         )
     tasks = [name for literal in get_args(PredictionTask) for name in get_args(literal)]
-    require_one_of(f"the Fisher of {type(module).__name__}", tasks, task=found)
-    return found
+    require_one_of(f"the Fisher of {type(module).__name__}", tasks, task=chosen)
+    return chosen
 
 
 def columns(
@@ -81,7 +81,7 @@ def columns(
         logits: ``(n, outputs)``.
         task: The kind of prediction.
         expectation: Over all outputs, or for one target per sample drawn from the prediction.
-        generator: Draws the targets, on the CPU. Default: torch's own.
+        generator: Random generator of the targets, on the CPU. Default: torch's own.
     """
     require_one_of("the Fisher of a prediction", get_args(Expectation), expectation=expectation)
     z = logits.detach()
@@ -106,8 +106,8 @@ def _sampled(z: Tensor, task: PredictionTask, generator: torch.Generator | None)
         return (torch.rand(z.shape, generator=generator).to(z) < p).to(z.dtype) - p
 
     p = z.softmax(1)
-    # By the cumulated probabilities: torch.multinomial would raise on a model that diverged, whose
-    # NaN the server reports with the client's number.
+    # Invert the CDF, because torch.multinomial would raise on a diverged model. The server reports
+    # its NaN with the client's number.
     uniform = torch.rand((len(z), 1), generator=generator).to(z)
     label = (p.cumsum(1) <= uniform).sum(1).clamp(max=z.shape[1] - 1)
     return nn.functional.one_hot(label, z.shape[1]).to(z.dtype) - p

@@ -1,7 +1,7 @@
 """The diagonal of the empirical Fisher information of chosen parameters.
 
 ``F_j = mean_i (d log p(x_i) / d theta_j)^2`` over samples i: Amari 1998, Natural Gradient Works
-Efficiently in Learning, with the samples of the data in place of the model's own.
+Efficiently in Learning, with the data's samples instead of the model's own.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,14 +28,15 @@ def fisher_diagonal(
 
     ``exact`` is the mean over samples of the squared gradient of each sample. ``batch`` is the mean
     over batches of the squared gradient of each batch's mean log-likelihood. With batches of one
-    size ``batch`` never exceeds ``exact``. It is ``exact`` divided by the batch size where the
-    gradients of samples are independent with mean zero, as at an optimum, and more than that far
-    from one. The result is not multiplied by the batch size.
+    size, ``batch`` never exceeds ``exact``. It equals ``exact`` divided by the batch size if the
+    gradients of samples are independent with mean zero, as at an optimum, and is larger far from an
+    optimum. The result is not multiplied by the batch size.
 
-    The model runs as it is: the caller sets its modes, autocast and the random generators.
+    The model runs in its current state: the caller sets its modes, autocast and the random
+    generators.
 
     Args:
-        model: Has ``log_likelihood(batch)``, see
+        model: A model with ``log_likelihood(batch)``, see
             :class:`~flsuite.models.protocols.LikelihoodModel`.
         names: Names of parameters of the model.
         batches: Tuples of tensors with one row per sample.
@@ -43,7 +44,7 @@ def fisher_diagonal(
 
     Raises:
         FlsuiteError: If the log-likelihood is not one number per sample, does not depend on the
-            parameters, or, with ``exact``, cannot be vectorised.
+            parameters, or, with ``exact``, cannot be vectorized.
     """
     likelihood = _LogLikelihood(model)
     diagonal = Diagonal(model, names)
@@ -65,7 +66,7 @@ def fisher_diagonal(
 def _squared_mean(
     likelihood: "_LogLikelihood", parameters: Mapping[str, Tensor], batch: Batch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the squared gradient of the batch's mean by parameter."""
+    """Yield the squared gradient of the batch mean, by parameter."""
     mean = likelihood(batch).mean()
     gradients: Sequence[Tensor | None] = ()
     if mean.requires_grad and parameters:
@@ -85,10 +86,10 @@ def _sum_of_squares(
     first: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Return the sums of the samples' squared gradients, by parameter."""
-    # One column: the log-likelihood itself.
+    # The only column is the log-likelihood itself.
     column = torch.ones(1, len(batch[0]), device=batch[0].device)
     passes: list[LayerPass] | None = []
-    # The first batch is computed as a whole in any case, which reveals a faulty log-likelihood.
+    # Always compute the first batch as a whole, to detect a faulty log-likelihood.
     if layers.layers or first:
         passes = layers.passes(lambda: likelihood(batch), column.to)
     if passes is None:
@@ -97,7 +98,7 @@ def _sum_of_squares(
 
 
 class _LogLikelihood(nn.Module):
-    """The log-likelihood as a forward pass, for torch.func: a batch of n samples to ``(n,)``."""
+    """The log-likelihood as a forward pass for torch.func: n samples to ``(n,)``."""
 
     needs = "log_likelihood"
     otherwise = ", or set the Fisher's estimator to batch"
@@ -118,8 +119,8 @@ class _LogLikelihood(nn.Module):
         return values
 
     def independent(self) -> FlsuiteError:
-        """Return the error of a log-likelihood that no chosen parameter enters."""
+        """Return the error of a log-likelihood that does not depend on the chosen parameters."""
         return FlsuiteError(
             f"{self.owner}.log_likelihood depends on none of the parameters whose Fisher is "
-            "wanted; compute it from them, with gradients"
+            "requested; compute it from them, with gradients"
         )

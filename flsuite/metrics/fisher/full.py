@@ -1,4 +1,4 @@
-"""The Fisher of a model's prediction as a whole matrix, for small models."""
+"""The Fisher of a model's prediction as a full matrix, for small models."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
 from flsuite.metrics.fisher.per_sample import Batch, sample_gradients
 
-# The matrix of as many parameters has 1.6 GB in float32.
+# With this many parameters, the matrix takes 1.6 GB in float32.
 _LARGEST = 20_000
 
 
@@ -23,8 +23,9 @@ def full_fisher(
 ) -> Tensor:
     """Return the Fisher ``(d, d)`` of the parameters ``names``, flattened in that order.
 
-    It has the dtype of the parameters, and its sum is in float64. The model runs as it is, as for
-    :func:`~flsuite.metrics.fisher.predictive.predictive_diagonal`, whose arguments are the same.
+    It has the dtype of the parameters and is summed in float64. The model runs in its current
+    state, as in :func:`~flsuite.metrics.fisher.predictive.predictive_diagonal`, which has the same
+    arguments.
 
     Raises:
         FlsuiteError: If there are more than 20,000 parameters.
@@ -32,7 +33,7 @@ def full_fisher(
     size = sum(module.get_parameter(name).numel() for name in names)
     if size > _LARGEST:
         raise FlsuiteError(
-            f"the full Fisher of {size:,} parameters would have {size**2:,} entries, and at most "
+            f"the full Fisher of {size:,} parameters would have {size**2:,} entries, but at most "
             f"{_LARGEST:,} parameters are allowed; use the diagonal or K-FAC"
         )
 
@@ -56,8 +57,8 @@ def gradient_rows(
 ) -> Iterator[Tensor]:
     """Yield the gradients of the Fisher's scalars, ``(n, columns, d)``, batch by batch.
 
-    They are zero for frozen parameters. The Fisher is the mean of their outer products over the
-    samples.
+    They are zero for frozen parameters. The Fisher is the mean over samples of their outer
+    products.
     """
     task, logits = task_of(module, task), Logits(module)
     parameters = {name: module.get_parameter(name) for name in names}
@@ -67,12 +68,12 @@ def gradient_rows(
         inputs = batch[:1]
         with torch.no_grad():
             at_logits = columns(logits(inputs), task, expectation, generator)
-        for found in sample_gradients(logits, trained, inputs, at_logits):
-            samples = len(next(iter(found.values())))
+        for gradients in sample_gradients(logits, trained, inputs, at_logits):
+            samples = len(next(iter(gradients.values())))
             yield torch.cat(
                 [
-                    found[name].flatten(2)
-                    if name in found
+                    gradients[name].flatten(2)
+                    if name in gradients
                     else p.new_zeros(samples, len(at_logits), p.numel())
                     for name, p in parameters.items()
                 ],

@@ -1,9 +1,9 @@
-"""Layers whose per-sample gradients are products of their inputs and their output's gradients.
+"""Layers whose per-sample gradients are products of their inputs and output gradients.
 
 The gradient of a Linear or Conv2d layer's weight for a sample is ``sum_t g_t a_t^T`` over its
-positions t, with ``a_t`` its input there and ``g_t`` the gradient at its output. It is found from
-what goes into the layer and what comes back to it, without the gradient of any parameter: Dangel et
-al. 2020, BackPACK: Packing more into Backprop, arXiv:1912.10985.
+positions t, with ``a_t`` its input there and ``g_t`` the gradient at its output. It is computed
+from the layer's input and output gradient, without any parameter gradient: Dangel et al. 2020,
+BackPACK: Packing more into Backprop, arXiv:1912.10985.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ class Call(NamedTuple):
 
     Attributes:
         input: Its input.
-        version: The version of the input, which shows whether it is unchanged since.
-        before: What computed the input.
-        edge: Where the gradient at its output arrives. It is ``None`` without a gradient.
+        version: The version of the input, which shows whether it has been changed since.
+        before: The node that computed the input.
+        edge: The edge at which the output's gradient arrives. ``None`` without a gradient.
         outputs: Number of elements of the output.
     """
 
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 class LayerPass(NamedTuple):
-    """What a batch leaves at a layer.
+    """A layer's inputs and output gradients for a batch.
 
     Attributes:
         name: The layer's name in the model.
@@ -59,12 +59,12 @@ def unfolded(layer: nn.Linear | nn.Conv2d, input: Tensor) -> Tensor:
     """
     if isinstance(layer, nn.Linear):
         return input.flatten(1, -2).mT if input.ndim > 2 else input[..., None]
-    # uncovered has named a layer that pads by a word.
+    # uncovered() has already excluded padding given as text.
     vertical, horizontal = (int(side) for side in layer.padding)
     if vertical or horizontal:
         input = nn.functional.pad(input, (horizontal, horizontal, vertical, vertical))
 
-    # Windows are a view on the image, whose copy is faster than nn.functional.unfold.
+    # Windows are a view of the image. Copying it is faster than nn.functional.unfold.
     windows = input
     for side, (size, step) in enumerate(zip(layer.kernel_size, layer.dilation, strict=True)):
         span = step * (size - 1) + 1
@@ -99,19 +99,19 @@ class ProductLayers:
     """The layers of a model whose per-sample gradients are products.
 
     A layer qualifies in a batch if the layer is called once, on one row per sample, and if nothing
-    else uses its parameters. Every batch is checked, by the autograd graph and not by values:
-    gradients that happen to be zero prove nothing. A layer that fails once is out from then on, and
-    :attr:`failed` has the reason.
+    else uses its parameters. Every batch is checked by the autograd graph, not by values, because
+    zero gradients prove nothing. A layer that fails once is excluded for good, and :attr:`failed`
+    has the reason.
 
     Args:
         model: Module that computes the outputs.
-        parameters: Parameters that are wanted, by name. A layer takes part with all of its own.
+        parameters: Requested parameters, by name. They include all parameters of a layer or none.
         positions: Whether a layer may have several positions per sample: a Conv2d, or a Linear on
             more than a vector.
 
     Attributes:
         layers: The layers that still qualify.
-        failed: Why others do not.
+        failed: The reasons for the other layers.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ProductLayers:
             and all(f"{name}.{own}" in parameters for own, _ in layer.named_parameters())
         }
 
-        # The graph's end points, by which a parameter is recognised whatever module uses it.
+        # Graph leaves identify a parameter, whatever module uses it.
         leaves = {name: get_gradient_edge(p).node for name, p in parameters.items()}
         self._leaves = frozenset(leaves.values())
         self._leaves_of = {
@@ -140,21 +140,21 @@ class ProductLayers:
     def passes(
         self, forward: Callable[[], Tensor], columns: Callable[[Tensor], Tensor]
     ) -> list[LayerPass] | None:
-        """Return what a batch leaves at the layers that qualify.
+        """Return the inputs and output gradients of a batch at the layers that qualify.
 
         Args:
             forward: Computes the outputs of the batch, ``(n, ...)``.
-            columns: Computes the gradients at the outputs that are traced back,
+            columns: Computes the gradients at the outputs for the backward passes,
                 ``(columns, n, ...)``.
 
         Returns:
-            One entry per layer, or ``None`` if the outputs depend on none of the parameters.
+        One entry per layer, or ``None`` if the outputs do not depend on any of the parameters.
         """
         with recorded(self.layers) as calls:
             outputs = forward()
         if outputs.grad_fn is None:
             return None
-        # An edge per use of a parameter, in any module or outside of one.
+        # One edge per use of a parameter, in a module or elsewhere.
         uses, reached = _uses(outputs.grad_fn, self._leaves)
         if not any(uses.values()):
             return None
@@ -181,17 +181,17 @@ class ProductLayers:
         if len(calls) != 1:
             return f"it is called {len(calls)} times in a forward pass"
         call = calls[0]
-        # A tensor that was changed in place after the call is no longer the layer's input.
+        # A tensor changed in place after the call is no longer the layer's input.
         if call.input._version != call.version:
             return "its input is overwritten, or passed by keyword"
         if call.edge is None or call.edge.node not in reached:
             return "its output is not used"
         samples = call.input.shape[0] if self.positions else call.input.shape[:-1]
         if samples != (rows if self.positions else (rows,)) or call.input.ndim < 2:
-            return f"its input {tuple(call.input.shape)} has not one row per sample"
+            return f"its input {tuple(call.input.shape)} does not have one row per sample"
         inside, _ = _uses(call.edge.node, self._leaves_of[name], stop=call.before)
         if any(uses[leaf] != 1 or inside[leaf] != 1 for leaf in inside):
-            return "its weight is used elsewhere too"
+            return "its weight is also used elsewhere"
         return None
 
     def _gradients(
@@ -199,32 +199,33 @@ class ProductLayers:
     ) -> dict[str, Tensor]:
         """Return the gradients at the outputs of the layers, for every column.
 
-        Row i of a layer's output must depend on sample i alone. The graph does not show this,
-        because a table with as many rows as the batch has samples has the right shape. With sample
-        i weighted by w_i, the gradient of row i is w_i times as large if the row depends on no
-        other sample. Whether it does depends only on the number of rows, so that one further
-        backward pass per layer and batch size is enough. Gradients that are all zero show nothing,
-        and leave the proof to a later batch.
+        Row i of a layer's output must depend only on sample i. The graph does not show this,
+        because a table with as many rows as the batch has the right shape. If sample i is weighted
+        by w_i, the gradient of row i scales by w_i exactly when the row depends on no other sample.
+        Whether it does depends only on the number of rows, so one further backward pass per layer
+        and batch size is enough. All-zero gradients prove nothing, and a later batch is used
+        instead.
         """
         rows = len(outputs)
         unproven = [name for name in edges if rows > 1 and (name, rows) not in self._proven]
         if not edges:
             return {}
         last = len(columns) - 1
-        found = [
+        by_column = [
             torch.autograd.grad(
                 outputs, list(edges.values()), column, retain_graph=bool(unproven) or at < last
             )
             for at, column in enumerate(columns)
         ]
         gradients = {
-            name: torch.stack(g, 1) for name, g in zip(edges, zip(*found, strict=True), strict=True)
+            name: torch.stack(g, 1)
+            for name, g in zip(edges, zip(*by_column, strict=True), strict=True)
         }
         if not unproven:
             return gradients
 
-        # No two samples have the same weight, so that no exchange of rows goes unnoticed. No two
-        # columns have: those of a prediction may cancel.
+        # Distinct weights per sample, so an exchange of rows is detected. Distinct weights per
+        # column, because the columns of a prediction may cancel.
         weights, mixture = (
             torch.linspace(1, 2, size, dtype=outputs.dtype, device=outputs.device)
             for size in (rows, len(columns))
@@ -243,7 +244,7 @@ class ProductLayers:
         return gradients
 
     def _drop(self, name: str, why: str) -> None:
-        # A layer that fails once is not tried again: it would be likely to fail.
+        # A layer that fails once is not tried again, because it would probably fail.
         del self.layers[name]
         self.failed[name] = why
 
@@ -258,7 +259,7 @@ def _uses(
 ) -> tuple[dict[Node, int], set[Node]]:
     """Return the number of edges to each leaf, and the nodes that the root reaches.
 
-    Nodes at and below ``stop`` are left out.
+    Nodes at and below ``stop`` are excluded.
     """
     uses = dict.fromkeys(leaves, 0)
     reached, waiting = {root}, [root]

@@ -1,4 +1,4 @@
-"""The conditions under which a trained model is measured."""
+"""Context managers for measuring a trained model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,24 +14,24 @@ from flsuite.models import modes
 def measuring(module: nn.Module) -> Iterator[None]:
     """Compute in evaluation mode and float32, with gradients.
 
-    At the end, the modes and the random generators are restored.
+    The modes and the random generators are restored on exit.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     float32 = torch.autocast(device.type, enabled=False)
-    # isolate_rng: the pass must not change the numbers that the run draws after it.
+    # isolate_rng, because the pass must not affect later random draws.
     with modes.evaluating(module), isolate_rng(), torch.enable_grad(), float32:
         yield
 
 
-# Channels below which channels_last is the slower format on a CPU: it fills less than a vector.
+# With fewer channels, channels_last is slower on a CPU: it does not fill a vector.
 _NARROW = 16
 
 
 @contextmanager
 def fast_formats(module: nn.Module) -> Iterator[None]:
-    """Hold the weights of convolutions with few input channels in the contiguous format inside.
+    """Hold the weights of convolutions with few input channels in contiguous format in the block.
 
-    In channels_last, the gradient at the input of such a layer takes twice as long on a CPU.
+    In channels_last, the input gradient of such a layer takes twice as long on a CPU.
     """
     kept = {
         layer.weight: layer.weight.data
@@ -42,7 +42,7 @@ def fast_formats(module: nn.Module) -> Iterator[None]:
     }
     try:
         for weight, value in kept.items():
-            # Not contiguous(): with one channel, both formats pass for each other.
+            # Not contiguous(), because with one channel a tensor counts as being in both formats.
             weight.data = value.clone(memory_format=torch.contiguous_format)
         yield
     finally:

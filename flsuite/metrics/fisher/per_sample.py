@@ -1,4 +1,4 @@
-"""Gradients of single samples for any parameters, vectorised over samples by torch.func."""
+"""Gradients of single samples for any parameters, vectorized over samples by torch.func."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,8 +12,7 @@ from flsuite.state import State
 
 Batch = tuple[Tensor, ...]
 
-# Elements of per-sample gradients at a time, 64 MiB. More at once is far beyond a cache, and
-# slower.
+# Elements of per-sample gradients at a time, 64 MiB. More would far exceed the cache and be slower.
 _NUMBERS_AT_ONCE = 2**24
 
 
@@ -36,8 +35,8 @@ def sample_squares(
             total = {k: g.square() + total[k] if total else g.square() for k, g in gradient.items()}
         return total
 
-    for found in _by_vmap(of_one, 1, outputs, parameters, batch, columns):
-        yield {name: square.sum(0) for name, square in found.items()}
+    for squares in _by_vmap(of_one, 1, outputs, parameters, batch, columns):
+        yield {name: square.sum(0) for name, square in squares.items()}
 
 
 def sample_gradients(
@@ -46,8 +45,10 @@ def sample_gradients(
     """Yield the gradients ``(samples, columns, *shape)``, for a few samples at a time."""
 
     def of_one(pullback: Any, columns: Tensor) -> State:
-        found = [pullback(column)[0] for column in columns]
-        return {name: torch.stack([gradient[name] for gradient in found]) for name in parameters}
+        gradients = [pullback(column)[0] for column in columns]
+        return {
+            name: torch.stack([gradient[name] for gradient in gradients]) for name in parameters
+        }
 
     return _by_vmap(of_one, len(columns), outputs, parameters, batch, columns)
 
@@ -55,7 +56,7 @@ def sample_gradients(
 def _by_vmap(
     of_one: Any, kept: int, outputs: Any, parameters: State, batch: Batch, columns: Tensor
 ) -> Iterator[State]:
-    """Yield ``of_one`` of the samples, which keeps ``kept`` gradients of each."""
+    """Yield ``of_one`` for chunks of samples. It keeps ``kept`` gradients per sample."""
 
     def of_sample(parameters: State, columns: Tensor, *sample: Tensor) -> State:
         def forward(parameters: Mapping[str, Tensor]) -> Tensor:
@@ -68,15 +69,15 @@ def _by_vmap(
     numbers = kept * sum(p.numel() for p in parameters.values())
     at_once = max(1, _NUMBERS_AT_ONCE // max(numbers, 1))
 
-    parts = [part.split(at_once) for part in batch]
-    for at, *chunk in zip(columns.split(at_once, 1), *parts, strict=True):
+    splits = [part.split(at_once) for part in batch]
+    for at, *chunk in zip(columns.split(at_once, 1), *splits, strict=True):
         try:
             yield per_sample(parameters, at, *chunk)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # a whole batch went through before: it is the vectorising
+        except RuntimeError as error:  # a whole batch worked before, so vectorization is the cause
             raise FlsuiteError(
-                f"{outputs.owner}.{outputs.needs} cannot be vectorised over samples "
+                f"{outputs.owner}.{outputs.needs} cannot be vectorized over samples "
                 f"({one_line(error, longest=200)}); write it without in-place operations and "
                 f".item(){outputs.otherwise}"
             ) from error

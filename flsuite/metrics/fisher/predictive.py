@@ -1,7 +1,7 @@
 """The true Fisher of a model's prediction: its diagonal, and its Kronecker factors.
 
-Both need no labels. The model runs as it is: the caller sets its modes, autocast and the random
-generators, see :func:`~flsuite.metrics.fisher.measuring.measuring`.
+Neither needs labels. The model runs in its current state: the caller sets its modes, autocast and
+the random generators, see :func:`~flsuite.metrics.fisher.measuring.measuring`.
 """
 
 import math
@@ -29,7 +29,7 @@ from flsuite.state import Layer, State
 
 Factors = dict[str, dict[str, Tensor]]
 
-# Elements at a time of a layer's gradients over all columns, 16 MiB. More would leave the cache.
+# Elements of a layer's gradients over all columns at a time, 16 MiB, to stay in the cache.
 _NUMBERS_AT_ONCE = 2**22
 _NO_PART = "it is not part of the model"
 
@@ -44,21 +44,22 @@ def predictive_diagonal(
 ) -> State:
     """Return the diagonal of the Fisher for the parameters ``names``, in float32.
 
-    It is zero for a frozen parameter. Linear and Conv2d layers go by formulas, any other parameter
-    by per-sample gradients.
+    It is zero for a frozen parameter. Linear and Conv2d layers use closed forms, any other
+    parameter uses per-sample gradients.
 
     Args:
-        module: Gives logits ``(n, outputs)``, by its method ``logits`` or its forward pass.
+        module: A module that returns logits ``(n, outputs)``, by its method ``logits`` or its
+            forward pass.
         names: Names of parameters of the module.
-        batches: Tuples of tensors with one row per sample. The first has the inputs.
-        expectation: ``exact`` takes one backward pass per output, ``sampled`` one, for a target
-            drawn from the prediction.
-        generator: Draws these targets. Default: torch's own.
-        task: The kind of prediction. Default: that of ``module.spec``.
+        batches: Tuples of tensors with one row per sample. The first one contains the inputs.
+        expectation: ``exact`` takes one backward pass per output. ``sampled`` takes one, for a
+            target drawn from the prediction.
+        generator: Random generator of these targets. Default: torch's own.
+        task: The kind of prediction. Default: the task of ``module.spec``.
 
     Raises:
-        FlsuiteError: If the outputs depend on none of the parameters, are not one row per sample,
-            or cannot be vectorised over samples.
+        FlsuiteError: If the outputs do not depend on any of the parameters, do not have one row per
+            sample, or cannot be vectorized over samples.
     """
     return diagonal_and_kfac(module, names, (), batches, expectation, generator, task)[0]
 
@@ -77,7 +78,7 @@ def kfac_factors(
     ``F vec(W) = G W A``. A convolution's inputs are unfolded, and a bias is the last column of W,
     with input 1. The factors of a frozen layer are zero.
 
-    The other arguments are those of :func:`predictive_diagonal`.
+    The other arguments are the same as in :func:`predictive_diagonal`.
 
     Args:
         layers: Layers of the module.
@@ -114,17 +115,18 @@ def diagonal_and_kfac(
 
 
 def require_kfac(module: nn.Module, layers: Sequence[Layer], x: Tensor | None = None) -> None:
-    """Refuse layers that K-FAC does not cover, before samples are there.
+    """Refuse layers that K-FAC does not cover, before any samples are needed.
 
     Args:
-        module: Gives logits ``(n, outputs)``, by its method ``logits`` or its forward pass.
+        module: A module that returns logits ``(n, outputs)``, by its method ``logits`` or its
+            forward pass.
         layers: Layers of the module.
-        x: An input of one sample, such as zeros. The model's pass over it also shows layers that
-            are called twice, or whose weight something else uses. Default: only what a layer alone
-            shows is refused here, and :func:`kfac_factors` refuses the rest.
+        x: An input of one sample, such as zeros. The model's pass over it also reveals layers that
+            are called twice, or whose weight is used elsewhere. Default: only properties of single
+            layers are checked here, and :func:`kfac_factors` checks the rest.
 
     Raises:
-        FlsuiteError: If there is one.
+        FlsuiteError: If a layer is not covered.
     """
     for layer in layers:
         if why := uncovered(module.get_submodule(layer.name)):
@@ -139,21 +141,21 @@ def require_kfac(module: nn.Module, layers: Sequence[Layer], x: Tensor | None = 
         return
     products = ProductLayers(module, trained, positions=True)
     passes = products.passes(partial(Logits(module), (x,)), lambda z: torch.ones_like(z)[None])
-    # Without a pass the logits depend on no layer, which the Fisher itself says in other words.
+    # Without a pass, no layer has been used, which the Fisher itself reports.
     for name in (layer.name for layer in layers if layer.weight_name in trained):
         if passes is not None and name not in products.layers:
             raise _refusal(name, products.failed.get(name, _NO_PART))
 
 
 class _Chunk(NamedTuple):
-    """A few samples: their tensors, their columns, and what they leave at the layers.
+    """A few samples: their tensors, their columns, and their passes through the layers.
 
     Attributes:
         logits: The forward pass.
         batch: The samples.
         columns: Gradients at the logits, ``(columns, n, outputs)``.
-        passes: What the samples leave at the layers that qualify.
-        failed: Why other layers do not.
+        passes: The samples' inputs and output gradients at the layers that qualify.
+        failed: The reasons why other layers do not qualify.
     """
 
     logits: Logits
@@ -171,7 +173,7 @@ def _chunks(
     generator: torch.Generator | None,
     task: PredictionTask,
 ) -> Iterator[_Chunk]:
-    """Yield the samples a few at a time, so that the gradients of all columns stay small."""
+    """Yield the samples a few at a time, to bound the memory of gradients over all columns."""
     if not parameters:
         return
     layers = ProductLayers(logits.model, parameters, positions=True)
@@ -180,7 +182,7 @@ def _chunks(
     for batch in batches:
         inputs = batch[0].clone(memory_format=torch.contiguous_format)
         at_once = at_once or _samples_at_once(logits, layers, inputs, expectation)
-        # Parts of one size, because each new size costs a backward pass.
+        # Chunks of equal size, because each new size costs a backward pass.
         for x in inputs.chunk(math.ceil(len(inputs) / at_once)):
             made: list[Tensor] = []
 
@@ -192,7 +194,7 @@ def _chunks(
             if passes is None:
                 raise FlsuiteError(
                     f"the logits of {logits.owner} depend on none of the parameters whose Fisher "
-                    "is wanted; compute them from these, with gradients"
+                    "is requested; compute them from these, with gradients"
                 )
             yield _Chunk(logits, (x,), made[0], passes, layers.failed)
 
@@ -213,7 +215,7 @@ class _Factors:
 
     Args:
         module: The model.
-        layers: Its layers whose factors are wanted.
+        layers: Its layers to compute factors for.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[Layer]) -> None:
@@ -250,7 +252,7 @@ class _Factors:
 
 
 def _trained(module: nn.Module, layer: Layer) -> dict[str, Tensor]:
-    """Return the parameters of a layer, none if it is frozen."""
+    """Return the parameters of a layer. Empty if it is frozen."""
     own = dict(module.get_submodule(layer.name).named_parameters(layer.name))
     trained: dict[str, Tensor] = {name: p for name, p in own.items() if p.requires_grad}
     if trained and len(trained) < len(own):
@@ -260,6 +262,6 @@ def _trained(module: nn.Module, layer: Layer) -> dict[str, Tensor]:
 
 def _refusal(name: str, why: str) -> FlsuiteError:
     return FlsuiteError(
-        f"K-FAC covers Linear and Conv2d layers that are called once, and layer {name!r} is not "
+        f"K-FAC covers Linear and Conv2d layers that are called once, but layer {name!r} is not "
         f"covered: {why}; change the model, or use the diagonal Fisher"
     )

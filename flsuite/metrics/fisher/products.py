@@ -1,4 +1,4 @@
-"""Sums over batches, from what they leave at a layer: squares, K-FAC's factors and Gram matrices.
+"""Sums over batches of a layer's passes: squared gradients, K-FAC factors and Gram matrices.
 
 With ``a_t (in,)`` the input and ``g_ct (out,)`` the gradient of column c at position t, where a
 bias is a last column of the weight with input 1:
@@ -27,20 +27,20 @@ def layer_squares(part: LayerPass) -> State:
     """Return the sums over samples and columns of squared gradients, by parameter."""
     layer, g = part.layer, part.gradients
     if part.input.ndim == 2:
-        # sum_i (g_i a_i^T)^2 = (g^2)^T (a^2): one product, and no gradient of a sample.
+        # sum_i (g_i a_i^T)^2 = (g^2)^T (a^2): one product, without per-sample gradients.
         squared = g.square().sum(1)
-        found = {f"{part.name}.weight": squared.T @ part.input.square()}
+        squares = {f"{part.name}.weight": squared.T @ part.input.square()}
         bias = squared
     else:
         at = _at_positions(layer, g)
         products = torch.bmm(at.flatten(1, 2), unfolded(layer, part.input).mT)
         weight = products.square_().sum(0).unflatten(0, (g.shape[1], -1)).sum(0)
-        found = {f"{part.name}.weight": weight.view_as(layer.weight)}
+        squares = {f"{part.name}.weight": weight.view_as(layer.weight)}
         bias = at.sum(-1).square().sum(1) if layer.bias is not None else at
 
     if layer.bias is not None:
-        found[f"{part.name}.bias"] = bias.sum(0)
-    return found
+        squares[f"{part.name}.bias"] = bias.sum(0)
+    return squares
 
 
 def summed_squares(
@@ -49,9 +49,9 @@ def summed_squares(
     """Yield the sums over samples and columns of squared gradients, by parameter.
 
     Args:
-        passes: What the batch leaves at the layers that qualify. They come first.
-        parameters: The parameters that are wanted.
-        outputs: As for :func:`~flsuite.metrics.fisher.per_sample.sample_squares`.
+        passes: The batch's passes through the layers that qualify. They come first.
+        parameters: The parameters to compute sums for.
+        outputs: See :func:`~flsuite.metrics.fisher.per_sample.sample_squares`.
         batch: Tensors with one row per sample.
         columns: Gradients at the outputs, ``(columns, n, ...)``.
     """
@@ -107,14 +107,14 @@ def _product(rows: Tensor) -> Tensor:
         rows: ``(batch, size, positions)``.
     """
     if rows.shape[1] <= rows.shape[2]:
-        # The products are smaller than the rows, which are not copied.
+        # The products are smaller than the rows. Rows are not copied.
         return torch.bmm(rows, rows.mT).sum(0)
     joined = rows.transpose(0, 1).flatten(1)
     return joined @ joined.T
 
 
-# Terms that are added in float32 before their sum goes to float64. They are few enough to keep
-# seven digits.
+# Number of terms added in float32 before their sum is added in float64. Few enough to keep seven
+# digits.
 _AT_ONCE = 8
 
 
@@ -148,9 +148,9 @@ class Total:
 
 
 class Diagonal:
-    """The sums of squared gradients of named parameters of a module, which are its Fisher diagonal.
+    """The sums of squared gradients of a module's named parameters, i.e. its Fisher diagonal.
 
-    Tied weights have several names. Their Fisher is computed under the first of them.
+    The Fisher of tied weights is computed under their first name.
 
     Attributes:
         trained: The parameters that are not frozen, each under one name.
@@ -170,7 +170,7 @@ class Diagonal:
             self._totals[name].add(square)
 
     def mean(self, count: int) -> State:
-        """Return the sums divided by the number of their terms, in float32, by every name."""
+        """Return the sums divided by the number of terms, in float32, by every name."""
         means = {name: (t.value() / max(count, 1)).float() for name, t in self._totals.items()}
         return {name: means[self._first[id(p)]] for name, p in self._named.items()}
 
@@ -178,35 +178,36 @@ class Diagonal:
 def gram_matrices(
     module: nn.Module, layers: Sequence[Layer], batches: Iterable[Batch], bias: bool = False
 ) -> dict[str, Tensor]:
-    """Return ``X^T X / rows`` by layer, in float32, X the layer's inputs ``(rows, in)``.
+    """Return ``X^T X / rows`` by layer, in float32, with X the layer's inputs ``(rows, in)``.
 
     A row is a position of a sample: one per sample for a linear layer on vectors, one per output
-    pixel for a convolution, whose inputs are unfolded. There are no gradients.
+    pixel for a convolution, whose inputs are unfolded. No gradients are computed.
 
-    A layer without exactly one call in every forward pass is left out, and so are convolutions with
-    groups or with other paddings than zeros.
+    A layer without exactly one call in every forward pass is excluded, and so are convolutions with
+    groups or with non-zero padding modes.
 
     Args:
-        module: Gives logits ``(n, outputs)``, by its method ``logits`` or its forward pass.
+        module: A module that returns logits ``(n, outputs)``, by its method ``logits`` or its
+            forward pass.
         layers: Layers of the module.
-        batches: Tuples of tensors with one row per sample. The first has the inputs.
+        batches: Tuples of tensors with one row per sample. The first one contains the inputs.
         bias: Whether the inputs of a layer with a bias have a last column of ones.
     """
     logits = Logits(module)
-    found = {layer.name: module.get_submodule(layer.name) for layer in layers}
-    known = {name: layer for name, layer in found.items() if uncovered(layer) is None}
+    modules = {layer.name: module.get_submodule(layer.name) for layer in layers}
+    covered = {name: layer for name, layer in modules.items() if uncovered(layer) is None}
     totals: dict[str, Total] = {}
-    rows = dict.fromkeys(known, 0)
+    rows = dict.fromkeys(covered, 0)
 
     for batch in batches:
-        with torch.no_grad(), recorded(known) as calls:
+        with torch.no_grad(), recorded(covered) as calls:
             logits(batch)
-        known = {name: layer for name, layer in known.items() if len(calls[name]) == 1}
-        for name, layer in known.items():
+        covered = {name: layer for name, layer in covered.items() if len(calls[name]) == 1}
+        for name, layer in covered.items():
             call = calls[name][0]
             assert isinstance(layer, (nn.Linear, nn.Conv2d))
             product = input_factor(layer, call.input, bias and layer.bias is not None)
             totals.setdefault(name, Total(product)).add(product)
             rows[name] += call.outputs // layer.weight.shape[0]
 
-    return {name: (totals[name].value() / rows[name]).float() for name in known if name in totals}
+    return {name: (totals[name].value() / rows[name]).float() for name in covered if name in totals}

@@ -1,4 +1,4 @@
-"""The networks that models are built from, each a recipe that is built for the data's shape."""
+"""Backbones: recipes for networks that are built for the data's shape."""
 
 from flsuite.models.backbones.base import Backbone, make_norm
 from flsuite.models.backbones.cnn import CNN, StridedCNN

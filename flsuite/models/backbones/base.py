@@ -1,4 +1,4 @@
-"""The base class of the backbones, and what several of them are made of."""
+"""The base class of the backbones, and shared building blocks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,8 +20,9 @@ TwoWidths = Annotated[
 class Backbone(ABC):
     """A recipe for a network, named in the config and built once the data's shape is known.
 
-    A subclass takes its parameters in ``__init__``, keeps each under its own name, and builds a new
-    network in :meth:`build`. It is plain data: it can be pickled and printed, and holds no tensors.
+    A subclass takes its parameters in ``__init__``, stores each under its own name, and creates a
+    new network in :meth:`build`. It is plain data: it can be pickled and printed, and contains no
+    tensors.
     """
 
     @abstractmethod
@@ -66,20 +67,20 @@ Norm = Literal["batch", "group", "none"]
 
 
 def make_norm(kind: Norm, channels: int, groups: int = 32) -> nn.Module:
-    """Return a normalisation layer for ``(n, channels, height, width)``, with PyTorch's defaults.
+    """Return a normalization layer for ``(n, channels, height, width)``, with PyTorch's defaults.
 
-    BatchNorm normalises by the statistics of a client's batch, which under label skew differ
-    between clients and from those of the global model. GroupNorm has no statistics to average:
-    Hsieh et al. 2020, The Non-IID Data Quagmire of Decentralized Machine Learning.
+    BatchNorm normalizes by the statistics of a client's batch. Under label skew, these differ
+    between clients, and from the statistics of the global model. GroupNorm has no statistics to
+    average: Hsieh et al. 2020, The Non-IID Data Quagmire of Decentralized Machine Learning.
 
     Args:
         kind: ``batch``, ``group`` or ``none`` (the identity).
         channels: Number of channels.
-        groups: Groups of GroupNorm. The default is that of Wu and He 2018. Where it does not divide
-            ``channels``, it is their greatest common divisor.
+        groups: Groups of GroupNorm. The default follows Wu and He 2018. If it does not divide
+            ``channels``, their greatest common divisor is used.
 
     Raises:
-        FlsuiteError: If ``kind`` is none of the three.
+        FlsuiteError: If ``kind`` is not one of the three.
     """
     require_one_of("make_norm", get_args(Norm), norm=kind)
     if kind == "batch":

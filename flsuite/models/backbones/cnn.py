@@ -1,4 +1,4 @@
-"""The convolutional networks of single papers: one with pools, and one with strides instead."""
+"""Convolutional networks from papers: one with pooling, and one with strides."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class CNN(Backbone, Settings):
     Args:
         bias: Whether convolutions and linear layers have a bias.
         hidden: Widths of the hidden fully connected layers.
-        padding: Whether the convolutions keep the image's size. With padding an image has at least
+        padding: Whether the convolutions keep the image's size. With padding, an image has at least
             4 pixels per side, without padding 16.
         channels: Channels of the two convolutions.
     """
@@ -41,8 +41,8 @@ class CNN(Backbone, Settings):
         channels, height, width = image_shape(self, shape, smallest=4 if self.padding else 16)
         pad = 2 if self.padding else 0
 
-        # The pool comes before the ReLU, with which it commutes: the ReLU has a quarter of the
-        # numbers.
+        # The pool comes before the ReLU, with which it commutes, because the ReLU then processes a
+        # quarter of the values.
         layers: list[nn.Module] = []
         for maps in self.channels:
             layers += [
@@ -60,7 +60,7 @@ class CNN(Backbone, Settings):
 class StridedCNN(Backbone, Settings):
     """Three 4x4 convolutions with stride 2, each followed by a leaky ReLU, then one linear layer.
 
-    The default width is that of AF-FCL's feature extractor for images of 28x28 pixels: Wuerkaixi et
+    The default width matches AF-FCL's feature extractor for images of 28x28 pixels: Wuerkaixi et
     al. 2024, Accurate Forgetting for Heterogeneous Federated Continual Learning.
 
     Args:
@@ -77,7 +77,7 @@ class StridedCNN(Backbone, Settings):
             layers += [nn.Conv2d(channels, maps, 4, stride=2, padding=1), nn.LeakyReLU()]
             channels = maps
 
-        # Three strides halve each side three times, rounded down.
+        # Three strided convolutions halve each side three times, rounded down.
         return nn.Sequential(
             *layers, nn.Flatten(), nn.Linear(channels * (height // 8) * (width // 8), outputs)
         )

@@ -1,4 +1,4 @@
-"""ResNet-18 of torchvision."""
+"""ResNet-18, based on torchvision."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,7 @@ from flsuite.arguments import PositiveInt, Settings
 from flsuite.models.backbones.base import Backbone, Norm, Widths, image_shape, make_norm
 
 _FEATURES = 512  # channels of the last stage
-_SMALL = 64  # pixels per side from which the stem reduces the image fourfold
+_SMALL = 64  # minimum pixels per side for the stem that reduces the image fourfold
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class ResNet18(Backbone, Settings):
     ``ResNet18(norm="none", head=(1000, 200), bias=False, kernel=7)``.
 
     Args:
-        norm: ``batch``, ``group`` (32 groups, Wu and He 2018) or ``none``. Under label skew
-            BatchNorm loses accuracy that GroupNorm keeps (Hsieh et al. 2020). With ``none`` there
-            is no norm and no bias in its place. The last convolution of each block then starts at
-            zero. Every block thus starts as its shortcut, and the signal does not grow with the
+        norm: ``batch``, ``group`` (32 groups, Wu and He 2018) or ``none``. Under label skew,
+            BatchNorm loses accuracy that GroupNorm keeps (Hsieh et al. 2020). With ``none``, there
+            are neither norms nor biases to replace them. The last convolution of each block then
+            starts at zero, so every block starts as its shortcut, and the signal does not grow with
             depth.
         small_images: Whether the stem is one convolution with stride 1 and no max-pool. The other
             stem is torchvision's, which reduces the image fourfold. Default: below 64 pixels per
             side.
         head: Widths of further linear layers before the last one. There is no activation between
             them, as in FedFisher's network.
-        bias: Whether the linear layers have a bias. Convolutions have none, so that with ``norm``
-            ``none`` and without ``bias`` there is no bias anywhere.
+        bias: Whether the linear layers have a bias. Convolutions have none, so with ``norm``
+            ``none`` and without ``bias``, there is no bias anywhere.
         kernel: Side of the kernel of the stem for small images, whose padding is one pixel. With 7,
             as in FedFisher's network, a side of 32 becomes 28.
     """
@@ -67,9 +67,9 @@ class ResNet18(Backbone, Settings):
 
 
 def _fit_stem(network: nn.Module, channels: int, kernel: int | None) -> None:
-    """Replace the stem if the image needs another one, initialised as torchvision does.
+    """Replace the stem if the image needs another one, initialized like torchvision's.
 
-    ``kernel`` is that of the stem for small images, and ``None`` for large ones.
+    ``kernel`` is the kernel size of the stem for small images, and ``None`` for large ones.
     """
     if kernel is not None:
         # Reducing a small image fourfold would leave the last stage with a few pixels.
@@ -84,7 +84,7 @@ def _fit_stem(network: nn.Module, channels: int, kernel: int | None) -> None:
 
 def _remove_norms(network: nn.Module) -> None:
     """Replace every block by one without norms."""
-    # Not in place, for the reason that _PlainBlock gives.
+    # Not in place, for the reason in _PlainBlock.
     network.relu = nn.ReLU()
     for name in ("layer1", "layer2", "layer3", "layer4"):
         blocks = network.get_submodule(name).children()
@@ -92,18 +92,18 @@ def _remove_norms(network: nn.Module) -> None:
 
 
 class _PlainBlock(nn.Module):
-    """A block of torchvision without its norms, under the same names.
+    """A torchvision block without norms, with the same names.
 
-    torchvision's ReLU overwrites the output of the norm. Without the norm that is a convolution's
-    output, which backward hooks (K-FAC) forbid to overwrite.
+    torchvision's ReLU overwrites the output of the norm. Without the norm, that is a convolution's
+    output, which must not be overwritten under backward hooks (K-FAC).
     """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        parts = dict(block.named_children())
-        self.conv1 = parts["conv1"]
-        self.conv2 = parts["conv2"]
-        self.downsample = parts.get("downsample")
+        children = dict(block.named_children())
+        self.conv1 = children["conv1"]
+        self.conv2 = children["conv2"]
+        self.downsample = children.get("downsample")
         self.relu = nn.ReLU()
         # The block starts as its shortcut.
         for weight in self.conv2.parameters():

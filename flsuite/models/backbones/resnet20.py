@@ -17,10 +17,10 @@ class ResNet20(Backbone, Settings):
     He et al. 2016, Identity Mappings in Deep Residual Networks, arXiv:1603.05027.
 
     Args:
-        norm: ``batch``, ``group`` (8 groups) or ``none``. Under label skew BatchNorm loses accuracy
-            that GroupNorm keeps (Hsieh et al. 2020). With ``none`` the last convolution of each
-            block starts at zero. Every block thus starts as its shortcut, and the signal does not
-            grow with the depth.
+        norm: ``batch``, ``group`` (8 groups) or ``none``. Under label skew, BatchNorm loses
+            accuracy that GroupNorm keeps (Hsieh et al. 2020). With ``none``, the last convolution
+            of each block starts at zero, so every block starts as its shortcut, and the signal does
+            not grow with depth.
         width: Channels of the first stage. The other two have twice and four times as many.
     """
 
@@ -38,7 +38,7 @@ class PreActResNet(nn.Module):
 
     It has a 3x3 stem with stride 1, three stages of three blocks, a norm and a ReLU, a global
     average pool, and one linear layer. The second and the third stage halve the image. The
-    convolutions' weights are initialised by Kaiming's fan-out rule.
+    convolutions are initialized by Kaiming's fan-out rule.
     """
 
     def __init__(self, channels: int, outputs: int, norm: Norm = "batch", width: int = 16) -> None:
@@ -49,7 +49,7 @@ class PreActResNet(nn.Module):
             _stage(width, 2 * width, 2, norm),
             _stage(2 * width, 4 * width, 2, norm),
         )
-        # The last block ends with a sum, which nothing has normalised or activated yet.
+        # The last block ends with a sum, which is not yet normalized or activated.
         self.norm = make_norm(norm, 4 * width, _GROUPS)
         self.relu = nn.ReLU(inplace=True)
         self.head = nn.Linear(4 * width, outputs)
@@ -65,9 +65,10 @@ class PreActResNet(nn.Module):
 class _Block(nn.Module):
     """A block of twice norm, ReLU and 3x3 convolution, plus the shortcut.
 
-    Where the shape changes, the shortcut is a 1x1 convolution of the activated input, elsewhere the
-    raw input. A ReLU overwrites its input only if that is a norm's output. Without a norm it is the
-    shortcut, or a convolution's output, which backward hooks (K-FAC) forbid to overwrite.
+    If the shape changes, the shortcut is a 1x1 convolution of the activated input, otherwise the
+    raw input. A ReLU overwrites its input only if that is a norm's output. Without a norm, its
+    input is the shortcut, or a convolution's output, which must not be overwritten under backward
+    hooks (K-FAC).
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:

@@ -4,7 +4,8 @@ Each chart holds its own data, aggregated before, and all choices that its menus
 the partition is the page's: it sets the parameter ``partition`` of every chart.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -28,6 +29,10 @@ COLORS = (
 )
 """Colours that are told apart on white and on black."""
 
+_GREY = "#8b939c"
+_FEW = "ceil(width / 90)"
+"""Labels that an axis has room for, as an expression of Vega."""
+
 
 def charts(data: PageData) -> dict[str, dict[str, Any]]:
     """Return the specification of each chart for which there is data."""
@@ -42,19 +47,37 @@ def charts(data: PageData) -> dict[str, dict[str, Any]]:
             "mix": _class_mix(data),
             "gamma": _gamma(data),
         }
-        specs = {name: chart.to_dict() for name, chart in made.items() if chart is not None}
+        specs = {
+            name: _with_titles(chart.to_dict()) for name, chart in made.items() if chart is not None
+        }
     for spec in specs.values():
         spec.pop("$schema")  # an address, which the page does not need
         spec.pop("config", None)  # the page has a light and a dark one
     return specs
 
 
+_COMPUTED = "expression: "
+"""How the title of an axis begins that is an expression: Vega takes one, the schema does not."""
+
+
+def _with_titles(node: Any) -> Any:
+    """Return a specification with its computed titles as expressions."""
+    if isinstance(node, list):
+        return [_with_titles(item) for item in node]
+    if isinstance(node, str) and node.startswith(_COMPUTED):
+        return {"expr": node.removeprefix(_COMPUTED)}
+    if isinstance(node, dict):
+        return {key: _with_titles(value) for key, value in node.items()}
+    return node
+
+
 def _curves(data: PageData) -> alt.LayerChart | None:
     """Draw mean and range over seeds, with menus for the metric and the axis."""
     if data.curves.empty:
         return None
-    menu = _menu("metric", "Score", _unique(data.curves["metric"]))
-    return _lines(data, data.curves, menu, is_log=False)
+    names = _unique(data.curves["metric"])
+    labels = [name.replace("_", " ") for name in names]
+    return _lines(data, data.curves, "Score", names, labels, is_log=False)
 
 
 def _gamma(data: PageData) -> alt.LayerChart | None:
@@ -62,32 +85,41 @@ def _gamma(data: PageData) -> alt.LayerChart | None:
     if data.gamma.empty:
         return None
     names = _unique(data.gamma["metric"])
-    menu = _menu("metric", "Number", names, [GAMMA[name] for name in names])
-    return _lines(data, data.gamma, menu, is_log=bool((data.gamma["low"] > 0).all()))
+    labels = [GAMMA[name] for name in names]
+    is_log = bool((data.gamma["low"] > 0).all())
+    return _lines(data, data.gamma, "Number", names, labels, is_log)
 
 
 def _lines(
-    data: PageData, frame: pd.DataFrame, menu: alt.Parameter, is_log: bool
+    data: PageData,
+    frame: pd.DataFrame,
+    title: str,
+    names: Sequence[str],
+    labels: Sequence[str],
+    is_log: bool,
 ) -> alt.LayerChart:
+    menu = _menu("metric", title, names, labels)
     axes = _unique(frame["axis"])
     chosen = data.axis if data.axis in axes else axes[0]
     axis = _menu("axis", "over", axes, [AXES[name].label for name in axes], chosen)
     base = _of_partition(frame, "datum.metric === metric && datum.axis === axis")
     picked = alt.selection_point(fields=["method"], bind="legend")
     scale = alt.Scale(type="log", nice=False) if is_log else alt.Scale(zero=False)
-    x = alt.X("x:Q", title=None, scale=alt.Scale(zero=False, nice=False), axis=_few_ticks())
-    color = _color(data, frame["method"])
+    x = alt.X("x:Q", scale=alt.Scale(zero=False, nice=False), axis=_chosen_axis(axes))
+    y_axis = alt.Axis(title=_computed("metric", dict(zip(names, labels, strict=True))))
+    y = alt.Y("mean:Q", scale=scale, axis=y_axis)
+    color = _color(data, frame, ("metric", "axis"))
 
     band = base.mark_area().encode(
         x=x,
-        y=alt.Y("low:Q", title=None, scale=scale),
+        y=alt.Y("low:Q", scale=scale, axis=y_axis),
         y2="high:Q",
         color=color,
         opacity=alt.condition(picked, alt.value(0.16), alt.value(0.02)),
     )
     line = base.mark_line(strokeWidth=2, clip=True).encode(
         x=x,
-        y=alt.Y("mean:Q", title=None, scale=scale),
+        y=y,
         color=color,
         opacity=alt.condition(picked, alt.value(1), alt.value(0.12)),
     )
@@ -95,7 +127,7 @@ def _lines(
     is_single = frame.groupby(["method", "partition", "metric", "axis"]).size().max() == 1
     dots = base.mark_circle(size=70, opacity=1 if is_single else 0).encode(
         x=x,
-        y=alt.Y("mean:Q", title=None, scale=scale),
+        y=y,
         color=color,
         tooltip=[
             alt.Tooltip("method:N"),
@@ -118,14 +150,25 @@ def _targets(data: PageData) -> alt.LayerChart | None:
     axis = _menu("axis", "Axis", axes, [AXES[name].label for name in axes], chosen)
     base = _of_partition(data.targets, "datum.axis === axis")
     y = alt.Y("method:N", title=None, sort=data.methods, axis=_row_axis())
+    x = alt.X("x:Q", scale=alt.Scale(zero=True), axis=_chosen_axis(axes))
     dots = base.mark_circle(size=75, opacity=0.6).encode(
-        x=alt.X("x:Q", title=None, scale=alt.Scale(zero=True), axis=_few_ticks()),
+        x=x,
         y=y,
         color=_color(data),
         tooltip=["method:N", "seed:N", alt.Tooltip("x:Q", format=",.4~g", title="reached at")],
     )
-    mean = base.mark_tick(thickness=2.5, size=22).encode(x="mean(x):Q", y=y, color=_color(data))
-    chart = alt.layer(dots, mean).add_params(axis, _partition(data))
+    mean = base.mark_tick(thickness=2.5, size=22).encode(
+        x=alt.X("mean(x):Q", axis=_chosen_axis(axes)), y=y, color=_color(data)
+    )
+    # Where a run does not reach it, the row says so.
+    counts = base.transform_aggregate(
+        runs="count()", reached="valid(x)", groupby=["method"]
+    ).transform_filter("datum.reached < datum.runs")
+    notes = counts.transform_calculate(
+        text="datum.reached + ' of ' + datum.runs + ' reach it'"
+    ).mark_text(align="left", dx=8, color=_GREY)
+    notes = notes.encode(x=alt.value(alt.ExprRef("width")), y=y, text="text:N")
+    chart = alt.layer(dots, mean, notes).add_params(axis, _partition(data))
     return chart.properties(width="container", height=_rows_height(data.methods))
 
 
@@ -141,15 +184,20 @@ def _differences(data: PageData) -> alt.LayerChart | None:
     )
     base = _of_partition(frame[["partition", "pair", "verdict", *_INTERVAL]])
     y = alt.Y("pair:N", title=None, sort=_unique(frame["pair"]), axis=_row_axis())
+    seen = {name: _unique(own["verdict"]) for name, own in frame.groupby("partition", sort=False)}
     color = alt.Color(
-        "verdict:N", title=None, scale=alt.Scale(domain=verdicts, range=[COLORS[0], "#8b939c"])
+        "verdict:N",
+        title=None,
+        scale=alt.Scale(domain=verdicts, range=[COLORS[0], _GREY]),
+        legend=alt.Legend(values=alt.ExprRef(f"{_of_choice('partition', seen)} || []")),
     )
-    zero = alt.Chart(_inline(pd.DataFrame({"x": [0]}))).mark_rule(color="#8b939c")
+    zero = alt.Chart(_inline(pd.DataFrame({"x": [0]}))).mark_rule(color=_GREY)
+    title = f"difference in {data.score}"
     lines = base.mark_rule(strokeWidth=2.5).encode(
-        x=alt.X("low:Q", title=None, axis=_few_ticks()), x2="high:Q", y=y, color=color
+        x=alt.X("low:Q", title=title, axis=_few_ticks()), x2="high:Q", y=y, color=color
     )
     dots = base.mark_point(filled=True, size=90, opacity=1).encode(
-        x=alt.X("difference:Q", title=None),
+        x=alt.X("difference:Q", title=title),
         y=y,
         color=color,
         tooltip=["pair:N", *(alt.Tooltip(f"{name}:Q", format=".4~f") for name in _INTERVAL)],
@@ -172,7 +220,7 @@ def _client_map(data: PageData) -> alt.Chart | None:
         y=alt.Y("client:O", title="client", axis=alt.Axis(labelOverlap=True)),
         color=alt.Color(
             "value:Q",
-            title=None,
+            title=data.score,
             scale=alt.Scale(scheme="viridis"),
             legend=alt.Legend(orient="top"),
         ),
@@ -191,7 +239,7 @@ def _client_spread(data: PageData) -> alt.LayerChart | None:
         return None
     base = _of_partition(data.clients)
     y = alt.Y("method:N", title=None, sort=data.methods, axis=_row_axis())
-    x = alt.X("value:Q", title=None, scale=alt.Scale(zero=False), axis=_few_ticks())
+    x = alt.X("value:Q", title=data.score, scale=alt.Scale(zero=False), axis=_few_ticks())
     ticks = base.mark_tick(thickness=1.5, size=20, opacity=0.55).encode(
         x=x,
         y=y,
@@ -199,7 +247,7 @@ def _client_spread(data: PageData) -> alt.LayerChart | None:
         tooltip=["method:N", "client:N", "seed:N", alt.Tooltip("value:Q", format=".3f")],
     )
     mean = base.mark_point(filled=True, shape="diamond", size=130, opacity=1).encode(
-        x=alt.X("mean(value):Q"), y=y, color=_color(data)
+        x=alt.X("mean(value):Q", title=data.score), y=y, color=_color(data)
     )
     chart = alt.layer(ticks, mean).add_params(_partition(data))
     return chart.properties(width="container", height=_rows_height(data.methods))
@@ -212,15 +260,15 @@ def _gains(data: PageData) -> alt.LayerChart | None:
     values = data.gains[["alone", "score"]]
     low, high = float(values.min().min()), float(values.max().max())
     ends = pd.DataFrame({"alone": [low, high], "score": [low, high]})
-    diagonal = alt.Chart(_inline(ends)).mark_line(color="#8b939c", strokeWidth=1)
+    diagonal = alt.Chart(_inline(ends)).mark_line(color=_GREY, strokeWidth=1)
     scale = alt.Scale(domain=[low, high], nice=True)
-    x = alt.X("alone:Q", title="alone", scale=scale, axis=_few_ticks())
-    y = alt.Y("score:Q", title="in the federation", scale=scale)
+    x = alt.X("alone:Q", title=f"{data.score} alone", scale=scale, axis=_few_ticks())
+    y = alt.Y("score:Q", title=f"{data.score} in the federation", scale=scale)
     dots = _of_partition(data.gains).mark_circle(size=55, opacity=0.65)
     encoded = dots.encode(
         x=x,
         y=y,
-        color=_color(data, data.gains["method"]),
+        color=_color(data, data.gains),
         tooltip=["method:N", "client:N", "seed:N", *(f"{n}:Q" for n in ("alone", "score"))],
     )
     chart = alt.layer(diagonal.encode(x=x, y=y), encoded).add_params(_partition(data))
@@ -238,7 +286,7 @@ def _class_mix(data: PageData) -> alt.Chart | None:
         y=alt.Y("samples:Q", title="training samples"),
         color=alt.Color(
             "class:N",
-            title=None,
+            title="class",
             scale=alt.Scale(
                 domain=classes, scheme="tableau10" if len(classes) <= 10 else "tableau20"
             ),
@@ -278,17 +326,39 @@ def _partition(data: PageData) -> alt.Parameter:
     return alt.param(name="partition", value=data.partitions[0])
 
 
-def _color(data: PageData, legend_of: pd.Series | None = None) -> alt.Color:
-    """Return the colour of each method, with a legend of those in a column, if there is one."""
-    named = data.methods if legend_of is None else _in_order(data.methods, legend_of)
-    colors = [COLORS[data.methods.index(name) % len(COLORS)] for name in named]
-    legend = alt.Legend(symbolOpacity=1, symbolType="circle", symbolStrokeWidth=0)
-    return alt.Color(
-        "method:N",
-        title=None,
-        scale=alt.Scale(domain=named, range=colors),
-        legend=None if legend_of is None else legend,
-    )
+def _color(
+    data: PageData, legend_of: pd.DataFrame | None = None, menus: Sequence[str] = ()
+) -> alt.Color:
+    """Return the colour of each method.
+
+    Args:
+        data: It has all methods.
+        legend_of: The table that is drawn. The legend has the methods that are in view, which the
+            menu of the partition decides. ``None`` makes no legend.
+        menus: Columns of the table with a menu of their name, which decide it too.
+    """
+    legend: alt.Legend | None = None
+    if legend_of is not None:
+        keys = ["partition", *menus]
+        seen = {
+            "|".join(map(str, place)): _in_order(data.methods, own["method"])
+            for place, own in legend_of.groupby(keys, sort=False)
+        }
+        values = alt.ExprRef(f"{_of_choice(_JOINED.join(keys), seen)} || []")
+        legend = alt.Legend(
+            symbolOpacity=1, symbolType="circle", symbolStrokeWidth=0, values=values
+        )
+    colors = [COLORS[n % len(COLORS)] for n in range(len(data.methods))]
+    scale = alt.Scale(domain=data.methods, range=colors)
+    return alt.Color("method:N", title=None, scale=scale, legend=legend)
+
+
+_JOINED = " + '|' + "
+
+
+def _of_choice(choice: str, texts: Mapping[str, Any]) -> str:
+    """Return an expression of Vega: what belongs to the choices of menus."""
+    return f"({json.dumps(texts)})[{choice}]"
 
 
 def _in_order(names: Sequence[str], column: pd.Series) -> list[str]:
@@ -296,9 +366,25 @@ def _in_order(names: Sequence[str], column: pd.Series) -> list[str]:
     return [name for name in names if name in set(column)]
 
 
-def _few_ticks() -> alt.Axis:
+def _computed(choice: str, titles: Mapping[str, str]) -> str:
+    """Return the title that belongs to the choice of a menu."""
+    return _COMPUTED + _of_choice(choice, titles)
+
+
+def _few_ticks(title: Any = alt.Undefined, count: str = _FEW) -> alt.Axis:
     """Return an axis whose number of labels follows the width of the chart."""
-    return alt.Axis(tickCount=alt.ExprRef("ceil(width / 90)"))
+    return alt.Axis(title=title, tickCount=alt.ExprRef(count))
+
+
+def _chosen_axis(axes: Sequence[str]) -> alt.Axis:
+    """Return the axis that the menu ``axis`` has chosen, with whole numbers where only they occur.
+
+    Vega rounds the distance of ticks to 0.5 where it is below 0.71.
+    """
+    title = _computed("axis", {name: AXES[name].label for name in axes})
+    whole = _of_choice("axis", {name: AXES[name].is_whole for name in axes})
+    most = f"({whole} ? max(1, floor(span(domain('x')) / 0.71)) : 100)"
+    return _few_ticks(title, f"min({_FEW}, {most})")
 
 
 def _row_axis() -> alt.Axis:

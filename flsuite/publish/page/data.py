@@ -1,6 +1,6 @@
 """What the page shows, gathered from runs and thinned to what a picture needs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,10 +31,12 @@ class PageData:
     Attributes:
         methods: All methods, in the order of their colours.
         partitions: All partitions.
+        score: The score of all charts but the curves, as a title.
         axis: The axis that is shown first.
         curves: ``method, partition, metric, axis, x, mean, low, high``.
         gamma: The same for gamma and its parts.
-        targets: ``method, partition, seed, axis, x``: where a run reaches the target.
+        targets: ``method, partition, seed, axis, x``: where a run reaches its partition's target,
+            empty where it does not.
         pairs: As :func:`~flsuite.analysis.compare` returns it.
         client_rounds: ``method, partition, client, round, value`` of one run each.
         clients: ``method, partition, seed, client, value``: the last score.
@@ -44,6 +46,7 @@ class PageData:
 
     methods: list[str]
     partitions: list[str]
+    score: str
     axis: str
     curves: pd.DataFrame
     gamma: pd.DataFrame
@@ -60,7 +63,7 @@ def gather(
     metrics: Sequence[str],
     split: str,
     axis: str,
-    target: float | None,
+    targets: Mapping[str, float],
     against: str | None = None,
 ) -> PageData:
     """Return the tables of the page.
@@ -70,7 +73,7 @@ def gather(
         metrics: The scores. The first one is that of all charts but the curves.
         split: The data of the curves and of the target.
         axis: The axis that is shown first.
-        target: The score to reach, if there is one.
+        targets: The score to reach in each partition that has one.
         against: Compare with this method only.
     """
     metric = metrics[0]
@@ -79,10 +82,11 @@ def gather(
     return PageData(
         methods=[str(name) for name in results["method"].unique()],
         partitions=[str(name) for name in results["partition"].unique()],
+        score=f"test {metric.replace('_', ' ')}",
         axis=axis,
         curves=_curves(results, {f"{split} {name}": (name, split) for name in metrics}),
         gamma=_curves(results, {name: (name, "train") for name in gamma_parts(results)}),
-        targets=no_rows if target is None else _targets(results, target, metric, split),
+        targets=_targets(results, targets, metric, split) if targets else no_rows,
         pairs=compare(results, metric, against=against),
         client_rounds=_client_rounds(results, metric) if has_clients else no_rows,
         clients=_clients(results, metric) if has_clients else no_rows,
@@ -124,15 +128,21 @@ def _curves(results: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> pd.Data
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-def _targets(results: pd.DataFrame, target: float, metric: str, split: str) -> pd.DataFrame:
-    """Return where each run reaches the target, one row per axis."""
-    points = target_points(results, target, metric, split)
+def _targets(
+    results: pd.DataFrame, targets: Mapping[str, float], metric: str, split: str
+) -> pd.DataFrame:
+    """Return where each run reaches its partition's target, one row per axis."""
+    points = pd.concat(
+        [
+            target_points(results[results["partition"] == name], target, metric, split)
+            for name, target in targets.items()
+        ]
+    )
     axes = [x for x in AXES if points[x].notna().any()]
     for x in axes:
         points[x] = points[x].astype(float) * AXES[x].scale
     names = ["method", "partition", "seed"]
-    table = points.melt(id_vars=names, value_vars=axes, var_name="axis", value_name="x")
-    return table.dropna(subset="x")
+    return points.melt(id_vars=names, value_vars=axes, var_name="axis", value_name="x")
 
 
 def _client_rounds(results: pd.DataFrame, metric: str) -> pd.DataFrame:

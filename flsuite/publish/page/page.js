@@ -37,6 +37,19 @@ function makeSortable(table) {
   });
 }
 
+/** Say where a table is wider than its place, until its last column is in view. */
+function watchWidth(box) {
+  const scroll = box.querySelector(".scroll");
+  const look = () => {
+    const rest = scroll.scrollWidth - scroll.clientWidth;
+    box.classList.toggle("wide", rest > 1);
+    box.classList.toggle("at-end", scroll.scrollLeft >= rest - 1);
+    if (rest > 1) scroll.tabIndex = 0; // the arrow keys scroll it
+  };
+  scroll.addEventListener("scroll", look, { passive: true });
+  new ResizeObserver(look).observe(scroll);
+}
+
 /** Return the look of a chart of a width in a theme. */
 function chartConfig(isDark, width) {
   const text = isDark ? "#cfd6de" : "#3c4752";
@@ -52,8 +65,8 @@ function chartConfig(isDark, width) {
       titleFontSize: 12, gridColor: line, domainColor: line, tickColor: line,
     },
     legend: {
-      labelColor: text, titleColor: faint, labelFontSize: 12, orient: "bottom",
-      columns: Math.max(1, Math.floor((width - 120) / 150)), labelLimit: 135,
+      labelColor: text, titleColor: faint, titleFontWeight: "normal", labelFontSize: 12, orient: "bottom",
+      columns: Math.max(1, Math.floor((width - 60) / 150)), labelLimit: 135,
       gradientLength: 160,
     },
   };
@@ -110,6 +123,7 @@ function openTarget() {
 
 function start() {
   document.querySelectorAll("table.sortable").forEach(makeSortable);
+  document.querySelectorAll(".table").forEach(watchWidth);
   document.getElementById("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
     drawAll();

@@ -12,14 +12,15 @@ import pandas as pd
 
 import flsuite
 import flsuite.publish.page.tables as tables
-from flsuite.analysis.comparison import comparison_note, default_score
+from flsuite.analysis.comparison import compare, comparison_note, default_score
 from flsuite.analysis.groups import Group, read_yaml
 from flsuite.analysis.report import require_score
 from flsuite.analysis.results import results_of, short_path
-from flsuite.analysis.target import own_target
+from flsuite.analysis.target import own_targets
 from flsuite.errors import FlsuiteError
 from flsuite.files import replace_file
 from flsuite.publish.page.data import gather
+from flsuite.publish.page.headline import headline
 
 _MOST_CONFIGS = 40
 _LONGEST_CONFIG = 12_000  # characters
@@ -94,10 +95,10 @@ class PageRequest:
 
     Attributes:
         metrics: The scores; the first one is that of all charts but the curves.
-        last: Rounds in the mean of the last ones.
+        last: Scores in the mean of the last ones, at most.
         split: Data of the curves and of the target.
         x: The axis that is shown first.
-        target: A score to reach. ``None`` chooses one.
+        target: A score to reach. ``None`` chooses one for each partition.
         against: Compare with this method only.
     """
 
@@ -158,27 +159,25 @@ def _content(
 
     results, metric, split = results_of(groups), request.metrics[0], request.split
     score, _ = default_score(results, metric)
-    target = request.target
-    if target is None:
-        target = own_target(results, metric, split)
+    targets = own_targets(results, metric, split)
+    if request.target is not None:
+        targets = {str(name): request.target for name in results["partition"].unique()}
 
     for name in request.metrics:
         require_score(groups, name, split)
     shown = _curves_of(results, request.metrics, split)
-    data = gather(results, shown, split, request.x, target, request.against)
+    data = gather(results, shown, split, request.x, targets, request.against)
     specs = charts(data)
     return {
         "title": Path(os.path.commonpath([run for g in groups for run in g.runs])).name,
         "facts": tables.facts(results),
-        "headline": tables.headline(groups, metric, score),
+        "headline": headline(groups, compare(results, metric), metric, score),
         "scores": [tables.scores(groups, name, request.last) for name in request.metrics],
-        "last": request.last,
         "partitions": data.partitions,
         "metric": metric,
         "split": split,
-        "target": target,
-        "is_own_target": request.target is None,
-        "targets": None if target is None else tables.targets(results, target, metric, split),
+        "target": request.target,
+        "targets": tables.targets(results, targets, metric, split) if targets else None,
         "pairs": tables.pairs(data.pairs) if len(data.pairs) else None,
         "comparison_note": comparison_note(data.pairs, metric, score),
         "settings": tables.settings(groups),

@@ -1,19 +1,19 @@
 """The tables of the page."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from flsuite.analysis.axes import AXES
-from flsuite.analysis.comparison import Score, shown_interval, shown_p
+from flsuite.analysis.comparison import shown_interval, shown_p
 from flsuite.analysis.groups import Group
-from flsuite.analysis.labels import differing, shown_value
-from flsuite.analysis.report import group_row, score_cell
+from flsuite.analysis.labels import differing, setting_text
+from flsuite.analysis.report import averaged_scores, group_row, score_cell
 from flsuite.analysis.runs import lower_is_better
-from flsuite.analysis.target import amount_cell, reached_text, target_table
+from flsuite.analysis.target import amount_cell, target_table
 
 
 @dataclass(frozen=True)
@@ -56,41 +56,29 @@ def facts(results: pd.DataFrame) -> list[tuple[str, str]]:
     """Return what the report is about, as numbers with their names."""
     counts = {name: results[name].nunique() for name in ("run", "method", "partition", "seed")}
     pairs = [(f"{count}", name if count == 1 else f"{name}s") for name, count in counts.items()]
-    hours = results.groupby("run", observed=True)["wall_s"].max().sum() / 3600
-    spent = f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
-    return [*pairs, (f"{results['round'].max()}", "rounds"), (spent, "of computing")]
+    seconds = float(results.groupby("run", observed=True)["wall_s"].max().sum())
+    rounds = int(results["round"].max())
+    pairs.append((f"{rounds}", "round" if rounds == 1 else "rounds"))
+    return [*pairs, (_duration(seconds), "of computing")]
 
 
-def headline(groups: Sequence[Group], metric: str, score: Score) -> list[str]:
-    """Return a sentence per partition on the method with the best mean."""
-    lower = lower_is_better(metric)
-    if lower is None:
-        return []
-    lines = []
-    for partition in dict.fromkeys(group.partition for group in groups):
-        rows = {
-            group.method: row
-            for group in groups
-            if group.partition == partition and (row := group_row(group, metric, 1))
-        }
-        means = {
-            name: row[score]
-            for name, row in rows.items()
-            if not math.isnan(row.get(score, math.nan))
-        }
-        if len(means) > 1:
-            best = (min if lower else max)(means, key=lambda name: means[name])
-            shown = score_cell(rows[best], score)
-            lines.append(f"{best} has the best mean {metric} on {partition}: {shown}")
-    return lines
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def scores(groups: Sequence[Group], metric: str, last: int) -> Table:
     """Return the scores of each experiment, and what it cost."""
+    averaged = averaged_scores(groups, metric, last)
     heads = {"last": "last round", "picked": "picked on validation"}
-    heads |= {"mean_last": f"mean of last {last}", "best_on_test": "best on test *"}
-    rows = [(n, g, row) for n, g in enumerate(groups) if (row := group_row(g, metric, last))]
+    heads |= {"mean_last": f"mean of the last\N{NO-BREAK SPACE}{averaged}"} if averaged > 1 else {}
+    heads |= {"best_on_test": "best on test\N{NO-BREAK SPACE}*"}
+    rows = [(n, g, row) for n, g in enumerate(groups) if (row := group_row(g, metric, averaged))]
     shown = [name for name in heads if any(name in row for _, _, row in rows)]
+    # A bar is a share of the best score there can be.
+    values = [row[name] for _, _, row in rows for name in shown if name in row]
+    has_bars = lower_is_better(metric) is False and min(values) >= 0 and max(values) <= 1
     cells = []
     for n, group, row in rows:
         names = [
@@ -99,23 +87,28 @@ def scores(groups: Sequence[Group], metric: str, last: int) -> Table:
             Cell(f"{row['runs']}", row["runs"]),
         ]
         peers = [other for _, peer, other in rows if peer.partition == group.partition]
-        numbers = [_score_cell(row, name, peers, metric) for name in shown]
+        numbers = [_score_cell(row, name, peers, metric, has_bars) for name in shown]
         cells.append([*names, *numbers, *_costs(group)])
     titles = [heads[name] for name in shown]
     return Table(metric, ["method", "partition", "runs", *titles, "seconds", "MB"], cells)
 
 
-def targets(results: pd.DataFrame, target: float, metric: str, split: str) -> Table:
-    """Return how soon each experiment reaches the target, on every axis."""
-    table = target_table(results, target, metric, split)
-    axes = [x for x in AXES if x in table]
+def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, split: str) -> Table:
+    """Return how soon each experiment reaches its partition's target, on every axis."""
+    tables = [
+        target_table(results[results["partition"] == name], target, metric, split)
+        for name, target in targets.items()
+    ]
+    axes = [x for x in AXES if any(x in table for table in tables)]
     rows = []
-    for row in table.to_dict("records"):
-        reached = reached_text(row["reached"], row["runs"])
-        cells = [Cell(row["method"]), Cell(row["partition"])]
+    for row in pd.concat(tables).to_dict("records"):
+        target = targets[str(row["partition"])]
+        cells = [Cell(row["method"]), Cell(row["partition"]), Cell(f"{target:.4g}", target)]
         cells += [Cell(amount_cell(row, x), _known(row[x])) for x in axes]
+        reached = f"{row['reached']} of {row['runs']}"
         rows.append([*cells, Cell(reached, row["reached"] / row["runs"])])
-    return Table("target", ["method", "partition", *(AXES[x].unit for x in axes), "runs"], rows)
+    units = [AXES[x].unit for x in axes]
+    return Table("target", ["method", "partition", "target", *units, "reached"], rows)
 
 
 def pairs(table: pd.DataFrame) -> Table:
@@ -147,7 +140,7 @@ def pairs(table: pd.DataFrame) -> Table:
 
 
 def settings(groups: Sequence[Group]) -> Table | None:
-    """Return the settings in which the experiments differ."""
+    """Return the settings in which the experiments differ, as a text per experiment."""
     keys = differing([group.settings for group in groups])
     if not keys:
         return None
@@ -155,11 +148,17 @@ def settings(groups: Sequence[Group]) -> Table | None:
         [
             Cell(group.method, link=f"run-{n}"),
             Cell(group.partition),
-            *(Cell(shown_value(group.settings.get(key))) for key in keys),
+            Cell(
+                ", ".join(
+                    setting_text(key, value, keys)
+                    for key in keys
+                    if (value := group.settings.get(key)) is not None
+                )
+            ),
         ]
         for n, group in enumerate(groups)
     ]
-    return Table("settings", ["method", "partition", *keys], rows, words=2 + len(keys))
+    return Table("settings", ["method", "partition", "settings"], rows, words=3)
 
 
 def tuning(table: pd.DataFrame) -> Table:
@@ -180,7 +179,7 @@ def tuning(table: pd.DataFrame) -> Table:
 
 
 def _score_cell(
-    row: dict[str, Any], name: str, peers: Sequence[dict[str, Any]], metric: str
+    row: dict[str, Any], name: str, peers: Sequence[dict[str, Any]], metric: str, has_bar: bool
 ) -> Cell:
     value = row.get(name, math.nan)
     if math.isnan(value):
@@ -188,8 +187,7 @@ def _score_cell(
     values = [peer[name] for peer in peers if not math.isnan(peer.get(name, math.nan))]
     lower = lower_is_better(metric)
     is_best = len(values) > 1 and lower is not None and value == (min if lower else max)(values)
-    bar = 100 * value if 0 <= value <= 1 else None
-    return Cell(score_cell(row, name), value, bar, is_best)
+    return Cell(score_cell(row, name), value, 100 * value if has_bar else None, is_best)
 
 
 def _costs(group: Group) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""How well a client's images can be reconstructed from what the server knows."""
+"""Model inversion: reconstruction of a client's images from the server's knowledge."""
 
 from flsuite.studies.inversion.attack import Inversion, Reconstructions, share_recognised
 from flsuite.studies.inversion.figure import reconstruction_figure

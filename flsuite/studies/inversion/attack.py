@@ -25,7 +25,7 @@ from flsuite.studies.inversion.target import Target
 
 
 class Reconstructions(NamedTuple):
-    """What an attack has found.
+    """The result of an attack.
 
     Attributes:
         images: Within [0, 1], ``(n, channels, height, width)``.
@@ -40,9 +40,9 @@ class Reconstructions(NamedTuple):
 class Inversion(Settings):
     """The attack: latents whose images look real to the critic and like the label to the target.
 
-    The loss of an image is ``-D(G(z)) + identity CE(T(G(z)), label)``. Where the server has the
+    The loss of an image is ``-D(G(z)) + identity CE(T(G(z)), label)``. If the server has the
     client's K-FAC factors, ``factors (sum |A(G(z)) - A|^2 + |G(G(z)) - G|^2)`` is added, with the
-    factors of the images that are sought together.
+    factors of the images that are optimized together.
 
     Attributes:
         steps: Steps of Nesterov's method per latent.
@@ -50,12 +50,12 @@ class Inversion(Settings):
         momentum: Its momentum.
         identity: Weight of the cross-entropy.
         factors: Weight of the distance to the factors, the mu of FedFisher's experiment, whose
-            value is not known. On MNIST none of 0.01, 1, 10 and 100 finds much, and 10 no less
-            than the others.
-        relative: Whether the distance to each factor is relative to it. Otherwise, as in the paper,
-            the inputs of the layer with the largest ones are nearly all of the sum.
+            value is not published. On MNIST, none of 0.01, 1, 10 and 100 recovers much, and 10 is
+            not worse than the others.
+        relative: Whether the distance to each factor is relative to its norm. Otherwise, as in the
+            paper, the largest input factor dominates the sum.
         bound: Each number of a latent stays within ``[-bound, bound]``.
-        restarts: Attempts per image, of which the one with the lowest cross-entropy is kept.
+        restarts: Attempts per image. The one with the lowest cross-entropy is kept.
     """
 
     steps: PositiveInt = 1500
@@ -74,10 +74,10 @@ class Inversion(Settings):
 
         Args:
             gan: The attacker's prior, trained without images of the class.
-            target: What the server has.
+            target: The server's knowledge.
             label: The class.
             images: Number of reconstructions.
-            seed: Draws the latents that the search starts from.
+            seed: Seed of the initial latents.
         """
         require_at_least("Inversion", 1, images=images)
         draws = torch_generator(seed, "inversion/latents")
@@ -93,7 +93,7 @@ class Inversion(Settings):
             loss = self.identity * F.cross_entropy(target.logits(x), labels, reduction="sum")
             loss = loss - gan.critic(x).sum()
             if self.factors and target.factors is not None:
-                # Times the images, so that the step of one does not depend on their number.
+                # Times the number of images, so an image's step does not depend on it.
                 groups = x.unflatten(0, (self.restarts, images))
                 distances = target.distances(groups, self.relative)
                 loss = loss + images * self.factors * distances.sum()
@@ -113,6 +113,6 @@ class Inversion(Settings):
 
 
 def share_recognised(judge: Target, images: Tensor, label: int) -> float:
-    """Return the share of images that a classifier takes for the label."""
+    """Return the fraction of images that a classifier assigns to the label."""
     with torch.no_grad():
         return float((judge.logits(images).argmax(1) == label).float().mean())

@@ -1,4 +1,4 @@
-"""A figure of real images and of what attacks make of them."""
+"""A figure of real images and their reconstructions."""
 
 from collections.abc import Mapping
 
@@ -9,18 +9,19 @@ from flsuite.errors import require_at_least
 
 
 def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figure:
-    """Draw images in labelled rows.
+    """Draw images in labeled rows.
 
     Args:
         rows: Label to images within [0, 1], ``(n, channels, height, width)``. A label may have
             several lines.
-        columns: The largest number of images per row.
+        columns: Maximum number of images per row.
     """
     require_at_least("reconstruction_figure", 1, columns=columns)
     shown = {label: images[:columns].detach().cpu() for label, images in rows.items()}
     columns = max(len(images) for images in shown.values())
-    figure = Figure(figsize=(2.4 + 0.62 * columns, 0.72 * len(shown)), layout="constrained", dpi=80)
-    # The labels have a column of their own.
+    size = 2.4 + 0.62 * columns, 0.72 * len(shown)
+    figure = Figure(figsize=size, layout="constrained", dpi=150)
+    # The labels have their own column.
     panels = figure.subplots(
         len(shown), 1 + columns, squeeze=False, width_ratios=[4] + [1] * columns
     )
@@ -30,7 +31,7 @@ def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figu
             panel.axis("off")
         line[0].text(0, 0.5, label, va="center", fontsize=9)
         for panel, image in zip(line[1:], images, strict=False):
-            # Grey images are dark on white, as ink is.
+            # Draw gray images dark on white, like ink.
             if len(image) == 1:
                 panel.imshow(image[0].numpy(), cmap="gray_r", vmin=0, vmax=1)
             else:

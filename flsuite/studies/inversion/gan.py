@@ -21,7 +21,7 @@ class Generator(nn.Sequential):
     Args:
         shape: ``(channels, height, width)`` of an image.
         width: Channels of the last hidden layer. The two before have two and four times as many.
-        latent: Numbers per latent.
+        latent: Length of a latent vector.
     """
 
     def __init__(self, shape: tuple[int, ...], width: int = 32, latent: int = 100) -> None:
@@ -46,13 +46,13 @@ class Generator(nn.Sequential):
 
 
 class Critic(nn.Sequential):
-    """A network from images ``(n, *shape)`` to numbers ``(n,)``, higher for real ones.
+    """A network from images ``(n, *shape)`` to scores ``(n,)``, higher for real ones.
 
     It has no BatchNorm, because the gradient penalty is per image.
 
     Args:
         shape: ``(channels, height, width)`` of an image.
-        width: Channels of the first layer. The next ones have two and four times as many.
+        width: Channels of the first layer. The next layers have two and four times as many.
     """
 
     def __init__(self, shape: tuple[int, ...], width: int = 32) -> None:
@@ -71,12 +71,12 @@ class Critic(nn.Sequential):
 
 
 class GAN(NamedTuple):
-    """A trained generator and its critic, in evaluation mode and without gradients of weights.
+    """A trained generator and its critic, in evaluation mode and with frozen weights.
 
     Attributes:
         generator: Maps latents ``(n, latent)`` to images within [0, 1].
         critic: Maps images to numbers ``(n,)``, higher for real ones.
-        latent: Numbers per latent.
+        latent: Length of a latent vector.
     """
 
     generator: nn.Module
@@ -86,15 +86,15 @@ class GAN(NamedTuple):
 
 @dataclass(frozen=True)
 class GANTraining(Settings):
-    """How the GAN is trained.
+    """The training of the GAN.
 
     Attributes:
         epochs: Passes over the images.
         batch_size: Images per step.
         width: Channels of the thinnest layers. The published networks have 64.
-        latent: Numbers per latent.
+        latent: Length of a latent vector.
         lr: Adam's learning rate.
-        betas: Adam's decays.
+        betas: Adam's decay rates.
         critic_steps: Steps of the critic per step of the generator.
         penalty: Weight of the gradient penalty.
     """
@@ -152,7 +152,7 @@ def critic_loss(
 ) -> Tensor:
     """Return ``mean D(fake) - mean D(real) + penalty mean (|grad D(x)| - 1)^2``.
 
-    Each x is at a random place between a real image and a fake one.
+    Each x is a random interpolation between a real image and a fake one.
     """
     share = torch.rand(len(real), 1, 1, 1, generator=draws).to(real)
     between = share * real + (1 - share) * fake
@@ -163,13 +163,13 @@ def critic_loss(
 def gradient_penalty(critic: nn.Module, images: Tensor) -> Tensor:
     """Return the mean over images of ``(|grad D(x)| - 1)^2``, with gradients."""
     at = images.detach().requires_grad_()
-    # The sum: a critic's value for an image depends on that image alone.
+    # Differentiate the sum, because a critic's value depends only on its own image.
     (slope,) = torch.autograd.grad(critic(at).sum(), at, create_graph=True)
     return (slope.flatten(1).norm(dim=1) - 1).square().mean()
 
 
 def _halved(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the sides of an image and of its three smaller versions, each half, rounded down."""
+    """Return the sides of an image and of its three successive halves, rounded down."""
     _, height, length = shape
     return [(height // 2**times, length // 2**times) for times in range(4)]
 
@@ -183,6 +183,6 @@ def _require_images(images: Tensor) -> None:
         )
     if min(images.shape[2:]) < 8:
         raise FlsuiteError(
-            f"GANTraining halves images three times, and {tuple(images.shape[2:])} is too small: "
+            f"GANTraining halves images three times, but {tuple(images.shape[2:])} is too small: "
             "set data.resize, such as 28"
         )

@@ -1,4 +1,4 @@
-"""What a server knows of a client: its model, or the mean of all, with or without its factors."""
+"""The server's knowledge of a client: its model or the mean model, and its K-FAC factors."""
 
 import re
 from collections.abc import Mapping
@@ -21,31 +21,31 @@ from flsuite.runs.reuse import UPDATES, UpdateStore
 from flsuite.state import State, StateLayout, cast, mean_of
 
 Knowledge = Literal["client", "mean", "factors"]
-"""``client`` is the client's model, ``mean`` the mean of all clients' models, and ``factors`` that
+"""``client`` is the client's model, ``mean`` the mean of all clients' models, and ``factors`` the
 mean and the client's K-FAC factors."""
 
 Factors = Mapping[str, State]
-"""K-FAC's factors ``a`` and ``g`` by layer."""
+"""K-FAC factors ``a`` and ``g`` by layer."""
 
 
 def known_to_server(aggregator: Aggregator | Rule, secure_sum: bool) -> tuple[Knowledge, ...]:
-    """Return what the server has to attack a client with.
+    """Return the server's knowledge for attacking a client.
 
     Args:
-        aggregator: The algorithm, or its rule. It is read for what its updates carry.
-        secure_sum: Whether the server learns sums over clients alone, beside the extras that the
+        aggregator: The algorithm, or its rule. Its updates determine the knowledge.
+        secure_sum: Whether the server learns only sums over clients, plus the extras that the
             algorithm sends in the clear.
 
     Raises:
-        FlsuiteError: If the algorithm does not work from sums.
+        FlsuiteError: If the algorithm cannot work with sums.
     """
     rule = aggregator.rule if isinstance(aggregator, Aggregator) else aggregator
     if secure_sum and not isinstance(rule, LinearRule):
         raise FlsuiteError(
-            f"{type(rule).__name__} needs every client's own update, and does not go "
-            "together with secure sums"
+            f"{type(rule).__name__} needs every client's own update, so it does not work "
+            "with secure sums"
         )
-    # K-FAC factors are the one thing that is never summed up.
+    # K-FAC factors are the only statistic that is never summed.
     statistics = rule.statistics(StateLayout((), 0), {})
     sends_factors = any(not statistic.is_sum for statistic in statistics.values())
     return (*(() if secure_sum else ("client",)), "mean", *(("factors",) if sends_factors else ()))
@@ -55,7 +55,7 @@ def kept_models(run_dir: str | Path, round: int = 1) -> dict[int, State]:
     """Return the clients' trained models of a round, by client.
 
     Raises:
-        FlsuiteError: If the run has not kept them.
+        FlsuiteError: If the run did not keep them.
     """
     folder = Path(run_dir) / UPDATES
     named = (re.fullmatch(r"client-(\d+)", p.stem) for p in folder.glob(f"round-{round:04d}/*.pt"))
@@ -73,7 +73,7 @@ def mean_model(run_dir: str | Path, round: int = 1) -> State:
     """Return the mean of the clients' models by samples, FedAvg's model.
 
     Raises:
-        FlsuiteError: If the run has not kept them.
+        FlsuiteError: If the run did not keep them.
     """
     models = kept_models(run_dir, round)
     table = read_partition(run_dir)
@@ -92,8 +92,8 @@ def sent_factors(
         model: A model with the client's trained weights.
         data: The data of all clients.
         client: The client's number.
-        seed: The run's seed, which picks the samples.
-        samples: ``samples`` of FedFisher, the largest number that the factors are computed over.
+        seed: The run's seed, which selects the samples.
+        samples: ``samples`` of FedFisher, the maximum number of samples for the factors.
 
     Raises:
         FlsuiteError: If the model has no logits, or layers that K-FAC does not cover.
@@ -109,11 +109,11 @@ def require_logits(model: nn.Module) -> None:
     """Refuse a model without a method ``logits``.
 
     Raises:
-        FlsuiteError: If it has none.
+        FlsuiteError: If it has no such method.
     """
     if not isinstance(model, LogitModel):
         raise FlsuiteError(
-            f"the inversion attack needs the logits of the model, and {type(model).__name__} has "
+            f"the inversion attack needs the logits of the model, but {type(model).__name__} has "
             "none: add a method logits(x) -> (n, outputs)"
         )
 
@@ -121,22 +121,22 @@ def require_logits(model: nn.Module) -> None:
 def public_images(
     data: FederatedData, owner: int, label: int, samples: int, seed: int = 0
 ) -> Tensor:
-    """Return images of the other clients, none of them of the owner's class.
+    """Return images of the other clients, excluding the owner's class.
 
-    They are what the server has, and what its generator is trained on.
+    The server has these images and trains its generator on them.
 
     Args:
         data: The data of all clients.
         owner: The client under attack.
-        label: Its class, which the server has no image of.
+        label: Its class, of which the server has no image.
         samples: Number of images.
-        seed: Picks them.
+        seed: Seed of the selection.
 
     Returns:
         Images within [0, 1], ``(samples, channels, height, width)``.
 
     Raises:
-        FlsuiteError: If the data are no images, or the other clients have too few.
+        FlsuiteError: If the data are not images, or the other clients have too few.
     """
     if data.train.x.dtype != torch.uint8 or data.train.y.ndim != 1:
         raise FlsuiteError("the inversion attack needs images with one class each")

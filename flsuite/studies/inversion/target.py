@@ -21,10 +21,10 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class Target:
-    """A model that the server has, as a function of images within [0, 1].
+    """The server's model as a function of images within [0, 1].
 
     Args:
-        model: A built model with a method ``logits``. It stays as it is.
+        model: A built model with a method ``logits``. It is not changed.
         state: The weights.
         scaling: The map from stored images to the model's inputs.
         factors: The K-FAC factors of the client under attack, if the server has them.
@@ -51,9 +51,9 @@ class Target:
         return logits
 
     def distances(self, images: Tensor, relative: bool = False) -> Tensor:
-        """Return the squared distances of the factors of groups of images to the client's.
+        """Return the squared distances between the factors of groups of images and the client's.
 
-        They are ``sum |A(images) - A|^2 + |G(images) - G|^2`` over layers, 0 without factors.
+        They are ``sum |A(images) - A|^2 + |G(images) - G|^2`` over layers, or 0 without factors.
 
         Args:
             images: ``(groups, n, channels, height, width)``.
@@ -65,14 +65,14 @@ class Target:
         total = images.new_zeros(len(images))
         if self.factors is None:
             return total
-        found = batch_factors(
+        factors = batch_factors(
             self.model, self.layers, self._inputs(images.flatten(0, 1)), len(images)
         )
         for layer in self.layers:
             for kind, wanted in self.factors[layer.name].items():
                 wanted = wanted.to(images)
-                squares = (found[layer.name][kind] - wanted).square().sum((1, 2))
-                # A client whose model is always certain may have a factor that is 0.
+                squares = (factors[layer.name][kind] - wanted).square().sum((1, 2))
+                # A client whose model is always certain may have a zero factor.
                 scale = wanted.square().sum().clamp_min(_TINY) if relative else 1.0
                 total = total + squares / scale
         return total
@@ -81,7 +81,7 @@ class Target:
         scale, shift = (
             part.to(images)[:, None, None] for part in (self.scaling.scale, self.scaling.shift)
         )
-        # The scaling is that of stored bytes.
+        # The scaling is defined for stored bytes.
         scaled = images * 255 * scale + shift
         return scaled.expand(-1, self.scaling.channels, -1, -1)
 
@@ -89,22 +89,22 @@ class Target:
 def batch_factors(
     model: nn.Module, layers: Sequence[Layer], inputs: Tensor, groups: int = 1
 ) -> dict[str, State]:
-    """Return the K-FAC factors of groups of samples, with gradients at the samples.
+    """Return the K-FAC factors of groups of samples, with gradients with respect to the samples.
 
-    They are those of :func:`flsuite.metrics.fisher.kfac_factors`, whose gradients nobody needs, of
-    a classifier. The predicted probabilities are not held constant.
+    They are the factors of :func:`flsuite.metrics.fisher.kfac_factors` for a classifier, which has
+    no such gradients. The predicted probabilities are not held constant.
 
     Args:
         model: A model with a method ``logits``.
         layers: Its layers, each called once.
         inputs: ``(groups * n, ...)``.
-        groups: Groups of samples, one after the other.
+        groups: Number of adjacent groups of samples.
 
     Returns:
         ``a`` and ``g`` by layer, ``(groups, size, size)`` each.
     """
     samples = len(inputs) // groups
-    # Gradients at the layers' outputs are needed whether the caller wants any or not.
+    # Gradients at the layers' outputs are needed in any case.
     with torch.enable_grad(), _calls(model, layers) as calls:
         inputs = inputs if inputs.requires_grad else inputs.clone().requires_grad_()
         logits: Tensor = model.logits(inputs)  # type: ignore[operator]
@@ -113,7 +113,7 @@ def batch_factors(
         edges = [calls[layer.name][1] for layer in layers]
         gradients = [torch.autograd.grad(logits, edges, c, create_graph=True) for c in columns]
 
-    found: dict[str, State] = {}
+    factors: dict[str, State] = {}
     for layer, *of_columns in zip(layers, *gradients, strict=True):
         module = model.get_submodule(layer.name)
         a = _input_positions(module, calls[layer.name][0])
@@ -121,15 +121,15 @@ def batch_factors(
             a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
         # All columns of a sample count as positions.
         g = torch.cat([_output_positions(module, column) for column in of_columns], 2)
-        found[layer.name] = {
+        factors[layer.name] = {
             "a": _products(a, groups) / samples,
             "g": _products(g, groups) / (samples * a.shape[2]),
         }
-    return found
+    return factors
 
 
 def _input_positions(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return what the layer's weight is multiplied by, ``(n, in, positions)``."""
+    """Return the inputs that the layer's weight multiplies, ``(n, in, positions)``."""
     if isinstance(layer, nn.Conv2d):
         return F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
     return x.flatten(1, -2).mT if x.ndim > 2 else x[..., None]
@@ -157,11 +157,11 @@ def _products(rows: Tensor, groups: int) -> Tensor:
 def _calls(
     model: nn.Module, layers: Sequence[Layer]
 ) -> Iterator[dict[str, tuple[Tensor, GradientEdge]]]:
-    """Record the input of each layer, and where the gradient at its output arrives."""
+    """Record the input of each layer, and the edge of its output's gradient."""
     calls: dict[str, tuple[Tensor, GradientEdge]] = {}
 
     def record(name: str, layer: nn.Module, args: Sequence[Tensor], output: Tensor) -> None:
-        # The edge and not the output: an activation may overwrite the output later.
+        # The edge instead of the output, because an activation may overwrite the output.
         calls[name] = args[0], get_gradient_edge(output)
 
     handles = [

@@ -1,4 +1,4 @@
-"""Robust rules: the global model under clients that send anything, one rule per file."""
+"""Byzantine-robust rules, which tolerate clients that send anything, one per file."""
 
 from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.bucketing import Bucketing

@@ -20,23 +20,23 @@ from flsuite.state import State
 
 @dataclass(frozen=True)
 class Bucketing(RuleAround, Settings):
-    """A rule on the means of random buckets of clients.
+    """Applies a rule to the means of random buckets of clients.
 
-    Clients whose data differs look like attackers to each other. The means of a few of them differ
-    less. An attacker spoils its whole bucket, so that the rule must withstand as many buckets as
-    there are attackers. With ``size`` 1 it is the rule itself, and with one bucket of all clients
-    the plain mean.
+    Clients with different data look like attackers to each other. The means of a few of them differ
+    less. An attacker spoils its whole bucket, so the rule must withstand as many buckets as there
+    are attackers. With ``size`` 1, it is the rule itself, and with one bucket of all clients, the
+    plain mean.
 
-    The buckets are drawn anew in each round, by the run's seed. A bucket is an update to the rule:
-    the plain mean of the models, of late clients with their changes applied to the global model,
-    the mean of the statistics by samples, and the largest staleness. The log has the rule's numbers
-    for every client of a bucket, and a bucket's weight in equal parts. For ``n`` clients of ``d``
-    parameters the models take ``4 n d`` bytes, and the means ``4 n d / size``.
+    The buckets are redrawn in each round, by the run's seed. To the rule, a bucket is an update:
+    the plain mean of the models (for late clients, their changes applied to the global model), the
+    mean of the statistics by samples, and the largest staleness. The rule's metrics of a bucket are
+    logged for each of its clients, and the bucket's weight is split equally. For ``n`` clients of
+    ``d`` parameters, the models take ``4 n d`` bytes, and the means ``4 n d / size``.
 
     Args:
-        rule: Any rule, such as a robust one. What it counts, such as ``byzantine``, are buckets.
+        rule: Any rule, such as a robust one. Its counts, such as ``byzantine``, refer to buckets.
         size: Clients per bucket, ``s``. The last bucket may have fewer.
-        aggregator: The name of ``rule`` in older configs. Exactly one of the two must be given.
+        aggregator: The former name of ``rule``. Exactly one of the two must be given.
     """
 
     rule: Rule | None = None
@@ -50,7 +50,7 @@ class Bucketing(RuleAround, Settings):
         order = rng.permutation(len(members)).tolist()
         starts = range(0, len(order), self.size)
         buckets = [sorted(order[start : start + self.size]) for start in starts]
-        # By their first clients: buckets of one are the clients in their own order.
+        # Sorted by their first clients, so buckets of one keep the clients' order.
         groups = [[members[k] for k in bucket] for bucket in sorted(buckets)]
 
         members.clear()
@@ -59,9 +59,9 @@ class Bucketing(RuleAround, Settings):
         notes = [own[0] if len(own) == 1 else {} for own in metrics]
         for number, note in enumerate(notes):
             note["bucket"] = float(number)
-        # Nobody holds the models of a bucket any more once the rule has its mean.
+        # The models of a bucket are released once its mean is computed.
         means = (bucket_of(server, groups.pop(0), note) for note in notes)
-        # A part each, so that a linear rule adds them up one by one.
+        # A separate part each, so a linear rule sums them one by one.
         means = (m if m.part is None else replace(m, part=k) for k, m in enumerate(means))
         model = self.of_inner(server, means)
         for own, note in zip(metrics, notes, strict=True):
@@ -91,12 +91,12 @@ class Bucketing(RuleAround, Settings):
         return rule
 
     def prepare(self, server: Server) -> None:
-        """Refuse a rule that cannot work with means of clients, and what the rule refuses."""
+        """Refuse a rule that cannot work with means of clients, and run the rule's own checks."""
         for name, statistic in self.statistics(server.layout, server.state).items():
             if self.size > 1 and not statistic.is_sum:
                 raise FlsuiteError(
-                    f"Bucketing: {type(self.inner).__name__} needs every client's own {name}, and "
-                    "a bucket has no more than their mean; take another rule, or set size to 1"
+                    f"Bucketing: {type(self.inner).__name__} needs every client's own {name}, but "
+                    "a bucket only has their mean; use another rule, or set size to 1"
                 )
         super().prepare(server)
 
@@ -104,5 +104,5 @@ class Bucketing(RuleAround, Settings):
         super().__post_init__()
         if (self.rule is None) == (self.aggregator is None):
             raise FlsuiteError(
-                "Bucketing: exactly one of rule and aggregator, its older name, must be given"
+                "Bucketing: exactly one of rule and aggregator, its former name, must be given"
             )

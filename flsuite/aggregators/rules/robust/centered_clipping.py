@@ -25,20 +25,20 @@ class CenteredClipping(ParameterRule):
 
     ``v <- v + 1/n sum_k (d_k - v) min(1, radius / |d_k - v|)`` with the clients' changes ``d_k``.
     It starts from the centre, and the last ``v`` is the change of the global model. A client moves
-    it by at most ``radius / n`` per iteration. With an infinite radius it is the plain mean.
+    it by at most ``radius / n`` per iteration. With an infinite radius, it is the plain mean.
 
-    The paper's clients send momenta. Here they send what their local training has changed.
+    In the paper, clients send momenta. Here, they send their change from local training.
 
-    The log has each client's ``centre_distance`` and ``clipped`` (1 if it was) before the last
-    iteration, its ``weight`` in the global change, and ``train/clip_radius``. Clipped clients are
-    named in a line. The models of a round are in memory at a time, for ``n`` clients of ``d``
-    parameters ``4 n d`` bytes, and the centre, one model, from round to round.
+    Logged are each client's ``centre_distance`` and ``clipped`` (1 if it was) before the last
+    iteration, its ``weight`` in the global change, and ``train/clip_radius``. A log line names
+    clipped clients. The models of a round are in memory at the same time, ``4 n d`` bytes for ``n``
+    clients of ``d`` parameters. The centre, one model, persists between rounds.
 
     Args:
         radius: The largest distance from the centre, tau. Default: the (lower) median of the
             cohort's distances, in each iteration.
-        iterations: Number of iterations. The paper takes 1 with the previous centre.
-        centre: ``previous`` starts from the change of the round before, and ``zero`` from none.
+        iterations: Number of iterations. The paper uses 1 with the previous centre.
+        centre: ``previous`` starts from the previous round's change, and ``zero`` from zero.
     """
 
     radius: Radius | None = None

@@ -1,4 +1,4 @@
-"""The updates of a round, as robust rules see them, and several updates as one: their mean."""
+"""The updates of a round as vectors for robust rules, and buckets of updates."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,17 +24,17 @@ _NAMED = 20  # clients in a line of the log
 class Cohort:
     """The models of a round as flat vectors, in the order of the clients' numbers.
 
-    The vector of a client that is late is its change, applied to the global state.
+    The vector of a late client is its change, applied to the global state.
 
     Attributes:
         parameters: The trainable entries.
-        buffers: The floating-point buffers, such as BatchNorm's statistics.
-        members: The update behind each vector, without tensors.
-        round: The round in progress, counted from 1.
+        buffers: The floating-point buffers, such as BatchNorm statistics.
+        members: The update of each vector, without tensors.
+        round: The current round, counted from 1.
 
     Args:
-        server: What the rule sees on the server.
-        updates: They arrive one at a time. Their models are kept as one vector each.
+        server: The rule's view of the server.
+        updates: The updates, which arrive one at a time. Each model is kept as one vector.
     """
 
     def __init__(self, server: Server, updates: Iterable[ClientUpdate]) -> None:
@@ -54,7 +54,7 @@ class Cohort:
             rows = flatten(model, own, dtype), flatten(model, others, dtype)
             read.append((update.without_tensors(), *rows))
 
-        # Sorted, so that no rule depends on the order of arrival, not even by rounding.
+        # Sorted, so a rule does not depend on the order of arrival, not even by rounding.
         read.sort(key=lambda item: place(item[0]))
         self.members = [member for member, _, _ in read]
         self.parameters = Vectors(flatten(state, own, dtype), [row for _, row, _ in read])
@@ -64,23 +64,23 @@ class Cohort:
         return len(self.members)
 
     def weights(self, weighting: Weighting) -> list[int]:
-        """Return the weight of each vector: the samples that stand behind it, or 1."""
+        """Return the weight of each vector: its number of samples, or 1."""
         return [update.samples if weighting == "samples" else 1 for update in self.members]
 
     def name_clients(self, rule: Rule, did: str, vectors: Iterable[int]) -> None:
-        """Name in the log the clients that a rule did something to, ascending."""
+        """Log the clients affected by a rule, in ascending order."""
         if clients := sorted({client for k in vectors for client in clients_of(self.members[k])}):
             more = f" and {len(clients) - _NAMED} more" if len(clients) > _NAMED else ""
             named = ", ".join(map(str, clients[:_NAMED])) + more
             log.info("round %d: %s %s clients %s", self.round, type(rule).__name__, did, named)
 
     def note(self, name: str, values: Iterable[float]) -> None:
-        """Log a number per vector. ``weight`` is the factor of its change in the global one."""
+        """Log a metric per vector. ``weight`` is the factor of its change in the global change."""
         for update, value in zip(self.members, values, strict=True):
             update.metrics[name] = float(value)
 
     def entries(self, parameters: Tensor) -> State:
-        """Return a flat vector of parameters as entries in the shapes and dtypes of the state."""
+        """Return a flat parameter vector as entries in the shapes and dtypes of the state."""
         entries = unflatten(parameters, self._start, self._names[0])
         return cast(entries, {name: self._start[name] for name in entries})
 
@@ -89,7 +89,7 @@ class Cohort:
         return flatten(state, self._names[0], self.parameters.start.dtype)
 
     def state(self, parameters: Tensor, buffers: Tensor) -> State:
-        """Return the next global state, not rounded to its dtypes. A counter takes the maximum."""
+        """Return the next global state, not rounded to its dtypes. Counters take the maximum."""
         own, others = (
             unflatten(vector, self._start, names)
             for vector, names in zip((parameters, buffers), self._names, strict=True)
@@ -99,10 +99,10 @@ class Cohort:
 
 @dataclass
 class Bucket(ClientUpdate):
-    """An update that stands for those of several clients.
+    """An update that stands for several clients.
 
     Attributes:
-        clients: Their numbers.
+        clients: The clients' numbers.
     """
 
     clients: tuple[int, ...] = ()
@@ -111,17 +111,17 @@ class Bucket(ClientUpdate):
 def bucket_of(
     server: Server, members: Sequence[ClientUpdate], metrics: dict[str, float]
 ) -> ClientUpdate:
-    """Return updates as one. One alone is returned as it is.
+    """Return updates combined into one. A single update is returned unchanged.
 
     Args:
-        server: What a rule sees on the server.
+        server: The rule's view of the server.
         members: The updates.
-        metrics: What takes the numbers that are noted for the bucket.
+        metrics: Collects the metrics of the bucket.
     """
     if len(members) == 1:
         return members[0]
     first, dtype = members[0], row_dtype(server.state)
-    # A late client's model is rounded before the mean, as in the rows of a robust rule.
+    # A late client's model is rounded before averaging, like the rows of a robust rule.
     models = (_floats(rebased(update, server).state, dtype) for update in members)
     extras = mean_of((flatten_tree(update.extras), update.samples) for update in members)
     staleness = max(update.staleness for update in members)

@@ -18,19 +18,19 @@ log = logging.getLogger("flsuite")
 
 @dataclass(frozen=True)
 class FLTrust(ParameterRule):
-    """The mean of the clients' changes by their likeness to a change of the server's own.
+    """Averages the clients' changes by their similarity to the server's own change.
 
-    The server trains like a client, from the same global model, on the samples that it holds for
-    itself (``data.server_samples``), which no client has and no test uses. The trust in a client is
-    ``max(0, cos(d_k, d_0))`` for the change ``d_k`` and the server's ``d_0`` (equation 1). The
-    global model moves by the mean of the changes by trust, each scaled to the server's norm
-    (equations 3 and 4). It stays as it was in a round without any trust, which a warning names.
+    The server trains like a client, from the same global model, on its own samples
+    (``data.server_samples``), which are neither a client's nor test samples. The trust in a client
+    is ``max(0, cos(d_k, d_0))`` for the change ``d_k`` and the server's ``d_0`` (equation 1). The
+    global model moves by the trust-weighted mean of the changes, each scaled to the server's norm
+    (equations 3 and 4). In a round without any trust, it does not move, and a warning is logged.
 
-    Any number of attackers can be withstood, as far as the server's samples are like the clients'.
+    It withstands any number of attackers, provided that the server's samples resemble the clients'.
 
-    The log has each client's ``trust`` and its ``weight``, the factor of its change, and
-    ``train/server_norm``, the norm of ``d_0``. Clients without trust are named in a line. The
-    models of a round are in memory at a time, ``4 n d`` bytes for ``n`` clients of ``d``
+    Logged are each client's ``trust``, its ``weight`` (the factor of its change), and
+    ``train/server_norm``, the norm of ``d_0``. A log line names clients without trust. The models
+    of a round are in memory at the same time, ``4 n d`` bytes for ``n`` clients of ``d``
     parameters, and the server keeps a second copy of the model to train.
     """
 
@@ -41,7 +41,7 @@ class FLTrust(ParameterRule):
         norm, norms = own.norm(), cohort.parameters.squared_norms().sqrt()
 
         cosines = cohort.parameters.products(own) / norm / norms
-        # No change has no direction, and no trust.
+        # A zero change has no direction, so its trust is 0.
         trust = cosines.where((norms > 0) & (norm > 0), 0.0).clamp(min=0.0, max=1.0)
         total = trust.sum().item()
         weights = torch.where(trust > 0, trust * norm / norms, 0.0)
@@ -53,7 +53,7 @@ class FLTrust(ParameterRule):
             return cohort.parameters.start.clone()
 
         cohort.name_clients(self, "left out", (trust == 0).nonzero().flatten().tolist())
-        # The smaller a change, the larger its weight.
+        # moved() is accurate for the large weights of small changes.
         return cohort.parameters.moved(weights.tolist(), total)
 
     def prepare(self, server: Server) -> None:

@@ -19,25 +19,25 @@ from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt
 
 @dataclass(frozen=True)
 class GeometricMedian(ParameterRule):
-    """The model whose weighted distances to the clients' models have the smallest sum.
+    """The model with the smallest weighted sum of distances to the clients' models.
 
     It stays bounded while the attackers have less than half of the weight. The smoothed Weiszfeld
-    iterations start from the mean of the half of the models around the most central one. They work
-    on the inner products of the changes, so that an iteration costs ``n ** 2`` steps and no pass
-    over the models.
+    iterations start from the mean of the half of the models around the most central one. They use
+    the inner products of the changes, so an iteration costs ``n ** 2`` operations and does not read
+    the models.
 
-    The log has each client's ``weight`` in the mean that the median is, and ``train/rfa_steps``,
-    the iterations. The models of a round are in memory at a time: for ``n`` clients of ``d``
-    parameters ``4 n d`` bytes.
+    Logged are each client's ``weight`` in the median, and ``train/rfa_steps``, the iterations. The
+    models of a round are in memory at the same time, ``4 n d`` bytes for ``n`` clients of ``d``
+    parameters.
 
     Args:
-        iterations: The largest number of Weiszfeld iterations. The paper takes 3, because each of
-            its iterations is a round of secure aggregation.
-        smoothing: The distance below which a model counts as met, ``nu``.
-        tolerance: They end once the median moves by less than this share of the clients' median
-            distance from it.
-        weighting: ``uniform``, or ``samples`` as in the paper. An attacker could then claim half of
-            all samples.
+        iterations: Maximum number of Weiszfeld iterations. The paper uses 3, because each of its
+            iterations is a round of secure aggregation.
+        smoothing: The smallest distance to a model, ``nu``.
+        tolerance: Iterations stop once the median moves by less than this fraction of the clients'
+            median distance from it.
+        weighting: ``uniform``, or ``samples`` as in the paper. With ``samples``, an attacker could
+            claim half of all samples.
     """
 
     iterations: PositiveInt = 100
@@ -59,7 +59,7 @@ class GeometricMedian(ParameterRule):
 def weiszfeld(
     gram: Tensor, alpha: Tensor, smoothing: float, iterations: int, tolerance: float
 ) -> tuple[Tensor, int]:
-    """Return the weights of the points in their geometric median, and the iterations taken.
+    """Return the weights of the points in their geometric median, and the number of iterations.
 
     The median is ``z = sum_k beta_k x_k``.
 
@@ -68,7 +68,7 @@ def weiszfeld(
         alpha: Weights of the distances ``(n,)``, which sum to 1.
         smoothing: The smallest distance, ``nu``.
         iterations: The largest number of iterations.
-        tolerance: The largest move at the end, in median distances.
+        tolerance: The largest final move, relative to the median distance.
     """
     beta = around_medoid(squared_distances(gram).sqrt(), alpha)
     for step in range(iterations):
@@ -82,10 +82,10 @@ def weiszfeld(
 
 
 def around_medoid(distances: Tensor, alpha: Tensor) -> Tensor:
-    """Return weights of the half of the points around the one with the smallest distances.
+    """Return weights of the half of the points around the most central one.
 
-    A mean of all points would be as far away as an attacker likes, and so would be a median that
-    starts there, after any fixed number of iterations.
+    The mean of all points can be arbitrarily far away with a single attacker, and so can a median
+    that starts there, after any fixed number of iterations.
 
     Args:
         distances: Distances of all pairs ``(n, n)``.

@@ -18,18 +18,18 @@ from flsuite.arguments import PositiveInt
 
 @dataclass(frozen=True)
 class MultiKrum(ParameterRule):
-    """The mean of the ``m`` models that are closest to their neighbours.
+    """The mean of the ``m`` models that are closest to their neighbors.
 
     The score of a client is the sum of the squared distances to its ``n - f - 2`` nearest others,
-    and the ``m`` lowest scores win. Of equal scores the lower client's number wins. With ``m = n``
-    it is the plain mean.
+    and the ``m`` lowest scores win. Ties go to the lower client number. With ``m = n``, it is the
+    plain mean.
 
-    The log has each client's ``krum_score`` and its ``weight``, ``1 / m`` or 0. Clients without a
-    weight are named in a line of the log. The models of a round are in memory at a time: for ``n``
-    clients of ``d`` parameters ``4 n d`` bytes.
+    Logged are each client's ``krum_score`` and its ``weight``, ``1 / m`` or 0. A log line names
+    clients without weight. The models of a round are in memory at the same time, ``4 n d`` bytes
+    for ``n`` clients of ``d`` parameters.
 
     Args:
-        byzantine: Attackers to withstand, ``f``, as an integer, or their share in [0, 0.5) as a
+        byzantine: Attackers to withstand, ``f``, as an integer, or their fraction in [0, 0.5) as a
             float. More than ``2 f + 2`` clients must come back.
         selected: Clients whose models count, ``m``. Default: ``n - f``.
     """
@@ -56,11 +56,11 @@ class MultiKrum(ParameterRule):
         if updates <= 2 * byzantine + 2:
             return (
                 f"{name} needs more than 2 f + 2 = {2 * byzantine + 2} updates for f = {byzantine} "
-                f"attackers, and there are {updates}; {remedy}"
+                f"attackers, but there are {updates}; {remedy}"
             )
         if updates < (self.selected or 0):
             return (
-                f"{name} needs the {self.selected} updates that it selects, and there are "
+                f"{name} needs the {self.selected} updates that it selects, but there are "
                 f"{updates}; {more_clients('selected', updates)}"
             )
         return None
@@ -68,12 +68,12 @@ class MultiKrum(ParameterRule):
 
 @dataclass(frozen=True)
 class Krum(MultiKrum):
-    """The one model that is closest to its neighbours: Multi-Krum with ``m = 1``.
+    """The one model that is closest to its neighbors: Multi-Krum with ``m = 1``.
 
-    The global model becomes that of a single client.
+    The global model becomes a single client's model.
 
     Args:
-        byzantine: As for Multi-Krum.
+        byzantine: See Multi-Krum.
     """
 
     selected: PositiveInt | None = field(default=1, init=False)
@@ -86,6 +86,6 @@ def krum_scores(squares: Tensor, byzantine: int) -> Tensor:
         squares: Squared distances ``(n, n)``.
         byzantine: The number of attackers, ``f``. ``n`` must be above ``f + 2``.
     """
-    # The nearest one is the client itself, even where others are at distance 0.
+    # Exclude the client itself, even if others are at distance 0.
     others = squares.clone().fill_diagonal_(-1.0).sort(1).values[:, 1:]
     return others[:, : len(squares) - byzantine - 2].sum(1)

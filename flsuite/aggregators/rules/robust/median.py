@@ -18,11 +18,11 @@ from flsuite.aggregators.rules.robust.vectors import Vectors
 class CoordinateMedian(ParameterRule):
     """The median of the clients' models, coordinate by coordinate: option I.
 
-    Fewer than half of the clients cannot move a coordinate beyond the range of the others. For an
-    even number of clients it is the mean of the two in the middle.
+    Less than half of the clients cannot move a coordinate beyond the range of the others. For an
+    even number of clients, it is the mean of the two middle values.
 
-    No client is left out, so that the log has no weights. The models of a round are in memory at a
-    time: for ``n`` clients of ``d`` parameters ``4 n d`` bytes.
+    No client is excluded, so there are no weights in the log. The models of a round are in memory
+    at the same time, ``4 n d`` bytes for ``n`` clients of ``d`` parameters.
     """
 
     def parameters(self, server: Server, cohort: Cohort) -> Tensor:
@@ -33,16 +33,16 @@ class CoordinateMedian(ParameterRule):
 class TrimmedMean(ParameterRule):
     """The mean of the clients' models without the extremes, coordinate by coordinate: option II.
 
-    The ``b`` largest and the ``b`` smallest values of a coordinate are left out, and ``b``
-    attackers cannot move it beyond the range of the others. Without any it is the plain mean.
-    Buffers are trimmed like parameters.
+    The ``b`` largest and the ``b`` smallest values of a coordinate are excluded, so ``b`` attackers
+    cannot move it beyond the range of the others. With ``b = 0``, it is the plain mean. Buffers are
+    trimmed like parameters.
 
-    No client is left out as a whole, so that the log has no weights. The models of a round are in
-    memory at a time: for ``n`` clients of ``d`` parameters ``4 n d`` bytes.
+    No client is excluded as a whole, so there are no weights in the log. The models of a round are
+    in memory at the same time, ``4 n d`` bytes for ``n`` clients of ``d`` parameters.
 
     Args:
-        trim: Clients left out at each end, ``b``, as an integer, or the share of them in [0, 0.5)
-            as a float, beta. More than ``2 b`` must come back.
+        trim: Clients to exclude at each end, ``b``, as an integer, or their fraction beta in
+            [0, 0.5) as a float. More than ``2 b`` must come back.
     """
 
     trim: Clients = 0.1
@@ -63,6 +63,6 @@ class TrimmedMean(ParameterRule):
         if updates > 2 * trim:
             return None
         return (
-            f"TrimmedMean needs more than 2 b = {2 * trim} updates for b = {trim}, and there are "
+            f"TrimmedMean needs more than 2 b = {2 * trim} updates for b = {trim}, but there are "
             f"{updates}; {more_clients('trim', (updates - 1) // 2)}"
         )

@@ -16,19 +16,20 @@ from flsuite.arguments import Radius
 
 @dataclass(frozen=True)
 class NormClipping(ParameterRule):
-    """The mean of the clients' changes, each scaled down to a largest norm.
+    """The mean of the clients' changes, each clipped to a maximum norm.
 
-    A change ``d`` counts as ``d min(1, radius / |d|)``, so that a client with the share ``q`` moves
-    the global model by at most ``q radius``. With an infinite radius it is FedAvg.
+    A change ``d`` counts as ``d min(1, radius / |d|)``, so a client with weight ``q`` moves the
+    global model by at most ``q radius``. With an infinite radius, it is FedAvg.
 
-    The log has each client's ``update_norm``, ``clipped`` (1 if it was scaled down) and ``weight``,
-    the factor of its change, and ``train/clip_radius``. Clipped clients are named in a line.
-    The models of a round are in memory at a time, because the median norm is known only with the
-    last: for ``n`` clients of ``d`` parameters ``4 n d`` bytes.
+    Logged are each client's ``update_norm``, ``clipped`` (1 if it was scaled down) and ``weight``,
+    the factor of its change, and ``train/clip_radius``. A log line names clipped clients. The
+    models of a round are in memory at the same time, because the median norm requires all of them:
+    ``4 n d`` bytes for ``n`` clients of ``d`` parameters.
 
     Args:
-        radius: The largest norm of a change. Default: the (lower) median of the cohort's norms.
-        weighting: ``uniform``, or ``samples`` as FedAvg does. An attacker could then claim many.
+        radius: The maximum norm of a change. Default: the (lower) median of the cohort's norms.
+        weighting: ``uniform``, or ``samples`` as in FedAvg. With ``samples``, an attacker could
+            claim many samples.
     """
 
     radius: Radius | None = None
@@ -47,11 +48,11 @@ class NormClipping(ParameterRule):
         cohort.note("weight", (weight / total for weight in weights))
         server.metrics["clip_radius"] = radius
         cohort.name_clients(self, "clipped", (k for k, factor in enumerate(factors) if factor < 1))
-        # What is scaled down of a client's model is left of the global one.
+        # The clipped fraction of a client's weight goes to the global model.
         return cohort.parameters.mean(weights, total, total - sum(weights))
 
 
 def clip_factors(norms: Tensor, radius: float) -> Tensor:
-    """Return ``min(1, radius / norm)`` of each norm, and 1 of a norm of 0."""
-    # Only where it is below 1: 0 / 0 and infinity / infinity are no numbers.
+    """Return ``min(1, radius / norm)`` of each norm, and 1 for a norm of 0."""
+    # Select only ratios below 1, because 0 / 0 and infinity / infinity are NaN.
     return (radius / norms).where(norms > radius, 1.0)

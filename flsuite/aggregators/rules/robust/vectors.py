@@ -1,4 +1,4 @@
-"""Flat vectors of a cohort, one per client, and what robust rules compute from them."""
+"""Flat vectors of a cohort, one per client, and the operations of robust rules on them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,22 +9,22 @@ from torch import Tensor
 
 from flsuite.state import State
 
-_BLOCK = 4096  # coordinates, so that a block of a hundred clients stays in the cache
+_BLOCK = 4096  # coordinates; a block of a hundred clients fits in the cache
 
 Reduce = Callable[[np.ndarray], np.ndarray]
 """Returns one number per coordinate, given its values ``(coordinates, clients)``, ascending."""
 
 
 class Vectors:
-    """The same entries of several clients' models, flat, beside those of the global model.
+    """Flat vectors of the same entries of several clients' models, and of the global model.
 
-    Everything but the rows is done block by block of coordinates. A block has 4096 of them, in
-    float64, so that it takes 3 MB for a hundred clients. The order of every sum is fixed.
+    All operations run block by block. A block has 4096 coordinates in float64, which is 3 MB for a
+    hundred clients. The order of every sum is fixed.
 
     Args:
-        start: The global model's numbers ``(coordinates,)``.
-        rows: The clients' numbers, each ``(coordinates,)``, in the dtype of ``start``. A client's
-            change is its row less ``start``.
+        start: The global model's values ``(coordinates,)``.
+        rows: The clients' values, each ``(coordinates,)``, in the dtype of ``start``. A client's
+            change is its row minus ``start``.
     """
 
     def __init__(self, start: Tensor, rows: Sequence[Tensor]) -> None:
@@ -52,7 +52,7 @@ class Vectors:
         """Return the inner products of all changes with each other, float64, exactly symmetric.
 
         Args:
-            others: Further vectors ``(coordinates,)``, which come after the changes.
+            others: Further vectors ``(coordinates,)``, appended after the changes.
         """
         count = len(self) + len(others)
         total = torch.zeros(count, count, dtype=torch.float64)
@@ -60,7 +60,7 @@ class Vectors:
             further = [other[block].double()[None] for other in others]
             changes = torch.cat([self._changes(block), *further])
             total.addmm_(changes, changes.T)
-        # A product need not round like its transpose, and a tie must stay one.
+        # A product may round differently from its transpose, but ties must be preserved.
         return total.triu() + total.triu(1).T
 
     def mean(
@@ -72,7 +72,7 @@ class Vectors:
     ) -> Tensor:
         """Return ``(sum_k weights_k row_k + rest (start + offset)) / total``, summed in float64.
 
-        A client of weight 0 does not count, whatever it has sent.
+        A client of weight 0 is ignored, whatever it sent.
         """
         summed = torch.zeros_like(self.start, dtype=torch.float64)
         for row, weight in zip(self.rows, weights, strict=True):
@@ -85,7 +85,7 @@ class Vectors:
     def moved(self, weights: Iterable[float], total: float) -> Tensor:
         """Return ``start + sum_k weights_k (row_k - start) / total``, summed in float64.
 
-        Unlike in :meth:`mean`, a weight may be large: what it multiplies is the change alone.
+        Unlike in :meth:`mean`, weights may be large, because they multiply only the change.
         """
         start = self.start.double()
         change = torch.zeros_like(start)
@@ -95,17 +95,17 @@ class Vectors:
         return change.div_(total).add_(start).to(self.start.dtype)
 
     def by_coordinate(self, reduce: Reduce) -> Tensor:
-        """Return what ``reduce`` makes of the clients' sorted numbers, coordinate by coordinate."""
+        """Return ``reduce`` of the clients' sorted values, coordinate by coordinate."""
         result = torch.empty_like(self.start)
         for block in self._blocks():
-            # NumPy sorts short contiguous rows many times as fast as torch does.
+            # NumPy sorts short contiguous rows many times faster than torch.
             values = torch.stack([row[block] for row in self.rows], dim=1).numpy()
             values.sort(axis=1)
             result[block] = torch.from_numpy(reduce(values))
         return result
 
     def median(self) -> Tensor:
-        """Return the median of every coordinate, which is the mean of two for an even number."""
+        """Return the coordinate-wise median, with the mean of the middle two for an even number."""
         low, high = (len(self) - 1) // 2, len(self) // 2
         return self.by_coordinate(lambda v: (v[:, low].astype(np.float64) + v[:, high]) / 2)
 
@@ -121,7 +121,7 @@ class Vectors:
 def squared_distances(gram: Tensor) -> Tensor:
     """Return the squared distances of all pairs, given the inner products.
 
-    A distance that is too large for float64 is infinite.
+    A distance too large for float64 is infinite.
     """
     norms = gram.diagonal()
     squares = norms[:, None] + norms - 2 * gram
@@ -135,29 +135,29 @@ def distances_from(gram: Tensor, v: Tensor) -> Tensor:
 
 
 def row_dtype(state: State) -> torch.dtype:
-    """Return a dtype of rows that lose nothing: float64 if the state has any, else float32."""
+    """Return a lossless dtype for rows: float64 if the state has any, else float32."""
     has_double = any(value.dtype == torch.float64 for value in state.values())
     return torch.float64 if has_double else torch.float32
 
 
 def flatten(state: State, names: Sequence[str], dtype: torch.dtype) -> Tensor:
     """Return some entries of a state as one vector."""
-    parts = [state[name].detach().to("cpu", dtype).reshape(-1) for name in names]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
+    flat = [state[name].detach().to("cpu", dtype).reshape(-1) for name in names]
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=dtype)
 
 
 def unflatten(vector: Tensor, like: State, names: Sequence[str]) -> State:
-    """Return a vector as entries in the shapes of a state. They are views of it."""
-    parts = vector.split([like[name].numel() for name in names])
-    return {name: p.view(like[name].shape) for name, p in zip(names, parts, strict=True)}
+    """Return a vector as entries in the shapes of a state. They are views of the vector."""
+    pieces = vector.split([like[name].numel() for name in names])
+    return {name: p.view(like[name].shape) for name, p in zip(names, pieces, strict=True)}
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch work with one thread.
+    """Run torch with one thread.
 
-    A sum that is split over threads rounds otherwise, and a rule's choice must not depend on the
-    number that an engine has set.
+    A sum that is split over threads is rounded differently. A rule's choice must not depend on the
+    number of threads that an engine has set.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,1 +1,1 @@
-"""Minimisers of a quadratic that is the sum of the clients' quadratics around their models."""
+"""Minimizers of the sum of the clients' quadratics around their models."""

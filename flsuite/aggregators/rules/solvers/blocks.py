@@ -2,12 +2,12 @@
 
 Its gradient is ``S w - b`` with ``S = sum p_i F_i`` and ``b = sum p_i F_i w_i``. S is block
 diagonal: a block is a parameter of a diagonal Fisher, a layer of a K-FAC Fisher, or all parameters
-of a full one. No block keeps the model of a client.
+of a full Fisher. Blocks do not keep client models.
 
-The iterations lead to the correction ``d`` of a point, with ``S d = r`` and d = 0 at the start. S
-is known by its products alone, and ``r`` is minus the gradient at the point. Among the solutions,
-gradient descent and conjugate gradients from 0 reach the shortest. Each yields the correction after
-each step, and ends where no step can improve it. The tensor that it yields changes with the next
+The iterations compute the correction ``d`` of a point, with ``S d = r`` and d = 0 at the start. S
+is available only as a product with vectors, and ``r`` is the negative gradient at the point. From
+0, gradient descent and conjugate gradients reach the shortest solution. Each yields the correction
+after each step, and ends when no step can improve it. The yielded tensor changes with the next
 step.
 """
 
@@ -26,16 +26,16 @@ Product = Callable[[Tensor], Tensor]
 """Maps ``x`` to ``S x``, in the shape of ``x``."""
 
 _EIGENVALUE_STEPS = 100
-# The descent is stable up to a step of 2 / lambda_max. A rate within a thousandth is far from it.
+# Descent is stable up to a step of 2 / lambda_max, so a thousandth is accurate enough.
 _EIGENVALUE_TOLERANCE = 1e-3
 
 
 def gradient_descent(product: Product, r: Tensor, largest: float) -> Iterator[Tensor]:
-    """Descend with the step ``1 / lambda_max``: lemma 1 of FedFisher.
+    """Run gradient descent with the step ``1 / lambda_max``: lemma 1 of FedFisher.
 
     Args:
         product: The product with S.
-        r: Minus the gradient at the start.
+        r: The negative gradient at the start.
         largest: lambda_max, the largest eigenvalue of S.
     """
     d = torch.zeros_like(r)
@@ -45,14 +45,14 @@ def gradient_descent(product: Product, r: Tensor, largest: float) -> Iterator[Te
 
 
 def conjugate_gradients(product: Product, r: Tensor, noise: float) -> Iterator[Tensor]:
-    """Minimise over the span of ``r, S r, S^2 r, ...``: Hestenes and Stiefel 1952.
+    """Minimize over the span of ``r, S r, S^2 r, ...``: Hestenes and Stiefel 1952.
 
-    It has the limit of gradient descent, and reaches it in fewer steps.
+    It has the same limit as gradient descent, and reaches it in fewer steps.
 
     Args:
         product: The product with S.
-        r: Minus the gradient at the start.
-        noise: The norm of the rounding errors of r. Below it there is nothing left to solve.
+        r: The negative gradient at the start.
+        noise: The norm of the rounding errors of r. The iteration stops below it.
     """
     d, residual, direction = torch.zeros_like(r), r.clone(), r.clone()
     square = float(residual.square().sum())
@@ -60,7 +60,7 @@ def conjugate_gradients(product: Product, r: Tensor, noise: float) -> Iterator[T
     while square > noise**2:
         image = product(direction)
         curvature = float((direction * image).sum())
-        # Zero where S knows nothing of the direction. Rounding can make it negative.
+        # Zero in the null space of S. Rounding can make it negative.
         if curvature <= 0:
             return
 
@@ -73,14 +73,14 @@ def conjugate_gradients(product: Product, r: Tensor, noise: float) -> Iterator[T
 
 
 def adam(product: Product, r: Tensor, inside: bool) -> Iterator[Tensor]:
-    """Descend as FedFisher's tables do: ``m = .9 m + g``, ``v = .99 v + g^2``.
+    """Run the Adam of FedFisher's tables: ``m = .9 m + g``, ``v = .99 v + g^2``.
 
-    The step is ``.01 m / (sqrt(v) + .01)``. The sums are not averaged: it is Adam with the rate
+    The step is ``.01 m / (sqrt(v) + .01)``. The sums are not averages: this is Adam with the rate
     .01, the betas .9 and .99 and the epsilon .001, without bias correction.
 
     Args:
         product: The product with S.
-        r: Minus the gradient at the start.
+        r: The negative gradient at the start.
         inside: Whether the step is ``.01 m / sqrt(v + .01)`` instead.
     """
     d, m, v = torch.zeros_like(r), torch.zeros_like(r), torch.zeros_like(r)
@@ -97,9 +97,9 @@ def largest_eigenvalue(product: Product, like: Tensor) -> float:
 
     Args:
         product: The product with S.
-        like: A tensor of the shape and dtype that S applies to.
+        like: A tensor with the shape and dtype that S applies to.
     """
-    # A fixed vector: the result must not depend on what has drawn before.
+    # A fixed vector, because the result must not depend on earlier draws.
     x = torch.randn(like.shape, generator=torch_generator(0, "power iteration"), dtype=like.dtype)
     x /= x.norm()
     estimate = 0.0
@@ -113,21 +113,21 @@ def largest_eigenvalue(product: Product, like: Tensor) -> float:
     return estimate
 
 
-# The relative rounding error of a residual ``b - S wbar``, whose terms are sums in float64.
+# Relative rounding error of a residual ``b - S wbar`` of float64 sums.
 _ROUNDING = 1e-13
-# Entries of a layer up to which its products are float64.
+# Layers with more entries are multiplied in float32.
 _FLOAT64_ENTRIES = 2**17
 
 
 class Block(ABC):
-    """A part of the quadratic that can be minimised on its own.
+    """A block of the quadratic, which can be minimized independently.
 
     Args:
         mean: The clients' mean, ``wbar = sum p_i w_i``, in float64.
         target: ``b``, in the shape of ``mean`` and in float64.
 
     Attributes:
-        residual: ``b - S wbar``, minus the gradient at the mean.
+        residual: ``b - S wbar``, the negative gradient at the mean.
         noise: The norm of the residual's rounding errors.
     """
 
@@ -149,7 +149,7 @@ class Block(ABC):
         """Return the correction of the mean to the closest minimum.
 
         Args:
-            steps: The largest number of iterations, where it takes any.
+            steps: The maximum number of iterations, if any are needed.
         """
 
     def largest(self) -> float:
@@ -167,7 +167,7 @@ class Diagonal(Block):
     """
 
     def __init__(self, mean: Tensor, target: Tensor, fisher: Tensor) -> None:
-        # A masked sum is rounded: b may have a digit left where S has none, and nothing solves it.
+        # A masked sum is rounded, so b may be nonzero where S is 0, which has no solution.
         self.fisher = fisher.clamp(min=0)
         super().__init__(mean, torch.where(fisher > 0, target, 0.0))
 
@@ -179,7 +179,7 @@ class Diagonal(Block):
 
     def limit(self, steps: int) -> Tensor:
         known = self.fisher > 0
-        # Divide by 1 elsewhere: 0 / 0 would be NaN even where it is not chosen.
+        # Divide by 1 elsewhere, because 0 / 0 would be NaN even if not selected.
         return torch.where(known, self.residual / torch.where(known, self.fisher, 1.0), 0.0)
 
     def largest(self) -> float:
@@ -190,9 +190,9 @@ class Factors(NamedTuple):
     """The K-FAC Fisher of a layer on one client, ``F vec(W) = G W A``.
 
     Attributes:
-        share: ``p_i``, the client's share of the samples.
-        a: The moments of the layer's inputs, ``(in, in)``.
-        g: The moments of the gradients at its outputs, ``(out, out)``.
+        share: ``p_i``, the client's fraction of the samples.
+        a: The second moments of the layer's inputs, ``(in, in)``.
+        g: The second moments of the gradients at its outputs, ``(out, out)``.
     """
 
     share: float
@@ -201,15 +201,15 @@ class Factors(NamedTuple):
 
 
 class Kronecker(Block):
-    """A layer whose S is a sum of Kronecker products. They are never formed.
+    """A layer whose S is a sum of Kronecker products, which are never formed.
 
-    Large layers are multiplied in float32, in half the time. Conjugate gradients then need a step
-    or two more for the same value of Q. The residual is float64 in any case.
+    Large layers are multiplied in float32, in half the time. Conjugate gradients then need one or
+    two more steps for the same value of Q. The residual is always float64.
 
     Args:
         mean: ``wbar`` as a matrix ``(out, in)``.
         target: ``b``, ``sum p_i G_i W_i A_i``.
-        factors: Those of each client.
+        factors: The factors of each client.
     """
 
     def __init__(self, mean: Tensor, target: Tensor, factors: Sequence[Factors]) -> None:
@@ -225,7 +225,7 @@ class Kronecker(Block):
         total = torch.zeros_like(x, dtype=self._dtype)
         x = x.to(self._dtype)
         for share, a, g in self.factors:
-            # p_i counts once: on both factors, a client would count by its square.
+            # Apply p_i once: on both factors, it would be squared.
             total.addmm_(g.to(self._dtype), x @ a.to(self._dtype), alpha=share)
         return total.double()
 
@@ -248,7 +248,7 @@ class Dense(Block):
         mean: ``wbar``, ``(d,)``.
         target: ``b``, ``(d,)``.
         fisher: S, ``(d, d)``.
-        sent_as: The dtype in which clients have sent their Fishers.
+        sent_as: The dtype in which clients sent their Fishers.
     """
 
     def __init__(
@@ -264,6 +264,6 @@ class Dense(Block):
         return self.fisher.diagonal()
 
     def limit(self, steps: int) -> Tensor:
-        # An eigenvalue below the rounding of what was sent is noise, and its inverse is huge.
+        # An eigenvalue below the rounding of the sent dtype is noise, with a huge inverse.
         noise = len(self.fisher) * torch.finfo(self.sent_as).eps
         return torch.linalg.pinv(self.fisher, rtol=noise, hermitian=True) @ self.residual

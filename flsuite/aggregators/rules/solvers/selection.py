@@ -1,4 +1,4 @@
-"""The solvers by name, and the choice among the models on their way."""
+"""The solvers by name, and the selection of the best iterate."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -17,18 +17,18 @@ from flsuite.aggregators.rules.solvers.blocks import (
 SolverName = Literal["cg+gd", "cg", "gd", "adam", "exact"]
 
 Corrections = Sequence[Tensor]
-"""What is added to the mean of each block."""
+"""The corrections added to each block's mean."""
 
 _SPACED = frozenset(digit * 10**power for digit in (1, 2, 5) for power in range(9)) | {0}
 
 
 class Iterate(NamedTuple):
-    """One point on the way of a solver.
+    """One iterate of a solver.
 
     Attributes:
         step: Its number, 0 at the mean.
-        corrections: What is added to the mean of each block.
-        score: Its score, or ``None`` where nothing scores.
+        corrections: The corrections added to each block's mean.
+        score: Its score, or ``None`` if not scored.
     """
 
     step: int
@@ -41,7 +41,7 @@ def default_steps(solver: SolverName, scored: bool) -> int:
 
     Args:
         solver: Its name.
-        scored: Whether the best of its iterates is taken, and not the last. Its limit overfits.
+        scored: Whether the best iterate is kept instead of the last. The limit overfits.
     """
     if not scored and solver in ("cg+gd", "cg"):
         return 50
@@ -49,11 +49,11 @@ def default_steps(solver: SolverName, scored: bool) -> int:
 
 
 def solvers(name: SolverName, scored: bool) -> tuple[SolverName, ...]:
-    """Return the solvers whose ways are tried, one after another.
+    """Return the solvers to run, one after another.
 
     Args:
-        name: The solver, or both of ``cg+gd``.
-        scored: Whether the best model is taken. Without a score one way must do.
+        name: The solver, or both as ``cg+gd``.
+        scored: Whether the best model is kept. Without a score, only the first solver runs.
     """
     if name != "cg+gd":
         return (name,)
@@ -61,8 +61,8 @@ def solvers(name: SolverName, scored: bool) -> tuple[SolverName, ...]:
 
 
 def is_scored(solver: SolverName, step: int) -> bool:
-    """Return whether a solver's model after a step is scored, beside its last one."""
-    # Early steps change much, late ones little. Adam's have one length.
+    """Return whether to score a solver's model after a step. The last one is always scored."""
+    # Early steps change much, late ones little. Adam's steps have equal lengths.
     return step % 100 == 0 if solver == "adam" else step in _SPACED
 
 
@@ -74,9 +74,9 @@ def iterates(
     The tensors change with the next step.
 
     Args:
-        blocks: The blocks, which are solved side by side.
+        blocks: The blocks, which are solved in parallel.
         solver: Its name. ``exact`` has a single step, to the limit.
-        steps: The largest number of steps.
+        steps: The maximum number of steps.
         inside: See :func:`~flsuite.aggregators.rules.solvers.blocks.adam`.
     """
     paths = [_path(block, solver, steps, inside) for block in blocks]
@@ -85,7 +85,7 @@ def iterates(
         following = [next(path, None) for path in paths]
         if all(correction is None for correction in following):
             return
-        # A block that has converged stays where it is.
+        # A converged block keeps its value.
         current = [old if new is None else new for old, new in zip(current, following, strict=True)]
         yield current
 
@@ -96,14 +96,14 @@ def best_iterate(
     solver: SolverName,
     score: Callable[[Corrections], float] | None,
 ) -> Iterate:
-    """Return the iterate with the highest score, the first of equals.
+    """Return the iterate with the highest score, the first on a tie.
 
-    Without ``score`` it is the last.
+    Without ``score``, it is the last one.
 
     Args:
         blocks: The blocks.
         path: The corrections after each step.
-        solver: The name of the solver, which decides what is scored beside the first and the last.
+        solver: The name of the solver, which decides which iterates are scored.
         score: Returns the score of the model with these corrections.
     """
     start: Corrections = [torch.zeros_like(block.mean) for block in blocks]
@@ -123,7 +123,7 @@ def _better(
     value = score(corrections)
     if best is not None and best.score is not None and value <= best.score:
         return best
-    # The solver goes on to change these tensors.
+    # Clone, because the solver modifies these tensors.
     return Iterate(step, [correction.clone() for correction in corrections], value)
 
 

@@ -1,0 +1,116 @@
+"""A list of runs: what each one is, how far it has come, and its scores."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from flsuite.analysis.groups import find_runs, read_settings
+from flsuite.analysis.labels import Variation, flatten, partition_of
+from flsuite.analysis.runs import read_metrics, run_scores
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import is_locked
+
+State = Literal["finished", "interrupted", "running", "broken"]
+
+COLUMNS = (
+    *("run", "method", "data", "partition", "seed", "state", "rounds", "of", "score"),
+    *("last", "picked", "modified", "error"),
+)
+# A limit of a run, and the column of its table that it ends.
+_LIMITS = {
+    "rounds": "round",
+    "max_virtual_seconds": "virtual_s",
+    "max_client_updates": "client_updates",
+}
+
+
+def list_runs(places: Iterable[str | Path]) -> pd.DataFrame:
+    """Return one row per run among and below ``places``.
+
+    Returns:
+        The columns are ``run`` (its folder), ``method``, ``data``, ``partition``, ``seed``,
+        ``state``, ``rounds`` (done), ``of`` (rounds that it may have), ``score`` (the name of its
+        monitor), ``last`` and ``picked`` (that score on test data, in the last round and in the one
+        picked on validation data), ``modified`` (when its table last grew) and ``error``. The
+        state is ``finished``, ``interrupted``, ``running`` or ``broken``. A broken run has a file
+        that cannot be read, which ``error`` names.
+
+    Raises:
+        FlsuiteError: If there are none.
+    """
+    return pd.DataFrame([_row(folder) for folder in find_runs(places)], columns=list(COLUMNS))
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    modified = pd.Timestamp((folder / "metrics.csv").stat().st_mtime, unit="s", tz="UTC")
+    row: dict[str, Any] = {"run": folder, "modified": modified, "error": ""}
+    try:
+        settings = read_settings(folder)
+        return row | _described(settings) | _measured(folder, settings)
+    except (FlsuiteError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        return row | {"state": "broken", "error": one_line(error, 200)}
+
+
+def _described(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run is."""
+    own = dict(flatten(settings))
+    alone = Variation([own])
+    return {
+        "method": alone.algorithm(own),
+        "data": _data_name(settings["data"]),
+        "partition": partition_of(own, alone),
+        "seed": settings.get("seed"),
+    }
+
+
+def _data_name(description: Mapping[str, Any]) -> str:
+    """Return the name of a dataset: its argument ``name`` where it has one, else its class.
+
+    Where the data wraps another data module, it is the name of that one.
+    """
+    arguments = description.get("init_args") or {}
+    inner = arguments.get("data")
+    if isinstance(inner, Mapping) and "class_path" in inner:
+        return _data_name(inner)
+    return str(arguments.get("name") or description["class_path"].rsplit(".", 1)[-1])
+
+
+def _measured(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how far a run has come, and its scores."""
+    table = read_metrics(folder)
+    monitor = str(settings.get("monitor") or "accuracy")
+    scores = run_scores(table, monitor, monitor, last=1) if len(table) else {}
+    return {
+        "state": _state(folder, settings, table),
+        "rounds": int(table["round"].max()) if len(table) else 0,
+        "of": settings.get("rounds"),
+        "score": monitor,
+        "last": scores.get("last"),
+        "picked": scores.get("picked"),
+    }
+
+
+def _state(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> State:
+    if is_locked(folder):
+        return "running"
+    return "finished" if len(table) and _has_ended(folder, settings, table) else "interrupted"
+
+
+def _has_ended(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> bool:
+    """Return whether the last round in the table was meant to be the last one.
+
+    It spent the budget, or a callback ended the run. Scores by class, and the picture of the
+    curves, come with an end alone.
+    """
+    limits = {name: settings.get(name) for name in _LIMITS}
+    if any(
+        limit is not None and table[_LIMITS[name]].max() >= limit for name, limit in limits.items()
+    ):
+        return True
+    last = table[table["round"] == table["round"].max()]
+    names = last[(last["split"] == "test") & (last["scope"] == "global")]["metric"].astype(str)
+    picture, numbers = folder / "curves.png", folder / "metrics.csv"
+    is_drawn = picture.is_file() and picture.stat().st_mtime >= numbers.stat().st_mtime
+    return bool(names.str.startswith("accuracy/").any()) or is_drawn

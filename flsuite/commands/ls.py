@@ -1,0 +1,167 @@
+"""``flsuite ls``: the runs in a folder, as a table."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flsuite.analysis.listing import State, list_runs
+from flsuite.analysis.runs import lower_is_better
+from flsuite.commands.arguments import CommandParser
+from flsuite.errors import FlsuiteError
+
+_FILTERS = ("method", "data", "partition")
+_SORTS = ("run", "score", "rounds", "age")
+_COLORS = {"finished": "green", "running": "cyan", "interrupted": "yellow", "broken": "red"}
+_WIDE = 200  # characters of a line that no terminal shows
+_AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))  # units in seconds
+
+
+def ls(args: list[str]) -> None:
+    """Print a table of the runs, or write them as JSON or CSV to the standard output."""
+    request = _parse(args)
+    runs = list_runs(request.folders)
+    chosen = _sorted(_filtered(runs, request), request.sort)
+    if request.json or request.csv:
+        plain = chosen.assign(run=chosen["run"].map(_shown_path))
+        if request.csv:
+            print(plain.to_csv(index=False), end="")
+        else:  # pandas writes NaN as null, and a slash with a backslash
+            rows = json.loads(plain.to_json(orient="records", date_format="iso"))
+            print(json.dumps(rows, indent=2))
+        return
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
+    console.print(_table(chosen))
+    hidden = len(runs) - len(chosen)
+    counts = chosen["state"].value_counts()
+    states = [f"{counts[state]} {state}" for state in get_args(State) if state in counts]
+    print(", ".join([f"{len(chosen)} runs", *states, *([f"{hidden} hidden"] if hidden else [])]))
+    for folder, error in chosen.loc[chosen["error"] != "", ["run", "error"]].itertuples(
+        index=False
+    ):
+        print(f"broken: {_shown_path(folder)}: {error}")
+
+
+def _parse(args: list[str]) -> argparse.Namespace:
+    parser = CommandParser("ls")
+    parser.add_argument("folders", nargs="*", default=["runs"])
+    for name in _FILTERS:
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--state", choices=get_args(State))
+    parser.add_argument("--sort", choices=_SORTS, default="run")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true")
+    output.add_argument("--csv", action="store_true")
+    return parser.parse_args(args)
+
+
+def _filtered(runs: pd.DataFrame, request: argparse.Namespace) -> pd.DataFrame:
+    """Return the runs that the filters let through.
+
+    A filter is a whole name, or a part of one where no run has that name. Case does not count.
+
+    Raises:
+        FlsuiteError: If a filter matches no run.
+    """
+    if request.state:
+        runs = runs[runs["state"] == request.state]
+    for name in _FILTERS:
+        wanted = getattr(request, name)
+        if wanted is None or runs.empty:
+            continue
+        values = runs[name].fillna("").str.lower()
+        equal = values == wanted.lower()
+        kept = equal if equal.any() else values.str.contains(wanted.lower(), regex=False)
+        if not kept.any():
+            known = ", ".join(sorted(set(runs[name].dropna())))
+            raise FlsuiteError(f"ls: no run has {name} {wanted}; there are: {known}")
+        runs = runs[kept]
+    return runs
+
+
+def _sorted(runs: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Return the runs in an order: the best score, the most rounds or the newest one first."""
+    if by == "run":
+        return runs
+    if by == "age":
+        return runs.sort_values("modified", ascending=False)
+    if by == "rounds":
+        return runs.sort_values("rounds", ascending=False)
+    # Runs are compared in the round picked on validation data, where there is one.
+    scores = runs["picked"].fillna(runs["last"]).astype(float)
+    signs = runs["score"].map(lambda name: -1 if lower_is_better(str(name)) else 1)
+    order = (scores * signs).sort_values(ascending=False, na_position="last").index
+    return runs.loc[order].sort_values("score", kind="stable")
+
+
+def _table(runs: pd.DataFrame) -> Table:
+    scores = list(dict.fromkeys(runs["score"].dropna()))
+    unit = f"test {scores[0]}" if len(scores) == 1 else "test scores"
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        title=f"{unit} in the last round, and in the one picked on validation data",
+        title_justify="left",
+    )
+    for heading in ("run", "method", "data"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("rounds", "last", "picked"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("age", justify="right", no_wrap=True)
+
+    now = pd.Timestamp.now(tz="UTC")
+    for run in runs.to_dict("records"):
+        name = f"{run['score']} " if len(scores) > 1 and pd.notna(run["last"]) else ""
+        cells = [
+            _shown_path(run["run"]),
+            _text(run["method"]),
+            f"{_text(run['data'])} {_text(run['partition'])}".strip(),
+            _rounds(run["rounds"], run["of"]),
+            f"{name}{_number(run['last'])}",
+            _number(run["picked"]),
+        ]
+        state = Text(run["state"], style=_COLORS[run["state"]])
+        age = _age((now - run["modified"]).total_seconds())
+        # Text is not searched for markup, which a folder's name may look like.
+        table.add_row(*map(Text, cells), state, Text(age))
+    return table
+
+
+def _shown_path(folder: Path) -> str:
+    """Return a path that commands take, relative to the working folder where it is below it."""
+    below = folder.is_relative_to(Path.cwd())
+    return os.path.relpath(folder) if below else str(folder)
+
+
+def _text(value: Any) -> str:
+    return "" if pd.isna(value) else str(value)
+
+
+def _rounds(done: float, of: float) -> str:
+    if pd.isna(done):
+        return ""
+    return f"{done:.0f}" if pd.isna(of) else f"{done:.0f}/{of:.0f}"
+
+
+def _number(value: float) -> str:
+    return "" if pd.isna(value) else f"{value:.4f}"
+
+
+def _age(seconds: float) -> str:
+    """Return a time span as a number of its largest unit."""
+    for unit, length in _AGES:
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return "0 s"

@@ -1,0 +1,38 @@
+"""``flsuite new``: a folder with a model, its data and an experiment that runs."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from flsuite.commands.arguments import CommandParser
+from flsuite.errors import FlsuiteError
+from flsuite.files import make_folder
+
+_FILES = ("my_model.py", "my_data.py", "exp.yaml")
+
+
+def new(args: list[str]) -> None:
+    """Write the files, and print the commands that come next.
+
+    Raises:
+        FlsuiteError: If one of the files is there already.
+    """
+    parser = CommandParser("new")
+    parser.add_argument("name")
+    folder = Path(parser.parse_args(args).name)
+
+    present = [name for name in _FILES if (folder / name).exists()]
+    if present:
+        raise FlsuiteError(f"new: {folder} already has {', '.join(present)}; name another folder")
+    make_folder(folder)
+    template = files("flsuite.commands.template")
+    for name in _FILES:
+        (folder / name).write_text((template / name).read_text())
+
+    print(f"wrote {', '.join(str(folder / name) for name in _FILES)}")
+    print("next:")
+    for line in (
+        f"cd {folder} && flsuite fit --config exp.yaml",
+        "flsuite fit --config exp.yaml --trainer.aggregator FedAdam",
+        "flsuite ls --sort score",
+    ):
+        print(f"  {line}")

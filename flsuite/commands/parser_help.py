@@ -1,0 +1,221 @@
+"""What ``--help`` says of the commands that read a config, from source, and so at once."""
+
+import ast
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping
+
+from flsuite.commands.static.classes import class_names, find_class, kinds_of, public_subclasses
+from flsuite.commands.static.docs import first_sentence
+from flsuite.commands.static.first_keys import TRAINER, first_keys
+from flsuite.commands.static.modules import Definition, lookup, resolve
+from flsuite.commands.static.signatures import Parameter, signature_of
+from flsuite.commands.static.suggestions import nearest, nearest_key
+from flsuite.errors import FlsuiteError
+
+_NAME_WIDTH = 26
+_KINDS = {
+    "Path": "PATH",
+    "int": "N",
+    "float": "X",
+    "bool": "true|false",
+    "str": "TEXT",
+    "list": "LIST",
+    "dict": "KEYS",
+}
+_FIRST = ("config", "model", "data", "ckpt_path", "run_dir", "seed_everything", "plugins")
+_WORDS = {
+    "config": "FILE",
+    "ckpt_path": "PATH",
+    "run_dir": "PATH",
+    "from_updates": "PATH",
+    "output": "PATH",
+    "plugins": "LIST",
+    "seed_everything": "N",
+}
+_LONGEST_KIND = 24
+_EPILOG = """
+more:
+  --help=trainer                  Lightning's arguments, which hold for each client's fit
+  --help=trainer.aggregator       the classes that a key takes; so model, data, data.partition
+  --help=FedProx                  the arguments of a class; so --help=my_module.Net
+
+The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, or 143
+after SIGTERM. After 1, 130 or 143, fit goes on from the last finished round with --ckpt_path last.
+"""
+
+
+def help_of(command: str, summary: str, topic: str = "") -> str:
+    """Return the help of a command, or of one of its keys or classes.
+
+    Args:
+        command: A subcommand that reads a config.
+        summary: What it does.
+        topic: ``trainer``, a key that takes a class, or the name of a class.
+
+    Raises:
+        FlsuiteError: If there is no such key or class.
+    """
+    if not topic:
+        return _of_command(command, summary)
+    if topic == "trainer":
+        return _of_lightning()
+    name = topic.removeprefix("--")
+    bases = _bases_of(command, name)
+    if bases:
+        return _of_key(name, bases)
+    found = find_class(name)
+    if found is not None:
+        return _of_class(found)
+    trainer = lookup(*TRAINER)
+    keys = [f"trainer.{key}" for key in signature_of(trainer).parameters] if trainer else []
+    near = nearest_key(name, first_keys(command).parameters, keys) or nearest(name, class_names())
+    hint = f" (did you mean {near}?)" if near else ""
+    raise FlsuiteError(f"--help={topic}: there is no such class, nor a key that takes one{hint}")
+
+
+def _of_command(command: str, summary: str) -> str:
+    keys = first_keys(command).parameters
+    own = {f"--{name}": keys[name] for name in (*_FIRST, *keys) if name in keys}
+    own["--KEY VALUE"] = Parameter("", doc="Any key of a config, e.g. --data.partition.alpha 0.1.")
+    del own["--trainer"]
+    trainer = lookup(*TRAINER)
+    assert trainer is not None
+    federated = {k: v for k, v in _own_parameters(trainer).items() if k not in keys}
+    lines = [f"usage: flsuite {command} --config FILE [--KEY VALUE ...]", "", summary, ""]
+    lines += _table("options:", own)
+    lines += ["", *_table("keys of the trainer, as --trainer.KEY VALUE:", federated)]
+    return "\n".join(lines) + "\n" + _EPILOG
+
+
+def _of_lightning() -> str:
+    """Return the arguments that the trainer has from Lightning's."""
+    trainer = lookup(*TRAINER)
+    assert trainer is not None
+    every, own = signature_of(trainer).parameters, _own_parameters(trainer)
+    lightning = {name: p for name, p in every.items() if name not in own}
+    title = "keys of Lightning's Trainer for each client's fit, as --trainer.KEY VALUE:"
+    return "\n".join(_table(title, lightning)) + "\n"
+
+
+def _of_key(name: str, bases: Iterable[Definition]) -> str:
+    lines = [f"--{name} takes one of these classes, or my_module.Name of your own:"]
+    rows = {
+        class_name: _summary(found)
+        for base in bases
+        for class_name, module in public_subclasses(base).items()
+        if (found := lookup(module, class_name)) and (found != base or module.startswith("flsuite"))
+    }
+    width = max(map(len, rows), default=0) + 2
+    for class_name, text in sorted(rows.items()):
+        lines += _row(class_name, text, width)
+    example = next(iter(sorted(rows)), "FedProx")
+    return "\n".join([*lines, "", f"The arguments of one: --help={example}"]) + "\n"
+
+
+def _of_class(found: Definition) -> str:
+    signature = signature_of(found)
+    assert isinstance(found.node, ast.ClassDef)
+    lines = [f"{found.node.name}: {_summary(found)}", ""]
+    lines += _table("arguments:", signature.parameters)
+    if signature.is_open:
+        lines += ["", f"It takes others too, which --KEY.help {found.node.name} lists."]
+    return "\n".join(lines) + "\n"
+
+
+def _bases_of(command: str, name: str) -> tuple[Definition, ...]:
+    """Return the classes that a key takes, such as ``data.partition``."""
+    first, *rest = name.split(".")
+    parameter = first_keys(command).parameters.get(first)
+    for inner in rest:
+        bases = kinds_of(parameter).bases if parameter else ()
+        parameter = next((p for base in bases if (p := _parameter(base, inner))), None)
+    return kinds_of(parameter).bases if parameter else ()
+
+
+def _parameter(base: Definition, name: str) -> Parameter | None:
+    """Return an argument of a class, or of the first of its subclasses that has it."""
+    for class_name, module in public_subclasses(base).items():
+        found = lookup(module, class_name)
+        parameter = signature_of(found).parameters.get(name) if found else None
+        if parameter is not None:
+            return parameter
+    return None
+
+
+def _own_parameters(trainer: Definition) -> dict[str, Parameter]:
+    """Return the arguments that stand in the trainer's own ``__init__``."""
+    parameters = signature_of(trainer).parameters
+    return {name: p for name, p in parameters.items() if p.module == trainer.module}
+
+
+def _summary(found: Definition) -> str:
+    node = found.node
+    return first_sentence(ast.get_docstring(node) or "") if isinstance(node, ast.ClassDef) else ""
+
+
+def _table(title: str, parameters: Mapping[str, Parameter]) -> list[str]:
+    lines = [title]
+    for name, parameter in parameters.items():
+        shown = f"{name} {_WORDS.get(name.removeprefix('--')) or _kind(parameter)}".rstrip()
+        lines += _row(shown, _described(parameter), _NAME_WIDTH)
+    return lines
+
+
+def _row(name: str, text: str, width: int) -> list[str]:
+    """Return a name and its text, which begins in the same column on every line."""
+    room = min(100, shutil.get_terminal_size((100, 24)).columns) - width - 2
+    wrapped = textwrap.wrap(text, max(room, 30)) or [""]
+    head = [f"  {name:{width}}{wrapped[0]}"] if len(name) < width else [f"  {name}"]
+    rest = wrapped[1:] if len(name) < width else wrapped
+    return [line.rstrip() for line in (*head, *(" " * (width + 2) + line for line in rest))]
+
+
+def _described(parameter: Parameter) -> str:
+    text, _, default = parameter.doc.partition("Default:")
+    node = parameter.default
+    if node is not None and not isinstance(node, ast.Call) and ast.unparse(node) != "None":
+        value = ast.unparse(node).strip("'")
+        default = f"{value.lower() if value in ('True', 'False') else value}."
+    is_known = default and default.strip() != "None."
+    return f"{first_sentence(text)}{' Default: ' if is_known else ''}" + (
+        first_sentence(default) if is_known else ""
+    )
+
+
+def _kind(parameter: Parameter) -> str:
+    """Return what stands for the value of an argument."""
+    if parameter.annotation is None:
+        return ""
+    kinds = dict.fromkeys(_kinds(parameter.module, parameter.annotation))
+    shown = "|".join(kinds)
+    return shown if len(shown) <= _LONGEST_KIND else "VALUE"
+
+
+def _kinds(module: str, node: ast.AST, depth: int = 5) -> list[str]:
+    if isinstance(node, ast.BinOp):
+        return _kinds(module, node.left, depth) + _kinds(module, node.right, depth)
+    if isinstance(node, ast.Subscript):
+        return _of_subscript(module, node, depth)
+    if isinstance(node, ast.Constant):
+        return []
+    if ast.unparse(node) in _KINDS:
+        return [_KINDS[ast.unparse(node)]]
+    found = resolve(module, node) if depth else None
+    if found and isinstance(found.node, ast.ClassDef):
+        return ["VALUE" if found.module.split(".")[0] in sys.stdlib_module_names else "CLASS"]
+    return _kinds(*found, depth - 1) if found and isinstance(found.node, ast.expr) else ["VALUE"]
+
+
+def _of_subscript(module: str, node: ast.Subscript, depth: int) -> list[str]:
+    name = ast.unparse(node.value).rpartition(".")[2]
+    inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if name == "Literal":
+        return [str(value.value) for value in inner if isinstance(value, ast.Constant)]
+    if name in ("Optional", "Union"):
+        return [kind for part in inner for kind in _kinds(module, part, depth)]
+    if name in ("Annotated", "Callable"):
+        return _kinds(module, inner[0 if name == "Annotated" else -1], depth)
+    is_list = any("CLASS" in _kinds(module, part, depth) for part in inner)
+    return ["CLASS" if is_list else _KINDS.get(name.lower(), "VALUE")]

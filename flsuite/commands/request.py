@@ -1,0 +1,96 @@
+"""A request as it was typed, before any parser has read it."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from flsuite.errors import FlsuiteError
+
+
+def option_values(args: list[str], *options: str) -> list[str]:
+    """Return what follows these options, as ``--option value`` or ``--option=value``."""
+    found = [after for option, after in pairwise(args) if option in options]
+    return found + [
+        arg.split("=", 1)[1] for arg in args if arg.split("=", 1)[0] in options and "=" in arg
+    ]
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the content of a config.
+
+    Raises:
+        FlsuiteError: If there is no such file, or it is not a mapping in YAML.
+    """
+    import yaml
+
+    if not Path(path).is_file():
+        raise FlsuiteError(f"there is no config file {path}")
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FlsuiteError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise FlsuiteError(
+            f"{path} is not a config: it must be a mapping with model, data and trainer"
+        )
+    return content
+
+
+def options(args: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the options of a command line, without their dashes, and their values."""
+    index = 0
+    while index < len(args):
+        name, equals, value = args[index].partition("=")
+        index += 1
+        if name == "-c":
+            name = "--config"
+        if not name.startswith("--"):
+            continue
+        if equals:
+            yield name[2:], value
+        elif index < len(args) and not args[index].startswith("--"):
+            yield name[2:], args[index]
+            index += 1
+        else:
+            yield name[2:], None
+
+
+def read_value(text: str) -> Any:
+    """Return what a text stands for in YAML, or the text itself."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def require_config(command: str, args: list[str]) -> None:
+    """Refuse a request that says nothing of a model or data.
+
+    Raises:
+        FlsuiteError: If it is one.
+    """
+    keys = [key for key, _ in options(args)]
+    first = {key.partition(".")[0] for key in keys}
+    asks = any(key.endswith(".help") or key == "print_config" for key in keys)
+    if asks or first & {"config", "model", "data"}:
+        return
+    if command in ("validate", "test", "predict"):
+        raise FlsuiteError(f"{command}: give a run, as --config runs/NAME/TIME-SEED/config.yaml")
+    raise FlsuiteError(
+        f"{command}: give a config, as --config configs/quickstart.yaml; "
+        "flsuite new NAME writes one for a model and data of yours"
+    )
+
+
+def help_topic(args: list[str]) -> str | None:
+    """Return what ``--help`` is asked about, an empty text for all, or ``None`` if it is not."""
+    for index, arg in enumerate(args):
+        if arg.startswith("--help="):
+            return arg.removeprefix("--help=")
+        if arg in ("-h", "--help"):
+            after = args[index + 1 : index + 2]
+            return after[0] if after and not after[0].startswith("-") else ""
+    return None

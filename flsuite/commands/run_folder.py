@@ -1,0 +1,88 @@
+"""The folder of a run in place of options: ``flsuite test RUN`` and ``flsuite resume RUN``."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flsuite.errors import FlsuiteError
+
+_MOST = 3  # suggestions
+
+
+def with_run_folder(command: str, args: list[str]) -> tuple[str, list[str]]:
+    """Return a command with its run folder, if it begins with one, written out as options.
+
+    ``resume RUN`` is a fit that goes on from the last checkpoint. Later options win, so that
+    ``--ckpt_path best`` chooses another one.
+
+    Raises:
+        FlsuiteError: If it is not the folder of a run that the command can read.
+    """
+    named = args[:1] if args and not args[0].startswith("-") else []
+    if command == "resume" and not named:
+        raise FlsuiteError("resume: name the folder of a run, e.g. runs/quickstart/TIME-SEED")
+    if not named:
+        return command, args
+
+    folder = _require_run(command, Path(named[0]))
+    if command == "fit":
+        raise FlsuiteError(f"fit: {folder} is a run; go on with it by flsuite resume {folder}")
+    options = ["--config", str(folder / "config.yaml"), "--run_dir", str(folder)]
+    if command == "resume":
+        return "fit", [*options, "--ckpt_path", "last", *args[1:]]
+    return command, [*options, *args[1:]]
+
+
+def _require_run(command: str, folder: Path) -> Path:
+    """Return the folder of a run that the command line has started.
+
+    Raises:
+        FlsuiteError: If it is something else. The message names the nearest runs.
+    """
+    if not _is_run(folder):
+        what = "has no config.yaml and metrics.csv" if folder.is_dir() else "is not a folder"
+        runs = _nearest(folder)
+        hint = f"; did you mean {' or '.join(runs)}?" if runs else "; see flsuite ls"
+        raise FlsuiteError(f"{command}: {folder} is not a run, it {what}{hint}")
+    if not _is_request(_read(folder / "config.yaml")):
+        raise FlsuiteError(
+            f"{command}: {folder} was run from Python, and its config.yaml does not say how to "
+            "build the model; use trainer.fit or trainer.test with run_dir and ckpt_path there"
+        )
+    return folder
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / "metrics.csv").is_file()
+
+
+def _is_request(config: Any) -> bool:
+    """Return whether a config is one that ``flsuite fit`` has read."""
+    return isinstance(config, dict) and {"model", "data", "trainer"} <= set(config)
+
+
+def _read(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FlsuiteError(f"{path} is not valid YAML; restore it") from error
+
+
+def _nearest(folder: Path) -> list[str]:
+    """Return the newest runs below a folder, or those whose paths look like one that is not."""
+    if folder.is_dir():
+        newest = sorted(_runs_below(folder), key=lambda run: run.stat().st_mtime, reverse=True)
+        return [str(run) for run in newest[:_MOST]]
+    # All of a working folder would take long, and has runs in one place by default.
+    above = next(parent for parent in folder.parents if parent.is_dir())
+    root = Path("runs") if above.resolve() == Path.cwd() else above
+    return difflib.get_close_matches(
+        str(folder), [str(run) for run in _runs_below(root)], n=_MOST, cutoff=0.5
+    )
+
+
+def _runs_below(root: Path) -> Iterable[Path]:
+    return [table.parent for table in root.rglob("metrics.csv") if _is_run(table.parent)]

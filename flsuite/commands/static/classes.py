@@ -1,0 +1,204 @@
+"""Classes by their short names, and what kind of class a key takes, read from source."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from flsuite.commands.static.modules import (
+    Definition,
+    content_of,
+    find_source,
+    imported,
+    lookup,
+    resolve,
+)
+from flsuite.commands.static.signatures import Parameter
+
+_CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
+# Whose classes have short names, because the command imports them.
+_PACKAGES = ("flsuite", "lightning.pytorch", "torch.optim")
+_TEXT_BASES = {"str", "int", "float", "Enum", "IntEnum", "StrEnum", "Flag", "Path", "Protocol"}
+_HOLDERS = {"Optional", "Union", "list", "List", "tuple", "Sequence", "Iterable"}
+_KNOWN_LIBRARIES = {
+    *sys.stdlib_module_names,
+    *("flsuite", "lightning", "torch", "torchmetrics", "torchvision", "pytorch_lightning"),
+    *("numpy", "scipy", "pandas", "sklearn", "matplotlib", "PIL", "yaml", "medmnist", "normflows"),
+}
+
+
+class Kinds(NamedTuple):
+    """What a key takes.
+
+    Attributes:
+        bases: The classes of which it takes an object.
+        takes_text: Whether a text may be something other than the name of a class.
+    """
+
+    bases: tuple[Definition, ...] = ()
+    takes_text: bool = False
+
+
+def kinds_of(parameter: Parameter) -> Kinds:
+    """Return what a key takes, by its annotation."""
+    if parameter.annotation is None:
+        return Kinds(takes_text=True)
+    return _kinds(parameter.module, parameter.annotation, 9)
+
+
+def subclasses(base: Definition) -> dict[str, str]:
+    """Return the module of each class that has a short name where a base is expected."""
+    own = {base.name: base.module}
+    more = dict(own)
+    while more:
+        more = {
+            name: module
+            for name, module, bases in _index()
+            if bases & own.keys() and name not in own
+        }
+        own |= more
+    return {k: v for k, v in own.items() if not k.startswith("_")} | _loaded(base)
+
+
+def public_subclasses(base: Definition) -> dict[str, str]:
+    """Return those of :func:`subclasses` that a package exports, and that are not abstract."""
+    return {name: module for name, module in subclasses(base).items() if _is_public(name, module)}
+
+
+def find_class(name: str) -> Definition | None:
+    """Return a class by its full path, or by its short name if a package exports it."""
+    if "." in name:
+        module, _, name = name.rpartition(".")
+        found = lookup(module, name)
+        return found if found and isinstance(found.node, ast.ClassDef) else None
+    places = [module for other, module, _ in _index() if other == name and _is_public(name, module)]
+    return lookup(places[0], name) if places else None
+
+
+def class_names() -> list[str]:
+    """Return the short names of all classes that are not private."""
+    return [name for name, _, _ in _index() if not name.startswith("_")]
+
+
+def _is_public(name: str, module: str) -> bool:
+    found = lookup(module, name)
+    if found is None or any("@abstractmethod" in line for line in _decorators(found)):
+        return False
+    parts = module.split(".")
+    packages = [".".join(parts[:count]) for count in range(1, len(parts))]
+    exported = (content_of(package) for package in packages)
+    return any(content and name in content.names for content in exported)
+
+
+def _decorators(found: Definition) -> list[str]:
+    body = found.node.body if isinstance(found.node, ast.ClassDef) else []
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    return [f"@{ast.unparse(d)}" for node in functions for d in node.decorator_list]
+
+
+def _kinds(module: str, node: ast.expr, depth: int) -> Kinds:
+    if isinstance(node, ast.Constant) and node.value is None:
+        return Kinds()
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return _kinds(module, ast.parse(node.value, mode="eval").body, depth)
+    if isinstance(node, ast.BinOp):
+        return _together(module, [node.left, node.right], depth)
+    if isinstance(node, ast.Subscript):
+        return _of_subscript(module, node, depth)
+    if ast.unparse(node) == "bool":
+        return Kinds()
+    found = resolve(module, node) if depth else None
+    if found is None or isinstance(found.node, ast.FunctionDef):
+        return Kinds(takes_text=True)
+    if isinstance(found.node, ast.ClassDef):
+        return Kinds(takes_text=True) if _may_be_text(found) else Kinds((found,))
+    return _kinds(found.module, found.node, depth - 1) if isinstance(found.node, ast.expr) else _ANY
+
+
+_ANY = Kinds(takes_text=True)
+
+
+def _may_be_text(found: Definition, depth: int = 9) -> bool:
+    """Return whether a text may stand for an object of a class, as for an enum or a path.
+
+    It is also where any class that has the methods of a protocol will do.
+    """
+    if found.module.split(".")[0] in sys.stdlib_module_names or depth == 0:
+        return True
+    for base in found.node.bases if isinstance(found.node, ast.ClassDef) else ():
+        node = base.value if isinstance(base, ast.Subscript) else base
+        if ast.unparse(node).rpartition(".")[2] in _TEXT_BASES:
+            return True
+        above = resolve(found.module, node)
+        is_own = above and above.module.split(".")[0] not in sys.stdlib_module_names
+        if above and is_own and _may_be_text(above, depth - 1):
+            return True
+    return False
+
+
+def _of_subscript(module: str, node: ast.Subscript, depth: int) -> Kinds:
+    name = ast.unparse(node.value).rpartition(".")[2]
+    inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if name == "Callable":  # a class whose objects are what the function returns
+        returned = _kinds(module, inner[-1], depth)
+        return returned if returned.bases else _ANY
+    if name == "Annotated":
+        return _kinds(module, inner[0], depth)
+    return _together(module, inner, depth) if name in _HOLDERS else _ANY
+
+
+def _together(module: str, nodes: list[ast.expr], depth: int) -> Kinds:
+    every = [_kinds(module, node, depth) for node in nodes]
+    bases = tuple(base for kinds in every for base in kinds.bases)
+    return Kinds(bases, any(kinds.takes_text for kinds in every))
+
+
+def may_define(modules: set[str], name: str) -> bool:
+    """Return whether modules of the user's, or what they import, may have a class.
+
+    Libraries that know nothing of flsuite do not.
+    """
+    seen: set[str] = set()
+    todo = set(modules)
+    while todo:
+        module = todo.pop()
+        seen.add(module)
+        content = content_of(module)
+        if content is None or not content.is_complete or name in content.names:
+            return True
+        more = {m for nodes in content.names.values() for n in nodes for m in imported(module, n)}
+        todo |= {m for m in more if m.split(".")[0] not in _KNOWN_LIBRARIES} - seen
+    return False
+
+
+@cache
+def _index() -> list[tuple[str, str, frozenset[str]]]:
+    """Return the name, the module and the bases of every class of the packages."""
+    return [found for package in _PACKAGES for found in _classes(package)]
+
+
+def _classes(package: str) -> Iterator[tuple[str, str, frozenset[str]]]:
+    source = find_source(package)
+    if source is None:
+        return
+    for path in sorted(source.parent.rglob("*.py")):
+        if "demos" in path.parts:
+            continue
+        inner = path.relative_to(source.parent).with_suffix("").parts
+        module = ".".join((package, *(part for part in inner if part != "__init__")))
+        for name, bases in _CLASS.findall(path.read_text(encoding="utf-8")):
+            yield name, module, frozenset(re.findall(r"\w+", bases))
+
+
+def _loaded(base: Definition) -> dict[str, str]:
+    """Return the subclasses that this process has, of a user's own too."""
+    todo = [getattr(sys.modules.get(base.module), base.name, None)]
+    found = {}
+    while todo:
+        cls = todo.pop()
+        if isinstance(cls, type):
+            found[cls.__name__] = cls.__module__
+            todo += type.__subclasses__(cls)
+    return found

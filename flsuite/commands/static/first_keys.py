@@ -1,0 +1,33 @@
+"""The keys that stand at the left of a config and of the command line."""
+
+import ast
+from functools import cache
+
+from flsuite.commands.options import OPTIONS
+from flsuite.commands.static.docs import argument_docs
+from flsuite.commands.static.modules import lookup
+from flsuite.commands.static.signatures import Parameter, Signature, function_parameters
+
+TRAINER = ("flsuite.trainer", "FederatedTrainer")
+_HOME = "flsuite.commands.fit"  # imports the classes that the keys take
+_CLASSES = {
+    "model": ("LightningModule", "The model that every client trains."),
+    "data": ("LightningDataModule", "The data of all clients."),
+    "trainer": (TRAINER[1], "The federation."),
+}
+
+
+@cache
+def first_keys(command: str) -> Signature:
+    """Return the keys of a subcommand."""
+    known = {name: Parameter(_HOME, doc=doc) for name, doc in OPTIONS[command].items()}
+    for name, (base, doc) in _CLASSES.items():
+        known[name] = Parameter(_HOME, ast.Name(base), doc=doc)
+    trainer = lookup(*TRAINER)
+    methods = trainer.node.body if trainer and isinstance(trainer.node, ast.ClassDef) else []
+    for node in methods:
+        if isinstance(node, ast.FunctionDef) and node.name == command:
+            docs = argument_docs(ast.get_docstring(node))
+            arguments = function_parameters(TRAINER[0], node, docs)
+            known |= {k: v for k, v in arguments.items() if k not in ("model", "datamodule")}
+    return Signature(known)

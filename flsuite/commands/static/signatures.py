@@ -1,0 +1,150 @@
+"""The arguments of a class, read from its source.
+
+What is returned is never too little: a class that takes more than its source shows is open.
+"""
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flsuite.commands.static.docs import argument_docs
+from flsuite.commands.static.modules import Definition, resolve
+
+_PLAIN_BASES = {"ABC", "Generic", "NamedTuple", "Protocol", "object"}  # without arguments to add
+_HARMLESS = {"_defaults_from_env_vars", "override"}  # decorators that leave the arguments alone
+
+
+class Parameter(NamedTuple):
+    """An argument of a class.
+
+    Attributes:
+        module: Where it is declared, which says what the names in its annotation mean.
+        annotation: Its type.
+        default: Its default.
+        doc: What the docstring says of it.
+    """
+
+    module: str
+    annotation: ast.expr | None = None
+    default: ast.expr | None = None
+    doc: str = ""
+
+
+class Signature(NamedTuple):
+    """The arguments of a class.
+
+    Attributes:
+        parameters: Those that are known, by their names.
+        is_open: Whether there may be others.
+    """
+
+    parameters: dict[str, Parameter]
+    is_open: bool = False
+
+
+OPEN = Signature({}, is_open=True)
+
+
+def signature_of(defined: Definition, depth: int = 9) -> Signature:
+    """Return the arguments of a class."""
+    cls = defined.node
+    if not isinstance(cls, ast.ClassDef) or depth == 0:
+        return OPEN
+    metaclasses = [k for k in cls.keywords if ast.unparse(k.value).rpartition(".")[2] != "ABCMeta"]
+    is_dataclass = [_callee(node) == "dataclass" for node in cls.decorator_list]
+    if metaclasses or not all(is_dataclass):
+        return OPEN
+
+    init = next((node for node in cls.body if _is_function(node, "__init__")), None)
+    if isinstance(init, ast.FunctionDef):
+        return _of_init(defined, cls, init, depth)
+    if any(_is_function(node, "__new__") for node in cls.body):
+        return OPEN
+    inherited = _of_bases(defined, cls, depth)
+    is_tuple = "NamedTuple" in map(_last_name, cls.bases)
+    has_fields = bool(is_dataclass) or is_tuple
+    return _with(inherited, dict(_fields(defined, cls))) if has_fields else inherited
+
+
+def _of_init(
+    defined: Definition, cls: ast.ClassDef, init: ast.FunctionDef, depth: int
+) -> Signature:
+    docs = argument_docs(ast.get_docstring(init)) | argument_docs(ast.get_docstring(cls))
+    own = function_parameters(defined.module, init, docs)
+    if any(_callee(node) not in _HARMLESS for node in init.decorator_list):
+        return Signature(own, is_open=True)
+    extra = init.args.kwarg.arg if init.args.kwarg else None
+    if extra is None:
+        return Signature(own)
+    calls = [
+        node
+        for node in ast.walk(init)
+        if isinstance(node, ast.Call)
+        and any(k.arg is None and _last_name(k.value) == extra for k in node.keywords)
+    ]
+    if not calls or not all(ast.unparse(call.func) == "super().__init__" for call in calls):
+        return Signature(own, is_open=True)
+    # What is passed on by name cannot be given once more.
+    fixed = {k.arg for call in calls for k in call.keywords}
+    inherited = _of_bases(defined, cls, depth)
+    free = {k: v for k, v in inherited.parameters.items() if k not in fixed | own.keys()}
+    for name in own.keys() & inherited.parameters.keys():
+        own[name] = own[name]._replace(doc=own[name].doc or inherited.parameters[name].doc)
+    return Signature(own | free, inherited.is_open)
+
+
+def _of_bases(defined: Definition, cls: ast.ClassDef, depth: int) -> Signature:
+    """Return what any base takes, because the order among several of them is not looked at."""
+    together = Signature({})
+    for base in reversed(cls.bases):
+        if _last_name(base) in _PLAIN_BASES:
+            continue
+        node = base.value if isinstance(base, ast.Subscript) else base
+        found = resolve(defined.module, node)
+        inherited = signature_of(found, depth - 1) if found else OPEN
+        together = _with(together, inherited.parameters, inherited.is_open)
+    return together
+
+
+def _with(signature: Signature, more: dict[str, Parameter], is_open: bool = False) -> Signature:
+    return Signature({**signature.parameters, **more}, signature.is_open or is_open)
+
+
+def function_parameters(
+    module: str, function: ast.FunctionDef, docs: dict[str, str]
+) -> dict[str, Parameter]:
+    """Return the named arguments of a method."""
+    arguments = function.args
+    usual = [*arguments.posonlyargs, *arguments.args]
+    missing = [None] * (len(usual) - len(arguments.defaults))
+    pairs = [*zip(usual, [*missing, *arguments.defaults], strict=True)]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return {
+        arg.arg: Parameter(module, arg.annotation, default, docs.get(arg.arg, ""))
+        for arg, default in pairs[1:]
+    }
+
+
+def _fields(defined: Definition, cls: ast.ClassDef) -> Iterator[tuple[str, Parameter]]:
+    docs = argument_docs(ast.get_docstring(cls))
+    for node in cls.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        is_fixed = isinstance(node.value, ast.Call) and "init=False" in ast.unparse(node.value)
+        if not is_fixed and _last_name(node.annotation) != "ClassVar":
+            name = node.target.id
+            yield name, Parameter(defined.module, node.annotation, node.value, docs.get(name, ""))
+
+
+def _is_function(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == name
+
+
+def _callee(node: ast.expr) -> str:
+    return _last_name(node.func if isinstance(node, ast.Call) else node)
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return the last name of ``a.b`` or ``a.b[c]``."""
+    node = node.value if isinstance(node, ast.Subscript) else node
+    return ast.unparse(node).rpartition(".")[2]

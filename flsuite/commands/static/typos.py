@@ -1,0 +1,241 @@
+"""The misspelled keys and classes of a request, all of them at once.
+
+They are found in the configs and on the command line, from the source of the classes that are
+named. What a class may take beyond its source is left to the parser.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flsuite.commands.request import options, read_config, read_value
+from flsuite.commands.static.classes import Kinds, kinds_of, may_define, subclasses
+from flsuite.commands.static.first_keys import TRAINER, first_keys
+from flsuite.commands.static.modules import Definition, content_of, exists, find_source, lookup
+from flsuite.commands.static.signatures import OPEN, Parameter, Signature, signature_of
+from flsuite.commands.static.suggestions import nearest, nearest_key
+from flsuite.errors import FlsuiteError
+
+_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
+_CONFIGS = (".yaml", ".yml", ".json")  # of a class alone, which the parser reads
+_PARTS = ("rule", "objective", "transforms", "server_optimizer")
+_LIBRARIES = ("flsuite", "lightning", "torch", "torchmetrics")
+
+KeyPath = tuple[str, ...]
+
+
+class TyposError(FlsuiteError):
+    """A request with misspelled names.
+
+    Attributes:
+        lines: One line for each.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = lines
+
+
+class Place(NamedTuple):
+    """Where a key was given.
+
+    Attributes:
+        file: The config, or empty on the command line.
+    """
+
+    file: str = ""
+
+    def named(self, path: KeyPath | str) -> str:
+        key = path if isinstance(path, str) else ".".join(path)
+        return key if self.file else f"--{key}"
+
+
+def refuse_typos(command: str, args: list[str]) -> None:
+    """Refuse a request with keys or classes that do not exist.
+
+    Raises:
+        TyposError: If there is one.
+        FlsuiteError: If a config cannot be read.
+    """
+    checked = _Checked(command)
+    for key, text in options(args):
+        if key == "config" and text is None:
+            raise FlsuiteError("--config needs a file")
+        if key == "config":
+            checked.config(str(text))
+        else:
+            checked.option(key, None if text is None else read_value(text))
+    lines = [
+        line
+        for line, unknown in checked.lines.items()
+        if not unknown or not may_define(checked.modules, unknown)
+    ]
+    if lines:
+        raise TyposError(lines)
+
+
+class _Checked:
+    """What is known of a request so far, in the order in which the parser reads it."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        # Each has the short name that it complains of, which a module of the user's may have.
+        self.lines: dict[str, str] = {}
+        self.modules: set[str] = set()  # of the user's, as far as the request names them
+        # The class that a key has now, and none where it cannot be told.
+        self.classes: dict[KeyPath, Definition | None] = {}
+        self.classes["trainer",] = lookup(*TRAINER)
+
+    def config(self, path: str) -> None:
+        """Check a file."""
+        self._keys(Place(path), (), read_config(path))
+
+    def option(self, key: str, value: Any) -> None:
+        """Check an option of the command line."""
+        place, parameter = Place(), Parameter("")
+        at: KeyPath = ()
+        names = key.removesuffix("+").split(".")
+        for name in names:
+            if name in ("help", "dict_kwargs") or name.isdigit():
+                return
+            if name == "class_path" and at:
+                value = {"class_path": value}
+            if name in _OF_A_CLASS and at:
+                continue
+            found = self._parameter(place, at, name)
+            if found is None:
+                return
+            at, parameter = found
+        self._value(place, at, parameter, value)
+
+    def _keys(self, place: Place, at: KeyPath, content: Mapping[Any, Any]) -> None:
+        for name, value in content.items():
+            if isinstance(name, str) and "." not in name:
+                found = self._parameter(place, at, name)
+                if found is not None:
+                    self._value(place, *found, value)
+
+    def _value(self, place: Place, at: KeyPath, parameter: Parameter, value: Any) -> None:
+        kinds = kinds_of(parameter)
+        if at == ("plugins",):
+            named = value if isinstance(value, list) else [value]
+            self.modules |= {plugin for plugin in named if isinstance(plugin, str)}
+        elif at == ("trainer",):  # its class is fixed
+            if isinstance(value, Mapping):
+                self._keys(place, at, value)
+        elif isinstance(value, list):
+            for item in value:
+                self._value(place, at, parameter, item)
+        elif isinstance(value, str) and kinds.bases:
+            self._choose(place, at, kinds, value)
+        elif isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
+            self._choose(place, at, kinds._replace(takes_text=False), value["class_path"])
+            for name in value.keys() - set(_OF_A_CLASS):
+                self._refuse_beside_class(place, at, str(name))
+            if isinstance(value.get("init_args"), Mapping):
+                self._keys(place, at, value["init_args"])
+        elif isinstance(value, Mapping) and self.classes.get(at):
+            inner = value.get("init_args", value) if set(value) <= set(_OF_A_CLASS) else value
+            if isinstance(inner, Mapping):
+                self._keys(place, at, inner)
+        elif isinstance(value, Mapping) and kinds.bases:
+            for name in value:
+                if nearest(str(name), _OF_A_CLASS, 0.8) not in (None, name):
+                    self._refuse_beside_class(place, at, str(name))
+        elif not isinstance(value, Mapping):
+            self._forget(at)
+
+    def _parameter(self, place: Place, at: KeyPath, name: str) -> tuple[KeyPath, Parameter] | None:
+        """Return a key of a place, or ``None`` if nothing is known of it.
+
+        A key that is not there is refused, and the likeliest one stands for it.
+        """
+        signature = self._signature(at)
+        known = signature.parameters
+        if name in known:
+            return (*at, name), known[name]
+        if signature.is_open:
+            return None
+        meant = nearest_key(name, known, self._all_keys())
+        if name in _PARTS and at == ("trainer", "aggregator"):
+            hint = f"; {self._class_name(at)} has its own; class_path Aggregator takes all four"
+        elif meant is not None:
+            hint = f" (did you mean {place.named((*at, meant) if meant in known else meant)}?)"
+        elif at and at != ("trainer",):
+            names = [name for name in known if name != "params"]  # an optimizer gets them later
+            hint = f"; {self._class_name(at)} takes {', '.join(names) or 'no arguments'}"
+        else:
+            hint = f"; see flsuite {self.command} --help"
+        self._refuse(place, f"unknown key {place.named((*at, name))}{hint}")
+        return ((*at, meant), known[meant]) if meant in known else None
+
+    def _refuse(self, place: Place, text: str, name: str = "") -> None:
+        self.lines[f"{place.file}: {text}" if place.file else text] = name
+
+    def _signature(self, at: KeyPath) -> Signature:
+        if not at:
+            return first_keys(self.command)
+        chosen = self.classes.get(at)
+        return signature_of(chosen) if chosen else OPEN
+
+    def _all_keys(self) -> Iterator[str]:
+        """Yield the keys of all places, the trainer's and those of an algorithm first."""
+        yield from (f"trainer.{name}" for name in self._signature(("trainer",)).parameters)
+        yield from (f"trainer.aggregator.{part}" for part in _PARTS)
+        for at in self.classes:
+            yield from (".".join((*at, name)) for name in self._signature(at).parameters)
+
+    def _class_name(self, at: KeyPath) -> str:
+        chosen = self.classes[at]
+        return chosen.name if chosen else "it"
+
+    def _refuse_beside_class(self, place: Place, at: KeyPath, name: str) -> None:
+        inside = name in self._signature(at).parameters
+        meant = f"init_args: {name}" if inside else nearest(name, _OF_A_CLASS)
+        hint = f" (did you mean {meant}?)" if meant else "; a class has class_path and init_args"
+        self._refuse(place, f"unknown key {place.named((*at, name))}{hint}")
+
+    def _choose(self, place: Place, at: KeyPath, kinds: Kinds, name: str) -> None:
+        """Take a class for a place, if the text is the name of one."""
+        self._forget(at)
+        if not _NAME.fullmatch(name) or name.endswith(_CONFIGS):
+            return
+        if "." in name:
+            module, _, last = name.rpartition(".")
+            self.classes[at] = lookup(module, last)
+            if name.split(".")[0] not in _LIBRARIES:
+                self.modules.add(module)
+            if not kinds.takes_text:  # else it may be a file
+                self._refuse_path(place, at, module, last)
+            return
+        known = {k: v for base in kinds.bases for k, v in subclasses(base).items()}
+        if name not in known and known and not kinds.takes_text:
+            near = nearest(name, known)
+            hint = (
+                f" (did you mean {near}?)" if near else "; give its module too, as my_module.Name"
+            )
+            bases = " or ".join(dict.fromkeys(base.name for base in kinds.bases))
+            text = f"{place.named(at)}: there is no {bases} called {name}{hint}"
+            self._refuse(place, text, name)
+            name = near or name
+        self.classes[at] = lookup(known[name], name) if name in known else None
+
+    def _forget(self, at: KeyPath) -> None:
+        for other in [other for other in self.classes if other[: len(at)] == at]:
+            del self.classes[other]
+
+    def _refuse_path(self, place: Place, at: KeyPath, module: str, name: str) -> None:
+        """Refuse a class of a module that is not there, or whose source does not have it."""
+        top, content, key = module.split(".")[0], content_of(module), place.named(at)
+        if not exists(top):
+            near = nearest(top, [*(path.stem for path in Path().glob("*.py")), *_LIBRARIES])
+            hint = f" (did you mean {near}?)" if near else ", nor is it installed"
+            self._refuse(place, f"{key}: there is no module {top} in this folder{hint}")
+        elif content and content.is_complete and name not in content.names:
+            if find_source(f"{module}.{name}"):
+                return
+            near = nearest(name, (other for other in content.names if other[0].isupper()))
+            hint = f" (did you mean {near}?)" if near else ""
+            self._refuse(place, f"{key}: {module} has no class {name}{hint}")

@@ -1,0 +1,166 @@
+"""What a trainer knows of its run: scores, predictions, and the folder."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from flsuite.errors import FlsuiteError
+from flsuite.messages import Split
+from flsuite.runs.predictions import predict
+from flsuite.runs.run import Run
+from flsuite.runs.summary import print_scores
+from flsuite.server.evaluation import GLOBAL
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class ScoringTrainer(Trainer):
+    """A Trainer that scores the federation of a run.
+
+    Attributes:
+        run: The run of the last fit, or of the last request for scores.
+    """
+
+    run: Run | None = None
+    datamodule: LightningDataModule | None
+    _run_dir: Path | None = None  # the one that was asked for
+    _scores: dict[str, float]  # by validate and test
+
+    def prepare(
+        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
+    ) -> Run:
+        """Build all that a round needs, without writing anything."""
+        raise NotImplementedError
+
+    def validate(  # type: ignore[override]
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Score on validation data, with the arguments of :meth:`test`."""
+        return self._score("val", model, datamodule, ckpt_path, verbose)
+
+    def test(  # type: ignore[override]
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Score on test data.
+
+        Args:
+            model: Not needed after a fit.
+            datamodule: Not needed after a fit.
+            ckpt_path: ``last``, ``best`` (the round picked on validation data) or a path. Default:
+                the state after a fit, else ``last`` of ``run_dir``, else the model as it is.
+            verbose: Whether to print the global scores.
+
+        Returns:
+            The global scores, then one dict per client.
+        """
+        return self._score("test", model, datamodule, ckpt_path, verbose)
+
+    def predict(  # type: ignore[override]
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+    ) -> Any:
+        """Return predictions on the test split, with the arguments of :meth:`test`.
+
+        For a model with a ``predict_step`` of its own they are what Lightning returns, a list with
+        a prediction per batch, and one such list per client where each has a model. Otherwise they
+        are class probabilities ``(n, classes)``, the mean over clients where each has a model.
+
+        Class probabilities are written to ``predictions.csv`` in the run's folder, with the model's
+        pictures. Other predictions are written to ``predictions.pt``.
+        """
+        run = self._restored(model, datamodule, ckpt_path)
+        predictions, paths = predict(run.federation, run.evaluator, run.folder.path)
+        if run.options.show and paths:
+            print(f"predictions of round {run.round}: {', '.join(map(str, paths))}")
+        return predictions
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Return the run's folder, or before the first fit the one that was asked for."""
+        return self.run.folder.path if self.run else self._run_dir
+
+    @property
+    def results(self) -> "pd.DataFrame | None":
+        """Return the global numbers of each scored round, or ``None`` before the first fit.
+
+        Rows are rounds, and columns are named as in :attr:`callback_metrics`. Pandas draws it:
+        ``trainer.results.plot(y=["val/accuracy", "test/accuracy"])``.
+        """
+        return self.run.folder.table.by_round() if self.run else None
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Return the latest global numbers as ``<split>/<metric>``, such as ``val/accuracy``.
+
+        Those of :meth:`validate` and :meth:`test` replace those of the fit.
+        """
+        numbers = {**self.run.folder.table.latest, **self._scores} if self.run else {}
+        return {name: torch.tensor(value) for name, value in numbers.items()}
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """Return :attr:`callback_metrics`, all of which go to the loggers."""
+        return self.callback_metrics
+
+    def _restored(
+        self,
+        model: LightningModule | None,
+        datamodule: LightningDataModule | None,
+        ckpt_path: str | None,
+    ) -> Run:
+        """Return the run in the state that a request for scores means."""
+        run = self.run
+        ours = {"model": self.lightning_module, "data": self.datamodule}
+        if run is None:
+            if model is None or datamodule is None:
+                raise FlsuiteError("nothing has been fitted yet: pass model, datamodule, ckpt_path")
+            if self._run_dir is None and ckpt_path not in (None, "last", "best"):
+                self._run_dir = Path(str(ckpt_path)).parent.parent
+            ckpt_path = ckpt_path or ("last" if self._run_dir else None)
+            run = self.prepare(model, datamodule, ckpt_path)
+            if ckpt_path is None:
+                return run
+        elif model not in (None, ours["model"]) or datamodule not in (None, ours["data"]):
+            raise FlsuiteError("this trainer holds another federation: make a new FederatedTrainer")
+        elif ckpt_path is None and (run.round or not self._run_dir):
+            return run
+        checkpoint = run.folder.find_checkpoint(ckpt_path or "last")
+        if checkpoint is None:
+            raise FlsuiteError(
+                f"there is no checkpoint in {run.folder.checkpoints}: fit first, or name one with "
+                "ckpt_path"
+            )
+        run.store.restore(checkpoint, to_train=False)
+        return run
+
+    def _score(
+        self,
+        split: Split,
+        model: LightningModule | None,
+        datamodule: LightningDataModule | None,
+        ckpt_path: str | None,
+        verbose: bool,
+    ) -> list[dict[str, float]]:
+        run = self._restored(model, datamodule, ckpt_path)
+        clients = range(run.federation.data.clients)
+        scores = run.evaluator.scores(run.federation, split, clients, details=True)
+        if not scores:
+            raise FlsuiteError("there is no validation data: set data.val_fraction above 0")
+        whole = scores.pop(GLOBAL)
+        self._scores |= {f"{split}/{name}": value for name, value in whole.items()}
+        if run.options.show and verbose:
+            print_scores(whole, split, run.round, run.summary.monitor)
+        return [whole, *scores.values()]

@@ -1,0 +1,69 @@
+"""What the name of a score says: its split, and whether high or low values are good."""
+
+import re
+from collections.abc import Collection, Iterable
+
+from flsuite.errors import FlsuiteError
+
+HIGHER_IS_BETTER = {
+    "accuracy": True,
+    "f1_macro": True,
+    "balanced_accuracy": True,
+    "auroc": True,
+    "loss": False,
+}
+_SPLIT_PREFIX = re.compile(r"^(val|valid|validation|test|eval)[_/]")
+_STATISTIC = re.compile(r"_(client_mean|client_worst|client_std|worst|std|first_five)$")
+_LOW = {
+    *("bpc", "brier", "cer", "distance", "ece", "entropy", "error", "hamming", "kl", "logloss"),
+    *("loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "rmse", "smape", "wer"),
+}
+_HIGH = {
+    *("acc", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "corr", "correlation", "dice"),
+    *("f1", "iou", "jaccard", "kappa", "map", "mcc", "mrr", "ndcg", "pearson", "precision", "psnr"),
+    *("r2", "recall", "rouge", "sensitivity", "spearman", "specificity", "ssim", "variance"),
+}
+
+
+def lower_is_better(name: str) -> bool | None:
+    """Return whether low values of a score are good, judging by the words in its name.
+
+    ``None`` if the words do not decide or contradict each other.
+    """
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    low, high = bool(words & _LOW), bool(words & _HIGH)
+    return None if low == high else low
+
+
+def require_score(owner: str, **names: str) -> None:
+    """Refuse the name of a score if it is unknown whether high or low values are good."""
+    for argument, name in names.items():
+        if lower_is_better(name) is None:
+            raise FlsuiteError(
+                f"{owner}: {argument} must be one of {', '.join(HIGHER_IS_BETTER)}, or a number "
+                "that the model logs with such a word in its name (also error, mae, r2, ...), got "
+                f"{name!r}"
+            )
+
+
+def score_name(name: str) -> str:
+    """Return the name of a logged metric without its split: ``val_loss`` becomes ``loss``."""
+    return _SPLIT_PREFIX.sub("", name).removesuffix("_epoch") or name
+
+
+def main_scores(names: Iterable[str], monitor: str) -> list[str]:
+    """Return the names that stand for themselves: the monitor first, then the loss, then the rest.
+
+    Scores of single classes, tasks or models, and statistics over clients, are left out.
+    """
+    known = list(dict.fromkeys(names))
+    main = [name for name in known if not _is_detail(name, known)]
+    return sorted(main, key=lambda name: (name != monitor, name != "loss"))
+
+
+def _is_detail(name: str, names: Collection[str]) -> bool:
+    """Return whether a number is a part or a statistic of another one of these names."""
+    stem, *part = name.split("/", 1)
+    return (bool(part) and (stem in names or part[0] in names)) or (
+        _STATISTIC.sub("", name) in set(names) - {name}
+    )

@@ -1,0 +1,283 @@
+"""Logs of runs that were killed: after a resume, every round is there exactly once."""
+
+import csv
+import sqlite3
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import (
+    CSVLogger,
+    Logger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
+
+from flsuite.callbacks import FederationCallback, RoundLogger
+from flsuite.callbacks.logger_links import TensorBoardLink
+from flsuite.callbacks.wandb_files import logged_rows
+from flsuite.runs.run import Run
+from flsuite.trainer import FederatedTrainer
+from tests.callbacks.wandb_files import finished
+from tests.callbacks.wandb_server import WandbServer
+from tests.conftest import classifier, digits, trainer
+
+LOGGED, ROUNDS = 4, 6
+
+
+class KilledError(Exception):
+    pass
+
+
+class Dies(FederationCallback):
+    """Ends the run when a round was logged and not yet saved."""
+
+    affects = "nothing"
+
+    def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
+        if round == LOGGED:
+            raise KilledError
+
+
+class Log(ABC):
+    """The log of a run that is killed."""
+
+    def __init__(self, folder: Path, server: WandbServer | None = None) -> None:
+        self.folder, self.server = folder, server
+
+    @abstractmethod
+    def make(self) -> Logger:
+        """Return a logger, as a new process has it."""
+
+    @abstractmethod
+    def lose(self, after: int) -> None:
+        """Lose what was sent after this round, as a kill does with a buffer."""
+
+    @abstractmethod
+    def scores(self) -> list[tuple[int, float]]:
+        """Return each round in the log, in its order there, with the accuracy on test data."""
+
+    def wait(self) -> None:  # noqa: B027  (most are written at once)
+        """Wait until the log is on the disk."""
+
+
+class CSV(Log):
+    def make(self) -> Logger:
+        return CSVLogger(self.folder, version="log")
+
+    def lose(self, after: int) -> None:
+        lines = self._path.read_text().splitlines(keepends=True)
+        self._path.write_text("".join(lines[: after + 1]) + lines[after + 1][:20])
+
+    def scores(self) -> list[tuple[int, float]]:
+        with self._path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        return [(int(row["step"]), float(row["test/accuracy"])) for row in rows]
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / "lightning_logs" / "log" / "metrics.csv"
+
+
+class TensorBoard(Log):
+    def make(self) -> Logger:
+        return TensorBoardLogger(self.folder, version="log", prefix="fl")
+
+    def lose(self, after: int) -> None:
+        event_pb2 = pytest.importorskip("tensorboard.compat.proto.event_pb2")
+        (path,) = self._path.glob("events.*")
+        data, position = path.read_bytes(), 0
+        while position < len(data):
+            (length,) = struct.unpack_from("<Q", data, position)
+            event = event_pb2.Event.FromString(data[position + 12 : position + 12 + length])
+            if event.step > after:
+                break
+            position += length + 16
+        path.write_bytes(data[: position + 30])  # half an event
+
+    def scores(self) -> list[tuple[int, float]]:
+        events = self.events()
+        return [(event.step, event.value) for event in events.Scalars("fl-test/accuracy")]
+
+    def events(self) -> Any:
+        reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        return reader.EventAccumulator(str(self._path)).Reload()
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / "lightning_logs" / "log"
+
+
+class MLflow(Log):
+    def make(self) -> Logger:
+        pytest.importorskip("mlflow")
+        return MLFlowLogger(tracking_uri=self._uri, artifact_location=str(self.folder / "files"))
+
+    def lose(self, after: int) -> None:
+        connection = sqlite3.connect(self.folder / "mlflow.db")
+        with connection:
+            connection.execute("DELETE FROM metrics WHERE step > ?", (after,))
+        connection.close()
+
+    def scores(self) -> list[tuple[int, float]]:
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(self._uri)
+        experiment = client.get_experiment_by_name("flsuite")
+        assert experiment is not None, "not lightning_logs"
+        (run,) = client.search_runs([experiment.experiment_id])
+        history = client.get_metric_history(run.info.run_id, "test/accuracy")
+        return [(metric.step, metric.value) for metric in history]
+
+    @property
+    def _uri(self) -> str:
+        return f"sqlite:///{self.folder}/mlflow.db"
+
+
+class WandbOffline(Log):
+    def make(self) -> Logger:
+        return WandbLogger(offline=True, save_dir=self.folder)
+
+    def lose(self, after: int) -> None:
+        (path,) = self._paths
+        rows = len(list(logged_rows(path)))
+        while rows > after + 1:  # the partition is a row too
+            path.write_bytes(path.read_bytes()[:-200])
+            rows = len(list(logged_rows(path)))
+
+    def wait(self) -> None:
+        finished(self._paths[-1])
+
+    def scores(self) -> list[tuple[int, float]]:
+        rows = [row for path in self._paths for row in logged_rows(path)]
+        steps = [step for step, _ in rows]
+        assert steps == sorted(set(steps)), "wandb sync leaves out a step that goes back"
+        return [(row["round"], row["test/accuracy"]) for _, row in rows if "test/accuracy" in row]
+
+    @property
+    def _paths(self) -> list[Path]:
+        return sorted(self.folder.glob("wandb/offline-run-*/*.wandb"))
+
+
+class WandbOnline(Log):
+    def make(self) -> Logger:
+        return WandbLogger(save_dir=self.folder)
+
+    def lose(self, after: int) -> None:
+        (run,) = self.server.runs
+        del self.server.history[run][after + 1 :]
+        self.server.summaries[run] = dict(self.server.history[run][-1])
+
+    def scores(self) -> list[tuple[int, float]]:
+        (run,) = self.server.runs
+        assert self.server.runs[run]["project"] == "flsuite", "not lightning_logs"
+        return [
+            (row["round"], row["test/accuracy"])
+            for row in self.server.history[run]
+            if "test/accuracy" in row
+        ]
+
+
+COSTLY = [(MLflow, 1), (MLflow, LOGGED), (WandbOnline, LOGGED)]
+
+
+def cases() -> list[Any]:
+    found = []
+    for kind in (CSV, TensorBoard, MLflow, WandbOffline, WandbOnline):
+        for kept, name in ((1, "lost"), (LOGGED, "ahead")):
+            marks = [pytest.mark.long] if (kind, kept) in COSTLY else []
+            found.append(pytest.param(kind, kept, id=f"{kind.__name__}-{name}", marks=marks))
+    return found
+
+
+def fit(folder: Path, logger: Logger | bool, *more: Any) -> FederatedTrainer:
+    made = trainer(rounds=ROUNDS, logger=logger, run_dir=folder, callbacks=[RoundLogger(), *more])
+    made.fit(classifier(), digits(), ckpt_path="last")
+    return made
+
+
+def expected(made: FederatedTrainer) -> list[tuple[int, float]]:
+    """Return the accuracy on test data of each round, as the run's table has it."""
+    name = ("global", "test", "accuracy")
+    return [
+        (row.round, pytest.approx(row.value, rel=1e-6))
+        for row in made.run.folder.table.rows
+        if row[5:8] == name
+    ]
+
+
+@pytest.mark.parametrize(("kind", "kept"), cases())
+def test_every_round_is_there_once(
+    kind: type[Log], kept: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The log of a killed run lacks rounds that are saved, or has one that is not."""
+    server = request.getfixturevalue("wandb_server") if kind is WandbOnline else None
+    log = kind(tmp_path / "log", server)
+    with pytest.raises(KilledError):
+        fit(tmp_path / "run", log.make(), Dies())
+    log.wait()
+    assert [round for round, _ in log.scores()] == [1, 2, 3, 4]
+    if kept < LOGGED:
+        log.lose(kept)
+        assert [round for round, _ in log.scores()][:kept] == [*range(1, kept + 1)]
+
+    made = fit(tmp_path / "run", log.make())
+    log.wait()
+    assert log.scores() == expected(made) and len(log.scores()) == ROUNDS
+
+
+class Logs(FederationCallback):
+    """Sends a row of its own to the logger in each round."""
+
+    affects = "nothing"
+
+    def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
+        run.loggers[0].log_metrics({"mine": 10.0 * round}, step=round)
+
+
+def test_rows_that_a_callback_has_logged_stay(tmp_path: Path) -> None:
+    log = CSV(tmp_path / "log")
+    with pytest.raises(KilledError):
+        fit(tmp_path / "run", log.make(), Logs(), Dies())
+    fit(tmp_path / "run", log.make(), Logs())
+    with log._path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["mine"]) for row in rows if row["mine"]] == [10, 20, 30, 40, 50, 60]
+    assert [row["step"] for row in rows if row["wall_s"]] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_a_logger_that_is_new_gets_the_earlier_rounds(tmp_path: Path) -> None:
+    """So does one whose folder is gone."""
+    with pytest.raises(KilledError):
+        fit(tmp_path / "run", False, Dies())
+    log = TensorBoard(tmp_path / "log")
+    made = fit(tmp_path / "run", log.make())
+    assert log.scores() == expected(made) and len(log.scores()) == ROUNDS
+    events = log.events()
+    assert set(events.Tags()["images"]) == {"partition", "clients/heatmap", "confusion"}
+    assert [image.step for image in events.Images("partition")] == [0]
+    assert "hp_metric" not in events.Tags()["scalars"]
+
+
+@pytest.mark.long
+def test_mlflow_has_the_pictures(tmp_path: Path) -> None:
+    log = MLflow(tmp_path)
+    fit(tmp_path / "run", log.make())
+    pictures = (tmp_path / "files").glob("*/artifacts/pictures/**/*.png")
+    assert {path.stem for path in pictures} == {"partition", "heatmap", "confusion"}
+
+
+def test_a_picture_that_cannot_be_stored_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(TensorBoardLink, "show", refuse)
+    made = fit(tmp_path / "run", TensorBoard(tmp_path / "log").make())
+    assert made.run.status == "success"
+    assert "TensorBoardLogger: no partition (no space left)" in caplog.text

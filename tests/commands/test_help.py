@@ -1,0 +1,121 @@
+"""The help of commands that read a config, and the line that says what is loading."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from flsuite.commands.main import main
+from flsuite.commands.waiting import waiting
+from tests.commands.command import cli
+
+
+def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Return what a request for help prints."""
+    capsys.readouterr()
+    assert cli(*args) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def rows(text: str) -> dict[str, str]:
+    """Return the first line of each entry, by its name."""
+    entries = [
+        line.split() for line in text.splitlines() if line.startswith("  ") and line[2] > " "
+    ]
+    return {words[0]: " ".join(words[1:]) for words in entries}
+
+
+@pytest.mark.parametrize("form", ["--help", "-h"])
+def test_the_options_of_flsuite_fit_on_a_screen_or_two(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(capsys, "fit", form)
+    lines = text.splitlines()
+    assert len(lines) < 80 and max(map(len, lines)) <= 100
+    own = rows(text)
+    assert own.keys() >= {"--config", "--model", "--data", "--ckpt_path", "--run_dir", "rounds"}
+    assert own["batchnorm"].startswith("average|local|reset")
+    assert own["max_epochs"] == "N Local epochs per fit. Default: 1."
+    assert not own.keys() & {"precision", "accelerator"}  # Lightning's
+
+
+def test_the_rest_of_the_trainer_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
+    lightning = rows(shown(capsys, "fit", "--help=trainer"))
+    assert lightning.keys() >= {"precision", "accelerator", "gradient_clip_val"}
+    assert not lightning.keys() & {"rounds", "aggregator"}
+    assert "enable_model_summary" not in lightning  # the trainer decides it
+
+
+@pytest.mark.parametrize(
+    ("topic", "names"),
+    [
+        ("trainer.aggregator", {"FedAvg", "SCAFFOLD", "Krum"}),
+        ("--trainer.schedule", {"Synchronous", "Asynchronous"}),
+        ("model", {"Classifier", "ACVAE"}),
+        ("data", {"Digits", "MedMNIST"}),
+        ("data.partition", {"Dirichlet", "IID"}),
+        ("model.backbone", {"MLP", "CNN"}),
+    ],
+)
+def test_a_key_lists_its_classes(
+    topic: str, names: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = rows(shown(capsys, "fit", f"--help={topic}"))
+    assert listed.keys() >= names
+    assert all(listed[name] for name in names), "each has a summary"
+    assert not listed.keys() & {"Schedule", "Partition", "LightningModule", "BoringModel"}
+
+
+def test_a_class_lists_its_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rows(shown(capsys, "fit", "--help", "FedProx"))["mu"].startswith("X Weight of the prox")
+    assert "objective" not in rows(shown(capsys, "fit", "--help=FedProx"))  # it is FedProx's own
+    (tmp_path / "my_help.py").write_text(
+        "class Net:\n"
+        '    """A net.\n\n    Args:\n        width: Units of ``layers``.\n    """\n\n'
+        "    def __init__(self, width: int = 8, flag: bool | None = None):\n        pass\n"
+    )
+    own = rows(shown(capsys, "fit", "--help=my_help.Net"))
+    assert own == {"width": "N Units of layers. Default: 8.", "flag": "true|false"}
+
+
+@pytest.mark.parametrize(("topic", "meant"), [("FedPrx", "FedProx"), ("schedule", "trainer.sch")])
+def test_an_unknown_topic_is_one_line(
+    topic: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("fit", f"--help={topic}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"did you mean {meant}" in line
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_the_other_commands_have_it_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, command, "--help").startswith(f"usage: flsuite {command} ")
+
+
+def test_help_comes_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", "nowhere.yaml", "--help"])
+    assert end.value.code == 0
+    assert "usage: flsuite fit" in capsys.readouterr().out
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_what_is_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, pipe = _Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with waiting("loading"):
+        assert terminal.getvalue() == "loading ..."
+    assert terminal.getvalue().endswith("\r\x1b[K"), "the line is erased"
+    monkeypatch.setattr(sys, "stderr", pipe)
+    with pytest.raises(ValueError), waiting("loading"):
+        raise ValueError
+    assert pipe.getvalue() == ""

@@ -1,0 +1,53 @@
+"""``flsuite new``: what it writes runs as it is."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands.command import cli, refused
+
+FILES = ["exp.yaml", "my_data.py", "my_model.py"]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder for a project, and forget modules of its names from other tests."""
+    for name in ("my_model", "my_data"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path / "project"
+
+
+def test_what_it_writes_runs(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("new", "project") == 0
+    printed = capsys.readouterr().out
+    assert sorted(path.name for path in project.iterdir()) == FILES
+    commands = [line.split("flsuite ")[1] for line in printed.splitlines() if "flsuite " in line]
+    assert "cd project && flsuite fit --config exp.yaml" in printed and len(commands) == 3
+
+    monkeypatch.chdir(project)
+    short = ("--trainer.rounds", "2", "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu")
+    for command in commands:
+        is_fit = command.startswith("fit")
+        assert cli(*command.split(), *(short if is_fit else ())) == 0
+    listed = capsys.readouterr().out
+    assert "FedAvg" in listed and "FedAdam" in listed and "2/2" in listed
+    assert "test accuracy" in listed, "the monitor is what the model logs"
+
+
+def test_it_overwrites_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli("new", "project") == 0
+    (project / "exp.yaml").unlink()
+    assert "project already has my_model.py, my_data.py; name" in refused(capsys, "new", "project")
+
+
+def test_a_folder_with_other_files_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert cli("new", ".") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, "notes.txt"])
+
+
+def test_it_wants_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "required: name" in refused(capsys, "new")

@@ -1,0 +1,84 @@
+"""A run's folder in place of options: test, validate, predict and resume."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flsuite.analysis import read_metrics
+from flsuite.commands.run_folder import with_run_folder
+from flsuite.errors import FlsuiteError
+from tests.commands.command import QUICKSTART, cli, refused
+from tests.conftest import classifier, digits, trainer
+
+FIT = ("fit", "--config", QUICKSTART, "--trainer.rounds", "1", "--trainer.max_epochs", "1")
+RUN = "runs/quickstart/one"
+
+
+def test_a_folder_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(*FIT, "--run_dir", RUN) == 0
+    assert cli("resume", RUN, "--trainer.rounds", "2") == 0
+    assert read_metrics(RUN)["round"].max() == 2
+
+    # From another folder, too.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = f"../{RUN}"
+    capsys.readouterr()
+    assert cli("test", run) == 0
+    assert "test scores of round 2" in capsys.readouterr().out
+    assert cli("validate", run, "--ckpt_path", "best") == 0
+    assert "val scores of round" in capsys.readouterr().out
+    assert cli("predict", run) == 0
+    assert (tmp_path / RUN / "predictions.csv").is_file()
+    assert cli("resume", run, "--trainer.rounds", "3") == 0
+    assert read_metrics(run)["round"].max() == 3
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_folder_stands_for_options(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    run = str(tmp_path / "run")
+    options = ["--config", f"{run}/config.yaml", "--run_dir", run]
+    more = ["--ckpt_path", "best"]
+    assert with_run_folder("test", [run, *more]) == ("test", [*options, *more])
+    assert with_run_folder("resume", [run, *more]) == (
+        "fit",
+        [*options, "--ckpt_path", "last", *more],
+    )
+    assert with_run_folder("test", options) == ("test", options)
+    assert with_run_folder("fit", []) == ("fit", [])
+
+
+def make_run(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {}, "data": {}, "trainer": {}}))
+    (folder / "metrics.csv").touch()
+
+
+def test_the_nearest_runs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("20260101-1", "20260102-1"):
+        make_run(Path("runs/quickstart") / name)
+    for wrong in ("runs/quickstart", "runs/quickstart/20260101-2", "runs/quickstar/20260101-1"):
+        line = refused(capsys, "test", wrong)
+        assert f"test: {wrong} is not a run" in line
+        assert (
+            "did you mean runs/quickstart/2026010" in line and "runs/quickstart/20260101-1" in line
+        )
+    assert "nowhere is not a run, it is not a folder; see flsuite ls" in refused(
+        capsys, "resume", "nowhere"
+    )
+
+
+def test_a_fit_of_a_run_is_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("run"))
+    assert "go on with it by flsuite resume run" in refused(capsys, "fit", "run")
+    assert "resume: name the folder of a run" in refused(capsys, "resume", "--trainer.rounds", "3")
+
+
+def test_a_run_from_python_says_so(tmp_path: Path) -> None:
+    trainer(rounds=1, run_dir=tmp_path / "run").fit(classifier(), digits())
+    with pytest.raises(FlsuiteError, match="was run from Python"):
+        with_run_folder("test", [str(tmp_path / "run")])

@@ -1,0 +1,316 @@
+"""Misspelled keys and classes are refused at once, all together, each with the likeliest name."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonargparse._typehints import get_all_subclass_paths
+
+import flsuite.commands.fit  # noqa: F401  (imports what has a short name)
+from flsuite.commands.main import work_here
+from flsuite.commands.parsing import OneLineParser
+from flsuite.commands.static.first_keys import TRAINER
+from flsuite.commands.static.modules import lookup
+from flsuite.commands.static.signatures import signature_of
+from flsuite.commands.static.typos import TyposError, refuse_typos
+from flsuite.errors import FlsuiteError
+from flsuite.trainer import FederatedTrainer
+from tests.commands.command import QUICKSTART, cli, refused
+
+MODULE = """
+import enum
+from pathlib import Path
+
+from lightning.pytorch import LightningModule
+from flsuite.aggregators import FedAvg
+
+
+class MyFedAvg(FedAvg):
+    pass
+
+
+class Net(LightningModule):
+    def __init__(self, hidden: int = 8, lr: float = 0.1):
+        super().__init__()
+
+
+class Deep(Net):
+    def __init__(self, depth: int = 2, **kwargs):
+        super().__init__(**kwargs)
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+class Chosen(LightningModule):
+    def __init__(self, mode: Mode, file: Path | None = None):
+        super().__init__()
+
+
+class Loose(LightningModule):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.kwargs = dict(**kwargs)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _my_module(tmp_path: Path) -> None:
+    (tmp_path / "my_typos.py").write_text(MODULE)
+    work_here()
+
+
+def typos(*args: str, command: str = "fit") -> list[str]:
+    """Return what is said of a request, before anything is parsed."""
+    try:
+        refuse_typos(command, list(args))
+    except TyposError as error:
+        return error.lines
+    return []
+
+
+def written(name: str, *changes: tuple[str, str]) -> str:
+    """Write the quickstart with some words replaced, and return the file's name."""
+    text = Path(QUICKSTART).read_text()
+    for good, bad in changes:
+        assert good in text
+        text = text.replace(good, bad)
+    Path(name).write_text(text)
+    return name
+
+
+def test_all_of_them_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(
+        "exp.yaml",
+        ("hidden:", "hiden:"),
+        ("lr: 0.1", "lrr: 0.1"),
+        ("class_path: Dirichlet", "class_path: Dirichlt"),
+        ("trainer:", "trainr:"),
+        ("rounds: 20", "round: 20"),
+        ("class_path: FedAvg", "class_pth: FedAvg"),
+    )
+    assert cli("fit", "--config", file, "--seed", "7", "--trainer.logger", "WandLogger") == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.splitlines() == [
+        f"flsuite: error: {line}"
+        for line in (
+            "exp.yaml: unknown key model.backbone.hiden (did you mean model.backbone.hidden?)",
+            "exp.yaml: unknown key model.optimizer.lrr (did you mean model.optimizer.lr?)",
+            "exp.yaml: data.partition: there is no Partition called Dirichlt "
+            "(did you mean Dirichlet?)",
+            "exp.yaml: unknown key trainr (did you mean trainer?)",
+            "exp.yaml: unknown key trainer.round (did you mean trainer.rounds?)",
+            "exp.yaml: unknown key trainer.aggregator.class_pth (did you mean class_path?)",
+            "unknown key --seed (did you mean --seed_everything?)",
+            "--trainer.logger: there is no Logger called WandLogger (did you mean WandbLogger?)",
+        )
+    ]
+
+
+LIKELIEST = {
+    "--trainer.round 5": "--trainer.rounds?",  # an abbreviation
+    "--seed 7": "--seed_everything?",
+    "--rounds 1": "--trainer.rounds?",
+    "--epochs 1": "--trainer.max_epochs?",
+    "--lr 0.1": "--model.optimizer.lr?",
+    "--batch_size=8": "--data.batch_size?",
+    "--alpha 0.1": "--data.partition.alpha?",
+    "--trainer.acelerator cpu": "--trainer.accelerator?",
+    "--trainer.rule Krum": "--trainer.aggregator.rule?",
+    "--trainer {roundz: 3}": "--trainer.rounds?",
+    "--model.optimizer torch.optim.SDG": "torch.optim has no class SDG (did you mean SGD?)",
+    "--model.optimizer.momentumm 0.9": "--model.optimizer.momentum?",
+    "--model.optimizer AdamW --model.optimizer.init_args.wieght_decay 1": "weight_decay?",
+    "--model.backbone CNN --model.backbone.hiden 3": "--model.backbone.hidden?",
+    "--data.partition {class_path: Pathological, classes_per_client: 2}": "init_args: classes_per",
+    "--trainer.aggregator {class_path: FedAvgM, inti_args: {lr: 1}}": "did you mean init_args?",
+    "--trainer.callbacks Nope": "there is no Callback called Nope; give its module too",
+    "--trainer.callbacks Krum": "there is no Callback called Krum",
+    "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitr x": "callbacks.monitor?",
+    "--trainer.logger [CSVLogger, WandLogger]": "did you mean WandbLogger?",
+    "--plugns [my_typos]": "--plugins?",
+    "--model my_typos.Net --model.hiden 3": "--model.hidden?",
+    "--model my_typos.Deep --model.hiden 3 --model.depth 1": "--model.hidden?",
+    "--model my_typos.Nett": "my_typos has no class Nett (did you mean Net?)",
+    "--model my_typo.Net": "there is no module my_typo in this folder (did you mean my_typos?)",
+    "--plugins [my_typos] --trainer.aggregator FedAvgg": "did you mean FedAvg?",
+    "--data.bogus 3": "unknown key --data.bogus; Digits takes clients, partition",
+    "--bogus 3": "unknown key --bogus; see flsuite fit --help",
+}
+
+
+@pytest.mark.parametrize(("args", "words"), LIKELIEST.items(), ids=LIKELIEST)
+def test_the_likeliest_name_is_given(args: str, words: str) -> None:
+    (line,) = typos("--config", QUICKSTART, *re.findall(r"\{.*\}|\[.*\]|\S+", args))
+    assert words in line
+
+
+RIGHT = (
+    "--trainer.rounds=3 --seed_everything 2 --print_config",
+    "--trainer.aggregator FedProx --trainer.aggregator.mu 0.1 --trainer.aggregator.init_args.mu 1",
+    "--trainer.aggregator null --trainer.aggregator.rule Krum --trainer.aggregator.rule.x 1",
+    "--trainer.callbacks+=ModelCheckpoint --trainer.callbacks.monitor x --trainer.profiler simple",
+    "--trainer.logger WandbLogger --trainer.logger.project x --trainer.logger.settings.quiet true",
+    "--trainer.strategy ddp --trainer.precision 16-mixed --trainer.logger true",
+    "--model my_typos.Deep --model.hidden 3 --model.depth 1 --model.lr 1",
+    "--model my_typos.Loose --model.anything 3",
+    "--plugins [my_typos] --model Net --model.hidden 3 --trainer.aggregator MyFedAvg",
+    "--model my_typos.Net --trainer.aggregator MyFedAvg",
+    "--model somewhere/model.yaml --model.any 3 --data data.yaml",
+    "--data FromDataModule --data.data my_typos.MyData --data.data.init_args.any 1",
+    "--data Table --data.path traffic.csv --data.label attack",
+    "--model my_typos.Chosen --model.mode FAST --model.file some.csv",
+    "--model.help Classifier --data.partition.help Dirichlet",
+)
+
+
+@pytest.mark.parametrize("args", RIGHT)
+def test_what_is_right_is_let_through(args: str) -> None:
+    # A module that lacks a class is refused as such, which none of these is.
+    Path("my_typos.py").write_text(
+        MODULE + "\nclass MyData:\n    def __init__(self, **k): f(**k)\n"
+    )
+    assert typos("--config", QUICKSTART, *args.split()) == []
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict", "partition", "schedule"])
+def test_every_command_with_a_config_looks_for_them(command: str) -> None:
+    (line,) = typos("--config", QUICKSTART, "--trainer.rouns", "3", command=command)
+    assert line == "unknown key --trainer.rouns (did you mean --trainer.rounds?)"
+    assert not typos("--config", QUICKSTART, "--ckpt_path", "last", command=command)
+
+
+def _real_arguments(cls: type) -> set[str]:
+    parser = OneLineParser()
+    parser.add_class_arguments(cls, "x", fail_untyped=False)
+    return {a.dest[2:].split(".")[0] for a in parser._actions if a.dest.startswith("x.")}
+
+
+BASES = (
+    "flsuite.schedules.Schedule",
+    "flsuite.aggregators.Aggregator",
+    "flsuite.data.Partition",
+    "flsuite.models.ClientModel",
+    "lightning.pytorch.loggers.Logger",
+    pytest.param("flsuite.aggregators.Rule", marks=pytest.mark.long),
+    pytest.param("lightning.pytorch.LightningDataModule", marks=pytest.mark.long),
+    pytest.param("lightning.pytorch.Callback", marks=pytest.mark.long),
+    pytest.param("torch.optim.Optimizer", marks=pytest.mark.long),
+    pytest.param("torch.optim.lr_scheduler.LRScheduler", marks=pytest.mark.long),
+)
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_the_source_never_shows_less_than_the_parser_takes(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    base = getattr(importlib.import_module(module), name)
+    closed = 0
+    for path in get_all_subclass_paths(base):
+        module, _, name = path.rpartition(".")
+        found = lookup(module, name)
+        cls = getattr(importlib.import_module(module), name)
+        if found is None or name == "SaveConfigCallback":  # no config may name it
+            continue
+        signature = signature_of(found)
+        if not signature.is_open:
+            closed += 1
+            assert _real_arguments(cls) <= signature.parameters.keys(), path
+    assert closed
+
+
+def test_the_trainer_has_the_arguments_that_its_source_shows() -> None:
+    found = lookup(*TRAINER)
+    assert found
+    signature = signature_of(found)
+    assert not signature.is_open
+    assert signature.parameters.keys() == _real_arguments(FederatedTrainer)
+
+
+def test_the_parser_itself_takes_no_abbreviation() -> None:
+    parser = OneLineParser()
+    parser.add_argument("--rounds", type=int)
+    with pytest.raises(FlsuiteError, match=r"unknown key --roun \(did you mean --rounds\?\)"):
+        parser.parse_command(["--roun", "3"])
+
+
+def test_a_refusal_waits_for_no_library() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "flsuite"]
+    request = ["fit", "--config", QUICKSTART, "--rounds", "3"]
+    done = subprocess.run([*command, *request], capture_output=True, text=True, timeout=60)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 2 and "did you mean --trainer.rounds?" in done.stderr
+    assert "yaml" in imported
+    assert not imported & {"torch", "lightning", "numpy", "jsonargparse"}
+
+
+WORDS = {
+    "labels": ("1", "data.labels: expected text, a function, a list or null, got 1"),
+    "bins": ("many", "data.bins: expected a whole number (at least 2) or null, got 'many'"),
+    "download": ("perhaps", "data.download: expected true or false, got 'perhaps'"),
+}
+
+
+@pytest.mark.parametrize("key", WORDS)
+def test_a_wrong_value_is_told_in_words(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value, words = WORDS[key]
+    file = written(
+        "exp.yaml",
+        ("class_path: Digits", "class_path: FromDataset"),
+        ("clients: 10", f"{key}: {value}"),
+    )
+    assert words in refused(capsys, "fit", "--config", file)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--trainer.batchnorm", "averge"), "local or reset, got 'averge' (did you mean average?)"),
+        (
+            ("--trainer.callbacks", "-1.5"),
+            "expected a list of Callback, Callback or null, got -1.5",
+        ),
+        (
+            ("--trainer.schedule", "null", "--trainer.schedule.participation", "3.5"),
+            "trainer.schedule: name the Schedule that is meant: Asynchronous, Faults, Synchronous",
+        ),
+        (
+            ("--trainer.logger", "WandbLogger", "--trainer.logger.projct", "x"),
+            "trainer.logger.projct: unknown key (did you mean project?)",
+        ),
+    ],
+    ids=["choice", "list", "no_class", "open_class"],
+)
+def test_the_parser_says_it_in_words(
+    args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, "fit", "--config", QUICKSTART, *args)
+
+
+def test_own_classes_are_found_whatever_folder_the_config_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As the command is installed: its own folder is on the path, and not the working folder.
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    own = Path("here_alone.py")
+    own.write_text("from flsuite.aggregators import FedAvg\nclass Mine(FedAvg):\n    pass\n")
+    config = yaml.safe_load(Path(QUICKSTART).read_text())
+    config["trainer"]["aggregator"]["class_path"] = "here_alone.Mine"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "exp.yaml").write_text(yaml.safe_dump(config))
+    try:
+        assert cli("fit", "--config", "elsewhere/exp.yaml", "--print_config") == 0
+        assert "class_path: here_alone.Mine" in capsys.readouterr().out
+        assert str(tmp_path) in sys.path and "" not in sys.path
+        sys.modules.pop("here_alone")
+
+        config["plugins"], config["trainer"]["aggregator"]["class_path"] = ["here_alone"], "Mine"
+        (tmp_path / "elsewhere" / "exp.yaml").write_text(yaml.safe_dump(config))
+        assert cli("test", "--config", "elsewhere/exp.yaml", "--print_config") == 0
+    finally:
+        sys.modules.pop("here_alone", None)
