@@ -80,7 +80,7 @@ Start the same command again after a kill or an error, and it goes on: done cell
 others are resumed, failed ones are tried again. Several of these commands may work on one folder.
 After a change of FILE, the new cells run. Cells that fail are listed at the end and stop nobody.
 
-  --config FILE      a sweep, see configs/sweeps/README.md
+  --config FILE      a sweep, see configs/guide/comparing.md
   --folder FOLDER    the sweep's folder; default: runs/NAME, with the name of FILE
   --workers N        cells that run at a time; default: workers of FILE, else 1
   --status           print each cell's score or state, failures and the time left; run nothing
