@@ -91,8 +91,8 @@ class OneLineParser(LightningArgumentParser):
         inner = next((refused for refused in reversed(_refused) if str(refused) in message), None)
         if inner is not None:
             return _RefusedError(inner.reason, f"{key}.{inner.key}" if inner.key else key)
-        hint = next((getattr(a, "_typehint", None) for a in self._actions if a.dest == key), None)
-        return _RefusedError(text if hint is None else _expected(hint, text, message), key)
+        kind = next((getattr(a, "_typehint", None) for a in self._actions if a.dest == key), None)
+        return _RefusedError(text if kind is None else _expected(kind, text, message), key)
 
     def _unknown(self, key: str) -> _RefusedError:
         """Return the error of an argument that the class of this parser does not have."""

@@ -50,7 +50,7 @@ def kinds_of(parameter: Parameter) -> Kinds:
 
 def subclasses(base: Definition) -> dict[str, str]:
     """Return the module of each class that has a short name where a base is expected."""
-    own = {base.node.name: base.module}
+    own = {base.name: base.module}
     more = dict(own)
     while more:
         more = {
