@@ -140,7 +140,7 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
         (("--config", "nowhere.yaml"), "there is no config file nowhere.yaml"),
         (("--config",), "--config needs a file"),
         (("--config", ASYNCHRONOUS, "--output"), "schedule: argument --output: expected one"),
-        ((), "schedule: give a config"),
+        ((), "schedule: give a config, as --config"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
