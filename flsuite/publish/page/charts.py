@@ -4,8 +4,7 @@ Each chart holds its own data, aggregated before, and all choices that its menus
 the partition is the page's: it sets the parameter ``partition`` of every chart.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -14,24 +13,24 @@ import pandas as pd
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.curves import GAMMA
 from flsuite.publish.page.data import PageData
-
-COLORS = (
-    "#3b7dd8",
-    "#e8833a",
-    "#2fa37c",
-    "#c8506b",
-    "#8a6fd1",
-    "#b59a2b",
-    "#3fa7b8",
-    "#d478b4",
-    "#7a8c3c",
-    "#9a7462",
+from flsuite.publish.page.parts import (
+    COLORS,
+    GREY,
+    chosen_axis,
+    computed,
+    few_ticks,
+    in_order,
+    inline,
+    menu_of,
+    method_color,
+    of_choice,
+    of_partition,
+    partition_menu,
+    row_axis,
+    rows_height,
+    unique,
+    with_titles,
 )
-"""Colours that are told apart on white and on black."""
-
-_GREY = "#8b939c"
-_FEW = "ceil(width / 90)"
-"""Labels that an axis has room for, as an expression of Vega."""
 
 
 def charts(data: PageData) -> dict[str, dict[str, Any]]:
@@ -48,7 +47,7 @@ def charts(data: PageData) -> dict[str, dict[str, Any]]:
             "gamma": _gamma(data),
         }
         specs = {
-            name: _with_titles(chart.to_dict()) for name, chart in made.items() if chart is not None
+            name: with_titles(chart.to_dict()) for name, chart in made.items() if chart is not None
         }
     for spec in specs.values():
         spec.pop("$schema")  # an address, which the page does not need
@@ -56,26 +55,11 @@ def charts(data: PageData) -> dict[str, dict[str, Any]]:
     return specs
 
 
-_COMPUTED = "expression: "
-"""How the title of an axis begins that is an expression: Vega takes one, the schema does not."""
-
-
-def _with_titles(node: Any) -> Any:
-    """Return a specification with its computed titles as expressions."""
-    if isinstance(node, list):
-        return [_with_titles(item) for item in node]
-    if isinstance(node, str) and node.startswith(_COMPUTED):
-        return {"expr": node.removeprefix(_COMPUTED)}
-    if isinstance(node, dict):
-        return {key: _with_titles(value) for key, value in node.items()}
-    return node
-
-
 def _curves(data: PageData) -> alt.LayerChart | None:
     """Draw mean and range over seeds, with menus for the metric and the axis."""
     if data.curves.empty:
         return None
-    names = _unique(data.curves["metric"])
+    names = unique(data.curves["metric"])
     labels = [name.replace("_", " ") for name in names]
     return _lines(data, data.curves, "Score", names, labels, is_log=False)
 
@@ -84,7 +68,7 @@ def _gamma(data: PageData) -> alt.LayerChart | None:
     """Draw gamma and its parts, as far as they were logged."""
     if data.gamma.empty:
         return None
-    names = _unique(data.gamma["metric"])
+    names = unique(data.gamma["metric"])
     labels = [GAMMA[name] for name in names]
     is_log = bool((data.gamma["low"] > 0).all())
     return _lines(data, data.gamma, "Number", names, labels, is_log)
@@ -98,17 +82,17 @@ def _lines(
     labels: Sequence[str],
     is_log: bool,
 ) -> alt.LayerChart:
-    menu = _menu("metric", title, names, labels)
-    axes = _unique(frame["axis"])
+    menu = menu_of("metric", title, names, labels)
+    axes = unique(frame["axis"])
     chosen = data.axis if data.axis in axes else axes[0]
-    axis = _menu("axis", "over", axes, [AXES[name].label for name in axes], chosen)
-    base = _of_partition(frame, "datum.metric === metric && datum.axis === axis")
+    axis = menu_of("axis", "over", axes, [AXES[name].label for name in axes], chosen)
+    base = of_partition(frame, "datum.metric === metric && datum.axis === axis")
     picked = alt.selection_point(fields=["method"], bind="legend")
     scale = alt.Scale(type="log", nice=False) if is_log else alt.Scale(zero=False)
-    x = alt.X("x:Q", scale=alt.Scale(zero=False, nice=False), axis=_chosen_axis(axes))
-    y_axis = alt.Axis(title=_computed("metric", dict(zip(names, labels, strict=True))))
+    x = alt.X("x:Q", scale=alt.Scale(zero=False, nice=False), axis=chosen_axis(axes))
+    y_axis = alt.Axis(title=computed("metric", dict(zip(names, labels, strict=True))))
     y = alt.Y("mean:Q", scale=scale, axis=y_axis)
-    color = _color(data, frame, ("metric", "axis"))
+    color = method_color(data, frame, ("metric", "axis"))
 
     band = base.mark_area().encode(
         x=x,
@@ -138,27 +122,29 @@ def _lines(
         ],
     )
     chart = alt.layer(band, line, dots.add_params(picked))
-    return chart.add_params(menu, axis, _partition(data)).properties(width="container", height=340)
+    return chart.add_params(menu, axis, partition_menu(data)).properties(
+        width="container", height=340
+    )
 
 
 def _targets(data: PageData) -> alt.LayerChart | None:
     """Draw where each run reaches the target, and the mean of those that do."""
     if data.targets.empty:
         return None
-    axes = _unique(data.targets["axis"])
+    axes = unique(data.targets["axis"])
     chosen = data.axis if data.axis in axes else axes[0]
-    axis = _menu("axis", "Axis", axes, [AXES[name].label for name in axes], chosen)
-    base = _of_partition(data.targets, "datum.axis === axis")
-    y = alt.Y("method:N", title=None, sort=data.methods, axis=_row_axis())
-    x = alt.X("x:Q", scale=alt.Scale(zero=True), axis=_chosen_axis(axes))
+    axis = menu_of("axis", "Axis", axes, [AXES[name].label for name in axes], chosen)
+    base = of_partition(data.targets, "datum.axis === axis")
+    y = alt.Y("method:N", title=None, sort=data.methods, axis=row_axis())
+    x = alt.X("x:Q", scale=alt.Scale(zero=True), axis=chosen_axis(axes))
     dots = base.mark_circle(size=75, opacity=0.6).encode(
         x=x,
         y=y,
-        color=_color(data),
+        color=method_color(data),
         tooltip=["method:N", "seed:N", alt.Tooltip("x:Q", format=",.4~g", title="reached at")],
     )
     mean = base.mark_tick(thickness=2.5, size=22).encode(
-        x=alt.X("mean(x):Q", axis=_chosen_axis(axes)), y=y, color=_color(data)
+        x=alt.X("mean(x):Q", axis=chosen_axis(axes)), y=y, color=method_color(data)
     )
     # Where a run does not reach it, the row says so.
     counts = base.transform_aggregate(
@@ -166,10 +152,10 @@ def _targets(data: PageData) -> alt.LayerChart | None:
     ).transform_filter("datum.reached < datum.runs")
     notes = counts.transform_calculate(
         text="datum.reached + ' of ' + datum.runs + ' reach it'"
-    ).mark_text(align="left", dx=8, color=_GREY)
+    ).mark_text(align="left", dx=8, color=GREY)
     notes = notes.encode(x=alt.value(alt.ExprRef("width")), y=y, text="text:N")
-    chart = alt.layer(dots, mean, notes).add_params(axis, _partition(data))
-    return chart.properties(width="container", height=_rows_height(data.methods))
+    chart = alt.layer(dots, mean, notes).add_params(axis, partition_menu(data))
+    return chart.properties(width="container", height=rows_height(data.methods))
 
 
 def _differences(data: PageData) -> alt.LayerChart | None:
@@ -182,19 +168,19 @@ def _differences(data: PageData) -> alt.LayerChart | None:
         pair=frame["method"] + " - " + frame["other"],
         verdict=[verdicts[0 if p < 0.05 else 1] for p in frame["p_holm"]],
     )
-    base = _of_partition(frame[["partition", "pair", "verdict", *_INTERVAL]])
-    y = alt.Y("pair:N", title=None, sort=_unique(frame["pair"]), axis=_row_axis())
-    seen = {name: _unique(own["verdict"]) for name, own in frame.groupby("partition", sort=False)}
+    base = of_partition(frame[["partition", "pair", "verdict", *_INTERVAL]])
+    y = alt.Y("pair:N", title=None, sort=unique(frame["pair"]), axis=row_axis())
+    seen = {name: unique(own["verdict"]) for name, own in frame.groupby("partition", sort=False)}
     color = alt.Color(
         "verdict:N",
         title=None,
-        scale=alt.Scale(domain=verdicts, range=[COLORS[0], _GREY]),
-        legend=alt.Legend(values=alt.ExprRef(f"{_of_choice('partition', seen)} || []")),
+        scale=alt.Scale(domain=verdicts, range=[COLORS[0], GREY]),
+        legend=alt.Legend(values=alt.ExprRef(f"{of_choice('partition', seen)} || []")),
     )
-    zero = alt.Chart(_inline(pd.DataFrame({"x": [0]}))).mark_rule(color=_GREY)
+    zero = alt.Chart(inline(pd.DataFrame({"x": [0]}))).mark_rule(color=GREY)
     title = f"difference in {data.score}"
     lines = base.mark_rule(strokeWidth=2.5).encode(
-        x=alt.X("low:Q", title=title, axis=_few_ticks()), x2="high:Q", y=y, color=color
+        x=alt.X("low:Q", title=title, axis=few_ticks()), x2="high:Q", y=y, color=color
     )
     dots = base.mark_point(filled=True, size=90, opacity=1).encode(
         x=alt.X("difference:Q", title=title),
@@ -202,8 +188,8 @@ def _differences(data: PageData) -> alt.LayerChart | None:
         color=color,
         tooltip=["pair:N", *(alt.Tooltip(f"{name}:Q", format=".4~f") for name in _INTERVAL)],
     )
-    chart = alt.layer(zero.encode(x="x:Q"), lines, dots).add_params(_partition(data))
-    return chart.properties(width="container", height=_rows_height(_unique(frame["pair"])))
+    chart = alt.layer(zero.encode(x="x:Q"), lines, dots).add_params(partition_menu(data))
+    return chart.properties(width="container", height=rows_height(unique(frame["pair"])))
 
 
 _INTERVAL = ["difference", "low", "high", "p", "p_holm"]
@@ -213,8 +199,8 @@ def _client_map(data: PageData) -> alt.Chart | None:
     """Draw the clients' scores over the rounds of one run."""
     if data.client_rounds.empty:
         return None
-    methods = _in_order(data.methods, data.client_rounds["method"])
-    chart = _of_partition(data.client_rounds, "datum.method === method").mark_rect()
+    methods = in_order(data.methods, data.client_rounds["method"])
+    chart = of_partition(data.client_rounds, "datum.method === method").mark_rect()
     encoded = chart.encode(
         x=alt.X("round:O", axis=alt.Axis(labelOverlap=True, labelAngle=0), title="round"),
         y=alt.Y("client:O", title="client", axis=alt.Axis(labelOverlap=True)),
@@ -227,8 +213,8 @@ def _client_map(data: PageData) -> alt.Chart | None:
         tooltip=["client:O", "round:O", alt.Tooltip("value:Q", format=".3f")],
     )
     clients = data.client_rounds["client"].nunique()
-    menu = _menu("method", "Method", methods)
-    return encoded.add_params(menu, _partition(data)).properties(
+    menu = menu_of("method", "Method", methods)
+    return encoded.add_params(menu, partition_menu(data)).properties(
         width="container", height=min(max(300, 14 * clients), 480)
     )
 
@@ -237,20 +223,20 @@ def _client_spread(data: PageData) -> alt.LayerChart | None:
     """Draw the last score of each client, and the mean of each method."""
     if data.clients.empty:
         return None
-    base = _of_partition(data.clients)
-    y = alt.Y("method:N", title=None, sort=data.methods, axis=_row_axis())
-    x = alt.X("value:Q", title=data.score, scale=alt.Scale(zero=False), axis=_few_ticks())
+    base = of_partition(data.clients)
+    y = alt.Y("method:N", title=None, sort=data.methods, axis=row_axis())
+    x = alt.X("value:Q", title=data.score, scale=alt.Scale(zero=False), axis=few_ticks())
     ticks = base.mark_tick(thickness=1.5, size=20, opacity=0.55).encode(
         x=x,
         y=y,
-        color=_color(data),
+        color=method_color(data),
         tooltip=["method:N", "client:N", "seed:N", alt.Tooltip("value:Q", format=".3f")],
     )
     mean = base.mark_point(filled=True, shape="diamond", size=130, opacity=1).encode(
-        x=alt.X("mean(value):Q", title=data.score), y=y, color=_color(data)
+        x=alt.X("mean(value):Q", title=data.score), y=y, color=method_color(data)
     )
-    chart = alt.layer(ticks, mean).add_params(_partition(data))
-    return chart.properties(width="container", height=_rows_height(data.methods))
+    chart = alt.layer(ticks, mean).add_params(partition_menu(data))
+    return chart.properties(width="container", height=rows_height(data.methods))
 
 
 def _gains(data: PageData) -> alt.LayerChart | None:
@@ -260,18 +246,18 @@ def _gains(data: PageData) -> alt.LayerChart | None:
     values = data.gains[["alone", "score"]]
     low, high = float(values.min().min()), float(values.max().max())
     ends = pd.DataFrame({"alone": [low, high], "score": [low, high]})
-    diagonal = alt.Chart(_inline(ends)).mark_line(color=_GREY, strokeWidth=1)
+    diagonal = alt.Chart(inline(ends)).mark_line(color=GREY, strokeWidth=1)
     scale = alt.Scale(domain=[low, high], nice=True)
-    x = alt.X("alone:Q", title=f"{data.score} alone", scale=scale, axis=_few_ticks())
+    x = alt.X("alone:Q", title=f"{data.score} alone", scale=scale, axis=few_ticks())
     y = alt.Y("score:Q", title=f"{data.score} in the federation", scale=scale)
-    dots = _of_partition(data.gains).mark_circle(size=55, opacity=0.65)
+    dots = of_partition(data.gains).mark_circle(size=55, opacity=0.65)
     encoded = dots.encode(
         x=x,
         y=y,
-        color=_color(data, data.gains),
+        color=method_color(data, data.gains),
         tooltip=["method:N", "client:N", "seed:N", *(f"{n}:Q" for n in ("alone", "score"))],
     )
-    chart = alt.layer(diagonal.encode(x=x, y=y), encoded).add_params(_partition(data))
+    chart = alt.layer(diagonal.encode(x=x, y=y), encoded).add_params(partition_menu(data))
     return chart.properties(width="container", height=360)
 
 
@@ -279,8 +265,8 @@ def _class_mix(data: PageData) -> alt.Chart | None:
     """Draw the classes of each client as stacked bars."""
     if data.mix.empty:
         return None
-    classes = _unique(data.mix["class"])
-    chart = _of_partition(data.mix).mark_bar()
+    classes = unique(data.mix["class"])
+    chart = of_partition(data.mix).mark_bar()
     encoded = chart.encode(
         x=alt.X("client:O", title="client", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
         y=alt.Y("samples:Q", title="training samples"),
@@ -295,105 +281,4 @@ def _class_mix(data: PageData) -> alt.Chart | None:
         order=alt.Order("index:Q"),
         tooltip=["client:O", "class:N", "samples:Q"],
     )
-    return encoded.add_params(_partition(data)).properties(width="container", height=260)
-
-
-def _of_partition(frame: pd.DataFrame, condition: str = "") -> alt.Chart:
-    conditions = ["datum.partition === partition", *([condition] if condition else [])]
-    return alt.Chart(_inline(frame)).transform_filter(" && ".join(conditions))
-
-
-def _inline(frame: pd.DataFrame) -> alt.InlineData:
-    """Return a table as CSV, which is a third of the size of its JSON."""
-    kinds = {
-        str(name): "number" if pd.api.types.is_numeric_dtype(frame[name]) else "string"
-        for name in frame
-    }
-    text = frame.to_csv(index=False, float_format="%.4g")
-    return alt.InlineData(values=text, format=alt.CsvDataFormat(type="csv", parse=kinds))
-
-
-def _menu(
-    name: str, title: str, options: Sequence[str], labels: Sequence[str] = (), chosen: str = ""
-) -> alt.Parameter:
-    bind = alt.binding_select(
-        options=list(options), labels=list(labels or options), name=f"{title} "
-    )
-    return alt.param(name=name, value=chosen or options[0], bind=bind)
-
-
-def _partition(data: PageData) -> alt.Parameter:
-    return alt.param(name="partition", value=data.partitions[0])
-
-
-def _color(
-    data: PageData, legend_of: pd.DataFrame | None = None, menus: Sequence[str] = ()
-) -> alt.Color:
-    """Return the colour of each method.
-
-    Args:
-        data: It has all methods.
-        legend_of: The table that is drawn. The legend has the methods that are in view, which the
-            menu of the partition decides. ``None`` makes no legend.
-        menus: Columns of the table with a menu of their name, which decide it too.
-    """
-    legend: alt.Legend | None = None
-    if legend_of is not None:
-        keys = ["partition", *menus]
-        seen = {
-            "|".join(map(str, place)): _in_order(data.methods, own["method"])
-            for place, own in legend_of.groupby(keys, sort=False)
-        }
-        values = alt.ExprRef(f"{_of_choice(_JOINED.join(keys), seen)} || []")
-        legend = alt.Legend(
-            symbolOpacity=1, symbolType="circle", symbolStrokeWidth=0, values=values
-        )
-    colors = [COLORS[n % len(COLORS)] for n in range(len(data.methods))]
-    scale = alt.Scale(domain=data.methods, range=colors)
-    return alt.Color("method:N", title=None, scale=scale, legend=legend)
-
-
-_JOINED = " + '|' + "
-
-
-def _of_choice(choice: str, texts: Mapping[str, Any]) -> str:
-    """Return an expression of Vega: what belongs to the choices of menus."""
-    return f"({json.dumps(texts)})[{choice}]"
-
-
-def _in_order(names: Sequence[str], column: pd.Series) -> list[str]:
-    """Return those of the names that a column has."""
-    return [name for name in names if name in set(column)]
-
-
-def _computed(choice: str, titles: Mapping[str, str]) -> str:
-    """Return the title that belongs to the choice of a menu."""
-    return _COMPUTED + _of_choice(choice, titles)
-
-
-def _few_ticks(title: Any = alt.Undefined, count: str = _FEW) -> alt.Axis:
-    """Return an axis whose number of labels follows the width of the chart."""
-    return alt.Axis(title=title, tickCount=alt.ExprRef(count))
-
-
-def _chosen_axis(axes: Sequence[str]) -> alt.Axis:
-    """Return the axis that the menu ``axis`` has chosen, with whole numbers where only they occur.
-
-    Vega rounds the distance of ticks to 0.5 where it is below 0.71.
-    """
-    title = _computed("axis", {name: AXES[name].label for name in axes})
-    whole = _of_choice("axis", {name: AXES[name].is_whole for name in axes})
-    most = f"({whole} ? max(1, floor(span(domain('x')) / 0.71)) : 100)"
-    return _few_ticks(title, f"min({_FEW}, {most})")
-
-
-def _row_axis() -> alt.Axis:
-    return alt.Axis(labelLimit=170, labelPadding=8, ticks=False, domain=False)
-
-
-def _rows_height(rows: Sequence[str]) -> int:
-    return 40 + 34 * len(rows)
-
-
-def _unique(column: pd.Series) -> list[str]:
-    return [str(value) for value in dict.fromkeys(column)]
+    return encoded.add_params(partition_menu(data)).properties(width="container", height=260)
