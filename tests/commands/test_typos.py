@@ -160,7 +160,7 @@ RIGHT = (
     "--trainer.strategy ddp --trainer.precision 16-mixed --trainer.logger true",
     "--model my_typos.Deep --model.hidden 3 --model.depth 1 --model.lr 1",
     "--model my_typos.Loose --model.anything 3",
-    "--plugins [my_typos] --model Net --model.hidden 3 --trainer.aggregator MyFedAvg",
+    "--plugins [my_typos] --model NotSeenHere --model.hidden 3 --trainer.aggregator MyFedAvg",
     "--model my_typos.Net --trainer.aggregator MyFedAvg",
     "--model somewhere/model.yaml --model.any 3 --data data.yaml",
     "--data FromDataModule --data.data my_typos.MyData --data.data.init_args.any 1",
