@@ -38,6 +38,10 @@ class Net(LightningModule):
         super().__init__()
 
 
+class NotSeenHere(Net):
+    pass
+
+
 class Deep(Net):
     def __init__(self, depth: int = 2, **kwargs):
         super().__init__(**kwargs)
