@@ -63,7 +63,8 @@ class Variation:
     """
 
     def __init__(self, all_settings: Sequence[Flat]) -> None:
-        self.keys = _keys(all_settings)
+        # The algorithm first, because it is what most tables compare.
+        self.keys = sorted(_keys(all_settings), key=lambda key: not _is_of(key, "aggregator"))
         self._owners = {key: _owners(key) for key in self.keys}
         self._values: dict[tuple[str, ...], set[str]] = {}
         for own in all_settings:
@@ -154,7 +155,11 @@ def _keys(all_settings: Sequence[Flat]) -> list[str]:
 
 
 def _is_data(key: str) -> bool:
-    return key == "data" or key.startswith("data.")
+    return _is_of(key, "data")
+
+
+def _is_of(key: str, owner: str) -> bool:
+    return key == owner or key.startswith(f"{owner}.")
 
 
 def _last_key(key: str) -> str:
@@ -169,4 +174,6 @@ def _last(path: object) -> str:
 def _owners(key: str) -> list[str]:
     """Return the paths of the classes that a setting may belong to."""
     parts = key.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts))]
+    owners = [".".join(parts[:n]) for n in range(1, len(parts))]
+    # A digest tells data of one class apart. Another class has other content anyway.
+    return [*owners, f"{owners[-1]}.data"] if parts[1:] and parts[-1] == "content" else owners

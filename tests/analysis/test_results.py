@@ -24,7 +24,7 @@ from flsuite.analysis import (
     target_figure,
     target_table,
 )
-from flsuite.analysis.labels import Flat, Variation, flatten, label_of, method_of
+from flsuite.analysis.labels import Flat, Variation, flatten, label_of, method_of, partition_of
 from flsuite.errors import FlsuiteError
 from flsuite.runs.table import MetricsTable
 from tests.analysis.made_runs import made_grid, made_run, settings
@@ -305,6 +305,23 @@ def test_wrong_requests_of_figures_are_one_line(results: Results) -> None:
         curves_figure(results[results["seed"] == 99])
     with pytest.raises(FlsuiteError, match="target must be a number, got 'accuracy'"):
         target_figure(results, "accuracy", 0.7)  # type: ignore[arg-type]
+
+
+def test_other_data_is_named_by_its_class_and_the_same_class_by_its_content() -> None:
+    def data(name: str, content: str) -> Flat:
+        own = {"data": {"class_path": f"my_data.{name}"}, "content": content}
+        module = {"class_path": "flsuite.data.FromDataModule", "init_args": own}
+        return dict(flatten({"data": module, "aggregator": {"class_path": "flsuite.FedAvg"}}))
+
+    one, other, changed = data("One", "1a"), data("Other", "2b"), data("One", "3c")
+    assert partition_of(one, Variation([one, other])) == "One"
+    assert partition_of(one, Variation([one, changed])) == "content=1a"
+
+
+def test_a_label_begins_with_the_algorithm() -> None:
+    first = dict(flatten({"lr": 0.1, "aggregator": {"class_path": "flsuite.FedAvg"}}))
+    second = dict(flatten({"lr": 0.2, "aggregator": {"class_path": "flsuite.FedProx"}}))
+    assert label_of(first, Variation([first, second])) == "FedAvg, lr=0.1"
 
 
 def test_a_method_is_named_with_the_parts_that_it_was_given() -> None:
