@@ -104,11 +104,12 @@ class FlowMonitor(FederationCallback, Settings):
 
         nll = self._nll(run, held_out, aggregated)
         sent = {client: self._nll(run, held_out, flow) for client, flow in self._flows.items()}
+        spread = torch.stack(list(sent.values())).std(0, correction=0)
         trained = {client: (data.class_counts(client) > 0)[held_out.y] for client in sent}
         numbers = {
             "flow_nll": float(nll.mean()),
             "flow_nll_of_mean": float(self._nll(run, held_out, plain).mean()),
-            "flow_disagreement": float(torch.stack(list(sent.values())).std(0, correction=0).mean()),
+            "flow_disagreement": float(spread.mean()),
             "flow_spread": _distance(self._flows.values(), plain),
             "flow_spread_after": _distance(self._flows.values(), aggregated),
         }

@@ -237,7 +237,7 @@ class MLflowLink(LoggerLink):
         try:
             self.logger.experiment.update_run(state["run_id"], status="RUNNING")
         except MlflowException as error:
-            log.warning("MLflow: the run no longer exists, starting a new one (%s)", one_line(error))
+            log.warning("MLflow: the run is missing, starting a new one (%s)", one_line(error))
             self.logger._run_id = None
             return False
         return True

@@ -119,7 +119,7 @@ class RoundLogger(FederationCallback, Settings):
             rounds = sorted(done - link.held)
             kind = type(link.logger).__name__
             log.info(
-                "%s: sending %d rounds missing from the log, from %d on", kind, len(rounds), rounds[0]
+                "%s: sending %d missing rounds to the log, from %d on", kind, len(rounds), rounds[0]
             )
         for row in earlier_rounds(run, self._with_clients(run)):
             for link in lacking:

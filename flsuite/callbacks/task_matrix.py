@@ -75,7 +75,7 @@ class TaskMatrix(FederationCallback, Settings):
     def _score(self, run: Run, data: TaskData, round: int) -> None:
         assert self.matrix is not None
         if not run.federation.clients.is_local:
-            log.warning("no accuracy by task: the private parts of the models are stored by the clients")
+            log.warning("no accuracy by task: private parts of the models stay with the clients")
             self.matrix = None
             return
 

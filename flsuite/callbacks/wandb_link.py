@@ -245,7 +245,7 @@ class WandbLink(LoggerLink):
             if not media:
                 raise
             if not self._has_warned:
-                missing = f"no {', '.join(media)} for round {round}, or later rounds until this is fixed"
+                missing = f"no {', '.join(media)} from round {round} on, while this lasts"
                 log.warning("W&B: %s (%s)", missing, one_line(error, 200))
                 self._has_warned = True
             self.logger.log_metrics(row)
