@@ -129,7 +129,7 @@ class FederatedTrainer(ScoringTrainer):
         self.client_kwargs = client_arguments({**kwargs, "max_epochs": max_epochs})
         kwargs["default_root_dir"] = kwargs.get("default_root_dir") or run_dir
         self._logs_into_run = logger is True and kwargs["default_root_dir"] is None
-        kwargs.update(on_one_gpu(kwargs))  # in place, so that the command sees Lightning's arguments
+        kwargs.update(on_one_gpu(kwargs))  # in place: the command follows kwargs to Lightning's
         quiet_lightning()
         super().__init__(
             max_epochs=max_epochs,

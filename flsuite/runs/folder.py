@@ -235,8 +235,9 @@ class RunFolder:
         rounds = max((int(cell) for cell in firsts if cell.isdecimal()), default=0)
         if rounds > 1:
             raise FlsuiteError(
-                f"{self.path} has {rounds} rounds but no checkpoints/last.ckpt: restore it, continue "
-                "from the picked round with --ckpt_path best, or name another folder with --run_dir"
+                f"{self.path} has {rounds} rounds but no checkpoints/last.ckpt: restore it, "
+                "continue from the picked round with --ckpt_path best, or name another folder with "
+                "--run_dir"
             )
 
     def _reason_to_refuse(self) -> str | None:

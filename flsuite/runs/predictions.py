@@ -74,7 +74,7 @@ def predict(
 def _own_predictions(
     federation: Federation, evaluator: Evaluator, clients: Iterable[int | None]
 ) -> list[Any]:
-    """Return the results of the model's ``predict_step``, one list per client with its own model."""
+    """Return the results of the model's ``predict_step``, one list per client model."""
     batches = SplitLoader(federation.data, federation.data.test, federation.data.batch_size)
     by_client = []
     for client in clients:

@@ -105,7 +105,7 @@ def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
         raise FederationError(
             f"cannot write to {folder.path} ({error.strerror}); the last checkpoint, if there is "
             "one, is kept: free some space or make the folder writable, and continue with "
-                            "--ckpt_path last"
+            "--ckpt_path last"
         ) from error
 
 

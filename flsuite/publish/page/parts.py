@@ -1,4 +1,4 @@
-"""The parts that charts have in common: their data, menus, colours, axes and titles."""
+"""The parts that charts have in common: their data, menus, colors, axes and titles."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ COLORS = (
     "#7a8c3c",
     "#9a7462",
 )
-"""Colours that are told apart on white and on black."""
+"""Colors that are told apart on white and on black."""
 
 GREY = "#8b939c"
 _FEW = "ceil(width / 90)"
@@ -75,7 +75,7 @@ def partition_menu(data: PageData) -> alt.Parameter:
 def method_color(
     data: PageData, legend_of: pd.DataFrame | None = None, menus: Sequence[str] = ()
 ) -> alt.Color:
-    """Return the colour of each method.
+    """Return the color of each method.
 
     Args:
         data: It has all methods.
@@ -108,7 +108,7 @@ def of_choice(choice: str, texts: Mapping[str, Any]) -> str:
 
 
 def in_order(names: Sequence[str], column: pd.Series) -> list[str]:
-    """Return those of the names that a column has."""
+    """Return the names that a column contains."""
     return [name for name in names if name in set(column)]
 
 
