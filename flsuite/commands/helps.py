@@ -36,7 +36,7 @@ examples:
   flsuite sweep --config configs/sweeps/quickstart.yaml
   flsuite report runs/quickstart --metric accuracy f1_macro --html report.html
 
-flsuite fit --help lists the options, --help=trainer those of Lightning's Trainer, --help=KEY the
+flsuite fit --help lists the options, --help=trainer Lightning's Trainer options, --help=KEY the
 classes that a key takes, such as trainer.aggregator, and --help=CLASS the arguments of a class.
 flsuite fit --config FILE --print_config prints the resolved config. A key of a class is given
 without init_args:

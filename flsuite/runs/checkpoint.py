@@ -276,8 +276,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:
         reason = one_line(error, longest=200)
         raise FlsuiteError(
-            f"{path} cannot be read as a checkpoint: {reason}; restore it, continue from another one "
-            "of the run, such as --ckpt_path best, or start a new run"
+            f"{path} cannot be read as a checkpoint: {reason}; restore it, continue from another "
+            "one of the run, such as --ckpt_path best, or start a new run"
         ) from error
 
     number = content.get("format") if isinstance(content, dict) else None

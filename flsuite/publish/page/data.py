@@ -1,4 +1,4 @@
-"""What the page shows, gathered from runs and thinned to what a picture needs."""
+"""The data of the page, gathered from runs and thinned for the charts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from flsuite.analysis.runs import read_partition
 from flsuite.analysis.target import target_points
 from flsuite.errors import FlsuiteError
 
-# The page stays below 2 MB, of which the library of charts is 1.2 MB.
+# The page stays below 2 MB, including 1.2 MB for the chart library.
 _CURVE_ROWS = 6000
 _MAP_ROWS = 9000
 _CLIENT_ROWS = 3000
