@@ -176,7 +176,9 @@ def test_the_pass_changes_nothing_but_adds_its_bytes() -> None:
     _, plain = fit(FedAvg())
     for settings in ({}, {"estimator": "batch", "batches": 1}):
         made, found = fit(FisherAveraging(**settings))
-        assert not made._model.training or all(module.training for module in made._model.modules())
+        assert not made.lightning_module.training or all(
+            module.training for module in made.lightning_module.modules()
+        )
         for a, b in zip(plain, found, strict=True):
             assert equal_states(a.state, b.state) and a.metrics["loss"] == b.metrics["loss"]
             fisher = b.extras["fisher"]

@@ -115,7 +115,7 @@ def test_both_controls_of_scaffold_agree_for_plain_sgd() -> None:
     )
     for name, value in kept.items():
         torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5)
-    assert kept.keys() == {n for n, _ in written._model.named_parameters()}
+    assert kept.keys() == {n for n, _ in written.lightning_module.named_parameters()}
 
 
 def test_scaffold_never_shares_memory_with_what_it_was_given() -> None:

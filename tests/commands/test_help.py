@@ -39,12 +39,12 @@ def test_the_options_of_flsuite_fit_on_a_screen_or_two(
     assert own.keys() >= {"--config", "--model", "--data", "--ckpt_path", "--run_dir", "rounds"}
     assert own["batchnorm"].startswith("average|local|reset")
     assert own["max_epochs"] == "N Local epochs per fit. Default: 1."
-    assert not own.keys() & {"precision", "accelerator"}  # Lightning's
+    assert not own.keys() & {"devices", "accelerator"}  # Lightning's
 
 
 def test_the_rest_of_the_trainer_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
     lightning = rows(shown(capsys, "fit", "--help=trainer"))
-    assert lightning.keys() >= {"precision", "accelerator", "gradient_clip_val"}
+    assert lightning.keys() >= {"devices", "accelerator", "gradient_clip_val"}
     assert not lightning.keys() & {"rounds", "aggregator"}
     assert "enable_model_summary" not in lightning  # the trainer decides it
 

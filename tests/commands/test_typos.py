@@ -38,6 +38,10 @@ class Net(LightningModule):
         super().__init__()
 
 
+class NotSeenHere(Net):
+    pass
+
+
 class Deep(Net):
     def __init__(self, depth: int = 2, **kwargs):
         super().__init__(**kwargs)
@@ -160,7 +164,7 @@ RIGHT = (
     "--trainer.strategy ddp --trainer.precision 16-mixed --trainer.logger true",
     "--model my_typos.Deep --model.hidden 3 --model.depth 1 --model.lr 1",
     "--model my_typos.Loose --model.anything 3",
-    "--plugins [my_typos] --model Net --model.hidden 3 --trainer.aggregator MyFedAvg",
+    "--plugins [my_typos] --model NotSeenHere --model.hidden 3 --trainer.aggregator MyFedAvg",
     "--model my_typos.Net --trainer.aggregator MyFedAvg",
     "--model somewhere/model.yaml --model.any 3 --data data.yaml",
     "--data FromDataModule --data.data my_typos.MyData --data.data.init_args.any 1",
@@ -214,9 +218,10 @@ def test_the_source_never_shows_less_than_the_parser_takes(path: str) -> None:
     for path in get_all_subclass_paths(base):
         module, _, name = path.rpartition(".")
         found = lookup(module, name)
-        cls = getattr(importlib.import_module(module), name)
-        if found is None or name == "SaveConfigCallback":  # no config may name it
+        is_ours = module.split(".")[0] in ("flsuite", "lightning", "torch")  # of no other test
+        if found is None or not is_ours or name == "SaveConfigCallback":  # no config may name it
             continue
+        cls = getattr(importlib.import_module(module), name)
         signature = signature_of(found)
         if not signature.is_open:
             closed += 1
@@ -277,7 +282,7 @@ def test_a_wrong_value_is_told_in_words(key: str, capsys: pytest.CaptureFixture[
         ),
         (
             ("--trainer.schedule", "null", "--trainer.schedule.participation", "3.5"),
-            "trainer.schedule: name a specific Schedule: Asynchronous, Faults, Synchronous",
+            "trainer.schedule: name a specific Schedule: ",
         ),
         (
             ("--trainer.logger", "WandbLogger", "--trainer.logger.projct", "x"),

@@ -261,8 +261,8 @@ def test_a_config_is_described_as_it_was_written(text: str, arguments: dict[str,
     ("fast", "message"),
     [
         ("[0.5, 0.1]", r"^Stragglers: fast must be two numbers"),
-        ("[0.1, 0.2, 0.3]", r"^speeds.fast: expected tuple.* \(two numbers of .*\), got"),
-        ("0.1", r"^speeds.fast: expected tuple.*, got '0.1'$"),
+        ("[0.1, 0.2, 0.3]", r"^speeds.fast: expected a list.* \(two numbers of .*\), got"),
+        ("0.1", r"^speeds.fast: expected a list.*, got 0.1$"),
         ("[0.1, soon]", "fast"),
     ],
 )

@@ -184,7 +184,7 @@ def _classes(package: str) -> Iterator[tuple[str, str, frozenset[str]]]:
     if source is None:
         return
     for path in sorted(source.parent.rglob("*.py")):
-        if "demos" in path.parts:
+        if {"demos", "template"} & {*path.parts}:  # examples, which nothing imports
             continue
         inner = path.relative_to(source.parent).with_suffix("").parts
         module = ".".join((package, *(part for part in inner if part != "__init__")))

@@ -6,7 +6,12 @@ from functools import cache
 from flsuite.commands.options import OPTIONS
 from flsuite.commands.static.docs import argument_docs
 from flsuite.commands.static.modules import lookup
-from flsuite.commands.static.signatures import Parameter, Signature, function_parameters
+from flsuite.commands.static.signatures import (
+    Parameter,
+    Signature,
+    function_parameters,
+    own_and_bases,
+)
 
 TRAINER = ("flsuite.trainer", "FederatedTrainer")
 _HOME = "flsuite.commands.fit"  # imports the classes that the keys take
@@ -23,11 +28,11 @@ def first_keys(command: str) -> Signature:
     known = {name: Parameter(_HOME, doc=doc) for name, doc in OPTIONS[command].items()}
     for name, (base, doc) in _CLASSES.items():
         known[name] = Parameter(_HOME, ast.Name(base), doc=doc)
-    trainer = lookup(*TRAINER)
-    methods = trainer.node.body if trainer and isinstance(trainer.node, ast.ClassDef) else []
-    for node in methods:
-        if isinstance(node, ast.FunctionDef) and node.name == command:
-            docs = argument_docs(ast.get_docstring(node))
-            arguments = function_parameters(TRAINER[0], node, docs)
-            known |= {k: v for k, v in arguments.items() if k not in ("model", "datamodule")}
+    for defined in own_and_bases(lookup(*TRAINER)):
+        for node in defined.node.body if isinstance(defined.node, ast.ClassDef) else ():
+            if isinstance(node, ast.FunctionDef) and node.name == command:
+                docs = argument_docs(ast.get_docstring(node))
+                arguments = function_parameters(defined.module, node, docs)
+                own = {k: v for k, v in arguments.items() if k not in ("model", "datamodule")}
+                return Signature(known | own)
     return Signature(known)

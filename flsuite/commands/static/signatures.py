@@ -93,6 +93,15 @@ def _of_init(
     return Signature(own | free, inherited.is_open)
 
 
+def own_and_bases(defined: Definition | None) -> Iterator[Definition]:
+    """Yield a class and the classes that it extends, the nearest first."""
+    if defined is None or not isinstance(defined.node, ast.ClassDef):
+        return
+    yield defined
+    for base in defined.node.bases:
+        yield from own_and_bases(resolve(defined.module, base))
+
+
 def _of_bases(defined: Definition, cls: ast.ClassDef, depth: int) -> Signature:
     """Return the arguments of all bases together, without regard to their order."""
     together = Signature({})
