@@ -50,8 +50,9 @@ INTERNALS = (
 )
 """Owner and path of every private attribute, as ``Class.attribute.attribute``.
 
-The attributes of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`. Those of loggers
-are used in :mod:`flsuite.callbacks.logger_links` and :mod:`flsuite.callbacks.wandb_link`.
+The attributes of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`. The loggers'
+attributes are used in :mod:`flsuite.callbacks.logger_links` and
+:mod:`flsuite.callbacks.wandb_link`.
 ``Trainer._run_stage`` is overridden in :mod:`flsuite.client.trainer`. The functions of this module
 use the others.
 """

@@ -1,4 +1,4 @@
-"""What the name of a score says: its split, and whether high or low values are good."""
+"""Interpretation of score names: the split, and whether high or low values are better."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -26,7 +26,7 @@ _HIGH = {
 
 
 def lower_is_better(name: str) -> bool | None:
-    """Return whether low values of a score are good, judging by the words in its name.
+    """Return whether low values of a score are better, judging by the words in its name.
 
     ``None`` if the words do not decide or contradict each other.
     """
@@ -36,7 +36,7 @@ def lower_is_better(name: str) -> bool | None:
 
 
 def require_score(owner: str, **names: str) -> None:
-    """Refuse the name of a score if it is unknown whether high or low values are good."""
+    """Refuse the name of a score if it is unknown whether high or low values are better."""
     for argument, name in names.items():
         if lower_is_better(name) is None:
             raise FlsuiteError(
@@ -52,7 +52,7 @@ def score_name(name: str) -> str:
 
 
 def main_scores(names: Iterable[str], monitor: str) -> list[str]:
-    """Return the names that stand for themselves: the monitor first, then the loss, then the rest.
+    """Return the main scores: the monitor first, then the loss, then the rest.
 
     Scores of single classes, tasks or models, and statistics over clients, are left out.
     """
@@ -62,7 +62,7 @@ def main_scores(names: Iterable[str], monitor: str) -> list[str]:
 
 
 def _is_detail(name: str, names: Collection[str]) -> bool:
-    """Return whether a number is a part or a statistic of another one of these names."""
+    """Return whether a name is a part or a statistic of another of these names."""
     stem, *part = name.split("/", 1)
     return (bool(part) and (stem in names or part[0] in names)) or (
         _STATISTIC.sub("", name) in set(names) - {name}

@@ -48,45 +48,45 @@ log = logging.getLogger("flsuite")
 class FederatedTrainer(ScoringTrainer):
     """Runs a federation.
 
-    Every further argument is one of :class:`lightning.pytorch.Trainer` and holds for each client's
-    fit, with its usual meaning. ``max_epochs`` counts local epochs. Loggers belong to the
-    federation. A callback may have the federation's hooks
-    (:class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
+    All other arguments are passed to each client's :class:`lightning.pytorch.Trainer` with their
+    usual meaning. ``max_epochs`` counts local epochs. Loggers belong to the federation. A callback
+    may have the federation's hooks (:class:`~flsuite.callbacks.FederationCallback`), Lightning's
+    own, or both.
 
-    A ``round`` is what an epoch is to Lightning's Trainer, whose ``current_epoch`` and
+    A ``round`` corresponds to an epoch of Lightning's Trainer, whose ``current_epoch`` and
     ``checkpoint_callback`` are not used. ``run_dir`` has ``checkpoints/model.ckpt``, the global
     model for ``load_from_checkpoint``. Scores are in :attr:`callback_metrics` and :attr:`results`.
 
     Args:
-        rounds: Rounds of the federation. Default: 10, or no limit where another one is given.
-        aggregator: The algorithm, or a rule alone: FedAvg with that rule. Default: FedAvg weighted
-            by samples.
+        rounds: Rounds of the federation. Default: 10, or no limit if another limit is given.
+        aggregator: The algorithm, or only a rule for FedAvg with that rule. Default: FedAvg
+            weighted by samples.
         schedule: Who trains when. Default: all clients in every round.
         engine: Where clients train. Default: in this process.
-        compression: A last transform of the aggregator, such as ``Quantize``. Default: none.
-        secure_sum: How updates are masked, so that the server learns their sum alone.
-        attack: What attackers among the clients do. Default: all clients are honest.
+        compression: The last transform of updates, such as ``Quantize``. Default: none.
+        secure_sum: How updates are masked, so that the server learns only their sum.
+        attack: What malicious clients do. Default: all clients are honest.
         max_epochs: Local epochs per fit.
         evaluate_every: Rounds between two evaluations. The last round is always evaluated.
-        monitor: The validation score that picks a round. Default: accuracy, loss, or one logged.
-        max_virtual_seconds: Limit of virtual time. The run ends with the round that reaches it.
-        max_client_updates: Limit of aggregated client updates, for comparisons at equal work.
-        score_clients: Clients that are scored one by one, always the first ones, so that rounds can
-            be compared. The last round scores all of up to 10,000, as ``all_clients/...``.
+        monitor: The validation score that picks a round. Default: accuracy, loss, or a logged one.
+        max_virtual_seconds: Limit on virtual time. The run ends with the round that reaches it.
+        max_client_updates: Limit on aggregated client updates, for comparisons at equal work.
+        score_clients: Number of clients that are scored one by one, always the first ones, so that
+            rounds can be compared. The last round scores up to 10,000, as ``all_clients/...``.
         batchnorm: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
         keep_optimizers: Whether a client keeps the state of its optimizers between its rounds.
-        lr_decay: How the clients' learning rates fall from round to round. Default: not at all.
+        lr_decay: How the clients' learning rates decay over rounds. Default: not at all.
         channels_last: Whether images and convolutions use this memory format, which is faster.
         run_dir: The run's folder. Default: ``runs/<data>-<aggregator>/<time>-<seed>``.
-        seed: The run's seed. Default: that of the last ``seed_everything``, else 0.
+        seed: The run's seed. Default: the seed of the last ``seed_everything``, else 0.
         keep_updates: Whether to keep the clients' trained models, in the folder ``updates``.
-        from_updates: The folder of a run that has kept them. Its models of the first round stand
-            for training, so that aggregators are compared on the same ones.
+        from_updates: The folder of a run with ``keep_updates``. Its client models replace training
+            in the first round, so that aggregators are compared on the same models.
         enable_checkpointing: Whether to write the run's folder. ``False`` leaves nothing on disk.
         enable_progress_bar: Whether to show the federation's progress and the final table.
         precision: As in Lightning, or ``auto``: ``bf16-mixed`` if the device has instructions for
-            it, else ``32-true``. A resumed run keeps the one that it began with.
-        buffers: The older name of ``batchnorm``, which it replaces if it is given.
+            it, else ``32-true``. A resumed run keeps its original precision.
+        buffers: Older name of ``batchnorm``. Overrides it if given.
     """
 
     def __init__(
@@ -165,15 +165,15 @@ class FederatedTrainer(ScoringTrainer):
     def fit(  # type: ignore[override]
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
     ) -> None:
-        """Train a federation, after which the model has the global weights.
+        """Train a federation, and load the global weights into the model.
 
         Args:
             model: The model that every client trains. Its weights are the first global model.
             datamodule: The data of all clients.
-            ckpt_path: A checkpoint to go on from. ``last`` is that of the run's folder, if any.
+            ckpt_path: A checkpoint to resume. ``last`` is the latest in the run's folder, if any.
 
         Raises:
-            FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
+            FlsuiteError: If the request cannot be met. If no round was done, no files are left.
             FederationError: If a round fails. The run's folder keeps the state before it.
         """
         run = self.prepare(model, datamodule, ckpt_path)
@@ -206,9 +206,9 @@ class FederatedTrainer(ScoringTrainer):
     def prepare(
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
     ) -> Run:
-        """Build all that a round needs, without writing anything.
+        """Build everything that a round needs, without writing anything.
 
-        With a checkpoint to be restored, no file with weights to start from is read.
+        If a checkpoint will be restored, files with initial weights are not read.
 
         Raises:
             FlsuiteError: If the request cannot be met.
@@ -233,8 +233,8 @@ class FederatedTrainer(ScoringTrainer):
             options,
             self.secure_sum,
         )
-        given: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        callbacks = with_task_matrix(given, federation.data)
+        chosen: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        callbacks = with_task_matrix(chosen, federation.data)
         settings = run_settings(self, options, model, data, callbacks, weights)
         config, hooks, reuse = self.config or settings, Hooks(callbacks), None
         if self.keep_updates or self.from_updates:

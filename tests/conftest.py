@@ -17,10 +17,10 @@ from flsuite.schedules import Clock, Fit, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.callbacks.wandb_server import WandbServer
 
-# The child processes of a test would start one thread per core each, beside the other tests.
+# Otherwise each child process of a test would start one thread per core, next to other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Modules of helpers whose asserts explain themselves like those of a test.
+# Helper modules whose asserts pytest rewrites, as in tests.
 pytest.register_assert_rewrite(
     "tests.aggregators.federations",
     "tests.aggregators.stale_updates",

@@ -13,7 +13,7 @@ WORDS, CLASSES = 30, 3
 
 
 def blobs(samples: int, seed: int) -> TensorDataset:
-    """Return points around three centres, and the number of the centre."""
+    """Return points around three centers, and the index of the center."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(CLASSES, (samples,), generator=generator)
     x = torch.randn(samples, 4, generator=generator) + 2 * F.one_hot(y, 4)
@@ -31,7 +31,7 @@ def slope(samples: int, seed: int) -> TensorDataset:
 
 
 class Sentences(Dataset):
-    """Sentences of unequal length: most words of a sentence are those of its topic."""
+    """Sentences of unequal length. Most words of a sentence come from its topic."""
 
     def __init__(self, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

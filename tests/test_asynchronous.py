@@ -202,7 +202,7 @@ def test_a_model_that_is_replaced_learns_less_and_a_tiny_eta_crawls() -> None:
 
 
 def test_reset_statistics_take_the_mean_of_the_clients() -> None:
-    """Every fit starts from the initial statistics, so that there is no change to add up."""
+    """Every fit starts from the initial statistics, so no changes add up."""
 
     class Mean(FederationCallback):
         def on_round_start(self, run: Run, round: int, clients: Any) -> None:

@@ -28,7 +28,7 @@ from flsuite.trainer import FederatedTrainer
 from tests.conftest import mostly_long
 
 ROOT = Path(__file__).parent.parent
-# A sweep is no config of a run. tests/sweeps has the tests of the shipped ones.
+# A sweep is not a config of a run. The shipped sweeps are tested in tests/sweeps.
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "sweeps")
 NAMED = {str(path.relative_to(ROOT / "configs")): path for path in CONFIGS}
 SHORT = [

@@ -1,4 +1,4 @@
-"""What is imported when. Nobody waits for a library that a run does not use."""
+"""Imports happen late, so that runs do not wait for libraries that they do not use."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 LATER = {"matplotlib.figure", "medmnist", "pandas", "pyarrow", "sklearn", "wandb"}
-"""What only some runs use, or only their end. Lightning imports none of it, or only with pyplot."""
+"""Libraries that only some runs use, or only at the end. Lightning does not import them itself."""
 HEAVY = {"lightning", "numpy", "scipy", "torch", "torchmetrics", "torchvision"}
 
 

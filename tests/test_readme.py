@@ -79,7 +79,7 @@ def test_generated_tables_are_those_of_today(page: Path) -> None:
     ["aggregators", "attacks", "callbacks", "data", "engines", "exchange", "models", "schedules"],
 )
 def test_everything_inside_is_listed(package: str) -> None:
-    """A class that is exported is in the README's table, or is no class that a config names."""
+    """Each exported class is in the README's table, unless configs cannot name it."""
     others = {base.__name__ for base, _ in KINDS.values()}
     others |= {"CohortRule", "LinearRule", "Part", "Server", "Statistic"}  # parts of an algorithm
     others |= {"Collusion", "Trial", "with_attack"}
@@ -126,13 +126,13 @@ def test_the_sweep_shown_is_understood(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(ROOT)
     (tmp_path / "shown.yaml").write_text(shown)
     sweep = read_sweep(tmp_path / "shown.yaml")
-    for cell in samples_of(sweep)[-1:]:  # that of FedProx, with a value of each kind
+    for cell in samples_of(sweep)[-1:]:  # the FedProx cell, with a value of each kind
         assert cli("fit", *fit_arguments(sweep, cell, tmp_path), "--print_config") == 0
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text(), "python")], ids=page_id)
 def test_python_shown_is_python(page: Path) -> None:
-    """What a block imports of flsuite is there."""
+    """Everything that a block imports from flsuite exists."""
     for block in blocks(page.read_text(), "python"):
         tree = ast.parse(block)
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]

@@ -85,7 +85,7 @@ def test_frozen_parameters_do_not_travel_and_are_in_the_model(tmp_path: Path) ->
 
 
 def test_a_resume_has_the_frozen_weights_of_the_run(tmp_path: Path) -> None:
-    """Resume with a model whose frozen weights are others, and expect those of the run."""
+    """Resume with other frozen weights in the model, and expect the run's weights."""
     torch.manual_seed(1)
     whole = fit(FrozenBody(), points(), rounds=2)
     torch.manual_seed(1)

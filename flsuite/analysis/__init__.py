@@ -1,4 +1,4 @@
-"""Tables and figures of finished runs, from the files of a run and nothing else."""
+"""Tables and figures of finished runs, based only on the files of the runs."""
 
 from flsuite.analysis.clients import client_gains, clients_figure, gain_figure
 from flsuite.analysis.comparison import compare

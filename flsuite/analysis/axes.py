@@ -14,10 +14,10 @@ class Axis(NamedTuple):
     """A column of ``metrics.csv`` as an axis.
 
     Attributes:
-        label: The label of a picture's axis.
-        unit: The unit of one value, in the plural.
-        scale: What a value of the column is multiplied by to be in this unit.
-        is_whole: Whether only whole numbers occur.
+        label: The axis label in pictures.
+        unit: The unit of a value, in the plural.
+        scale: Factor from a value of the column to this unit.
+        is_whole: Whether all values are whole numbers.
     """
 
     label: str
@@ -32,7 +32,7 @@ class Axis(NamedTuple):
         return f"{number} {self.unit.removesuffix('s') if is_one else self.unit}"
 
     def number(self, value: float) -> str:
-        """Return a value of the column as text, with three digits or all before the point."""
+        """Return a value of the column as text, with three digits or more before the point."""
         scaled = value * self.scale
         return f"{scaled:.0f}" if scaled >= 100 else f"{scaled:.3g}"
 
@@ -47,7 +47,7 @@ AXES = {
 
 
 def require_axis(x: str, table: pd.DataFrame, run: object) -> None:
-    """Refuse an axis that does not exist, or that a run of an earlier version did not note.
+    """Refuse an axis that does not exist, or that an older run did not record.
 
     Args:
         x: A name of :data:`AXES`.
@@ -56,17 +56,17 @@ def require_axis(x: str, table: pd.DataFrame, run: object) -> None:
     """
     require_one_of("curves", AXES, x=x)
     if len(table) and table[x].isna().all():
-        noted = ", ".join(name for name in AXES if table[name].notna().any())
+        recorded = ", ".join(name for name in AXES if table[name].notna().any())
         raise FlsuiteError(
-            f"{run} has no {x}: an earlier version of flsuite made it; leave it out, or choose "
-            f"another axis of {noted}"
+            f"{run} has no {x}: an earlier version of flsuite wrote it; leave it out, or choose "
+            f"another axis from {recorded}"
         )
 
 
 def aligned(curves: Mapping[Name, pd.Series], x: str) -> pd.DataFrame:
     """Return the curves of runs as columns of one table.
 
-    Runs have the same rounds, but not the same points on another axis. There, the rows are those of
+    Runs share their rounds, but not their points on other axes. For these, the rows come from
     :func:`on_common_grid`.
     """
     return pd.DataFrame(dict(curves)) if x == "round" else on_common_grid(curves)
@@ -78,7 +78,7 @@ def on_common_grid(curves: Mapping[Name, pd.Series]) -> pd.DataFrame:
     The rows are the points of all curves in the range that every curve covers. A curve's value at a
     row is its last one at or before that point.
     """
-    # Of several values at one point, such as updates that arrive together, the last one holds.
+    # If a point has several values, such as updates that arrive together, the last one counts.
     curves = {
         name: curve[~curve.index.duplicated(keep="last")].sort_index()
         for name, curve in curves.items()

@@ -1,4 +1,4 @@
-"""Figures of single clients: their scores over the rounds, and what a federation gives them."""
+"""Figures of single clients: their scores over the rounds, and their gain from federation."""
 
 import numpy as np
 import pandas as pd
@@ -20,23 +20,23 @@ def clients_figure(
 ) -> Figure:
     """Draw the clients' scores over the rounds as heat maps, one panel per method and partition.
 
-    A panel is of one run, that of the first seed: with another seed, client 0 is another client.
+    Each panel shows one run, the one with the first seed, because clients differ between seeds.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
+        results: A table from :func:`~flsuite.analysis.load`.
         metric: The score.
         split: ``test`` or ``val``.
-        clients: Clients that are shown at most, the first ones by number.
+        clients: Maximum number of clients to show, starting with client 0.
 
     Raises:
         FlsuiteError: If the clients have no such score.
     """
     rows = only(results, metric, split, scope=None)
-    maps = {title: _by_round(own, clients) for title, own in by_experiment(rows).items()}
+    maps = {title: _by_round(part, clients) for title, part in by_experiment(rows).items()}
 
     figure, panels = panel_grid(len(maps), (4.4, 3.2))
     values = rows["value"]
-    # Scores in [0, 1] have the same colours in every figure.
+    # Scores in [0, 1] have the same colors in every figure.
     low, high = (0, 1) if values.between(0, 1).all() else (values.min(), values.max())
     for panel, (title, table) in zip(panels, maps.items(), strict=True):
         image = draw_client_rounds(panel, table, low, high)
@@ -48,18 +48,18 @@ def clients_figure(
 def gain_figure(
     results: pd.DataFrame, metric: str = "accuracy", split: str = "test", over: str = "LocalOnly"
 ) -> Figure:
-    """Draw each client's score against the one that it reaches alone, one panel per method.
+    """Draw each client's score against its score when training alone, one panel per method.
 
-    A dot is a client of one seed. Above the diagonal, the federation helps it.
+    A dot is a client of one seed. Above the diagonal, the federation helps the client.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
-        metric: The score, of the last round.
+        results: A table from :func:`~flsuite.analysis.load`.
+        metric: The score, in the last round.
         split: ``test`` or ``val``.
-        over: The method to compare with, as the table names it.
+        over: The method to compare with, as named in the table.
 
     Raises:
-        FlsuiteError: If there is no such method, or no client with both scores.
+        FlsuiteError: If the method does not exist, or no client has both scores.
     """
     gains = client_gains(results, metric, split, over)
     methods = list(gains["method"].unique())
@@ -91,23 +91,23 @@ def gain_figure(
 def client_gains(
     results: pd.DataFrame, metric: str = "accuracy", split: str = "test", over: str = "LocalOnly"
 ) -> pd.DataFrame:
-    """Return what each method gives each client, compared with another method.
+    """Return each client's gain from each method, compared with a baseline method.
 
     Clients are compared within the same partition and seed.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
-        metric: The score, of the last round in which the client has one.
+        results: A table from :func:`~flsuite.analysis.load`.
+        metric: The score, in the last round in which the client has one.
         split: ``test`` or ``val``.
-        over: The method to compare with.
+        over: The baseline method.
 
     Returns:
-        Columns ``method, partition, seed, client, alone, score, gain``: the client's score under
-        the method to compare with, under the other one, and the difference. It is above 0 where the
-        other one is better, also for a loss.
+        Columns ``method, partition, seed, client, alone, score, gain``: the client's score with the
+        baseline (``alone``), with the method (``score``), and the difference. ``gain`` is positive
+        if the method is better, also for a loss.
 
     Raises:
-        FlsuiteError: If there is no such method, or no client with both scores.
+        FlsuiteError: If the baseline does not exist, or no client has both scores.
     """
     scores = final_scores(results, metric, split)
     if over not in set(scores["method"]):

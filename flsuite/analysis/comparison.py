@@ -23,29 +23,29 @@ def compare(
     monitor: str | None = None,
     last: int = 10,
 ) -> pd.DataFrame:
-    """Compare methods in pairs, over the seeds that both have, within the same partition.
+    """Compare methods in pairs over their common seeds, within the same partition.
 
-    ``difference`` is the mean over seeds of the method's test score minus that of the other one.
-    ``low`` and ``high`` bound its 95 % interval, and ``p`` is the two-sided p-value, both of the
-    paired t-test (:func:`scipy.stats.ttest_rel`). ``p_holm`` is the p-value with Holm's correction
-    over all pairs of the table. A pair with a single common seed has no interval and no p-value.
-    One without any is left out.
+    ``difference`` is the mean over seeds of the test score of ``method`` minus the test score of
+    ``other``. ``low`` and ``high`` bound its 95 % interval, and ``p`` is the two-sided p-value.
+    Both come from the paired t-test (:func:`scipy.stats.ttest_rel`). ``p_holm`` is the p-value with
+    Holm's correction over all pairs of the table. A pair with a single common seed has no interval
+    and no p-value. A pair without common seeds is left out.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
+        results: A table from :func:`~flsuite.analysis.load`.
         metric: The score.
         score: ``last`` round, round ``picked`` on validation data, or ``mean_last`` of rounds.
             Default: as in a report, see :func:`default_score`.
         against: Compare with this method only. Default: all pairs.
-        monitor: The score on validation data that picks a round. Default: that of the runs.
-        last: Rounds of ``mean_last``.
+        monitor: The validation score that picks a round. Default: the runs' monitor.
+        last: Number of rounds in ``mean_last``.
 
     Returns:
         One row per pair, with the columns ``partition, method, other, seeds, difference, low, high,
         p, p_holm``.
 
     Raises:
-        FlsuiteError: If there is no such score or method.
+        FlsuiteError: If the score or method does not exist.
     """
     scores = seed_scores(results, metric, score, monitor, last)
     methods = list(dict.fromkeys(scores["method"]))
@@ -55,8 +55,8 @@ def compare(
         )
 
     rows = []
-    for partition, own in scores.groupby("partition", sort=False):
-        by_seed = own.pivot_table(index="seed", columns="method", values="value")
+    for partition, of_partition in scores.groupby("partition", sort=False):
+        by_seed = of_partition.pivot_table(index="seed", columns="method", values="value")
         for method, other in _pairs([m for m in methods if m in by_seed], against):
             both = by_seed[[method, other]].dropna()
             if len(both):
@@ -76,7 +76,7 @@ def seed_scores(
 ) -> pd.DataFrame:
     """Return one test score per run: columns ``run, method, partition, seed, value``.
 
-    The arguments are those of :func:`compare`. Runs without the score are left out.
+    The arguments are the same as for :func:`compare`. Runs without the score are left out.
     """
     require_results(results)
     only(results, metric)  # raises if no run has it
@@ -84,10 +84,10 @@ def seed_scores(
     score = score or default
     require_one_of("compare", get_args(Score), score=score)
     rows = []
-    for own in _tables(results):
-        scores = run_scores(own, metric, monitor, last)
+    for table in _tables(results):
+        scores = run_scores(table, metric, monitor, last)
         if score in scores:
-            names = own[["run", "method", "partition", "seed"]].iloc[0]
+            names = table[["run", "method", "partition", "seed"]].iloc[0]
             rows.append((*names, scores[score]))
     if not rows:
         raise FlsuiteError(
@@ -100,18 +100,18 @@ def seed_scores(
 def default_score(
     results: pd.DataFrame, metric: str, monitor: str | None = None
 ) -> tuple[Score, str]:
-    """Return the score that methods are compared by, and what picks a round.
+    """Return which score methods are compared by, and the monitor that picks a round.
 
-    It is that of the round picked on validation data, if all runs have one and pick it by the same
-    score. Otherwise it is that of the last round.
+    Methods are compared in the round picked on validation data if all runs have one and use the
+    same monitor. Otherwise they are compared in the last round.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
+        results: A table from :func:`~flsuite.analysis.load`.
         metric: The score.
-        monitor: The score on validation data that picks a round. Default: that of the runs.
+        monitor: The validation score that picks a round. Default: the runs' monitor.
     """
     monitors = [monitor] if monitor else results.attrs.get("monitors", ["accuracy"])
-    scores = [run_scores(own, metric, monitors[0], last=1) for own in _tables(results)]
+    scores = [run_scores(table, metric, monitors[0], last=1) for table in _tables(results)]
     are_picked = len(monitors) == 1 and all("picked" in row for row in scores if row)
     return ("picked" if are_picked else "last"), monitors[0]
 
@@ -119,13 +119,14 @@ def default_score(
 def _tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     """Return the global numbers of each run."""
     of_all = results[results["scope"] == "global"]
-    return [own for _, own in of_all.groupby("run", observed=True)]
+    return [table for _, table in of_all.groupby("run", observed=True)]
 
 
 def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float]:
     """Return the mean difference, its 95 % interval and the p-value of the paired t-test.
 
-    Without two pairs, interval and p-value are NaN. So is the p-value of scores that are all equal.
+    With fewer than two pairs, interval and p-value are NaN. If all scores are equal, the p-value is
+    NaN.
     """
     from scipy.stats import ttest_rel
 
@@ -133,7 +134,7 @@ def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, f
     if len(ours) < 2:
         return difference, float("nan"), float("nan"), float("nan")
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # differences that are all equal are no mistake
+        warnings.simplefilter("ignore")  # equal differences are valid input
         test = ttest_rel(ours, theirs)
         interval = test.confidence_interval(0.95)
     return difference, float(interval.low), float(interval.high), float(test.pvalue)
@@ -143,8 +144,8 @@ def holm(p_values: np.ndarray) -> np.ndarray:
     """Return p-values with Holm's step-down correction.
 
     Holm 1979, A Simple Sequentially Rejective Multiple Test Procedure. The k-th smallest of m
-    p-values is multiplied by m + 1 - k, and none is smaller than one before it. A NaN stays NaN
-    and does not count.
+    p-values is multiplied by m + 1 - k, and the results are made non-decreasing. NaN stays NaN and
+    is not counted.
     """
     adjusted = np.full(len(p_values), np.nan)
     order = np.argsort(p_values, kind="stable")[: int(np.isfinite(p_values).sum())]
@@ -154,7 +155,7 @@ def holm(p_values: np.ndarray) -> np.ndarray:
 
 
 def floor_of_rank_tests(seeds: int) -> float:
-    """Return the smallest two-sided p-value of Wilcoxon's and of sign-flip tests of paired scores.
+    """Return the smallest possible two-sided p-value of Wilcoxon and sign-flip tests.
 
     There are only ``2 ** seeds`` ways to choose the signs of the differences.
     """
@@ -162,24 +163,24 @@ def floor_of_rank_tests(seeds: int) -> float:
 
 
 def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
-    """Return how the numbers of :func:`compare` are to be read."""
-    what = {
+    """Return a note on how to read the numbers of :func:`compare`."""
+    place = {
         "last": "of the last round",
         "picked": "of the round picked on validation data",
         "mean_last": "as the mean of the last rounds",
     }[score]
     seeds = int(table["seeds"].max()) if len(table) else 0
     if seeds < 2:
-        return f"Test {metric} {what}. An interval and a p-value need two common seeds of a pair."
+        return f"Test {metric} {place}. Intervals and p-values need two common seeds per pair."
     pairs = int(table["p"].notna().sum())
     note = (
-        f"Test {metric} {what}: mean difference over common seeds, 95 % interval and p-value of "
+        f"Test {metric} {place}: mean difference over common seeds, 95 % interval and p-value of "
         f"the paired t-test, and p-value with Holm's correction over {pairs} "
         f"{'pair' if pairs == 1 else 'pairs'}."
     )
     floor = floor_of_rank_tests(seeds)
     return (
-        f"{note} The t-test takes the differences as normal. With {seeds} seeds, tests without "
+        f"{note} The t-test assumes normal differences. With {seeds} seeds, tests without "
         f"that assumption (Wilcoxon, sign-flip) cannot go below p = {floor:.4g}."
     )
 

@@ -14,12 +14,12 @@ from flsuite.errors import FlsuiteError
 
 
 def confusion_figure(results: pd.DataFrame) -> Figure:
-    """Draw the share of each class that is taken for each class, one panel per method.
+    """Draw the share of each class that is predicted as each class, one panel per method.
 
-    Seeds are added up.
+    Counts are summed over seeds.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns. The runs need predictions, which
+        results: A table from :func:`~flsuite.analysis.load`. The runs need predictions, which
             ``flsuite predict`` writes.
 
     Raises:
@@ -34,9 +34,10 @@ def confusion_figure(results: pd.DataFrame) -> Figure:
 
 
 def draw_confusion(counts: Mapping[str, pd.DataFrame]) -> Figure:
-    """Draw the share of each class that is taken for each class, one panel per matrix of counts."""
+    """Draw the share of each class predicted as each class, one panel per matrix of counts."""
     matrices = {
-        title: own.div(own.sum(axis=1).replace(0, np.nan), axis=0) for title, own in counts.items()
+        title: pairs.div(pairs.sum(axis=1).replace(0, np.nan), axis=0)
+        for title, pairs in counts.items()
     }
     classes = len(next(iter(matrices.values())))
     side = 1.6 + min(0.42 * classes, 5.0)
@@ -51,7 +52,7 @@ def draw_confusion(counts: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def confusion_matrix(run_dir: str | Path) -> pd.DataFrame:
-    """Return how many test samples of each class were taken for each class.
+    """Return the number of test samples by true class and predicted class.
 
     Rows are the classes, and columns are the predictions, by name.
 
@@ -78,7 +79,7 @@ def confusion_matrix(run_dir: str | Path) -> pd.DataFrame:
 
 
 def count_pairs(targets: np.ndarray, predictions: np.ndarray, names: list[str]) -> pd.DataFrame:
-    """Count the samples of each class (row) that were taken for each class (column)."""
+    """Count the samples by true class (row) and predicted class (column)."""
     counts = np.zeros((len(names), len(names)), dtype=int)
     np.add.at(counts, (targets, predictions), 1)
     return pd.DataFrame(counts, index=names, columns=names)

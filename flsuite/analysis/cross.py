@@ -16,10 +16,10 @@ from flsuite.errors import FlsuiteError
 _SCORES = {"last": "last round", "picked": "picked on validation"}
 _PLACE = ["panel", "row", "column"]
 _PANEL_COLUMNS = 3
-_OPEN = object()  # what a group has in place of a setting of an object that it lacks
+_OPEN = object()  # placeholder for a setting of an object that a group lacks
 
 Values = tuple[Any, ...]
-"""A value, or ``_OPEN``, for each setting that tells panels apart."""
+"""A value, or ``_OPEN``, for each setting that distinguishes panels."""
 
 
 def cross_table(
@@ -28,21 +28,21 @@ def cross_table(
     """Return the scores by two settings, one row per panel, cell and metric.
 
     A panel is one combination of all other settings in which the groups differ. A group that lacks
-    the object that such a setting belongs to is in every panel: a run without an attack has no
-    fraction of attackers, and is the baseline of all fractions.
+    the object of such a setting appears in every panel. For example, a run without an attack has no
+    fraction of attackers and is the baseline for all fractions.
 
-    The columns are ``panel, row, column, metric, runs``, then mean and spread of the test scores of
-    the last round (``last``) and of the round picked on validation data (``picked``).
+    The columns are ``panel, row, column, metric, runs``, then mean and spread of the test scores in
+    the last round (``last``) and in the round picked on validation data (``picked``).
 
     Args:
         groups: The experiments.
         rows: The path of a setting, such as ``aggregator`` or ``data.clients``.
-        columns: The path of another one.
+        columns: The path of another setting.
         metrics: Names of test scores.
 
     Raises:
-        FlsuiteError: If no group has one of the settings, no run has one of the metrics, or two
-            groups have the same cell.
+        FlsuiteError: If a setting or metric does not exist in any run, or two groups have the same
+            cell.
     """
     rows, columns = (path.removeprefix("trainer.") for path in (rows, columns))
     _require_settings(groups, rows, columns)
@@ -56,14 +56,14 @@ def cross_table(
     cells = []
     for panel, members in _panels(groups, rows, columns):
         for group in members:
-            own = (panel, _name(group, rows), _name(group, columns))
-            place = dict(zip(_PLACE, own, strict=True))
+            names = (panel, _name(group, rows), _name(group, columns))
+            place = dict(zip(_PLACE, names, strict=True))
             cells += [place | row for row in scores[id(group)]]
     table = pd.DataFrame(cells)
     _require_one_group_per_cell(table)
     names = [*_PLACE, "metric", "runs", "last", "last_std", "picked", "picked_std"]
     table = table[[name for name in names if name in table]]
-    table.attrs["columns"] = columns  # what the figure's axis is named
+    table.attrs["columns"] = columns  # label of the figure's axis
     return table
 
 
@@ -73,7 +73,7 @@ def cross_matrices(
     """Return the means of each panel as a matrix. Cells without runs are NaN.
 
     Args:
-        table: As :func:`cross_table` returns it.
+        table: A table from :func:`cross_table`.
         metric: One of its metrics.
         score: ``last`` or ``picked``.
     """
@@ -115,7 +115,7 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     """Draw the means as heat maps, one per panel.
 
     Args:
-        table: As :func:`cross_table` returns it.
+        table: A table from :func:`cross_table`.
         metric: One of its metrics.
         score: ``last`` or ``picked``.
     """
@@ -130,7 +130,7 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     panels = figure.subplots(tall, wide, squeeze=False, sharex=True, sharey=True).ravel().tolist()
 
     values = pd.concat([matrix.stack().dropna() for matrix in matrices.values()])
-    # Scores in [0, 1] have the same colours in every figure.
+    # Scores in [0, 1] have the same colors in every figure.
     low, high = (0.0, 1.0) if values.between(0, 1).all() else (values.min(), values.max())
     for n, (panel, (title, matrix)) in enumerate(zip(panels, matrices.items(), strict=False)):
         image = draw_matrix(panel, matrix, low=low, high=high, most=30)
@@ -169,7 +169,7 @@ def _panels(groups: Sequence[Group], rows: str, columns: str) -> Iterator[tuple[
 
 
 def _is_related(key: str, axis: str) -> bool:
-    """Return whether a setting is a part of the one on an axis, or the other way round."""
+    """Return whether one of a setting and an axis is part of the other."""
     return f"{key}.".startswith(f"{axis}.") or f"{axis}.".startswith(f"{key}.")
 
 
@@ -179,12 +179,12 @@ def _fits(own: Values, panel: Values) -> bool:
 
 
 def _is_within(other: Values, own: Values) -> bool:
-    """Return whether ``other`` has a value wherever ``own`` has, the same, and more of them."""
+    """Return whether ``other`` has all values of ``own``, and more."""
     return other != own and _fits(own, other)
 
 
 def _panel_title(settings: Flat) -> str:
-    """Return the settings of a panel as text, without parts of an object that it lacks."""
+    """Return the settings of a panel as text, without parts of missing objects."""
     return ", ".join(
         setting_text(key, value, settings)
         for key, value in settings.items()
@@ -199,12 +199,12 @@ def _name(group: Group, key: str) -> str:
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
-    """Return each name once, with ``none`` in front, and numbers by their size."""
+    """Return the unique names, with ``none`` first and numbers in numeric order."""
     return sorted(set(names), key=lambda name: (name != "none", *_rank(name)))
 
 
 def _rank(value: Any) -> tuple[int, float, str]:
-    """Return what sorts an absent value first, then numbers by their size, then words."""
+    """Return a sort key: missing values first, then numbers, then words."""
     if value is None or value is _OPEN:
         return 0, 0.0, ""
     try:
@@ -233,5 +233,5 @@ def _require_one_group_per_cell(table: pd.DataFrame) -> None:
         panel, row, column = (doubled.iloc[0][name] for name in _PLACE)
         raise FlsuiteError(
             f"two experiments have the cell {row}, {column} of the panel {panel or 'of all runs'}: "
-            "some of the runs were made by another version; name their folders one at a time"
+            "some of the runs come from another version; name their folders one at a time"
         )

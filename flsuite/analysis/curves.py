@@ -26,17 +26,17 @@ def curves_figure(
     """Draw the global scores of runs, one panel per metric.
 
     Args:
-        runs: What :func:`~flsuite.analysis.load` returns, or label to run folder. Of a table, each
-            method has a line, the mean over its seeds, in a band, which is their range. Each
+        runs: A table from :func:`~flsuite.analysis.load`, or a mapping from label to run folder.
+            For a table, each method has a line (the mean over seeds) and a band (their range). Each
             partition has a row of panels, or one panel if there is one metric.
         metrics: Names of scores.
         split: ``val`` or ``test``.
         x: The horizontal axis: ``round``, ``virtual_s``, ``wall_s``, ``client_updates`` or
             ``bytes``.
-        target: A value of the first metric that is drawn as a dashed line.
+        target: A value of the first metric, drawn as a dashed line.
 
     Raises:
-        FlsuiteError: If the axis does not exist, or a run has not noted it.
+        FlsuiteError: If the axis does not exist, or a run has not recorded it.
     """
     metrics = [metrics] if isinstance(metrics, str) else metrics
     if isinstance(runs, pd.DataFrame):
@@ -54,7 +54,7 @@ def curves_figure(
     names = dict.fromkeys(
         label for line in by_partition.values() for lines in line.values() for label in lines
     )
-    # Some have no score of a panel, and the others must keep their colours there.
+    # Some labels have no score in a panel. The others must keep their colors there.
     colors = {label: f"C{n % 10}" for n, label in enumerate(names)}
 
     for line, (partition, by_metric) in zip(panels, by_partition.items(), strict=True):
@@ -74,7 +74,7 @@ def curves_figure(
 
 
 Lines = dict[str, pd.DataFrame]
-"""Label to curves, one column per run."""
+"""A mapping from label to curves, with one column per run."""
 
 
 def _from_folders(
@@ -93,7 +93,7 @@ def _from_folders(
 def _from_table(
     results: pd.DataFrame, metrics: Sequence[str], split: str, x: str
 ) -> dict[str, dict[str, Lines]]:
-    """Return partition to metric to curves."""
+    """Return the curves by partition and metric."""
     require_results(results)
     if results.empty:
         raise FlsuiteError("curves_figure: the table has no rows; choose other runs")
@@ -111,10 +111,10 @@ def _from_table(
 
 
 def seed_curves(rows: pd.DataFrame, x: str = "round") -> pd.DataFrame:
-    """Return a score of one experiment, one column per run, as :func:`aligned` has it.
+    """Return a score of one experiment with one column per run, see :func:`aligned`.
 
     Args:
-        rows: The score's rows of a table of :func:`~flsuite.analysis.load`.
+        rows: The score's rows in a table from :func:`~flsuite.analysis.load`.
         x: The axis.
     """
     curves = {
@@ -134,12 +134,12 @@ def draw_band(
     """Draw the mean of curves, and their range as a band.
 
     Args:
-        panel: Where to draw.
+        panel: The panel to draw in.
         curves: One column per run, indexed by the axis.
-        label: The label, with lines of at most ``width`` characters.
+        label: The label, wrapped at ``width`` characters.
         x: The axis.
-        width: Characters.
-        color: The colour. Default: the next one of the panel.
+        width: Maximum characters per line of the label.
+        color: The color. Default: the panel's next color.
     """
     points = curves.index * AXES[x].scale
     line = panel.plot(
@@ -170,7 +170,7 @@ GAMMA = {
     "R": "R",
     "Phi": "Phi",
 }
-"""What :class:`~flsuite.callbacks.GradientDissimilarity` logs, and its name in figures."""
+"""The numbers of :class:`~flsuite.callbacks.GradientDissimilarity`, and their names in figures."""
 
 
 def gamma_figure(results: pd.DataFrame, x: str = "round") -> Figure:
@@ -179,7 +179,7 @@ def gamma_figure(results: pd.DataFrame, x: str = "round") -> Figure:
     Lines are means over seeds, and bands are their range.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
+        results: A table from :func:`~flsuite.analysis.load`.
         x: The axis, as for :func:`~flsuite.analysis.curves_figure`.
 
     Raises:
@@ -192,7 +192,7 @@ def gamma_figure(results: pd.DataFrame, x: str = "round") -> Figure:
             "trainer.callbacks"
         )
     figure, panels = panel_grid(len(parts), (3.8, 2.9))
-    # Only fused models have all parts, and they must have one colour in all panels.
+    # Only fused models have all parts, and they must keep their color in all panels.
     colors = {label: f"C{n % 10}" for n, label in enumerate(by_experiment(results))}
     for panel, name in zip(panels, parts, strict=True):
         for label, rows in by_experiment(only(results, name, "train")).items():
@@ -207,7 +207,7 @@ def gamma_figure(results: pd.DataFrame, x: str = "round") -> Figure:
 
 
 def gamma_parts(results: pd.DataFrame) -> list[str]:
-    """Return which of the numbers of :data:`GAMMA` any run has logged."""
+    """Return the names in :data:`GAMMA` that any run has logged."""
     require_results(results)
     is_train = (results["split"] == "train") & (results["scope"] == "global")
     logged = set(results.loc[is_train, "metric"].unique())

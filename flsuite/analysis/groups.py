@@ -1,4 +1,4 @@
-"""Groups of runs that differ in nothing but the seed."""
+"""Groups of runs that differ only in the seed."""
 
 import hashlib
 import re
@@ -17,10 +17,10 @@ from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
 
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
-"""The folder of a sweep's cell: METHOD, the grid values if there are any, and a hash."""
+"""The folder name of a sweep's cell: METHOD, the grid values if any, and a hash."""
 _LONGEST_POINT = 80
-"""Characters of the grid values in a folder's name, after which earlier versions have cut it."""
-# The seed may have decided the weights of a given model, and who attacks.
+"""Length at which earlier versions truncated the grid values in a folder's name."""
+# The seed may determine the weights of a given model, and who attacks.
 _SEED_SETTINGS = ("seed", "given_weights", "attackers")
 _CALLBACKS = ("callbacks", "stopping")  # settings that are lists of callbacks
 
@@ -30,13 +30,13 @@ class Group:
     """Runs of one experiment.
 
     Attributes:
-        settings: The settings that they share, flat: ``model`` is a class, ``model.lr`` one of its
-            parameters.
-        label: The settings in which they differ from the other groups.
-        method: The aggregator, and what else differs outside of the data.
-        partition: The partition, and what else of the data differs.
-        runs: Folder to metrics.
-        seeds: Folder to seed, where there is one.
+        settings: The settings that the runs share, by path: ``model`` is a class, ``model.lr`` one
+            of its parameters.
+        label: The settings in which the group differs from the other groups.
+        method: The aggregator, and other differing settings outside of the data.
+        partition: The partition, and other differing settings of the data.
+        runs: Metrics by run folder.
+        seeds: Seeds by run folder, ``None`` if unknown.
     """
 
     settings: Flat
@@ -48,7 +48,7 @@ class Group:
 
     @property
     def monitor(self) -> str:
-        """Return the score on validation data that the runs pick a round by."""
+        """Return the validation score by which the runs pick a round."""
         return _monitor(self.settings)
 
     def curves(self, metric: str, split: str, x: str = "round") -> pd.DataFrame:
@@ -57,10 +57,10 @@ class Group:
         Args:
             metric: The score.
             split: ``test`` or ``val``.
-            x: The axis, whose points are the rows, as :func:`aligned` has them.
+            x: The axis, whose points are the rows, see :func:`aligned`.
 
         Raises:
-            FlsuiteError: If the axis does not exist, or a run has not noted it.
+            FlsuiteError: If the axis does not exist, or a run has not recorded it.
         """
         for folder, table in self.runs.items():
             require_axis(x, table, folder)
@@ -71,11 +71,11 @@ class Group:
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
     """Return the run folders among and below ``places``.
 
-    A ``metrics.csv`` of another kind, such as that of Lightning's CSVLogger, is passed over. So are
-    the trials of a sweep, which are no results, unless a place names their folder.
+    Other kinds of ``metrics.csv``, such as from Lightning's CSVLogger, are skipped. The trials of a
+    sweep are skipped too, because they are not results, unless a place names their folder.
 
     Raises:
-        FlsuiteError: If there are none.
+        FlsuiteError: If there are no runs.
     """
     roots = [Path(place) for place in places]
     tables = {
@@ -87,17 +87,17 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
     folders = sorted(table.parent for table in tables if is_metrics(table))
     if not folders:
         raise FlsuiteError(
-            f"no run below {', '.join(map(str, roots))}: name folders that hold metrics.csv of "
+            f"no run below {', '.join(map(str, roots))}: name folders with a metrics.csv of "
             "flsuite fit"
         )
     return folders
 
 
 def group_runs(folders: Iterable[Path]) -> list[Group]:
-    """Group runs by their settings, and label each group with what differs.
+    """Group runs by their settings, and label each group with its differing settings.
 
     Raises:
-        FlsuiteError: If a folder is not a run's, or no run has a finished round.
+        FlsuiteError: If a folder is not a run, or no run has a finished round.
     """
     by_settings: dict[str, Group] = {}
     for folder in folders:
@@ -123,10 +123,10 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
 
 
 def monitor_of(run_dir: str | Path) -> str:
-    """Return the score on validation data that a run picks a round by.
+    """Return the validation score by which a run picks a round.
 
     Raises:
-        FlsuiteError: If the folder is not a run's.
+        FlsuiteError: If the folder is not a run.
     """
     return _monitor(read_settings(Path(run_dir)))
 
@@ -136,15 +136,16 @@ def _monitor(settings: Mapping[str, Any]) -> str:
 
 
 def experiment_hash(settings: Mapping[str, Any]) -> str:
-    """Return eight hexadecimal digits that runs share if they are in one group."""
+    """Return eight hexadecimal digits that all runs of a group share."""
     return hashlib.sha256(_text(_without_seed(settings)).encode()).hexdigest()[:8]
 
 
 def _take_names_of_sweep(groups: list[Group]) -> None:
-    """Name methods as their sweep does, so that tuned values do not make them several methods.
+    """Name methods as in their sweep, so that tuned values do not split a method.
 
-    Grid values that are not of the data then name the partition, which is the grid point. Two
-    sweeps may give one name to two experiments: these keep the names that their settings give.
+    Grid values outside of the data then become part of the partition's name, which is the grid
+    point. If two sweeps use the same name for different experiments, these keep the names from
+    their settings.
     """
     names = [(group.method, group.partition) for group in groups]
     cells = [_cell_of(group) for group in groups]
@@ -158,13 +159,13 @@ def _take_names_of_sweep(groups: list[Group]) -> None:
 
 
 def _cell_of(group: Group) -> tuple[str, str] | None:
-    """Return the method and the grid point if all runs are of one cell of a sweep."""
+    """Return the method and the grid point if all runs belong to one cell of a sweep."""
     folders = {folder.parent.name for folder in group.runs if folder.name.startswith("seed-")}
     matches = [match for name in folders if (match := _CELL.fullmatch(name))]
     if len(matches) != 1 or any(not f.name.startswith("seed-") for f in group.runs):
         return None
     point = matches[0]["point"] or ""
-    # Half a number would be another number: std=0 of std=0.3.
+    # Drop the last, truncated number, because it would be another number: std=0 for std=0.3.
     return matches[0]["method"], point if len(point) < _LONGEST_POINT else point.rpartition("-")[0]
 
 
@@ -174,7 +175,7 @@ def _text(settings: Any) -> str:
 
 
 def read_yaml(text: str) -> Any:
-    """Parse plain YAML, with the parser in C where it is built: it is ten times as fast."""
+    """Parse plain YAML, with the C parser if available, which is ten times as fast."""
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
@@ -185,16 +186,16 @@ def _is_trial(table: Path, root: Path) -> bool:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read ``settings.yaml`` of a run: all that decides its result.
+    """Read ``settings.yaml`` of a run: all settings that determine its result.
 
     Raises:
-        FlsuiteError: If the file is not there, or is not that of a run.
+        FlsuiteError: If the file is missing or does not belong to a run.
     """
     path = folder / "settings.yaml"
     if not path.is_file():
         raise FlsuiteError(
             f"{folder} has no settings.yaml: it is not the folder of a run, or an earlier version "
-            "of flsuite made it; name other folders, or run it again"
+            "of flsuite wrote it; name other folders, or run it again"
         )
     try:
         content = read_yaml(path.read_text())
@@ -215,9 +216,9 @@ def _without_seed(settings: Mapping[str, Any]) -> Any:
 
 
 def _without_open(node: Any) -> Any:
-    """Leave out settings that are left open: ``None``, and a list of callbacks without any.
+    """Return the settings without unset ones: ``None``, and empty lists of callbacks.
 
-    A run that is older than such a setting does not have it, and is the same experiment.
+    Runs from before such a setting existed do not have it, but are the same experiment.
     """
     if isinstance(node, list):
         return [_without_open(item) for item in node]

@@ -8,7 +8,7 @@ Flat = dict[str, Any]
 
 
 class _Class(str):
-    """The path of a class, whose name is enough in a label."""
+    """The path of a class. Labels show only the class name."""
 
 
 def flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
@@ -17,13 +17,13 @@ def flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
         yield path, _Class(node["class_path"])
         arguments = node.get("init_args")
         for key, value in arguments.items() if isinstance(arguments, Mapping) else ():
-            # A mapping of plain values is one value: another group may have a word in its place.
+            # A mapping of plain values is one value, because another group may have a word there.
             yield from flatten(repr(value) if _is_plain(value) else value, f"{path}.{key}")
     elif isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from flatten(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
-        # Objects in a list go by their class names, so that labels can name them.
+        # Objects in a list are keyed by class name, so that labels can name them.
         for name, item in zip(_names(node), node, strict=True):
             yield from flatten(item, f"{path}.{name}")
     else:
@@ -31,7 +31,7 @@ def flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _is_plain(node: Any) -> bool:
-    """Return whether an argument is a mapping of values that have no parts."""
+    """Return whether an argument is a mapping of plain values."""
     return (
         isinstance(node, Mapping)
         and "class_path" not in node
@@ -40,7 +40,7 @@ def _is_plain(node: Any) -> bool:
 
 
 def _names(items: Sequence[Any]) -> list[str]:
-    """Return a name per item: its class where it has one, numbered from the second on."""
+    """Return a name per item: its class if it has one, numbered from the second on."""
     names: list[str] = []
     for item in items:
         path = item.get("class_path", "") if isinstance(item, Mapping) else ""
@@ -50,7 +50,7 @@ def _names(items: Sequence[Any]) -> list[str]:
     return names
 
 
-_PLAIN = {"Mean", "MixedMean", "Objective"}  # parts that an algorithm has unless it is given others
+_PLAIN = {"Mean", "MixedMean", "Objective"}  # default parts of an algorithm
 
 
 class Variation:
@@ -76,7 +76,7 @@ class Variation:
         return len(self._values[self._peers(key, own)]) > 1
 
     def texts(self, own: Flat, keep: Callable[[str], bool] = lambda key: True) -> list[str]:
-        """Return the settings in which a group differs, as text, of those whose path is kept."""
+        """Return the settings in which a group differs as text, if ``keep`` accepts their path."""
         keys = [key for key in self.keys if keep(key) and self.differs(key, own)]
         return [
             self.algorithm(own) if key == "aggregator" else setting_text(key, own.get(key), keys)
@@ -84,7 +84,7 @@ class Variation:
         ]
 
     def algorithm(self, own: Flat) -> str:
-        """Return the aggregator with the parts that it was given, unless they are named apart."""
+        """Return the aggregator with its non-default parts, except those that differ."""
         names = [_last(own.get("aggregator", "run"))]
         for key, value in own.items():
             owner, _, part = key.partition(".")
@@ -103,15 +103,15 @@ def label_of(own: Flat, variation: Variation) -> str:
 
 
 def method_of(own: Flat, variation: Variation) -> str:
-    """Return the aggregator, and what else differs between groups outside of their data."""
+    """Return the aggregator, and other differing settings outside of the data."""
     parts = variation.texts(own, lambda key: key != "aggregator" and not _is_data(key))
     return ", ".join([variation.algorithm(own), *parts])
 
 
 def partition_of(own: Flat, variation: Variation) -> str:
-    """Return the partition, and what else differs between the groups' data.
+    """Return the partition, and other differing settings of the data.
 
-    The first parameter of a partition, such as alpha, is named even where it is the same.
+    The first parameter of a partition, such as alpha, is always named.
     """
     place = next((key for key in own if _is_data(key) and _last_key(key) == "partition"), None)
     parts = variation.texts(
@@ -128,7 +128,7 @@ def partition_of(own: Flat, variation: Variation) -> str:
 
 
 def setting_text(key: str, value: Any, keys: Iterable[str]) -> str:
-    """Return a setting as text, with its whole path where its name is that of another key too."""
+    """Return a setting as text, with its whole path if another key has the same name."""
     if isinstance(value, _Class):
         return shown_value(value)
     last = _last_key(key)
@@ -146,7 +146,7 @@ def differing(all_settings: Sequence[Flat]) -> list[str]:
 
 
 def shown_value(value: Any) -> str:
-    """Return a setting as text: of a class its name."""
+    """Return a setting's value as text. For a class, it is the name."""
     return _last(value) if isinstance(value, _Class) else str(value)
 
 

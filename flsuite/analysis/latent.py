@@ -33,15 +33,15 @@ def latent_figure(
     Samples are dots. Priors are crosses with an ellipse of one standard deviation.
 
     Args:
-        latents: Title to ``(n, latent)``.
-        y: int ``(n,)``.
-        means: Class centres ``(classes, latent)``.
-        sigmas: Their standard deviations.
+        latents: Latent means ``(n, latent)`` by panel title.
+        y: Classes, int ``(n,)``.
+        means: Class centers ``(classes, latent)``.
+        sigmas: Standard deviations ``(classes, latent)``.
         class_names: Names for the legend.
     """
     from sklearn.decomposition import PCA
 
-    # Two centres span only a line, so the samples give the second axis.
+    # Two centers span only a line, so the samples add the second axis.
     plane = PCA(2).fit(
         means if min(means.shape) > 2 else np.concatenate([means, *latents.values()])
     )
@@ -55,7 +55,7 @@ def latent_figure(
         panel.set_title(title, fontsize=10)
         panel.set_aspect("equal")
 
-    figure.supxlabel("first principal component of the class centres", fontsize=8)
+    figure.supxlabel("first principal component of the class centers", fontsize=8)
     figure.supylabel("second", fontsize=8)
     _add_class_legend(figure, panels[0], class_names)
     return figure
@@ -68,15 +68,15 @@ def flow_figure(
     sampled_y: np.ndarray,
     class_names: Sequence[str],
 ) -> Figure:
-    """Draw features beside samples of a flow of these features, in the same plane.
+    """Draw features next to samples from a flow of these features, in the same plane.
 
-    The plane is that of the features' first principal components. Where the flow is good, both
+    The plane is spanned by the features' first principal components. If the flow is good, both
     panels look the same.
 
     Args:
         features: ``(n, features)``.
         y: Their classes, int ``(n,)``.
-        samples: Samples of the flow, ``(m, features)``.
+        samples: Samples from the flow, ``(m, features)``.
         sampled_y: The classes that they were drawn for, int ``(m,)``.
         class_names: Names for the legend.
     """
@@ -101,28 +101,28 @@ def flow_figure(
 def load_model(run_dir: str | Path) -> "LightningModule":
     """Return the global model of a finished run, on the CPU and in evaluation mode.
 
-    Its private entries have their initial values, because they lie with the clients.
+    Its private entries have their initial values, because clients keep their own.
 
     Raises:
-        FlsuiteError: If the run has left no model, it is damaged, or its class cannot be imported.
+        FlsuiteError: If the model is missing or damaged, or its class cannot be imported.
     """
     path = Path(run_dir) / "checkpoints" / "model.ckpt"
     if not path.is_file():
         raise FlsuiteError(
-            f"there is no {path}: a run writes its model at its end; finish the run with "
+            f"there is no {path}: a run writes its model when it ends; finish the run with "
             "--ckpt_path last"
         )
-    remedy = "restore it, or go on with --ckpt_path last, which writes it again"
+    remedy = "restore it, or resume with --ckpt_path last, which writes it again"
     content: dict[str, Any] = load_tensors(path, remedy)
     module, _, name = content["hyper_parameters"]["_class_path"].rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        model_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise FlsuiteError(
             f"the model of {run_dir} is a {module}.{name}, which cannot be imported; work in the "
-            "folder that holds it, or install it"
+            "folder that contains it, or install it"
         ) from error
-    model: LightningModule = found.load_from_checkpoint(path, map_location="cpu")
+    model: LightningModule = model_class.load_from_checkpoint(path, map_location="cpu")
     return model.eval()
 
 
@@ -137,15 +137,15 @@ def _scatter_classes(
 ) -> None:
     """Draw points ``(n, 2)`` as dots in the colors of their classes ``(n,)``."""
     for c, (name, color) in enumerate(zip(class_names, _colors(class_names), strict=True)):
-        own = points[y == c]
-        panel.scatter(own[:, 0], own[:, 1], s=7, color=color, alpha=0.55, linewidths=0, label=name)
+        x1, x2 = points[y == c].T
+        panel.scatter(x1, x2, s=7, color=color, alpha=0.55, linewidths=0, label=name)
     panel.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_prior(
     panel: Axes, plane: "PCA", mean: np.ndarray, sigma: np.ndarray, color: Color
 ) -> None:
-    """Draw a diagonal Gaussian, projected to the plane: its centre and one standard deviation."""
+    """Draw a diagonal Gaussian, projected to the plane: its center and one standard deviation."""
     covariance = plane.components_ @ np.diag(sigma**2) @ plane.components_.T
     # Rounding may leave a negative eigenvalue.
     values, vectors = np.linalg.eigh(covariance)

@@ -1,4 +1,4 @@
-"""A list of runs: what each one is, how far it has come, and its scores."""
+"""A list of runs with method, data, progress and scores."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ COLUMNS = (
     *("run", "method", "data", "partition", "seed", "state", "rounds", "of", "score"),
     *("last", "picked", "modified", "error"),
 )
-# A limit of a run, and the column of its table that it ends.
+# The limits of a run, and the columns that they limit.
 _LIMITS = {
     "rounds": "round",
     "max_virtual_seconds": "virtual_s",
@@ -31,14 +31,14 @@ def list_runs(places: Iterable[str | Path]) -> pd.DataFrame:
 
     Returns:
         The columns are ``run`` (its folder), ``method``, ``data``, ``partition``, ``seed``,
-        ``state``, ``rounds`` (done), ``of`` (rounds that it may have), ``score`` (the name of its
-        monitor), ``last`` and ``picked`` (that score on test data, in the last round and in the one
-        picked on validation data), ``modified`` (when its table last grew) and ``error``. The
-        state is ``finished``, ``interrupted``, ``running`` or ``broken``. A broken run has a file
-        that cannot be read, which ``error`` names.
+        ``state``, ``rounds`` (done), ``of`` (maximum rounds), ``score`` (the name of its monitor),
+        ``last`` and ``picked`` (that score on test data, in the last round and in the round picked
+        on validation data), ``modified`` (when its table last grew) and ``error``. The state is
+        ``finished``, ``interrupted``, ``running`` or ``broken``. A broken run has an unreadable
+        file, which ``error`` names.
 
     Raises:
-        FlsuiteError: If there are none.
+        FlsuiteError: If there are no runs.
     """
     return pd.DataFrame([_row(folder) for folder in find_runs(places)], columns=list(COLUMNS))
 
@@ -54,21 +54,21 @@ def _row(folder: Path) -> dict[str, Any]:
 
 
 def _described(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run is."""
-    own = dict(flatten(settings))
-    alone = Variation([own])
+    """Return the columns that follow from a run's settings."""
+    flat = dict(flatten(settings))
+    alone = Variation([flat])
     return {
-        "method": alone.algorithm(own),
+        "method": alone.algorithm(flat),
         "data": _data_name(settings["data"]),
-        "partition": partition_of(own, alone),
+        "partition": partition_of(flat, alone),
         "seed": settings.get("seed"),
     }
 
 
 def _data_name(description: Mapping[str, Any]) -> str:
-    """Return the name of a dataset: its argument ``name`` where it has one, else its class.
+    """Return the name of a dataset: its argument ``name`` if it has one, else its class.
 
-    Where the data wraps another data module, it is the name of that one.
+    For data that wraps another data module, return the name of the inner one.
     """
     arguments = description.get("init_args") or {}
     inner = arguments.get("data")
@@ -78,7 +78,7 @@ def _data_name(description: Mapping[str, Any]) -> str:
 
 
 def _measured(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how far a run has come, and its scores."""
+    """Return the columns that follow from a run's metrics."""
     table = read_metrics(folder)
     monitor = str(settings.get("monitor") or "accuracy")
     scores = run_scores(table, monitor, monitor, last=1) if len(table) else {}
@@ -99,10 +99,10 @@ def _state(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> St
 
 
 def _has_ended(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> bool:
-    """Return whether the last round in the table was meant to be the last one.
+    """Return whether the run ended with the last round in the table.
 
-    It spent the budget, or a callback ended the run. Scores by class, and the picture of the
-    curves, come with an end alone.
+    The round spent the budget, or a callback ended the run. Scores by class and the picture of the
+    curves are only written at the end.
     """
     limits = {name: settings.get(name) for name in _LIMITS}
     if any(

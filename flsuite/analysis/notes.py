@@ -1,18 +1,18 @@
-"""What of finished runs cannot be compared, as lines for a reader."""
+"""Notes for the reader on finished runs that cannot be compared."""
 
 from collections.abc import Sequence
 
 from flsuite.analysis.groups import Group
 from flsuite.analysis.runs import curve
 
-_MOST_LINES = 5  # of runs that are named one by one
+_MOST_LINES = 5  # runs that are named one by one
 
 
 def uneven(groups: Sequence[Group]) -> list[str]:
     """Return a line for each run that ended before the others, or one line for many of them.
 
-    The rows of such runs do not match those of the others, unless all have spent the same budget of
-    client updates or virtual seconds: rounds may differ in size.
+    Such runs are not comparable with the others, unless all have spent the same budget of client
+    updates or virtual seconds, because rounds may differ in size.
     """
     if _share_budget(groups, "max_client_updates", "client_updates") or _share_budget(
         groups, "max_virtual_seconds", "virtual_s"
@@ -33,7 +33,7 @@ def uneven(groups: Sequence[Group]) -> list[str]:
 
 
 def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
-    """Return whether all runs have the same limit and have reached it."""
+    """Return whether all runs have the same limit and reached it."""
     limit = groups[0].settings.get(setting)
     is_common = limit is not None and all(g.settings.get(setting) == limit for g in groups)
     ends = [table[column].max() for group in groups for table in group.runs.values()]
@@ -55,16 +55,16 @@ def measured(groups: Sequence[Group], x: str) -> list[str]:
 def _is_measured(group: Group) -> bool:
     schedule = str(group.settings.get("schedule", ""))
     speeds = group.settings.get("schedule.speeds")
-    # A synchronous round without speeds takes as long as on this machine.
+    # Without speeds, a synchronous round takes its measured time.
     is_open = speeds is None and schedule.endswith("Synchronous") and "Asyn" not in schedule
     return is_open or str(speeds).endswith("Measured")
 
 
 def apart(groups: Sequence[Group], metric: str, split: str, x: str) -> list[str]:
-    """Return a line for each group that the picture has no curve of, or one line for many of them.
+    """Return a line for each group without a curve in the picture, or one line for many of them.
 
-    Its runs have no such score, such as that of an attack's aim under another attack, or no part of
-    the axis in common.
+    Its runs have no such score, such as an attack's success in runs with another attack, or share
+    no part of the axis.
     """
     scored = [group for group in groups if _has_score(group, metric, split)]
     without = [group for group in groups if not _has_score(group, metric, split)]
@@ -85,13 +85,13 @@ def _has_score(group: Group, metric: str, split: str) -> bool:
 
 def repeated(groups: Sequence[Group]) -> list[str]:
     """Return a line for each group in which a seed appears more than once."""
-    found = []
+    lines = []
     for group in groups:
         seeds = list(group.seeds.values())
         twice = sorted({str(seed) for seed in seeds if seed is not None and seeds.count(seed) > 1})
-        found += (
+        lines += (
             [f"{group.label}: seed {', '.join(twice)} more than once; the spread is too small"]
             if twice
             else []
         )
-    return found
+    return lines

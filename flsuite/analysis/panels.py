@@ -1,4 +1,4 @@
-"""Panels side by side."""
+"""Figures with several panels, and common ways to draw in them."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -18,9 +18,9 @@ def new_figure(width: float, height: float) -> Figure:
 def panel_grid(
     number: int, size: tuple[float, float], shares_y: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with this number of panels, each of a size in inches, at most three a row.
+    """Return a figure with panels of a size in inches, at most three per row.
 
-    Four panels are two rows of two. They may share the range of their vertical axes.
+    Four panels form two rows of two. Panels may share the range of their vertical axes.
     """
     columns = 2 if number == 4 else max(1, min(number, _COLUMNS))
     rows = max(1, -(-number // columns))
@@ -32,7 +32,7 @@ def panel_grid(
 
 
 def by_experiment(results: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the rows of each method and partition, by a title that names what differs."""
+    """Return the rows of each method and partition, keyed by a title for them."""
     several = results["partition"].nunique() > 1
     return {
         f"{method}, {partition}" if several else str(method): rows
@@ -41,7 +41,7 @@ def by_experiment(results: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def legend_right(figure: Figure, panel: Axes) -> None:
-    """Add the legend of a panel to the right of all panels, where it covers nothing."""
+    """Add the legend of a panel to the right of all panels, where it does not cover anything."""
     figure.set_figwidth(figure.get_figwidth() + 2.4)
     handles, labels = panel.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
@@ -57,15 +57,15 @@ def draw_matrix(
 ) -> AxesImage:
     """Draw numbers as blue cells, and return the image.
 
-    A NaN stays empty. The numbers are left out where they would not fit.
+    NaN cells stay empty. Numbers are left out if they would not fit.
 
     Args:
-        panel: Where to draw.
+        panel: The panel to draw in.
         matrix: The numbers.
-        digits: Digits after the point.
-        low: The number of the palest color.
-        high: The number of the darkest color.
-        most: Rows or columns up to which there is room for the numbers.
+        digits: Digits after the decimal point.
+        low: The number with the palest color.
+        high: The number with the darkest color.
+        most: Maximum number of rows or columns for which numbers are written.
     """
     image = panel.imshow(matrix.to_numpy(), vmin=low, vmax=high, cmap="Blues", aspect="auto")
     rows, columns = matrix.shape
@@ -96,13 +96,13 @@ def draw_client_rounds(
 ) -> AxesImage:
     """Draw the scores of clients (rows) over rounds (columns) as a heat map, and return the image.
 
-    A score that is missing stays empty. Each evaluation is a column, because rounds may have gaps.
+    Missing scores stay empty. Each evaluation is a column, because rounds may have gaps.
 
     Args:
-        panel: Where to draw.
+        panel: The panel to draw in.
         scores: The scores.
-        low: Score of the darkest color. The default is the lowest score.
-        high: Score of the brightest color. The default is the highest score.
+        low: Score with the darkest color. The default is the lowest score.
+        high: Score with the brightest color. The default is the highest score.
     """
     image = panel.imshow(
         scores, vmin=low, vmax=high, aspect="auto", cmap="viridis", interpolation="nearest"

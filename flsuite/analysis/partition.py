@@ -1,4 +1,4 @@
-"""Figures of who has which data: partitions, and tasks in sequence with what is forgotten."""
+"""Figures of the clients' data: partitions, task sequences and forgetting."""
 
 import numpy as np
 import pandas as pd
@@ -17,10 +17,10 @@ _MOST_CLIENTS = 200
 def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
     """Draw classes against clients, with dots whose area is the number of samples.
 
-    The bars above are the samples per client.
+    The bars above show the samples per client.
 
     Args:
-        table: As :func:`flsuite.runs.partition.partition_table` returns it.
+        table: A table from :func:`flsuite.runs.partition.partition_table`.
         split: ``train``, ``val`` or ``test``.
     """
     rows = table[table["split"] == split]
@@ -64,14 +64,14 @@ def _short(name: str, most: int = 28) -> str:
 
 
 def partitions_figure(results: pd.DataFrame, split: str = "train", clients: int = 60) -> Figure:
-    """Draw the partitions side by side: a bar per client, with a colour per class.
+    """Draw the partitions side by side, with a bar per client and a color per class.
 
-    A panel is the partition of the first run. Its title has the :func:`label_skew`.
+    Each panel shows the partition of its first run, with the :func:`label_skew` in the title.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
+        results: A table from :func:`~flsuite.analysis.load`.
         split: ``train``, ``val`` or ``test``.
-        clients: Clients that are shown at most, the first ones by number.
+        clients: Maximum number of clients to show, starting with client 0.
     """
     require_results(results)
     of_partition = results.groupby("partition", observed=True)["run"].first()
@@ -94,7 +94,7 @@ def partitions_figure(results: pd.DataFrame, split: str = "train", clients: int 
             )
             below += shown[label].to_numpy()
         panel.set_title(f"{name}: label skew {label_skew(counts):.2f}", fontsize=10)
-        # Bars without height would else keep the axis from ending above the others.
+        # Bars without height would otherwise keep the axis from ending above the others.
         highest = max(highest, float(below.max()))
         panel.set(xlabel="client", ylabel=f"{split} samples", ylim=(0, 1.04 * highest))
         panel.spines[["top", "right"]].set_visible(False)
@@ -114,11 +114,11 @@ def class_counts(table: pd.DataFrame, split: str = "train") -> pd.DataFrame:
 
 
 def label_skew(counts: pd.DataFrame) -> float:
-    """Return the mean distance of the clients' class shares to those of all samples.
+    """Return the mean distance between the clients' class shares and the overall class shares.
 
     The distance is the total variation: the share of a client's samples that would have to change
-    their class. It is 0 where all clients have the same mix, and near 1 where each client has a
-    class of its own among many.
+    their class. It is 0 if all clients have the same mix, and near 1 if each client has its own
+    class among many.
 
     Args:
         counts: Samples, with clients as rows and classes as columns.
@@ -133,15 +133,15 @@ _MOST_PLANS = 100
 
 
 def task_plan_figure(table: pd.DataFrame) -> Figure:
-    """Draw classes against clients: the task in which a client meets a class.
+    """Draw the task in which a client gets a class, with classes against clients.
 
     Later tasks are darker.
 
     Args:
-        table: As :func:`flsuite.runs.partition.task_table` returns it.
+        table: A table from :func:`flsuite.runs.partition.task_table`.
     """
     shown = table[table["client"] < _MOST_PLANS]
-    # In the order of the pool of tasks, if there is one.
+    # In the order of the task pool, if there is one.
     names = list(dict.fromkeys(shown.sort_values(["task", "client"])["class"]))
     clients, tasks = shown["client"].nunique(), int(shown["task"].max()) + 1
     width, height = 1.8 + 0.42 * clients, 1.2 + 0.34 * len(names)
@@ -162,18 +162,18 @@ def task_plan_figure(table: pd.DataFrame) -> Figure:
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.grid(alpha=0.25)
     panel.set_axisbelow(True)
-    panel.set_title("the task in which a client meets a class", fontsize=10)
+    panel.set_title("the task in which a client gets a class", fontsize=10)
     return figure
 
 
 def forgetting_figure(results: pd.DataFrame) -> Figure:
     """Draw the accuracy on each task after each task, one panel per method and partition.
 
-    Rows are the tasks trained on, and columns are the tasks scored. A column that gets paler
-    towards the bottom is a task that is forgotten. Values are means over clients and seeds.
+    Rows are the tasks trained on, and columns are the tasks scored. A column that gets paler toward
+    the bottom is a forgotten task. Values are means over clients and seeds.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
+        results: A table from :func:`~flsuite.analysis.load`.
 
     Raises:
         FlsuiteError: If no run has tasks.

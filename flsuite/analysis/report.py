@@ -15,10 +15,10 @@ from flsuite.errors import FlsuiteError, likeliest
 
 
 def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -> list[str]:
-    """Return the scores to compare where none is named: those that the runs pick a round by.
+    """Return the default scores to compare: the monitors by which the runs pick a round.
 
-    A single experiment has its other scores too, at most so many. If its monitor was not logged on
-    one of the splits, it has the others.
+    For a single experiment, its other scores are added, up to ``most`` in all. Scores that were not
+    logged on all splits are left out.
     """
     monitors = list(dict.fromkeys(group.monitor for group in groups))
     tables = [table for group in groups for table in group.runs.values()]
@@ -40,13 +40,13 @@ def report_table(
 
     The columns are ``group, metric, runs, averaged``, then mean and spread of each score of
     :func:`run_scores`. The spread is the standard deviation with ddof 1, empty for a single run.
-    With a target, those of :func:`target_columns` follow.
+    With a target, the columns of :func:`target_columns` follow.
 
     Args:
         groups: The experiments.
         metrics: Names of test scores.
-        last: Evaluations that ``mean_last`` is the mean of. A shorter run lowers it for all, and
-            ``averaged`` is what is left.
+        last: Number of evaluations in ``mean_last``. A shorter run lowers it for all. ``averaged``
+            is the number used.
         target: A score to reach.
         x: The axis on which the way to the target is measured.
         split: The data whose score must reach the target: ``test`` or ``val``.
@@ -69,9 +69,9 @@ def report_table(
 
 
 def averaged_scores(groups: Sequence[Group], metric: str, last: int) -> int:
-    """Return how many of the last test scores all runs have, ``last`` at most.
+    """Return the number of last test scores that all runs have, at most ``last``.
 
-    Means over as many are comparable. A run without the score does not count.
+    Means over this number of scores are comparable. Runs without the score do not count.
     """
     tables = [of_last_task(table) for group in groups for table in group.runs.values()]
     counts = [len(curve(table, metric, "test")) for table in tables]
@@ -79,7 +79,7 @@ def averaged_scores(groups: Sequence[Group], metric: str, last: int) -> int:
 
 
 def group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
-    """Return a group's row of the table, or ``None`` if no run of it has the score."""
+    """Return a group's row of the table, or ``None`` if none of its runs has the score."""
     scores = [run_scores(table, metric, group.monitor, last) for table in group.runs.values()]
     scores = [row for row in scores if row]
     if not scores:
@@ -122,13 +122,13 @@ def report_markdown(
 ) -> str:
     """Write the table as Markdown, with cells ``mean ± spread``.
 
-    The mean of the last scores is left out where a run has only one.
+    The mean of the last scores is left out if a run has only one.
 
     Args:
-        table: As :func:`report_table` returns it.
-        target: As for the table. ``None`` leaves the way to it out.
-        x: As for the table.
-        split: As for the table.
+        table: A table from :func:`report_table`.
+        target: As in the table. ``None`` leaves out the way to the target.
+        x: As in the table.
+        split: As in the table.
     """
     titles = {"last": "last round", "picked": "picked on validation"}
     if averaged := averaged_text(table):
@@ -150,7 +150,7 @@ def report_markdown(
 
 
 def averaged_text(table: pd.DataFrame) -> str:
-    """Return which scores of a table ``mean_last`` is the mean of, empty if it is of one each."""
+    """Return which scores ``mean_last`` averages, such as "last 10", or "" for one each."""
     counts = sorted(set(table["averaged"]))
     if counts[-1] == 1:
         return ""
@@ -158,7 +158,7 @@ def averaged_text(table: pd.DataFrame) -> str:
 
 
 def score_cell(row: Mapping[Any, Any], name: str) -> str:
-    """Return a score as ``mean ± spread``, without a spread where there is a single run."""
+    """Return a score as ``mean ± spread``, or only the mean for a single run."""
     mean, spread = row.get(name, float("nan")), row.get(f"{name}_std", float("nan"))
     if pd.isna(mean):
         return ""
@@ -179,7 +179,7 @@ def report_figure(
         metrics: Names of scores, one panel each.
         split: ``test`` or ``val``.
         x: The axis. See :meth:`Group.curves` for axes on which runs have different points.
-        target: A score that is drawn as a dashed line.
+        target: A score to draw as a dashed line.
     """
     height = 3.6 + 0.2 * len(groups)
     figure = new_figure(max(5.2, 4.6 * len(metrics)), height)
@@ -187,7 +187,7 @@ def report_figure(
     for panel, metric in zip(panels, metrics, strict=True):
         for group in groups:
             curves = group.curves(metric, split, x)
-            # About 14 characters of the legend are an inch wide.
+            # About 14 characters of the legend fit in an inch.
             width = int(14 * figure.get_figwidth())
             draw_band(panel, curves, f"{group.label} ({curves.shape[1]})", x, width)
         if target is not None:

@@ -18,12 +18,12 @@ COLUMNS = (*_RUN_COLUMNS, *_ROUND_COLUMNS, *_NAMES, "value")
 
 
 class Results(pd.DataFrame):
-    """The numbers of runs, one per row. It is an ordinary DataFrame with one more method.
+    """The numbers of runs, one per row. It is a DataFrame with one additional method.
 
-    Columns: ``run`` (its folder), ``method``, ``partition``, ``seed``, then those of a run's
+    Columns: ``run`` (its folder), ``method``, ``partition``, ``seed``, then the columns of a run's
     ``metrics.csv``: ``round, virtual_s, wall_s, client_updates, bytes, scope, split, metric,
-    value``. All words are categories. ``attrs["monitors"]`` has the scores on validation data that
-    the runs pick a round by.
+    value``. All words are categories. ``attrs["monitors"]`` has the validation scores by which the
+    runs pick a round.
     """
 
     @property
@@ -33,7 +33,7 @@ class Results(pd.DataFrame):
     def wide(self) -> pd.DataFrame:
         """Return one row per run, round and scope, and one column per number.
 
-        The columns of the run and of the clock come first. Those of numbers are named
+        The columns of the run and of the clock come first. The number columns are named
         ``<split>/<metric>``, such as ``test/accuracy``.
         """
         rows = self.groupby(["run", "round", "scope"], observed=True, sort=False).ngroup()
@@ -51,15 +51,15 @@ class Results(pd.DataFrame):
 def load(*places: str | Path | Iterable[str | Path]) -> Results:
     """Read the runs in and below folders as one tidy table.
 
-    Runs that differ in nothing but the seed have the same ``method`` and ``partition``. A method is
-    named by its aggregator and by the settings in which methods differ, a partition by its class
-    and parameters.
+    Runs that differ only in the seed have the same ``method`` and ``partition``. A method is named
+    after its aggregator and the settings in which methods differ, a partition after its class and
+    parameters.
 
     Args:
-        places: Folders, or lists of them: of a run, of several, or of a sweep.
+        places: Folders of runs or sweeps, or lists of folders.
 
     Raises:
-        FlsuiteError: If there is no run with a finished round.
+        FlsuiteError: If no run has a finished round.
     """
     folders = [[place] if isinstance(place, (str, Path)) else place for place in places]
     return results_of(group_runs(find_runs(chain.from_iterable(folders))))
@@ -67,15 +67,14 @@ def load(*places: str | Path | Iterable[str | Path]) -> Results:
 
 def results_of(groups: Sequence[Group]) -> Results:
     """Return the numbers of groups of runs as one table."""
-    found = [(group, folder) for group in groups for folder in group.runs]
-    tables = [group.runs[folder] for group, folder in found]
+    runs = [(group, folder) for group in groups for folder in group.runs]
+    tables = [group.runs[folder] for group, folder in runs]
     sizes = [len(table) for table in tables]
-    seeds = [group.seeds[folder] for group, folder in found]
-
+    seeds = [group.seeds[folder] for group, folder in runs]
     columns: dict[str, object] = {
-        "run": _repeated([short_path(folder) for _, folder in found], sizes),
-        "method": _repeated([group.method for group, _ in found], sizes),
-        "partition": _repeated([group.partition for group, _ in found], sizes),
+        "run": _repeated([short_path(folder) for _, folder in runs], sizes),
+        "method": _repeated([group.method for group, _ in runs], sizes),
+        "partition": _repeated([group.partition for group, _ in runs], sizes),
         "seed": np.repeat(pd.array(seeds, dtype="Int64"), sizes),
     }
     columns |= {name: np.concatenate([table[name] for table in tables]) for name in _ROUND_COLUMNS}
@@ -93,13 +92,13 @@ def only(
     """Return the rows of one score.
 
     Args:
-        results: What :func:`load` returns, or a part of it.
+        results: A table from :func:`load`, or a part of it.
         metric: The score.
         split: ``train``, ``val`` or ``test``.
         scope: ``global``, a client's number, or ``None`` for all clients.
 
     Raises:
-        FlsuiteError: If there are none.
+        FlsuiteError: If there are no such rows.
     """
     require_results(results)
     of_split = results["split"] == split
@@ -122,11 +121,11 @@ def client_numbers(rows: pd.DataFrame) -> pd.Series:
 
 
 def require_results(results: object) -> None:
-    """Refuse what is not a table of :func:`load`."""
+    """Refuse anything except a table from :func:`load`."""
     columns = list(results.columns) if isinstance(results, pd.DataFrame) else []
     if missing := [name for name in COLUMNS if name not in columns]:
         raise FlsuiteError(
-            f"a table of flsuite.analysis.load is needed; this {type(results).__name__} lacks the "
+            f"expected a table from flsuite.analysis.load; this {type(results).__name__} lacks the "
             f"columns {', '.join(missing)}"
         )
 
@@ -139,6 +138,6 @@ def _repeated(names: Sequence[str], sizes: Sequence[int]) -> pd.Categorical:
 
 
 def short_path(folder: Path) -> str:
-    """Return the path of a folder from here, if it lies below."""
+    """Return the path of a folder, relative to the working folder if it lies below it."""
     here = Path.cwd()
     return os.path.relpath(folder, here) if folder.is_relative_to(here) else str(folder)

@@ -14,21 +14,21 @@ from flsuite.analysis.runs import curve, logged_scores, read_metrics, run_scores
 from flsuite.errors import FlsuiteError
 
 MOST_SCORES = 4
-"""Scores of a run that are shown where nobody has chosen any."""
+"""Number of scores that are shown by default."""
 _STYLES = {"test": ("test", "C0", "-"), "val": ("validation", "C1", "--")}
 
 
 def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
     """Draw the global scores of a run, with the round that was picked on validation data.
 
-    There is a panel for the run's monitor, and for up to three other scores that it has logged.
+    There is a panel for the run's monitor, and for up to three other logged scores.
 
     Args:
         run_dir: The run's folder.
         x: The horizontal axis, as for :func:`~flsuite.analysis.curves_figure`.
 
     Raises:
-        FlsuiteError: If the run has no scores yet, or has not noted the axis.
+        FlsuiteError: If the run has no scores yet, or has not recorded the axis.
     """
     table, monitor = read_metrics(run_dir), monitor_of(run_dir)
     require_axis(x, table, run_dir)
@@ -46,7 +46,7 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
         label_axes(panel, name, "", x)
         if AXES[x].is_whole:
             _end_ticks_at(panel, float(table[x].min()), float(table[x].max()))
-    # Below the panels, where it covers no line.
+    # Below the panels, where it does not cover lines.
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
@@ -63,7 +63,7 @@ def _draw(panel: Axes, table: pd.DataFrame, name: str, split: str, x: str) -> No
 
 
 def _mark(panel: Axes, table: pd.DataFrame, name: str, picked: int, x: str) -> None:
-    """Mark the picked round, and the test score in it."""
+    """Mark the picked round and its test score."""
     rows = table[table["round"] == picked]
     at = float(rows[x].iloc[0]) * AXES[x].scale
     panel.axvline(at, color="0.5", linestyle=":", linewidth=1.0)
@@ -74,7 +74,7 @@ def _mark(panel: Axes, table: pd.DataFrame, name: str, picked: int, x: str) -> N
 
 
 def _end_ticks_at(panel: Axes, first: float, last: float) -> None:
-    """Put the last tick at the last point, without one that would touch it, or before the first."""
+    """Put the last tick at the last point, and drop ticks too close to it or before the first."""
     limits = panel.get_xlim()
     gap = 0.08 * (limits[1] - limits[0])
     panel.set_xticks([t for t in panel.get_xticks() if first <= t < last - gap] + [last])

@@ -1,4 +1,4 @@
-"""A run's tables, and the scores that experiments are compared by."""
+"""A run's tables, and the scores by which experiments are compared."""
 
 import io
 import os
@@ -12,10 +12,10 @@ import pandas as pd
 from flsuite import score_names
 from flsuite.errors import FlsuiteError, one_line
 
-_LATER_COLUMNS = ("client_updates", "bytes")  # those that runs of earlier versions do not have
+_LATER_COLUMNS = ("client_updates", "bytes")  # missing in runs of earlier versions
 _COLUMNS = ("round", "virtual_s", "wall_s", *_LATER_COLUMNS, "scope", "split", "metric", "value")
 _EARLIER_COLUMNS = tuple(name for name in _COLUMNS if name not in _LATER_COLUMNS)
-_WORDS = dict.fromkeys(("scope", "split", "metric"), "category")  # few different ones, many rows
+_WORDS = dict.fromkeys(("scope", "split", "metric"), "category")  # few distinct values, many rows
 
 
 def is_metrics(path: Path) -> bool:
@@ -28,11 +28,11 @@ def read_metrics(run_dir: str | Path) -> pd.DataFrame:
     """Read ``metrics.csv`` of a run.
 
     Its columns are ``round, virtual_s, wall_s, client_updates, bytes, scope, split, metric,
-    value``. Scope, split and metric are categories of text. A run of an earlier version has no
-    ``client_updates`` and ``bytes``, and they are empty.
+    value``. Scope, split and metric are categories of text. For runs of earlier versions,
+    ``client_updates`` and ``bytes`` are empty.
 
     Raises:
-        FlsuiteError: If the table is not there, or is not that of a run.
+        FlsuiteError: If the table is missing or does not belong to a run.
     """
     path = Path(run_dir) / "metrics.csv"
     table = read_table(path, _WORDS, grows=True)
@@ -41,7 +41,7 @@ def read_metrics(run_dir: str | Path) -> pd.DataFrame:
             f"{path} is not the table of a run: it lacks the columns {', '.join(missing)}"
         )
     _require_numbers(table, path)
-    for name in _WORDS:  # pandas takes words for numbers where all of them could be
+    for name in _WORDS:  # pandas parses words as numbers if all of them can be
         table[name] = table[name].cat.rename_categories(str)
     return table.reindex(columns=list(_COLUMNS))
 
@@ -50,7 +50,7 @@ def read_partition(run_dir: str | Path) -> pd.DataFrame:
     """Read ``partition.csv`` of a run: columns ``client, split, class, samples``.
 
     Raises:
-        FlsuiteError: If the table is not there, or is damaged.
+        FlsuiteError: If the table is missing or damaged.
     """
     path = Path(run_dir) / "partition.csv"
     types = {"client": "int64", "split": str, "class": str, "samples": "int64"}
@@ -64,27 +64,27 @@ def read_table(
 
     Args:
         path: The file.
-        types: Types of columns, by name, where they are not to be guessed.
-        grows: Whether a run appends to it. The end of a line that is being written, or that a kill
-            has cut, is then left out: a part of a number looks like a number.
+        types: Types of columns by name. The types of other columns are guessed.
+        grows: Whether a run appends to it. An incomplete last line, from a kill or a write in
+            progress, is then left out, because a part of a number looks like a number.
 
     Raises:
-        FlsuiteError: If it is not there, or is no table.
+        FlsuiteError: If the file is missing or not a table.
     """
     if not path.is_file():
         raise FlsuiteError(f"{path.parent} is not the folder of a run: it has no {path.name}")
     try:
         source = _whole_lines(path) if grows else path
         return pd.read_csv(source, dtype=dict(types or {}))
-    except (ValueError, pd.errors.ParserError) as error:  # also bytes that are no text
+    except (ValueError, pd.errors.ParserError) as error:  # also bytes that are not text
         raise FlsuiteError(f"{path} cannot be read as a table ({one_line(error)})") from error
 
 
 def typed(table: pd.DataFrame, types: Mapping[str, Any], path: Path) -> pd.DataFrame:
-    """Return a table with these types of its columns.
+    """Return the table with its columns converted to these types.
 
     Raises:
-        FlsuiteError: If a column is missing or holds something else.
+        FlsuiteError: If a column is missing or cannot be converted.
     """
     try:
         return table.astype(dict(types))
@@ -95,17 +95,17 @@ def typed(table: pd.DataFrame, types: Mapping[str, Any], path: Path) -> pd.DataF
 
 
 def _whole_lines(path: Path) -> Path | io.BytesIO:
-    """Return a file without the beginning of a line at its end."""
+    """Return the content of a file without an incomplete last line."""
     with path.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         if file.read() == b"\n":
-            return path  # pandas need not have it in memory twice
+            return path  # saves a second copy in memory
     content = path.read_bytes()
     return io.BytesIO(content[: content.rfind(b"\n") + 1])
 
 
 def _require_numbers(table: pd.DataFrame, path: Path) -> None:
-    """Refuse a table with a number that is none.
+    """Refuse a table with an invalid number.
 
     Raises:
         FlsuiteError: If there is one. The message names its line and column.
@@ -130,7 +130,7 @@ def curve(
     """Return a score, indexed by the column ``x``.
 
     Raises:
-        FlsuiteError: If a round has it twice.
+        FlsuiteError: If a round has the score twice.
     """
     rows = _are_of_score(table, metric, split, scope)
     rounds = table["round"].to_numpy()[rows]
@@ -140,7 +140,7 @@ def curve(
             f"a run has two values of {split} {metric} in round {twice}: "
             "its metrics.csv is damaged, or a callback logs it twice; leave its folder out"
         )
-    # Columns, because a table of the rows takes ten times as long, and a sweep has thousands.
+    # By columns, because selecting rows takes ten times as long, and a sweep has thousands of runs.
     values, index = table["value"].to_numpy()[rows], table[x].to_numpy()[rows]
     return pd.Series(values, index=pd.Index(index, name=x), name="value")
 
@@ -151,7 +151,7 @@ def score_rows(table: pd.DataFrame, metric: str, split: str, scope: str = "globa
 
 
 def _are_of_score(table: pd.DataFrame, metric: str, split: str, scope: str) -> np.ndarray:
-    """Return which rows are of a score."""
+    """Return a mask of the rows of a score."""
     wanted = {"split": split, "metric": metric, "scope": scope}
     return np.logical_and.reduce(
         [(table[name] == word).to_numpy() for name, word in wanted.items()]
@@ -163,7 +163,7 @@ def logged_scores(
 ) -> list[str]:
     """Return the global scores that any of these runs has logged, on any of these splits.
 
-    The monitor is the first one, as :func:`~flsuite.score_names.main_scores` has it.
+    The monitor comes first, see :func:`~flsuite.score_names.main_scores`.
     """
     names: dict[str, None] = {}
     for table in tables:
@@ -188,14 +188,14 @@ _DOWN = ("loss", "nll", "kl", "reconstruction", "forgetting", "flow_nll")
 
 
 def lower_is_better(metric: str) -> bool | None:
-    """Return whether low values of a score are good, or ``None`` if that is not known.
+    """Return whether low values of a score are better, or ``None`` if unknown.
 
-    Without it no round can be called the best.
+    If it is unknown, no round can be called the best.
     """
     metric = metric.removeprefix("all_clients/")
     if metric.endswith("_std") or metric.startswith(_DOWN):
         return True
-    # Any other name is one that a model of the user's own has logged.
+    # Any other name was logged by a user's model.
     return False if metric.startswith(_UP) else score_names.lower_is_better(metric)
 
 
@@ -205,14 +205,14 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
     Args:
         table: The metrics of the run.
         metric: The score.
-        monitor: The score on validation data that picks a round.
-        last: Rounds that ``mean_last`` is the mean of.
+        monitor: The validation score that picks a round.
+        last: Number of rounds in ``mean_last``.
 
     Returns:
-        ``last`` is the score of the last round. ``picked`` is that of the round whose ``monitor``
-        is best on validation data, of equals the earlier one. ``mean_last`` is the mean over the
-        last rounds. ``best_on_test`` is for comparison with tables that were made so: no honest
-        choice could have picked it.
+        ``last`` is the score in the last round. ``picked`` is the score in the round with the best
+        ``monitor`` on validation data, the first on a tie. ``mean_last`` is the mean over the last
+        rounds. ``best_on_test`` is only for comparison with published tables that report it, since
+        it is picked on test data.
     """
     table = of_last_task(table)
     test, validation = curve(table, metric, "test"), curve(table, monitor, "val")
@@ -223,7 +223,7 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
     validation = validation[validation.index.isin(test.index)].dropna()
     if len(validation) and lower_is_better(monitor) is not None:
         losses = validation if lower_is_better(monitor) else -validation
-        picked = validation.index[int(losses.argmin())]  # argmin gives the earlier of equals
+        picked = validation.index[int(losses.argmin())]  # the first on a tie
         scores |= {"picked": float(test[picked]), "picked_round": float(picked)}
 
     if (lower := lower_is_better(metric)) is not None:
@@ -234,7 +234,7 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
 def of_last_task(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rounds of the last task of a sequence, or all rounds if there are no tasks.
 
-    Scores after different tasks are not of the same classes.
+    Scores after different tasks cover different classes.
     """
     tasks = curve(table, "task", "train")
     return table[table["round"].isin(tasks.index[tasks == tasks.max()])] if len(tasks) else table

@@ -1,4 +1,4 @@
-"""How soon experiments reach a score."""
+"""When experiments reach a target score."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ def point_of_target(scores: pd.Series, target: float, lower: bool) -> float | No
     Args:
         scores: The score, indexed by the axis.
         target: The score to reach.
-        lower: Whether low scores are good.
+        lower: Whether low scores are better.
     """
     reaching = scores.index[scores <= target if lower else scores >= target]
     return float(reaching[0]) if len(reaching) else None
@@ -29,18 +29,17 @@ def point_of_target(scores: pd.Series, target: float, lower: bool) -> float | No
 def target_columns(
     group: Group, metric: str, target: float, x: str = "round", split: str = "test"
 ) -> dict[str, Any]:
-    """Return how soon a group's runs reach a score.
+    """Return when a group's runs reach a score.
 
-    Of a sequence of tasks, only the last one counts.
+    In a sequence of tasks, only the last task counts.
 
     Returns:
         ``to_target`` and ``to_target_std`` are mean and standard deviation, with ddof 1, over the
         runs that reach the score, in the unit of the column ``x``. ``reached`` is the number of
-        these runs and that of all runs with this score, such as ``2/3``. It is empty if no run has
-        the score.
+        these runs out of all runs with this score, such as ``2/3``, or empty if no run has it.
 
     Raises:
-        FlsuiteError: If it is not known whether low scores are good, or a run lacks the axis.
+        FlsuiteError: If it is unknown whether low scores are better, or a run lacks the axis.
     """
     lower = _is_lower_better(metric)
     points = []
@@ -62,8 +61,7 @@ def _is_lower_better(metric: str) -> bool:
     lower = lower_is_better(metric)
     if lower is None:
         raise FlsuiteError(
-            f"target: it is not known whether {metric!r} should be high or low; choose another "
-            "metric"
+            f"target: it is unknown whether {metric!r} should be high or low; choose another metric"
         )
     return lower
 
@@ -74,27 +72,28 @@ def target_points(
     """Return where each run first reaches a score, on all axes.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
+        results: A table from :func:`~flsuite.analysis.load`.
         target: The score to reach. A loss is reached from above.
         metric: The score.
         split: ``test`` or ``val``.
 
     Returns:
-        One row per run: ``run, method, partition, seed``, and the columns of the clock. These are
-        empty where the run does not reach the score. Of a sequence of tasks, only the last counts.
+        One row per run: ``run, method, partition, seed``, and the columns of the clock, which are
+        empty if the run does not reach the score. In a sequence of tasks, only the last task
+        counts.
 
     Raises:
-        FlsuiteError: If no run has the score, or it is not known whether it should be low.
+        FlsuiteError: If no run has the score, or it is unknown whether it should be low.
     """
     lower = _is_lower_better(metric)
     only(results, metric, split)
     rows = []
-    for _, own in results[results["scope"] == "global"].groupby("run", observed=True):
-        scores = score_rows(of_last_task(own), metric, split).sort_values("round")
+    for _, table in results[results["scope"] == "global"].groupby("run", observed=True):
+        scores = score_rows(of_last_task(table), metric, split).sort_values("round")
         reaching = scores["value"] <= target if lower else scores["value"] >= target
         if len(scores):
             clock = scores.loc[reaching, list(AXES)].head(1)
-            names = own[["run", "method", "partition", "seed"]].iloc[0].to_dict()
+            names = table[["run", "method", "partition", "seed"]].iloc[0].to_dict()
             rows.append(names | (clock.iloc[0].to_dict() if len(clock) else {}))
     return pd.DataFrame(rows).reindex(columns=["run", "method", "partition", "seed", *AXES])
 
@@ -102,10 +101,10 @@ def target_points(
 def target_table(
     results: pd.DataFrame, target: float, metric: str = "accuracy", split: str = "test"
 ) -> pd.DataFrame:
-    """Return how soon each method reaches a score, on all axes.
+    """Return when each method reaches a score, on all axes.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
+        results: A table from :func:`~flsuite.analysis.load`.
         target: The score to reach. A loss is reached from above.
         metric: The score.
         split: ``test`` or ``val``.
@@ -113,7 +112,7 @@ def target_table(
     Returns:
         One row per method and partition: ``method, partition, runs, reached``, and mean and
         standard deviation per axis over the runs that reach it, such as ``wall_s, wall_s_std``.
-        Axes that no run has noted are left out.
+        Axes that no run has recorded are left out.
     """
     points = target_points(results, target, metric, split)
     axes = [x for x in AXES if results[x].notna().any()]
@@ -126,10 +125,10 @@ def target_table(
 
 
 def own_targets(results: pd.DataFrame, metric: str, split: str = "test") -> dict[str, float]:
-    """Return 95 % of the best last score of each partition, as the mean over seeds of a method.
+    """Return a target per partition: 95 % of the best method's mean last score over seeds.
 
-    It is rounded to two digits. There is none for losses, and for scores of which it is not known
-    whether they should be high.
+    Targets are rounded to two digits. There are none for losses and for scores of unknown
+    direction.
     """
     if lower_is_better(metric) is not False:
         return {}
@@ -157,12 +156,12 @@ def target_figure(
     x: str = "round",
     split: str = "test",
 ) -> Figure:
-    """Draw how soon each method reaches a score: a dot per run, and a line at the mean.
+    """Draw when each method reaches a score, with a dot per run and a line at the mean.
 
     Runs that do not reach it are counted at the right.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
+        results: A table from :func:`~flsuite.analysis.load`.
         target: The score to reach. A loss is reached from above.
         metric: The score.
         x: The axis.
@@ -174,12 +173,13 @@ def target_figure(
     require_axis(x, results, "the table")
     groups = by_experiment(points)
     figure, (panel,) = panel_grid(1, (6.0, 0.9 + 0.36 * len(groups)))
-    for row, own in enumerate(groups.values()):
-        reached = own[x].dropna().astype(float) * AXES[x].scale
+    for row, runs_of_method in enumerate(groups.values()):
+        total, reached = len(runs_of_method), runs_of_method[x].dropna().astype(float)
+        reached = reached * AXES[x].scale
         panel.scatter(reached, [row] * len(reached), s=22, alpha=0.7, linewidths=0)
         if len(reached):
             panel.plot([reached.mean()] * 2, [row - 0.3, row + 0.3], color="0.2", linewidth=1.4)
-        missing = reached_text(len(reached), len(own)) if len(reached) < len(own) else ""
+        missing = reached_text(len(reached), total) if len(reached) < total else ""
         where = panel.get_yaxis_transform()
         panel.text(1.01, row, missing, transform=where, va="center", fontsize=8, color="0.4")
 
@@ -197,7 +197,7 @@ def target_figure(
 def target_title(target: float, x: str, split: str = "test", metric: str = "") -> str:
     """Return the heading of the column, such as ``virtual s to accuracy 0.7``.
 
-    Validation data is named, test data is not.
+    The split is named only for validation data.
     """
     goal = [split if split != "test" else "", metric, f"{target:g}"]
     return f"{AXES[x].unit} to {' '.join(filter(None, goal))}"
@@ -222,13 +222,13 @@ def _mean_and_spread(mean: float, spread: float, x: str) -> str:
 def first_to_target(
     table: pd.DataFrame, metric: str, target: float, x: str = "round", split: str = "test"
 ) -> str | None:
-    """Return a line that says which group is the first to reach the target, and which is next.
+    """Return a line that names the first and the second group to reach the target.
 
-    Only groups that reach it in all of their runs are compared. The line is ``None`` if there are
+    Only groups that reach it in all of their runs are compared. The result is ``None`` if there are
     fewer than two.
 
     Args:
-        table: As :func:`report_table` returns it, with a target.
+        table: A table from :func:`report_table` with a target.
         metric: The score.
         target: The score to reach.
         x: The axis.

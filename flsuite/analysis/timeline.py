@@ -1,4 +1,4 @@
-"""A figure of who trained when on the virtual clock."""
+"""A figure of when clients trained on the virtual clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _TYPES: dict[str, Any] = {
 }
 _MOST_BARS = 400
 _MOST_LINES = 60  # aggregations that are drawn as lines
-_MOST_SHADES = 12  # values of staleness that have a shade of their own in the colour bar
+_MOST_SHADES = 12  # values of staleness with separate shades in the color bar
 
 _FRESH = "#5b9bc8"  # a merge without staleness, if there is no other
 _MERGED: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
@@ -47,10 +47,10 @@ class _View:
     Attributes:
         fits: Fits of the clients in view that start before the end.
         clients: The clients in view, ascending.
-        aggregations: All aggregations before the end: when (``at``), and the mean and the largest
+        aggregations: All aggregations before the end: their time (``at``), and the mean and largest
             staleness of their updates.
         end: Virtual seconds at which the view ends.
-        title: What is shown.
+        title: The title of the figure.
     """
 
     fits: pd.DataFrame
@@ -71,31 +71,31 @@ def read_timeline(run_dir: str | Path) -> pd.DataFrame:
     """Read ``timeline.csv`` of a run, one row per fit that has ended.
 
     Its columns are ``fit, client, version, started_s, ended_s, outcome, round, merged_s, staleness,
-    weight``. Where ``round`` and ``staleness`` are empty they are ``<NA>``.
+    weight``. Empty cells of ``round`` and ``staleness`` are ``<NA>``.
 
     Raises:
-        FlsuiteError: If the table is not there, or cannot be read.
+        FlsuiteError: If the table is missing or cannot be read.
     """
     path = Path(run_dir) / "timeline.csv"
     if not path.is_file() and (path.parent / "metrics.csv").is_file():
         raise FlsuiteError(
-            f"{path.parent} has no timeline.csv: an earlier version of flsuite made it; run it "
+            f"{path.parent} has no timeline.csv: an earlier version of flsuite wrote it; run it "
             "again"
         )
     return typed(read_table(path, grows=True), _TYPES, path)
 
 
 def timeline_figure(table: pd.DataFrame, clients: int = 40, seconds: float | None = None) -> Figure:
-    """Draw who trained when: a line per client, a bar per fit, a vertical line per aggregation.
+    """Draw the timeline: a row per client, a bar per fit, a vertical line per aggregation.
 
-    The colour of a bar is the staleness of its update. A panel above shows the staleness of each
+    The color of a bar is the staleness of its update. A panel above shows the staleness of each
     aggregation, if there is any. Fits in flight at the end of the run are not in the table, so a
-    client whose first fit never ended has no line.
+    client whose first fit never ended has no row.
 
     Args:
-        table: As :func:`read_timeline` returns it.
-        clients: Clients that are shown at most, the first ones by number.
-        seconds: Virtual seconds that are shown. Default: as many as have 400 bars.
+        table: A table from :func:`read_timeline`.
+        clients: Maximum number of clients to show, starting with the lowest number.
+        seconds: Virtual seconds to show. Default: as many as fit in 400 bars.
 
     Raises:
         FlsuiteError: If the table is empty, or an argument is out of range.
@@ -116,8 +116,8 @@ def timeline_figure(table: pd.DataFrame, clients: int = 40, seconds: float | Non
         above, bars = figure.subplots(2, 1, sharex=True, height_ratios=[1.0, height])
         _draw_staleness(above, view)
         shades = _draw_bars(bars, view)
-        # Both panels make room for the colour bar, so that their times stay aligned.
-        _add_colour_bar(figure, [above, bars], shades, view.most_stale)
+        # Both panels make room for the color bar, so that their times stay aligned.
+        _add_color_bar(figure, [above, bars], shades, view.most_stale)
 
     figure.suptitle(view.title, fontsize=10)
     figure.legend(
@@ -127,7 +127,7 @@ def timeline_figure(table: pd.DataFrame, clients: int = 40, seconds: float | Non
 
 
 def _view(table: pd.DataFrame, clients: int, seconds: float | None) -> _View:
-    """Choose the clients and the time that are drawn, and say so in a title."""
+    """Return the clients and the time to draw, with a title that describes them."""
     training = sorted(table["client"].unique().tolist())
     shown = training[:clients]
     fits = table[table["client"].isin(shown)]
@@ -135,7 +135,7 @@ def _view(table: pd.DataFrame, clients: int, seconds: float | None) -> _View:
     end = min(_end(fits["started_s"].to_numpy(), seconds), whole)
     is_whole = end >= whole
 
-    # At the very end, fits without duration may start.
+    # Fits without duration may start at the very end.
     fits = fits if is_whole else fits[fits["started_s"] < end]
     aggregations = _aggregations(table)
     aggregations = aggregations[aggregations["at"] <= end]
@@ -151,19 +151,19 @@ def _view(table: pd.DataFrame, clients: int, seconds: float | None) -> _View:
 
 
 def _end(starts: np.ndarray, seconds: float | None) -> float:
-    """Return the end of the view: as given, or such that few enough bars start before it."""
+    """Return the end of the view: as given, or so that at most 400 bars start before it."""
     if seconds is not None:
         return seconds
     if len(starts) <= _MOST_BARS:
         return np.inf
     first_left_out = np.sort(starts)[_MOST_BARS]
-    # A cohort that starts together is drawn even if it has more bars.
+    # A cohort that starts together is drawn whole, even if it has more bars.
     later = starts[starts > starts.min()]
     return float(max(first_left_out, later.min(initial=np.inf)))
 
 
 def _aggregations(table: pd.DataFrame) -> pd.DataFrame:
-    """Return when each aggregation took place, and the staleness of its updates."""
+    """Return the time of each aggregation and the staleness of its updates."""
     merged = table[table["outcome"] == "merged"]
     staleness = merged["staleness"].astype(float).groupby(merged["round"]).agg(["mean", "max"])
     return staleness.assign(at=merged.groupby("round")["merged_s"].max())
@@ -181,12 +181,12 @@ def _draw_staleness(panel: Axes, view: _View) -> None:
     panel.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     panel.grid(axis="y", alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
-    # Above the panel: any place in it may have points.
+    # Above the panel, because there may be points anywhere in it.
     panel.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, frameon=False, fontsize=8)
 
 
 def _draw_bars(panel: Axes, view: _View) -> ScalarMappable:
-    """Draw the fits and the aggregations, and return the colours of staleness."""
+    """Draw the fits and the aggregations, and return the colors of staleness."""
     shades = _shades(view.most_stale)
     rows = {client: row for row, client in enumerate(view.clients)}
     for outcome, fits in view.fits.groupby("outcome"):
@@ -217,7 +217,7 @@ def _draw_bars(panel: Axes, view: _View) -> ScalarMappable:
 
 
 def _shades(most_stale: int) -> ScalarMappable:
-    """Return the colours of staleness: the darker, the staler."""
+    """Return the colors of staleness, darker for staler updates."""
     colors = ListedColormap(colormaps["YlGnBu"](np.linspace(0.25, 1.0, 256)))
     if most_stale <= _MOST_SHADES:
         return ScalarMappable(BoundaryNorm(np.arange(-0.5, most_stale + 1), 256), colors)
@@ -228,7 +228,7 @@ def _shade(shades: ScalarMappable, staleness: float) -> Any:
     return shades.to_rgba(np.asarray(staleness))
 
 
-def _add_colour_bar(
+def _add_color_bar(
     figure: Figure, panels: Sequence[Axes], shades: ScalarMappable, most_stale: int
 ) -> None:
     bar = figure.colorbar(
@@ -252,7 +252,7 @@ def _draws_lines(view: _View) -> bool:
 
 
 def _legend(view: _View) -> list[Patch | Line2D]:
-    """Return an entry per kind of mark in view that the colour bar does not explain."""
+    """Return a legend entry per kind of mark that the color bar does not explain."""
     handles: list[Patch | Line2D] = []
     outcomes = set(view.fits["outcome"])
     if "merged" in outcomes and not view.most_stale:

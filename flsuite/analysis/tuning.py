@@ -1,4 +1,4 @@
-"""The budget of a sweep's tuning, from the ``tuning.csv`` that the sweep leaves."""
+"""The budget of a sweep's tuning, from the sweep's ``tuning.csv``."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,28 +12,28 @@ _COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
 
 
 def read_tuning(places: Iterable[str | Path]) -> pd.DataFrame | None:
-    """Return how many trials each method has had at each grid point, and what was chosen.
+    """Return the number of trials of each method at each grid point, and the chosen values.
 
     Args:
-        places: Folders: of a sweep, or of its cells, or above sweeps.
+        places: Folders of a sweep or its cells, or folders above sweeps.
 
     Returns:
         One row per method and grid point: ``method, grid point, trials, values, score``. The last
-        two are of the chosen trial, and empty before there is one. ``None`` without any tuning.
+        two describe the chosen trial, and are empty until there is one. ``None`` without tuning.
 
     Raises:
         FlsuiteError: If a table of the tuning has other columns.
     """
     roots = [Path(place).resolve() for place in places]
     # A sweep's folder holds its cells, and a cell holds its runs.
-    found = {path for root in roots for path in root.rglob("tuning.csv")}
-    found |= {
+    paths = {path for root in roots for path in root.rglob("tuning.csv")}
+    paths |= {
         folder / "tuning.csv"
         for root in roots
         for folder in list(root.parents)[:2]
         if (folder / "tuning.csv").is_file()
     }
-    tables = [_budget(path) for path in sorted(found)]
+    tables = [_budget(path) for path in sorted(paths)]
     return pd.concat(tables, ignore_index=True) if tables else None
 
 

@@ -1,4 +1,4 @@
-"""The hooks of a federation."""
+"""The base class of callbacks with federation hooks."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
@@ -13,20 +13,20 @@ Affects = Literal["weights", "rounds", "nothing"]
 
 
 class FederationCallback(Callback):
-    """A callback whose federation hooks the run calls in its own process, once each.
+    """A callback with federation hooks, which the run calls once each in its own process.
 
-    It is an ordinary Lightning callback too. The Lightning hooks that a subclass implements are
-    called by every client's Trainer, wherever that runs, on a fresh copy for each fit. The copy has
-    the state that the callback had when the round started, on every engine. Changes that a fit
-    makes to it are dropped. ``trainer.train_dataloader`` has the ``client`` and the ``round``.
+    It is also an ordinary Lightning callback. Every client's Trainer calls the Lightning hooks that
+    a subclass implements, on a fresh copy for each fit. On every engine, the copy has the state
+    that the callback had when the round started. Changes that a fit makes to it are dropped.
+    ``trainer.train_dataloader`` has the ``client`` and the ``round``.
 
-    ``state_dict`` and ``load_state_dict`` go into the run's checkpoint, as plain data.
+    The run's checkpoint stores ``state_dict`` as plain data.
 
     Attributes:
-        affects: What callbacks of this class can change. ``weights`` and ``rounds`` (how long the
-            run lasts) belong to the settings of a run: a report groups runs by them, and a resume
-            refuses other callbacks that affect weights. Callbacks that affect ``nothing`` only
-            observe.
+        affects: What callbacks of this class can change. Those that affect ``weights`` or
+            ``rounds`` (how long the run lasts) belong to the settings of a run: a report groups
+            runs by them, and a resume refuses other callbacks that affect weights. Callbacks that
+            affect ``nothing`` only observe.
         reads_updates: Whether :meth:`on_client_end` reads the client's model. If no callback does,
             workers may send the sum of several models, and ``outcome.update.state`` is empty.
     """
@@ -37,11 +37,11 @@ class FederationCallback(Callback):
     def on_federation_start(self, run: Run) -> None:
         """Handle the start of a run.
 
-        After a resume, ``run.round`` rounds are done already.
+        After a resume, ``run.round`` rounds have already been done.
         """
 
     def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
-        """Handle the start of a round, in which these clients are about to train."""
+        """Handle the start of a round in which these clients will train."""
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
         """Handle the outcome of a client.
@@ -56,9 +56,9 @@ class FederationCallback(Callback):
         """
 
     def on_round_end(self, run: Run, round: int) -> None:
-        """Handle the end of a round, which is aggregated and scored but not yet recorded.
+        """Handle the end of a round that is aggregated and scored but not yet recorded.
 
-        ``run.finished`` says whether it is the last one. ``run.log_metric`` adds numbers to it.
+        ``run.finished`` is true in the last round. ``run.log_metric`` adds numbers to the round.
         """
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
@@ -70,12 +70,12 @@ class FederationCallback(Callback):
     def on_federation_end(self, run: Run) -> None:
         """Handle the end of a run, also after an error or an interrupt.
 
-        ``run.status`` says which.
+        ``run.status`` tells them apart.
         """
 
 
 def require_validation(run: Run, owner: str) -> None:
-    """Refuse a callback that stops on validation data where there is none."""
+    """Refuse a callback that stops on validation data if there is none."""
     if run.federation.data.at(run.round).val is None:
         raise FlsuiteError(
             f"{owner} stops on validation data, and there is none: set data.val_fraction above 0, "

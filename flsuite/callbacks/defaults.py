@@ -1,4 +1,4 @@
-"""The callbacks that every run has, and the default logger."""
+"""The default callbacks and the default logger of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ from flsuite.data.tasks import TaskData
 
 
 def moved_into(folder: Path | None, loggers: Sequence[Logger]) -> list[Logger]:
-    """Return Lightning's default logger anew, in the folder of a run, if there is one.
+    """Recreate Lightning's default logger in the folder of the run, if the run has one.
 
-    Lightning makes the logger with the trainer, when the run has no folder yet.
+    Lightning creates the logger together with the trainer, before the folder is known.
     """
     if folder is None:
         return list(loggers)
@@ -27,10 +27,10 @@ def moved_into(folder: Path | None, loggers: Sequence[Logger]) -> list[Logger]:
 
 
 def with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -> list[Callback]:
-    """Return the user's callbacks, and the usual ones where the user has none of their kind.
+    """Return the user's callbacks, plus each default callback whose kind is missing.
 
     Args:
-        callbacks: The callbacks of the user.
+        callbacks: The user's callbacks.
         progress: Whether to show the progress of the federation.
 
     Raises:
@@ -44,7 +44,7 @@ def with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -
 
 
 def with_task_matrix(callbacks: Sequence[Callback], data: FederatedData) -> list[Callback]:
-    """Return the callbacks, and the accuracy on each task where the data has tasks."""
+    """Return the callbacks, plus a :class:`TaskMatrix` if the data has tasks."""
     is_missing = isinstance(data, TaskData) and not _have(callbacks, TaskMatrix)
     return [*callbacks, TaskMatrix()] if is_missing else [*callbacks]
 

@@ -45,8 +45,8 @@ class GradientDissimilarity(FederationCallback, Settings):
 
     Args:
         every: Rounds between two measurements. The last round is always measured.
-        batches: Batches per client, of the size that it trains with, drawn again in every round.
-            The default is that of the reference runs. ``None`` takes all samples.
+        batches: Batches per client, of its training batch size, drawn anew in every round. The
+            default matches the reference runs. ``None`` uses all samples.
         batch_norm: ``train`` normalizes with the statistics of each batch, as training and the
             reference do. ``eval`` normalizes with the running ones.
         clients: Clients to measure, drawn once for the whole run. Default: all.
@@ -106,9 +106,9 @@ class GradientDissimilarity(FederationCallback, Settings):
 
 
 def head_parameters(model: LightningModule, shared: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the parameters at which gradients are compared.
+    """Return the parameters whose gradients are compared.
 
-    They are the parameters of the classifier that all clients share.
+    They are the classifier's parameters that all clients share.
 
     Raises:
         FlsuiteError: If there are no such parameters.
@@ -134,7 +134,7 @@ def gradient_batches(
 ) -> Iterator[Batch]:
     """Return a client's training samples, shuffled and without augmentation.
 
-    They are cut into batches as an epoch is.
+    They are split into batches like an epoch.
     """
     rows = data.train_rows(client)
     order = torch.randperm(
@@ -155,8 +155,8 @@ def head_gradients(
 ) -> tuple[Tensor, ...]:
     """Return gradients of the mean loss over all samples, float64 ``(d,)`` on the CPU.
 
-    The first is at the input that the model trains on. A fused model has a second one, at the plain
-    input.
+    The first is taken at the input that the model trains on. A fused model has a second one, taken
+    at the plain input.
     """
     sums: list[Tensor] = []
     samples = 0
@@ -164,7 +164,7 @@ def head_gradients(
         samples += len(y)
         for k, loss in enumerate(_losses(model, (x.to(device), y.to(device)))):
             parts = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-            # Times the samples: the last batch is smaller, and its loss is a mean too.
+            # Weighted by samples: the last batch is smaller, and its loss is a mean too.
             gradient = torch.cat([part.reshape(-1) for part in parts]).to("cpu").double() * len(y)
             # The first batch appends to the list, the others add.
             sums[k : k + 1] = [sums[k] + gradient if k < len(sums) else gradient]

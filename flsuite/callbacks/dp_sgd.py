@@ -1,4 +1,4 @@
-"""DP-SGD on every client: Abadi et al. 2016, algorithm 1, with the gradients of Opacus.
+"""DP-SGD on every client: Abadi et al. 2016, algorithm 1, with per-sample gradients from Opacus.
 
 Deep Learning with Differential Privacy, arXiv:1607.00133.
 """
@@ -31,25 +31,25 @@ _LEFT_OVER = {"activations", "max_batch_len"}
 
 @dataclass(eq=False)
 class DPSGD(FederationCallback, Settings):
-    """Sample-level differential privacy of every client towards the server.
+    """Sample-level differential privacy of every client against the server.
 
     Each sample's gradient, over all trainable parameters, is clipped to the L2 norm
-    ``max_grad_norm``. The sum gets Gaussian noise and is divided by the mean batch size. Samples
-    are drawn for a batch independently of each other, with ``data.batch_size`` as their mean: the
-    number of steps of an epoch stays, and an epoch no longer meets every sample once. The terms of
-    an algorithm, such as FedProx's, come after the noise.
+    ``max_grad_norm``. Gaussian noise is added to the sum, which is divided by the mean batch size.
+    Each sample is drawn for a batch independently, with a mean batch size of ``data.batch_size``.
+    The number of steps per epoch does not change, but an epoch no longer visits every sample once.
+    The terms of an algorithm, such as FedProx's, are added after the noise.
 
-    The guarantee is for one sample of a client, against whoever sees all its updates. It does not
-    cover numbers about a fit, such as its loss, nor how many samples of which class a client has.
+    The guarantee protects one sample of a client against anyone who sees all of the client's
+    updates. It does not cover numbers about a fit, such as its loss, or the client's class counts.
     The model's loss must be the mean over the samples of a batch, and nothing else may depend on
     them.
 
-    Every round logs ``sample_epsilon`` of its clients, and as global number the largest one of all
-    clients so far, with ``sample_delta``. An update that the server refuses, or that is late,
-    counts as well: it was sent. A client that fails before it sends has told nobody anything.
+    Every round logs ``sample_epsilon`` per client, the maximum over all clients so far as a global
+    number, and ``sample_delta``. An update that the server refuses, or that arrives late, counts
+    too, because it was sent. A client that fails before sending reveals nothing.
 
     Args:
-        noise_multiplier: Deviation of the noise, in multiples of ``max_grad_norm``.
+        noise_multiplier: Standard deviation of the noise, in multiples of ``max_grad_norm``.
         max_grad_norm: Largest L2 norm of a sample's gradient.
         delta: Delta of the guarantee. It should be well below one over a client's samples.
     """
@@ -73,7 +73,7 @@ class DPSGD(FederationCallback, Settings):
         assert isinstance(loader, TrainLoader)
         if trainer.accumulate_grad_batches != 1 or scaler_of(trainer) is not None:
             raise FlsuiteError(
-                "DPSGD clips the gradients of each batch by themselves and unscaled; leave out "
+                "DPSGD clips the gradients of each batch separately and unscaled; leave out "
                 "trainer.accumulate_grad_batches, and set trainer.precision to 32-true"
             )
         loader.is_poisson = True
@@ -81,7 +81,7 @@ class DPSGD(FederationCallback, Settings):
         self._mean_size = min(loader.data.batch_size, len(loader.data.train_rows(loader.client)))
         stream = f"dp_sgd/{loader.repeat}"
         self._generator = torch_generator(loader.seed, stream, loader.round, loader.client)
-        # The hooks of Opacus see a layer's output, which must not be overwritten.
+        # The hooks of Opacus read a layer's output, which must not be overwritten.
         self._overwriting = [part for part in pl_module.modules() if vars(part).get("inplace")]
         for part in self._overwriting:
             part.inplace = False  # type: ignore[assignment]
@@ -95,17 +95,17 @@ class DPSGD(FederationCallback, Settings):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        # Opacus keeps the gradients of the samples as an attribute of the parameter.
+        # Opacus stores the per-sample gradients as an attribute of the parameter.
         parameters: list[Any] = [p for p in pl_module.parameters() if p.requires_grad]
         for parameter in parameters:
             if parameter.grad_sample is not None:
-                # A norm in bfloat16 is off by half a percent: gradients would stay above the clip.
+                # A bfloat16 norm is off by half a percent, so clipped gradients would be too long.
                 parameter.grad_sample = _wide_enough(parameter.grad_sample)
         gradients: list[Tensor] = [p.grad_sample for p in parameters if p.grad_sample is not None]
         norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
         factors = (self.max_grad_norm / norms.clamp(min=1e-12)).clamp(max=1.0)
         if not self._loader.drawn[self._batch]:
-            factors = torch.zeros_like(factors)  # no sample was drawn: a step of noise alone
+            factors = torch.zeros_like(factors)  # no sample was drawn: the step is pure noise
 
         deviation = self.noise_multiplier * self.max_grad_norm
         for parameter in parameters:
@@ -122,11 +122,11 @@ class DPSGD(FederationCallback, Settings):
         self._detach()
 
     def _detach(self) -> None:
-        """Leave the resident model as it was: the next fit has hooks of its own."""
+        """Restore the resident model, because the next fit adds its own hooks."""
         if self._hooks is not None:
             self._hooks.cleanup()
             self._hooks = None
-            # After an error, Opacus leaves what the backward pass would have used up.
+            # After an error, Opacus leaves data that the backward pass would have consumed.
             for part in self._module.modules():
                 for name in _LEFT_OVER & vars(part).keys():
                     delattr(part, name)
@@ -145,7 +145,7 @@ class DPSGD(FederationCallback, Settings):
             )
         _refuse_measured_extras(run.federation)
         _refuse_unsupported(run.evaluator.model)
-        epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # without its package, not one round
+        epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # fails now if its package is missing
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
         sent = outcome.update if isinstance(outcome, ClientResult) else outcome
@@ -189,7 +189,7 @@ def _opacus() -> Any:
 
 
 def _refuse_measured_extras(federation: Federation) -> None:
-    """Refuse an algorithm whose clients send what they measure on their samples without noise.
+    """Refuse an algorithm whose clients send measurements of their samples without noise.
 
     Raises:
         FlsuiteError: If they do. The message names it.
@@ -199,8 +199,8 @@ def _refuse_measured_extras(federation: Federation) -> None:
     measured = [name for name, statistic in statistics.items() if not statistic.from_steps]
     if measured:
         raise FlsuiteError(
-            f"DPSGD: clients of {aggregator.name} also send {', '.join(measured)}, which "
-            "no noise covers; choose another trainer.aggregator, or leave out DPSGD"
+            f"DPSGD: clients of {aggregator.name} also send {', '.join(measured)} "
+            "without noise; choose another trainer.aggregator, or leave out DPSGD"
         )
 
 
@@ -208,16 +208,16 @@ def _refuse_unsupported(model: LightningModule) -> None:
     """Refuse a model whose gradients are not a sum over samples.
 
     Raises:
-        FlsuiteError: If there is such a layer, or the model steps its optimizers by hand.
+        FlsuiteError: If a layer mixes samples, or the model steps its optimizers by hand.
     """
     name = type(model).__name__
     if not model.automatic_optimization:
-        raise FlsuiteError(f"DPSGD: {name} optimizes by hand; take another model")
+        raise FlsuiteError(f"DPSGD: {name} optimizes by hand; use another model")
     for path, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
             raise FlsuiteError(
                 f"DPSGD: {path} of {name} is a {type(layer).__name__}, whose output for one sample "
-                "depends on the others of its batch; take a model with GroupNorm or without it"
+                "depends on the rest of the batch; use a model with GroupNorm or without BatchNorm"
             )
     hooks = _opacus().GradSampleHooks
     with kept_logging():
@@ -227,4 +227,4 @@ def _refuse_unsupported(model: LightningModule) -> None:
         model.train()
         errors: Sequence[Exception] = [*ModuleValidator.validate(model), *hooks.validate(model)]
     if errors:
-        raise FlsuiteError(f"DPSGD: Opacus does not take {name}: {one_line(errors[0], 200)}")
+        raise FlsuiteError(f"DPSGD: Opacus does not support {name}: {one_line(errors[0], 200)}")

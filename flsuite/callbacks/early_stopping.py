@@ -24,7 +24,7 @@ class RoundEarlyStopping(FederationCallback, Settings):
     Args:
         monitor: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the
             global model, or a number that the model logs itself.
-        patience: Evaluations without improvement.
+        patience: Evaluations without improvement before the run stops.
         min_delta: The smallest change that counts as an improvement.
     """
 
@@ -42,21 +42,21 @@ class RoundEarlyStopping(FederationCallback, Settings):
 
     @property
     def state_key(self) -> str:
-        """Return a key that tells two of these callbacks apart, and stays with more patience."""
+        """Return a key that distinguishes two of these callbacks and ignores the patience."""
         return self._generate_state_key(monitor=self.monitor)
 
     def on_federation_start(self, run: Run) -> None:
         require_validation(run, "RoundEarlyStopping")
         if run.round == 0:
             self.best, self.waited = None, 0
-        # A resumed run that had stopped stops again, unless its patience is now larger.
+        # A resumed run that had stopped stops again, unless its patience has grown.
         elif self.waited >= self.patience:
             run.stop()
 
     def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
         if split != "val":
             return
-        # The sign makes the larger value the better one, for a loss too.
+        # The sign makes larger values better, also for a loss.
         sign = -1 if lower_is_better(self.monitor) else 1
         value = scores[GLOBAL].get(score_name(self.monitor), math.nan) * sign
         if not math.isnan(value) and (self.best is None or value > self.best + self.min_delta):

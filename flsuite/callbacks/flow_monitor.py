@@ -23,27 +23,27 @@ from flsuite.state import State, Sums, cast, divided, matches
 
 @dataclass(eq=False)
 class FlowMonitor(FederationCallback, Settings):
-    """Scores the flows on held-out samples: the aggregated one, the mean, and the clients' own.
+    """Scores the aggregated flow, the mean flow and the clients' flows on held-out samples.
 
-    The held-out samples are test samples of the classes that any client has met. ``nll`` is the
-    negative log-density of z given y, in nats per dimension. All flows see the features of the new
-    global model, so that they differ in nothing else. Logged as ``test/<name>``:
+    The held-out samples are test samples of the classes that any client has seen. ``nll`` is the
+    negative log-density of z given y, in nats per dimension. All flows are scored on the features
+    of the new global model, so that only the flows differ. Logged as ``test/<name>``:
 
-    - ``flow_nll``, ``flow_nll_of_mean``: of the aggregated flow, and of the mean by samples of the
-      same clients' flows, which is FedAvg's;
-    - ``flow_nll_before``, ``flow_nll_after``: means over clients, on samples of the classes that
-      the client trains on, of its own flow as it sent it, and of the aggregated flow;
-    - ``flow_disagreement``: the standard deviation over clients of the nll that their flows give a
-      held-out sample, as a mean over samples;
+    - ``flow_nll``: nll of the aggregated flow;
+    - ``flow_nll_of_mean``: nll of the sample-weighted mean of the same clients' flows (FedAvg);
+    - ``flow_nll_before``, ``flow_nll_after``: nll of the client's flow as sent, and of the
+      aggregated flow, on samples of the classes that the client trains on; means over clients;
+    - ``flow_disagreement``: standard deviation over clients of a held-out sample's nll under their
+      flows; mean over samples;
     - ``flow_spread``, ``flow_spread_after``: root mean squared distance of the clients' flow
-      parameters to their plain mean, and to the aggregate;
-    - ``sample_agreement``: the share of samples of the flow, equally many per class, that the
-      classifier puts into the class that they were drawn for.
+      parameters from their plain mean, and from the aggregate;
+    - ``sample_agreement``: share of samples drawn from the flow, equally many per class, that the
+      classifier assigns to their class.
 
     Args:
         every: Rounds between two measurements. The last round is always measured.
         samples: Number of held-out samples. They stay the same as long as the classes do.
-        clients: Number of clients whose flows are measured, the first of a cohort.
+        clients: Number of clients whose flows are measured: the first of each cohort.
     """
 
     affects: ClassVar[Affects] = "nothing"
@@ -69,7 +69,7 @@ class FlowMonitor(FederationCallback, Settings):
         self._flows, self._sums = {}, Sums()
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
-        # In every round, because an evaluation may turn the round into the last one.
+        # In every round, because an evaluation may make the round the last one.
         if isinstance(outcome, ClientFailure):
             return
 
@@ -92,7 +92,7 @@ class FlowMonitor(FederationCallback, Settings):
         self._flows, self._sums = {}, Sums()
 
     def measure(self, run: Run, round: int) -> dict[str, float]:
-        """Return the numbers of the round just done."""
+        """Return the measurements of the round just done."""
         evaluator, federation = run.evaluator, run.federation
         data = federation.data.at(run.round)
         rows = numpy_generator(run.options.seed, "flow_monitor").permutation(len(data.test))
@@ -103,20 +103,21 @@ class FlowMonitor(FederationCallback, Settings):
         plain = cast(divided(sums["flow"], sums["samples"]), aggregated)
 
         nll = self._nll(run, held_out, aggregated)
-        own = {client: self._nll(run, held_out, flow) for client, flow in self._flows.items()}
-        trained = {client: (data.class_counts(client) > 0)[held_out.y] for client in own}
+        sent = {client: self._nll(run, held_out, flow) for client, flow in self._flows.items()}
+        spread = torch.stack(list(sent.values())).std(0, correction=0)
+        trained = {client: (data.class_counts(client) > 0)[held_out.y] for client in sent}
         numbers = {
             "flow_nll": float(nll.mean()),
             "flow_nll_of_mean": float(self._nll(run, held_out, plain).mean()),
-            "flow_disagreement": float(torch.stack(list(own.values())).std(0, correction=0).mean()),
+            "flow_disagreement": float(spread.mean()),
             "flow_spread": _distance(self._flows.values(), plain),
             "flow_spread_after": _distance(self._flows.values(), aggregated),
         }
         numbers |= _means(
-            flow_nll_before=[column[trained[client]] for client, column in own.items()],
-            flow_nll_after=[nll[trained[client]] for client in own],
+            flow_nll_before=[column[trained[client]] for client, column in sent.items()],
+            flow_nll_after=[nll[trained[client]] for client in sent],
         )
-        # Another flow is loaded now, and the samples must be those of the aggregated one.
+        # Another flow is loaded now, but the samples must come from the aggregated one.
         evaluator.load(aggregated)
         return numbers | {"sample_agreement": self._agreement(run, round, held_out.y.unique())}
 
@@ -136,7 +137,7 @@ class FlowMonitor(FederationCallback, Settings):
 
 
 def _means(**columns: list[Tensor]) -> dict[str, float]:
-    """Return the mean over clients of the mean over samples, over clients that have samples."""
+    """Return the mean over samples, averaged over the clients that have samples."""
     means = {}
     for name, parts in columns.items():
         # A client that trains on no held-out class has no mean.
@@ -146,11 +147,11 @@ def _means(**columns: list[Tensor]) -> dict[str, float]:
     return means
 
 
-def _distance(flows: Collection[State], centre: State) -> float:
+def _distance(flows: Collection[State], center: State) -> float:
     """Return the root mean squared distance over parameters and clients."""
     square = sum(
-        float((flow[name].double() - centre[name]).square().sum())
+        float((flow[name].double() - center[name]).square().sum())
         for flow in flows
-        for name in centre
+        for name in center
     )
-    return math.sqrt(square / (len(flows) * sum(value.numel() for value in centre.values())))
+    return math.sqrt(square / (len(flows) * sum(value.numel() for value in center.values())))

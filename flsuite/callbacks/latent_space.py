@@ -23,12 +23,12 @@ class LatentSpace(FederationCallback, Settings):
 
     Logged in every round as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean``
     over pairs of classes, ``prior_sigma_min``. The picture is written to ``latent/round-NNNN.png``
-    in the run's folder, and sent to W&B. It has one panel per client. Its two axes are the first
-    principal components of the class centres, along which the centres differ most.
+    in the run's folder and sent to W&B. It has one panel per client. Its two axes are the first
+    principal components of the class centers, along which the centers differ most.
 
     Args:
         every: Rounds between two pictures. The last round is always drawn. 0 draws none.
-        clients: Number of panels, for the first clients.
+        clients: Number of panels, one for each of the first clients.
         samples: Test samples per panel.
     """
 
@@ -91,10 +91,7 @@ def prior_moments(model: PriorModel) -> tuple[Tensor, Tensor]:
 
 
 def prior_distances(means: Tensor, sigmas: Tensor) -> dict[str, float]:
-    """Return the smallest and the mean distance of two class centres.
-
-    The smallest standard deviation is added.
-    """
+    """Return the smallest and mean distance between class centers, and the smallest deviation."""
     distances = torch.pdist(means)
     return {
         "prior_distance_min": float(distances.min()),

@@ -1,4 +1,4 @@
-"""The ways of a round's numbers into the loggers of Lightning, and how each of them is resumed."""
+"""Links from a run to Lightning's loggers. A link sends numbers and resumes the log."""
 
 import csv
 import logging
@@ -32,11 +32,11 @@ def run_name(settings: Mapping[str, Any]) -> str:
 
 
 def group_name(settings: Mapping[str, Any]) -> str:
-    """Return the method and a hash that runs share if they differ in nothing but the seed.
+    """Return the method and a hash shared by runs that differ only in the seed.
 
-    For example ``FedProx-1a2b3c4d``. Groups are those of ``flsuite report``.
+    For example ``FedProx-1a2b3c4d``. The groups match those in ``flsuite report``.
     """
-    from flsuite.analysis.groups import experiment_hash  # pandas is of no use before
+    from flsuite.analysis.groups import experiment_hash  # imports pandas
 
     return f"{_class_name(settings['aggregator'])}-{experiment_hash(settings)}"
 
@@ -46,8 +46,8 @@ def tags(settings: Mapping[str, Any]) -> list[str]:
     arguments = settings["data"].get("init_args", {})
     dataset = arguments.get("name") or _class_name(settings["data"])
     partition = arguments.get("partition")
-    found = [str(dataset), *([_with_value(partition)] if isinstance(partition, Mapping) else [])]
-    return [tag[:_LONGEST] for tag in found]
+    names = [str(dataset), *([_with_value(partition)] if isinstance(partition, Mapping) else [])]
+    return [tag[:_LONGEST] for tag in names]
 
 
 def _class_name(description: Mapping[str, Any]) -> str:
@@ -55,16 +55,16 @@ def _class_name(description: Mapping[str, Any]) -> str:
 
 
 def _with_value(description: Mapping[str, Any]) -> str:
-    """Return a class with its first argument, which is the one that every use of it sets."""
+    """Return a class name with its first argument, which every use of the class sets."""
     arguments = description.get("init_args", {})
     first = next((value for value in arguments.values() if value is not None), None)
     return _class_name(description) + ("" if first is None else f"({first})")
 
 
 LIGHTNING_NAME = "lightning_logs"
-"""What Lightning calls a project that the user has not named."""
+"""Lightning's default project name."""
 PROJECT = "flsuite"
-"""What it is called instead: the project in W&B, and the experiment in MLflow."""
+"""Our default name for the project in W&B and the experiment in MLflow."""
 _MOST_METRICS = 500  # MLflow takes at most 1,000 at once
 
 
@@ -76,7 +76,7 @@ class LoggerLink:
 
     Attributes:
         held: The rounds that the log had when the link started. They are not sent again. Round 0
-            stands for what is sent before the first round.
+            is everything sent before the first round.
         takes_pictures: Whether :meth:`show` does anything.
     """
 
@@ -87,9 +87,9 @@ class LoggerLink:
         self.held: Set[int] = frozenset()
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
-        """Begin, or go on where :meth:`state_dict` was called. The state is then not empty.
+        """Start a new log, or resume one from the result of :meth:`state_dict` (not empty then).
 
-        A logger of which nothing else is known has kept all that it was sent.
+        By default, a logger is assumed to have kept everything that it was sent.
         """
         self.held = rounds_of(run) if state else frozenset()
         self.logger.log_hyperparams(run.settings)
@@ -98,7 +98,7 @@ class LoggerLink:
         """Handle the start of a round. The engine is running."""
 
     def log(self, run: Run, row: RoundNumbers) -> None:
-        """Send the numbers of a round, unless the log has them."""
+        """Send the numbers of a round, unless the log already has them."""
         if row.round not in self.held:
             self.send(run, row)
 
@@ -107,7 +107,7 @@ class LoggerLink:
         self.logger.log_metrics(row.numbers, step=row.round)
 
     def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
-        """Send pictures of the run, by name, as it is after a round."""
+        """Send named pictures of the run after a round."""
 
     def finish(self, run: Run) -> None:
         """End the log of the run."""
@@ -119,14 +119,14 @@ class LoggerLink:
 
 
 def rounds_of(run: Run) -> Set[int]:
-    """Return the rounds that the run has done, from 0."""
+    """Return the rounds done by the run, starting at 0."""
     return frozenset(range(run.round + 1))
 
 
 class _VersionLink(LoggerLink, ABC):
-    """Goes on in the version, which is a folder, of the run that is resumed.
+    """Continues in the version folder of the resumed run.
 
-    Each round is written at once. A killed run has lost what the system had not yet written.
+    Each round is written at once. A killed run loses only what the system had not yet written.
     """
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class _VersionLink(LoggerLink, ABC):
 
     @abstractmethod
     def go_on(self, run: Run) -> Set[int]:
-        """Open the files of the run that is resumed, and return the rounds that they have."""
+        """Open the files of the resumed run, and return the rounds in them."""
 
     def send(self, run: Run, row: RoundNumbers) -> None:
         super().send(run, row)
@@ -158,12 +158,12 @@ class CSVLink(_VersionLink):
             warnings.simplefilter("ignore")  # "previous log files will be deleted"
             self.logger.log_hyperparams(run.settings)
         # Rounds after the checkpoint are done again.
-        kept = [row for row in rows if row["step"] <= run.round]
-        for row in kept:
+        earlier = [row for row in rows if row["step"] <= run.round]
+        for row in earlier:
             numbers = {name: value for name, value in row.items() if name != "step"}
             self.logger.log_metrics(numbers, step=int(row["step"]))
         self.logger.save()
-        return frozenset(int(row["step"]) for row in kept if _last_name(self.logger) in row)
+        return frozenset(int(row["step"]) for row in earlier if _last_name(self.logger) in row)
 
 
 class TensorBoardLink(_VersionLink):
@@ -176,7 +176,7 @@ class TensorBoardLink(_VersionLink):
         super().start(run, state)
 
     def go_on(self, run: Run) -> Set[int]:
-        # TensorBoard then drops rounds after the checkpoint, which are done again.
+        # TensorBoard then drops the rounds after the checkpoint, which are done again.
         self.logger._kwargs["purge_step"] = run.round + 1
         steps = logged_steps(Path(self.logger.log_dir), _last_name(self.logger))
         if steps is None:
@@ -193,10 +193,10 @@ class TensorBoardLink(_VersionLink):
 
 
 class MLflowLink(LoggerLink):
-    """Goes on in the same MLflow run, and names metrics so that every store of MLflow takes them.
+    """Continues the same MLflow run, with metric names that every MLflow store accepts.
 
-    A file store cannot have both ``test/accuracy`` and ``test/accuracy/0``: one of them would be a
-    folder. The second one becomes ``test/accuracy.0``.
+    A file store cannot have both ``test/accuracy`` and ``test/accuracy/0``, because the first would
+    also be a folder. The second one becomes ``test/accuracy.0``.
     """
 
     takes_pictures = True
@@ -228,7 +228,7 @@ class MLflowLink(LoggerLink):
         return {**super().state_dict(), "run_id": self.logger._run_id}
 
     def _can_resume(self, state: dict[str, Any]) -> bool:
-        """Open the MLflow run again, if it is still there."""
+        """Reopen the MLflow run if it still exists, and return whether it does."""
         if not state or self.logger._run_id is not None:
             return False
         from mlflow.exceptions import MlflowException
@@ -237,26 +237,26 @@ class MLflowLink(LoggerLink):
         try:
             self.logger.experiment.update_run(state["run_id"], status="RUNNING")
         except MlflowException as error:
-            log.warning("MLflow: the run is not there, starting a new one (%s)", one_line(error))
+            log.warning("MLflow: the run is missing, starting a new one (%s)", one_line(error))
             self.logger._run_id = None
             return False
         return True
 
 
 def _last_name(logger: Any) -> str:
-    """Return the name in the log of the number that is sent last."""
+    """Return the logged name of the number that is sent last."""
     prefix = getattr(logger, "_prefix", "")
     return f"{prefix}{logger.LOGGER_JOIN_CHAR}{LAST_NUMBER}" if prefix else LAST_NUMBER
 
 
 def _read_rows(folder: Path) -> list[dict[str, float]]:
-    """Return the whole rows of a file of Lightning's CSVLogger, without the empty cells."""
+    """Return the complete rows of a CSVLogger file, without empty cells."""
     path = folder / "metrics.csv"
     if not path.is_file():
         return []
     rows = []
     with path.open(newline="", errors="replace") as file:
-        whole = [line for line in file if line.endswith("\n")]  # a kill cuts the last one
+        whole = [line for line in file if line.endswith("\n")]  # a kill truncates the last one
         for cells in csv.DictReader(whole):
             row = {}
             for name, cell in cells.items():
@@ -268,7 +268,7 @@ def _read_rows(folder: Path) -> list[dict[str, float]]:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name with one folder, or two more for a client, and with characters of MLflow."""
+    """Return a name with one folder (three for a client) and only characters MLflow allows."""
     folders = 3 if name.startswith("client/") else 1
     *parents, last = name.split("/", folders)
     return re.sub(r"[^\w/. -]", "_", "/".join([*parents, last.replace("/", ".")]), flags=re.ASCII)

@@ -1,4 +1,4 @@
-"""The federation's metrics in Lightning's loggers, with the round as their axis."""
+"""The callback that sends the federation's metrics to Lightning's loggers, by round."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -45,20 +45,20 @@ _LINKS: tuple[tuple[type[Logger], type[LoggerLink]], ...] = (
 class RoundLogger(FederationCallback, Settings):
     """Sends every round's metrics to all loggers, as ``<split>/<metric>``.
 
-    Virtual seconds, wall seconds, client updates and bytes so far go with them, so that a chart can
-    have any of these as its horizontal axis. Scores of single clients go to W&B as tables.
-    ``metrics.csv`` of the run has all of them. W&B, TensorBoard and MLflow get pictures: the
-    partition, the clients over the rounds, the timeline, and the confusion matrix.
+    Virtual seconds, wall seconds, client updates and bytes so far are sent too, so that a chart can
+    use any of them as its horizontal axis. W&B gets the scores of single clients as tables; the
+    run's ``metrics.csv`` has all of them. W&B, TensorBoard and MLflow get pictures: the partition,
+    the clients over the rounds, the timeline, and the confusion matrix.
 
-    A resumed federation goes on in the same W&B run, TensorBoard version, CSV file or MLflow run.
-    Rounds that the log lacks are sent from ``metrics.csv``: those that were on their way when the
-    run was killed, or all earlier ones where the logger is new.
+    A resumed federation continues the same W&B run, TensorBoard version, CSV file or MLflow run.
+    Rounds missing from the log are sent from ``metrics.csv``: rounds that were in transit when the
+    run was killed, or all earlier rounds if the logger is new.
 
     Args:
         log_model: Whether to upload the final model to W&B as an artifact.
-        per_client: Largest number of clients whose numbers are logged one by one, as
-            ``client/<n>/<split>/<metric>``. The default is none, because every number becomes a
-            chart. Mean, worst and spread are always logged.
+        per_client: Log the numbers of single clients, as ``client/<n>/<split>/<metric>``, if there
+            are at most this many clients. The default is 0, because every number becomes a chart.
+            Mean, worst and spread are always logged.
     """
 
     affects: ClassVar[Affects] = "nothing"
@@ -69,7 +69,7 @@ class RoundLogger(FederationCallback, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._links: list[LoggerLink] = []
-        self._states: list[dict[str, Any]] = []  # of loggers that this process does not have
+        self._states: list[dict[str, Any]] = []  # of loggers missing in this process
 
     def on_federation_start(self, run: Run) -> None:
         if run.round == 0:
@@ -102,15 +102,15 @@ class RoundLogger(FederationCallback, Settings):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._states = list(state_dict.get("loggers", []))
-        if state_dict.get("wandb_id"):  # of an earlier version
+        if state_dict.get("wandb_id"):  # from an earlier version of flsuite
             self._states = [{"link": WandbLink.__name__, "id": state_dict["wandb_id"]}]
 
     def _with_clients(self, run: Run) -> bool:
-        """Return whether the clients are few enough to be logged one by one."""
+        """Return whether there are few enough clients to log each of them."""
         return run.federation.data.clients <= self.per_client
 
     def _send_missing(self, run: Run) -> None:
-        """Send what the logs of a resumed run lack, from the run's table."""
+        """Send the rounds missing from the logs of a resumed run, from the run's table."""
         done = rounds_of(run) - {0}
         lacking = [link for link in self._links if done - link.held]
         if not lacking:
@@ -119,14 +119,14 @@ class RoundLogger(FederationCallback, Settings):
             rounds = sorted(done - link.held)
             kind = type(link.logger).__name__
             log.info(
-                "%s: sending %d rounds that the log lacks, from %d on", kind, len(rounds), rounds[0]
+                "%s: sending %d missing rounds to the log, from %d on", kind, len(rounds), rounds[0]
             )
         for row in earlier_rounds(run, self._with_clients(run)):
             for link in lacking:
                 link.log(run, row)
 
     def _take_state(self, link: LoggerLink) -> dict[str, Any]:
-        """Return what a link of this kind has saved, if any, and keep the states of the others."""
+        """Remove and return the saved state of a link of this kind, or an empty mapping."""
         for place, state in enumerate(self._states):
             if state["link"] == type(link).__name__:
                 return self._states.pop(place)
@@ -134,16 +134,16 @@ class RoundLogger(FederationCallback, Settings):
 
 
 def _show(round: int, draw: Callable[[], dict[str, "Figure"]], links: Sequence[LoggerLink]) -> None:
-    """Draw pictures and send them to the loggers that take some.
+    """Draw pictures and send them to the loggers that accept pictures.
 
-    A run does not end because a picture cannot be stored.
+    A failure to store a picture does not end the run.
     """
     links = [link for link in links if link.takes_pictures]
     pictures = draw() if links else {}
     for link in links if pictures else ():
         try:
             link.show(round, pictures)
-        except Exception as error:  # of the logger, of its transport, or of its server
+        except Exception as error:  # from the logger, its transport or its server
             kind = type(link.logger).__name__
             log.warning("%s: no %s (%s)", kind, ", ".join(pictures), one_line(error, 200))
 

@@ -1,4 +1,4 @@
-"""Pictures of a run for its loggers, as figures of matplotlib."""
+"""Pictures of a run for its loggers, as matplotlib figures."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ _MOST_CLASSES = 100
 
 
 def first_pictures(run: Run) -> dict[str, "Figure"]:
-    """Draw what is known before the first round: the partition."""
+    """Draw the picture that is available before the first round: the partition."""
     from flsuite.analysis import partition_figure
     from flsuite.runs.partition import partition_table
 
@@ -22,10 +22,10 @@ def first_pictures(run: Run) -> dict[str, "Figure"]:
 
 
 def final_pictures(run: Run) -> dict[str, "Figure"]:
-    """Draw what a finished run shows, as far as it has it.
+    """Draw the pictures of a finished run, as far as it has the data.
 
-    These are the clients' scores over the rounds, who trained when if times are virtual, and the
-    confusion matrix on test data.
+    They are the clients' scores over the rounds, the timeline if time is virtual, and the confusion
+    matrix on test data.
     """
     pictures = {}
     for metric in (run.summary.monitor, "accuracy", "loss"):  # the first that clients have
@@ -52,7 +52,7 @@ def final_pictures(run: Run) -> dict[str, "Figure"]:
 def client_rounds(run: Run, metric: str) -> "pd.DataFrame":
     """Return the clients' test scores, with clients as rows and rounds as columns.
 
-    A score that is missing is NaN.
+    Missing scores are NaN.
     """
     import pandas as pd
 
@@ -80,13 +80,13 @@ def client_figure(scores: "pd.DataFrame", title: str) -> "Figure":
 
 
 def confusion_counts(run: Run) -> "pd.DataFrame | None":
-    """Count how many test samples of each class (row) the global model takes for each class.
+    """Count the test samples by true class (row) and class predicted by the global model (column).
 
-    Where each client has a model of its own, the mean prediction counts. The result is ``None`` for
-    other targets than one class per sample, and where the server cannot have the clients' models.
+    If each client has its own model, the mean of their predictions is used. The result is ``None``
+    unless targets are one class per sample, and if the server cannot get the clients' models.
     """
     federation = run.federation
-    data = federation.data  # of all tasks, if there are any
+    data = federation.data  # all tasks, if there are any
     targets = data.test.y
     is_one_class = targets.ndim == 1 and not targets.is_floating_point()
     is_shown = is_one_class and 2 <= data.spec.num_classes <= _MOST_CLASSES

@@ -18,13 +18,13 @@ class ForestProbe(FederationCallback, Settings):
     """A random forest on each client's latent means.
 
     It is trained on the client's training samples and scored on the global test split. The features
-    use no label. Logged as ``test/probe_accuracy`` and ``test/probe_f1_macro``, means over the
-    clients probed.
+    do not use labels. Logged as ``test/probe_accuracy`` and ``test/probe_f1_macro``, means over the
+    probed clients.
 
     Args:
         every: Rounds between two probes. The last round is always probed. Default: only the last
             round.
-        clients: Number of clients to probe, the first ones. Default: all.
+        clients: Number of clients to probe, starting with the first. Default: all.
         trees: Trees per forest.
         samples: Largest number of training samples per client, drawn at random.
     """
@@ -45,7 +45,7 @@ class ForestProbe(FederationCallback, Settings):
             )
         if run.federation.data.at(run.round).train.y.ndim > 1:
             raise FlsuiteError(
-                "ForestProbe tells classes apart, and this data has several labels per sample; "
+                "ForestProbe needs one class per sample, and this data has several labels; "
                 "remove the callback"
             )
 
@@ -66,12 +66,12 @@ class ForestProbe(FederationCallback, Settings):
         data, evaluator = run.federation.data.at(run.round), run.evaluator
         evaluator.load(run.federation.client_state(client))
         rows = data.train_rows(client)
-        # Files are sorted by class, so that the first rows would be of one class.
+        # Files are sorted by class, so the first rows would all be of one class.
         rng = numpy_generator(run.options.seed, "probe/rows", client=client)
         order = rng.permutation(len(rows))
         rows = rows[torch.from_numpy(order[: self.samples])]
 
-        # scikit-learn takes seeds of 32 bits.
+        # scikit-learn accepts 32-bit seeds.
         seed = seed_for(run.options.seed, "probe", client=client) % 2**32
         forest = RandomForestClassifier(self.trees, random_state=seed)
         forest.fit(evaluator.latents(data.train.x[rows]).numpy(), data.train.y[rows].numpy())

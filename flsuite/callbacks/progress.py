@@ -1,4 +1,4 @@
-"""One display for the whole federation."""
+"""The progress display of a federation."""
 
 import sys
 import time
@@ -19,14 +19,14 @@ _ALSO_SHOWN = ("test/f1_macro", "test/backdoor_success")
 
 
 class RoundProgress(FederationCallback):
-    """Shows the share of the run that is done, clients of the round, scores and the time left.
+    """Shows the progress of the run, the clients of the round, scores and the time left.
 
-    Where clients do not wait for each other, it shows virtual time, staleness and the clients in
-    flight too. Without a terminal, it prints plain lines.
+    For asynchronous schedules it also shows virtual time, staleness and the clients in flight.
+    Without a terminal it prints plain lines.
 
     Args:
-        interval: Smallest number of seconds between two plain lines. The first and the last round
-            are always shown.
+        interval: Minimum seconds between two plain lines. The first and last rounds are always
+            shown.
     """
 
     affects: ClassVar[Affects] = "nothing"
@@ -57,7 +57,7 @@ class RoundProgress(FederationCallback):
             TextColumn("{task.fields[note]}"),
         )
 
-        # The numbers have lines of their own, so that they fit into 80 characters.
+        # The numbers are on separate lines to fit in 80 characters.
         self._bar, self._numbers = (
             Progress(*columns, console=console),
             Text(no_wrap=True, overflow="ellipsis"),
@@ -71,7 +71,7 @@ class RoundProgress(FederationCallback):
     def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
         self._ended, self._updates_before = 0, run.federation.clock.client_updates
         if self._bar is not None:
-            # Of an asynchronous round it is not known who will be part of it.
+            # The number of clients in an asynchronous round is not known in advance.
             is_cohort = not run.federation.schedule.declarations.is_asynchronous
             self._bar.reset(self._clients, total=len(clients) if is_cohort else None)
 
@@ -117,19 +117,19 @@ class RoundProgress(FederationCallback):
 
 
 def _done(run: Run) -> str:
-    """Return the rounds done, with their number if it is known."""
+    """Return the rounds done, and the total if it is known."""
     rounds = run.options.budget.rounds
     return str(run.round) if rounds is None else f"{run.round}/{rounds}"
 
 
 def _failed(run: Run) -> str:
-    """Return how many clients of the round have failed, if any."""
+    """Return the number of failed clients in the round, or an empty text."""
     failures = len(run.federation.log.failures)
     return f"{failures} failed" if failures else ""
 
 
 def _clock(run: Run, metrics: Mapping[str, float]) -> str:
-    """Return virtual time, work and staleness, where the schedule gives them a meaning."""
+    """Return virtual time, client updates and staleness, if the schedule has virtual time."""
     schedule, clock = run.federation.schedule, run.federation.clock
     if not schedule.declarations.is_virtual:
         return ""

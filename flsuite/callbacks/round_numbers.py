@@ -1,4 +1,4 @@
-"""The numbers of a round for the loggers: of the round just done, and of those before a resume."""
+"""The numbers of a round for the loggers: the round just done, or the rounds before a resume."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from flsuite.runs.run import Run
 from flsuite.server.evaluation import GLOBAL
 
 LAST_NUMBER = "wall_s"
-"""The number that is sent last: a log that has it of a round has the whole round."""
+"""The number that is sent last. A log with this number has the whole round."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class RoundNumbers:
 
     Attributes:
         round: The round.
-        numbers: Those for every logger. :data:`LAST_NUMBER` is the last one.
+        numbers: The numbers for every logger. :data:`LAST_NUMBER` is the last one.
         of_clients: The numbers of single clients, as ``client/<n>/<split>/<metric>``.
     """
 
@@ -49,7 +49,7 @@ def latest_round(run: Run, named: Mapping[str, float], with_clients: bool) -> Ro
 
 
 def earlier_rounds(run: Run, with_clients: bool) -> Iterator[RoundNumbers]:
-    """Yield the numbers of all rounds in the run's table, which has them up to its checkpoint."""
+    """Yield the numbers of all rounds in the run's table, up to its checkpoint."""
     up = down = 0.0
     for round, rows in groupby(run.folder.table.rows, key=attrgetter("round")):
         named = {}

@@ -1,4 +1,4 @@
-"""The end of a run at a target score."""
+"""Stopping a run at a target score."""
 
 import logging
 import math
@@ -17,10 +17,10 @@ log = logging.getLogger("flsuite")
 
 @dataclass(eq=False)
 class StopAt(FederationCallback, Settings):
-    """Stops when a score on validation data has reached a value.
+    """Stops when a score on validation data reaches a value.
 
-    ``trainer.max_virtual_seconds`` and ``trainer.max_client_updates`` limit a run that never does.
-    A stopped run can be extended: resume it with another value, or without the callback.
+    ``trainer.max_virtual_seconds`` and ``trainer.max_client_updates`` limit a run that never
+    reaches it. A stopped run can be extended: resume it with another value or without the callback.
 
     Args:
         metric: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the
@@ -40,7 +40,7 @@ class StopAt(FederationCallback, Settings):
 
     @property
     def state_key(self) -> str:
-        """Return a key that stays with another target."""
+        """Return a key that does not depend on the target."""
         return self._generate_state_key(metric=self.metric)
 
     def on_federation_start(self, run: Run) -> None:
@@ -57,8 +57,8 @@ class StopAt(FederationCallback, Settings):
             return
         self.reached = score
         log.info(
-            "validation %s is %.4f, and the target %g: stopping after round %d, at virtual second "
-            "%.1f and client update %d",
+            "validation %s %.4f has reached the target %g: stopping after round %d, at virtual "
+            "second %.1f and client update %d",
             self.metric,
             score,
             self.value,
@@ -75,7 +75,7 @@ class StopAt(FederationCallback, Settings):
         self.reached = state_dict["reached"]
 
     def is_reached(self, score: float | None) -> bool:
-        """Return whether a score on validation data is at the target or beyond."""
+        """Return whether a score on validation data is at or beyond the target."""
         if score is None or math.isnan(score):
             return False
         return score <= self.value if lower_is_better(self.metric) else score >= self.value

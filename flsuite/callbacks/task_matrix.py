@@ -18,13 +18,12 @@ log = logging.getLogger("flsuite")
 
 @dataclass(eq=False)
 class TaskMatrix(FederationCallback, Settings):
-    """The accuracy on each task, after each task of a :class:`~flsuite.data.TaskSequence`.
+    """Scores each task after each task of a :class:`~flsuite.data.TaskSequence`.
 
-    Without tasks it does nothing. After the last round of a task the model is scored on the test
-    samples of every client's groups of classes, including groups still to come, against all
-    classes. That gives one matrix per client (of its own model, where it has one), and their mean.
-
-    Logged in that round as ``test/<name>``:
+    Without tasks it does nothing. After the last round of a task, the model is scored on the test
+    samples of every client's groups of classes, including future groups, against all classes. This
+    gives one matrix per client (for its own model, if it has one), and their mean. Logged in that
+    round as ``test/<name>``:
 
     - ``task_accuracy/<j>``: the row of the matrix, for the federation and each client;
     - ``task_accuracy``: the mean over clients and over the tasks done;
@@ -36,10 +35,10 @@ class TaskMatrix(FederationCallback, Settings):
     Every run with tasks has this callback. Name it in ``trainer.callbacks`` to choose the clients.
 
     Args:
-        clients: Number of clients that have a matrix. Default: all.
+        clients: Number of clients with a matrix. Default: all.
 
     Attributes:
-        matrix: float64 ``(clients, 1 + tasks done, tasks)``. The first row is before any training.
+        matrix: float64 ``(clients, 1 + tasks done, tasks)``. The first row precedes all training.
     """
 
     affects: ClassVar[Affects] = "nothing"
@@ -61,7 +60,7 @@ class TaskMatrix(FederationCallback, Settings):
         rounds = run.options.budget.rounds
         if rounds is not None and rounds < data.starts[-1]:
             log.warning(
-                "trainer.rounds is %d, and the last task begins with round %d: it is never learned",
+                "trainer.rounds is %d, but the last task starts in round %d: it is never learned",
                 rounds,
                 data.starts[-1],
             )
@@ -76,17 +75,17 @@ class TaskMatrix(FederationCallback, Settings):
     def _score(self, run: Run, data: TaskData, round: int) -> None:
         assert self.matrix is not None
         if not run.federation.clients.is_local:
-            log.warning("no accuracy by task: the private parts of the models lie with the clients")
+            log.warning("no accuracy by task: private parts of the models stay with the clients")
             self.matrix = None
             return
 
-        # A run that is extended scores its last task a second time.
+        # An extended run scores its last task a second time.
         row, before = self.row(run, data), data.task(round) + 1
         self.matrix = torch.cat([self.matrix[:, :before], row[:, None]], dim=1)
         for task, accuracy in enumerate(row.mean(0).tolist()):
             run.log_metric(f"task_accuracy/{task}", accuracy, split="test")
-        for client, own in enumerate(row.tolist()):
-            for task, accuracy in enumerate(own):
+        for client, accuracies in enumerate(row.tolist()):
+            for task, accuracy in enumerate(accuracies):
                 run.log_metric(f"task_accuracy/{task}", accuracy, client, "test")
         for name, value in summarize(self.matrix).items():
             run.log_metric(name, value, split="test")
@@ -109,7 +108,7 @@ class TaskMatrix(FederationCallback, Settings):
                 predicted = evaluator.outputs(data.test)["scores"].argmax(1)
                 by_class = _by_class(predicted == data.test.y, data.test.y, data.spec.num_classes)
             hits, samples = by_class
-            # A task is a group of classes, and clients meet different groups.
+            # A task is a group of classes. Clients have different groups.
             groups = [list(group) for group in data.sequences[client]]
             rows.append(torch.stack([hits[group].sum() / samples[group].sum() for group in groups]))
 
@@ -123,7 +122,7 @@ class TaskMatrix(FederationCallback, Settings):
 
 
 def summarize(matrix: Tensor) -> dict[str, float]:
-    """Return means over clients, without the numbers that a single task does not define."""
+    """Return means over clients, without the numbers that need more than one task."""
     numbers = {
         "task_accuracy": average_accuracy(matrix),
         "forgetting": forgetting(matrix),

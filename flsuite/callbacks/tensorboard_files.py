@@ -1,4 +1,4 @@
-"""The steps in the files that TensorBoard reads."""
+"""Reading the logged steps from TensorBoard's event files."""
 
 import struct
 from collections.abc import Iterator, Set
@@ -9,9 +9,9 @@ _BEFORE, _AFTER = 12, 4  # bytes around a record
 
 
 def logged_steps(folder: Path, tag: str) -> Set[int] | None:
-    """Return the steps that the files of a version have of a number.
+    """Return the steps logged for a tag in the event files of a version.
 
-    The result is ``None`` where TensorBoard, which knows their content, is not installed.
+    The result is ``None`` if TensorBoard, which parses the events, is not installed.
     """
     try:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -19,14 +19,14 @@ def logged_steps(folder: Path, tag: str) -> Set[int] | None:
         return None
     name = tag.encode()
     files = folder.glob("events.out.tfevents.*")
-    # Most records are of other numbers, and parsing them takes long.
-    found = (record for path in files for record in _records(path) if name in record)
-    events = map(Event.FromString, found)
+    # Most records have other tags, and parsing them takes long.
+    matching = (record for path in files for record in _records(path) if name in record)
+    events = map(Event.FromString, matching)
     return {event.step for event in events for value in event.summary.value if value.tag == tag}
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a file, which may end in the middle of one."""
+    """Yield the complete records of a file, which may end in the middle of one."""
     data, position = path.read_bytes(), 0
     while position + _BEFORE <= len(data):
         (length,) = _LENGTH.unpack_from(data, position)

@@ -1,4 +1,4 @@
-"""The rows in the files that W&B has written on this machine."""
+"""Reading the rows of W&B's local files."""
 
 import json
 import struct
@@ -10,13 +10,13 @@ from flsuite.callbacks.round_numbers import LAST_NUMBER
 
 _BLOCK = 32768  # bytes
 _HEADER = struct.Struct("<IHB")  # checksum, length, kind
-_ENDS_RECORD = (1, 4)  # kinds of a part: a whole record, and the last part of one
+_ENDS_RECORD = (1, 4)  # kinds of parts: a whole record, and the last part of a record
 
 
 def logged_rounds(files: Iterable[Path]) -> tuple[set[int], int]:
-    """Return the rounds that files have of one run, and the first of W&B's steps after them.
+    """Return the rounds in the files of one run, and W&B's next step.
 
-    Round 0 is what is sent before the first round.
+    Round 0 is everything sent before the first round.
     """
     rows = [row for path in files for row in logged_rows(path)]
     rounds = {int(row["round"]) for _, row in rows if LAST_NUMBER in row or row.get("round") == 0}
@@ -26,7 +26,7 @@ def logged_rounds(files: Iterable[Path]) -> tuple[set[int], int]:
 def logged_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield W&B's step and the content of each row in a file ``run-ID.wandb``.
 
-    The file may end in the middle of a row, as that of a killed run does.
+    The file of a killed run may end in the middle of a row.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -39,7 +39,7 @@ def logged_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file in the framing of LevelDB's log, after W&B's own header."""
+    """Yield the records of a file with W&B's header and the framing of LevelDB's log."""
     position, parts = _HEADER.size, b""
     while position + _HEADER.size <= len(data):
         left_in_block = _BLOCK - position % _BLOCK

@@ -1,4 +1,4 @@
-"""The way of a run into Weights & Biases: one run there for each run here, also after a resume."""
+"""The link from a run to Weights & Biases: one W&B run per run, also after a resume."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flsuite")
 
-# The argument of wandb.init, and the variable that means the same.
+# Arguments of wandb.init, and the equivalent environment variables.
 _VARIABLES = {
     "group": "WANDB_RUN_GROUP",
     "name": "WANDB_NAME",
@@ -42,11 +42,11 @@ _VARIABLES = {
 class WandbLink(LoggerLink):
     """Sends a run to W&B.
 
-    The numbers of each round come with the settings, group, name, tags, a table of the clients'
+    It sends the numbers of each round, the settings, group, name and tags, a table of the clients'
     scores per evaluation, pictures, and a summary of the last and the picked round.
 
     Args:
-        logger: The logger, a WandbLogger.
+        logger: A WandbLogger.
         log_model: Whether to upload the final model.
     """
 
@@ -56,8 +56,8 @@ class WandbLink(LoggerLink):
         super().__init__(logger)
         self.log_model = log_model
         self._id: str | None = None
-        self._step = 0  # the first one that is free
-        self._offsets: list[tuple[int, int]] = []  # from a round on: W&B's step minus the round
+        self._step = 0  # the next free step
+        self._offsets: list[tuple[int, int]] = []  # (first round, W&B's step minus the round)
         self._is_earlier_version = False
         self._has_engine = self._has_warned = False
         self._rounds_to_target: int | None = None
@@ -79,7 +79,7 @@ class WandbLink(LoggerLink):
             self._go_on(run, experiment)
 
     def start_round(self, run: Run) -> None:
-        if not self._has_engine:  # which is not known before
+        if not self._has_engine:  # the engine is not known earlier
             engine = {"engine": describe(run.evaluator.engine)}
             self.logger.experiment.config.update(engine, allow_val_change=True)
             self._has_engine = True
@@ -92,7 +92,7 @@ class WandbLink(LoggerLink):
             self._rounds_to_target = row.round if is_reached else None
         self.logger.experiment.summary.update(self._summary(run))
 
-        # One more is needed for the pictures at the end. An extended run goes on after them.
+        # The pictures at the end take one more step. An extended run continues after them.
         self._step = _next_step(self.logger.experiment) + int(run.finished)
 
     def send(self, run: Run, row: RoundNumbers) -> None:
@@ -114,7 +114,7 @@ class WandbLink(LoggerLink):
             artifact.add_file(str(model))
             experiment.log_artifact(artifact)
 
-        # The next run of this process must not continue this one.
+        # The next run in this process must not continue this one.
         experiment.finish(exit_code=0 if run.status == "success" else 1)
         self.logger._experiment = None
         super().finish(run)
@@ -129,10 +129,10 @@ class WandbLink(LoggerLink):
         }
 
     def _go_on(self, run: Run, experiment: Any) -> None:
-        """Find out what W&B has of a run that is resumed.
+        """Find out which rounds of the resumed run W&B already has.
 
-        Online, the server has the rows before the step at which it goes on. Offline, the earlier
-        parts of the run are files beside this one, if they have not been moved.
+        Online, the server has all rows before its starting step. Offline, the earlier parts of the
+        run are files next to this one, unless they have been moved.
         """
         self.held = rounds_of(run)
         if experiment.disabled:
@@ -146,15 +146,14 @@ class WandbLink(LoggerLink):
         parts = own.parent.glob(f"*run-*-{self._id}/run-{self._id}.wandb")
         if earlier := [path for path in parts if path.parent != own]:
             self.held, self._step = logged_rounds(earlier)
-        # Offline, W&B does not know of the steps before a resume. Later rows join this one.
+        # Offline, W&B does not know the steps before a resume. Later rows are merged into this one.
         if self._step > _next_step(experiment):
             experiment.log({"round": run.round}, step=self._step, commit=False)
 
     def _rounds_on_server(self, run: Run, experiment: Any) -> set[int]:
         """Return the rounds whose rows the server has.
 
-        A round after the checkpoint may be among them. Its step is then followed by others, and its
-        number is in the summary.
+        They may include rounds after the checkpoint. The summary holds the number of the latest.
         """
         next_step = _next_step(experiment)
         latest = experiment.summary.get("round")
@@ -166,9 +165,9 @@ class WandbLink(LoggerLink):
         return held
 
     def _open(self, run: Run) -> Any:
-        """Open the run in W&B, which is that of :attr:`_id` if there is one.
+        """Open the run in W&B, with the id :attr:`_id` if it is set.
 
-        A run that the user has opened already stays as it is.
+        A run that the user has already opened is left unchanged.
 
         Raises:
             FlsuiteError: If W&B refuses it.
@@ -179,16 +178,16 @@ class WandbLink(LoggerLink):
             self._complete(self.logger._wandb_init, run)
         try:
             return self.logger.experiment
-        except Exception as error:  # of W&B, or of its own process, such as a run id in use
+        except Exception as error:  # from W&B or its service process, e.g. a run id in use
             raise FlsuiteError(
-                f"trainer.logger: W&B does not open a run ({one_line(error)}); log in with wandb "
+                f"trainer.logger: W&B cannot open a run ({one_line(error)}); log in with wandb "
                 "login, or set trainer.logger.init_args.offline to true"
             ) from error
 
     def _complete(self, arguments: dict[str, Any], run: Run) -> None:
-        """Complete the arguments of wandb.init, where the user has set none."""
-        # The command passes None for every argument that is left out. W&B takes a None for resume
-        # as a wish to start anew.
+        """Fill in the arguments of wandb.init that the user has not set."""
+        # The command passes None for every omitted argument, but W&B starts a new run if resume is
+        # None.
         for name in [name for name, value in arguments.items() if value is None]:
             del arguments[name]
 
@@ -207,21 +206,21 @@ class WandbLink(LoggerLink):
         if self._id is not None:
             arguments["id"] = self.logger._id = self._id
         if self.logger._offline:
-            arguments.pop("resume", None)  # W&B warns that it is of no use
+            arguments.pop("resume", None)  # W&B warns that it has no effect
         else:
             arguments.setdefault("resume", "allow")
 
     def _summary(self, run: Run) -> dict[str, float]:
         """Return the test scores of the last and of the picked round, and the guarantees.
 
-        W&B's own rules for summaries would turn a value into a mapping.
+        W&B's own summary rules would turn a value into a mapping.
         """
         named: dict[str, float] = {}
         for title, scores in (("last", run.summary.last), ("picked", run.summary.best)):
             for name, value in scores.items():
                 if name == "round":
                     named[f"{title}/round"] = value
-                elif "/" not in name or name.startswith("all_clients/"):  # no class by class
+                elif "/" not in name or name.startswith("all_clients/"):  # no per-class scores
                     named[f"{title}/test/{name}"] = value
         named |= {f"last/{name}": value for name, value in run.summary.privacy.items()}
         if self._rounds_to_target is not None:
@@ -229,10 +228,10 @@ class WandbLink(LoggerLink):
         return named
 
     def _send(self, round: int, numbers: Mapping[str, float], media: dict[str, Any]) -> None:
-        """Send a row: numbers, and tables and pictures if W&B takes them now.
+        """Send a row of numbers, with tables and pictures if W&B accepts them now.
 
-        For a table, W&B asks its server something, and raises where there is no answer. A run that
-        trains does not end for that.
+        W&B contacts its server to send a table, and raises if there is no answer. The run must not
+        end because of that.
         """
         offset = _next_step(self.logger.experiment) - round
         self._offsets = [known for known in self._offsets if known[0] < round]
@@ -242,20 +241,20 @@ class WandbLink(LoggerLink):
         row = {**numbers, "round": round}
         try:  # never with step=, which would bind rows to W&B's own counter
             self.logger.log_metrics({**row, **media})
-        except Exception as error:  # of W&B's client, of its transport, or of the answer
+        except Exception as error:  # from W&B's client, its transport or its server
             if not media:
                 raise
             if not self._has_warned:
-                missing = f"no {', '.join(media)} of round {round}, nor later ones while this lasts"
+                missing = f"no {', '.join(media)} from round {round} on, while this lasts"
                 log.warning("W&B: %s (%s)", missing, one_line(error, 200))
                 self._has_warned = True
             self.logger.log_metrics(row)
 
 
 def client_table(run: Run, row: RoundNumbers) -> dict[str, Any]:
-    """Return one row per client of an evaluation: client, training samples, scores.
+    """Return a table with one row per evaluated client: client, training samples, scores.
 
-    It is empty in a round that is not scored.
+    The mapping is empty in rounds that are not scored.
     """
     scores: dict[int, dict[str, float]] = {}
     for name, value in row.of_clients.items():
@@ -268,17 +267,17 @@ def client_table(run: Run, row: RoundNumbers) -> dict[str, Any]:
     import wandb
 
     data = run.federation.data.at(row.round)
-    names = list(dict.fromkeys(name for own in scores.values() for name in own))
+    names = list(dict.fromkeys(name for of_client in scores.values() for name in of_client))
     rows = [
-        [client, data.samples(client), *(own.get(name) for name in names)]
-        for client, own in sorted(scores.items())
+        [client, data.samples(client), *(of_client.get(name) for name in names)]
+        for client, of_client in sorted(scores.items())
     ]
     return {"clients": wandb.Table(columns=["client", "samples", *names], data=rows)}
 
 
 def _next_step(experiment: Any) -> int:
-    """Return the step of the next row. A run of the mode ``disabled`` has none."""
-    # Just after a resume, W&B itself does not yet count from where it goes on.
+    """Return the step of the next row, or 0 if W&B is disabled."""
+    # Just after a resume, W&B's own counter has not yet reached the starting step.
     return 0 if experiment.disabled else max(int(experiment.step), int(experiment.starting_step))
 
 

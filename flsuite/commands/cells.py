@@ -1,7 +1,7 @@
-"""The process that a sweep's cells are forked from: it imports what a run needs, once.
+"""The process that a sweep's cells are forked from. It imports what a run needs, once.
 
-It reads a sweep and its folder from its input, checks that every method can begin, answers, and
-runs the cells when it is told to.
+It reads a sweep and its folder from standard input, checks that every method can start, prints the
+result, and runs the cells on request.
 """
 
 import gc
@@ -43,17 +43,17 @@ def main() -> int:
 
 
 def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
-    """Make ready what the cells would fit, without fitting it.
+    """Prepare the fits of the cells without running them.
 
-    An experiment that has a finished cell is passed over.
+    Experiments with a finished cell are skipped.
 
     Args:
         sweep: The sweep.
         folder: Its folder.
 
     Returns:
-        ``workers`` is the largest number of workers that a cell's own engine has. ``refused`` has a
-        line for each experiment that cannot begin, which names its method.
+        ``workers`` is the largest number of workers of any cell's engine. ``refused`` holds one
+        line per experiment that cannot start, with the name of its method.
 
     Raises:
         FlsuiteError: If two methods are the same.
@@ -71,10 +71,10 @@ def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
 
 
 def _make_ready(sweep: Sweep, cell: Cell) -> int:
-    """Do all that a cell does before its first round, and return the workers of its engine.
+    """Prepare a cell up to its first round, and return the number of workers of its engine.
 
     Raises:
-        FlsuiteError: If it cannot begin.
+        FlsuiteError: If the cell cannot start.
     """
     # Lightning takes a while to import.
     from flsuite.commands.fit import build
@@ -90,7 +90,7 @@ def _make_ready(sweep: Sweep, cell: Cell) -> int:
 
 
 def typos_of(sweep: Sweep) -> dict[str, Any]:
-    """Return the misspelled keys and classes of all methods as an error, if there are any."""
+    """Return an error that lists the misspelled keys and classes of all methods, if any."""
     lines: dict[str, str] = {}
     for cell in samples_of(sweep):
         try:
@@ -103,14 +103,14 @@ def typos_of(sweep: Sweep) -> dict[str, Any]:
 
 
 def _place(sweep: Sweep, cell: Cell) -> str:
-    """Return the method, and what the grid and the tuning change in it."""
+    """Return the name of the method and its settings from the grid and the tuning."""
     usual = {**sweep.shared, **sweep.methods[cell.method]}
     changes = [f"{k} {v}" for k, v in cell.overrides.items() if usual.get(k, usual) != v]
     return f"method {cell.method}" + (f", {', '.join(changes)}" if changes else "")
 
 
 def _import_all() -> None:
-    """Import what every cell needs, without a collection, which would find nothing."""
+    """Import what every cell needs, without garbage collection, which would find nothing."""
     gc.disable()
     import torch
 
@@ -118,8 +118,8 @@ def _import_all() -> None:
     import flsuite.commands.fit
     import flsuite.engines.worker  # noqa: F401  (where an engine's workers are forked from)
 
-    torch.set_num_threads(1)  # also of what a cell does beside its engine
-    gc.freeze()  # a collection in a fork would copy each object that is shared
+    torch.set_num_threads(1)  # also for a cell's work outside its engine
+    gc.freeze()  # a collection in a fork would copy every shared object
     gc.enable()
 
 
@@ -131,18 +131,18 @@ def _checked_in_fork(sweep: Sweep, folder: Path) -> dict[str, Any]:
     with open(read) as file:
         answer = file.read()
     os.waitpid(child, 0)
-    return json.loads(answer) if answer else {"error": "the check of the methods was ended"}
+    return json.loads(answer) if answer else {"error": "the check of the methods was killed"}
 
 
 def _answer(sweep: Sweep, folder: Path, descriptor: int) -> int:
     null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # libraries say the same again in every cell's log
+    for stream in (1, 2):  # the libraries' messages appear again in every cell's log
         os.dup2(null, stream)
     try:
         answer = check(sweep, folder)
     except FlsuiteError as error:
         answer = {"error": one_line(error)}
-    except Exception as error:  # of a user's own class
+    except Exception as error:  # from a user's own class
         answer = {"error": f"{type(error).__name__}: {one_line(error)}"}
     with open(descriptor, "w") as file:
         json.dump(answer, file)

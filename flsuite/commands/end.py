@@ -1,4 +1,4 @@
-"""The end of the process, at once."""
+"""A fast exit of the process."""
 
 import atexit
 import gc
@@ -13,19 +13,19 @@ _BINARY = (io.BufferedWriter, io.BufferedRandom)
 
 
 def end_process(status: int) -> None:
-    """End this process without taking apart what torch and Lightning have made.
+    """End this process without Python's cleanup of torch and Lightning.
 
-    The system frees it anyway, and Python would take more than a second for it. What a user may
-    rely on at an exit happens: functions of :mod:`atexit`, and open files are written to the disk.
-    Where others wait for the end of this function, as a thread or a debugger, it just returns.
+    The cleanup takes more than a second, and the operating system frees the memory anyway. Exit
+    functions of :mod:`atexit` still run, and open files are flushed. If other threads, a debugger
+    or a profiler are active, the function just returns.
     """
     watched = sys.gettrace() or sys.getprofile() or _is_monitored() or sys.flags.inspect
     if watched or threading.active_count() > 1:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing left to stop
     atexit._run_exitfuncs()
-    # A text file writes into a binary one, which comes after it. Asking an object itself for its
-    # class may call code of its own.
+    # Text files write into binary ones, so they are flushed first. isinstance may run code of the
+    # object, type does not.
     objects = gc.get_objects()
     texts = [file for file in objects if issubclass(type(file), io.TextIOWrapper)]
     binaries = [file for file in objects if issubclass(type(file), _BINARY)]
@@ -36,6 +36,6 @@ def end_process(status: int) -> None:
 
 
 def _is_monitored() -> bool:
-    """Return whether a profiler or a debugger has registered, which it can from Python 3.12 on."""
+    """Return whether a profiler or debugger has registered (possible since Python 3.12)."""
     monitoring = getattr(sys, "monitoring", None)
     return monitoring is not None and any(monitoring.get_tool(place) for place in range(6))

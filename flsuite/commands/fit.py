@@ -25,7 +25,7 @@ from flsuite.trainer import FederatedTrainer
 log = logging.getLogger("flsuite")
 
 _NOWHERE = (None, "", ".", "./mlruns")  # defaults of Lightning's loggers
-# Class, packages of which one must be there, and the extra that installs it.
+# Class: (packages, one of which must be installed; the extra that installs it).
 _EXTRAS = {
     "MLFlowLogger": (("mlflow",), "mlflow"),
     "TensorBoardLogger": (("tensorboard", "tensorboardX"), "tensorboard"),
@@ -33,13 +33,13 @@ _EXTRAS = {
 
 
 def complete_loggers(config: Any, run_dir: Path) -> None:
-    """Give loggers without a folder that of the run, and MLflow a database.
+    """Set the folder of loggers that have none to the run's, and give MLflow a database.
 
-    MLflow compares the runs of one database. It is ``mlflow.db`` in the working folder, or in the
-    ``save_dir`` of the config, and ``mlruns`` beside it has the pictures.
+    MLflow compares runs within one database: ``mlflow.db`` in the working folder, or in the
+    ``save_dir`` of the config. The pictures go to ``mlruns`` next to it.
 
     Args:
-        config: ``trainer.logger`` of the config, which is changed in place.
+        config: ``trainer.logger`` of the config. It is changed in place.
         run_dir: The run's folder.
 
     Raises:
@@ -57,7 +57,7 @@ def complete_loggers(config: Any, run_dir: Path) -> None:
         is_open = arguments.get("save_dir", "") in _NOWHERE
         if name == "MLFlowLogger":
             folder = Path.cwd() if is_open else Path(arguments.save_dir).resolve()
-            if not arguments.tracking_uri:  # a server has a place of its own for files
+            if not arguments.tracking_uri:  # a server stores files itself
                 arguments.tracking_uri = f"sqlite:///{folder}/mlflow.db"
                 arguments.artifact_location = arguments.artifact_location or f"{folder}/mlruns"
         elif is_open:
@@ -67,7 +67,7 @@ def complete_loggers(config: Any, run_dir: Path) -> None:
 _SKIP = {"model", "datamodule"}
 _STATUS = (
     "The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, "
-    "or 143 after SIGTERM. After 1, 130 or 143, fit goes on from the last finished round with "
+    "or 143 after SIGTERM. After 1, 130 or 143, fit continues from the last finished round with "
     "--ckpt_path last."
 )
 
@@ -116,7 +116,7 @@ class _FederatedCLI(LightningCLI):
         """Return only the subcommand in use, because each costs a parser of its own."""
         return {_FederatedCLI._command: _SKIP}
 
-    # Lightning's own warns of arguments that are not those of this process.
+    # Lightning's version warns if the arguments differ from sys.argv.
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         assert isinstance(parser, OneLineParser)
         self.config = parser.parse_command(args)
@@ -133,7 +133,7 @@ class _FederatedCLI(LightningCLI):
             "--from_updates",
             type=str | None,
             default=None,
-            help="A run whose clients' trained models are used again; it had keep_updates.",
+            help="A run with keep_updates, whose trained client models are reused.",
         )
         parser.add_argument(
             "--plugins", type=list[str] | str | None, default=None, help="Modules to import first."
@@ -146,10 +146,7 @@ class _FederatedCLI(LightningCLI):
         super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing, because the config says how to build the model.
-
-        A run's checkpoint does not.
-        """
+        """Do nothing: the model is built from the config, not from the run's checkpoint."""
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
@@ -176,8 +173,8 @@ class _FederatedCLI(LightningCLI):
         self.trainer.config = self._resolved
 
     def after_fit(self) -> None:
-        """Draw curves, partition and timeline into the run's folder."""
-        # pandas and matplotlib are of no use before.
+        """Write pictures of the curves, partition and timeline to the run's folder."""
+        # Imported late: pandas and matplotlib are not needed earlier.
         from flsuite.analysis import (
             partition_figure,
             read_partition,
@@ -189,7 +186,7 @@ class _FederatedCLI(LightningCLI):
         folder = self.trainer.run.folder.path if self.trainer.run else None
         if folder is None:
             return
-        # Measured times say more about this machine than about the federation.
+        # Measured times depend on this machine more than on the federation.
         is_virtual = self.trainer.schedule.declarations.is_virtual
         axis = "virtual_s" if is_virtual else "round"
         pictures: dict[str, Callable[[], Any]] = {
@@ -205,13 +202,13 @@ class _FederatedCLI(LightningCLI):
                 log.warning("%s was not written: %s", name, one_line(error))
 
     def _default_run_dir(self, config: Any) -> Path:
-        """Return a new folder for a new run, else the run that the request means.
+        """Return a new folder for a new run, else the folder of the existing run.
 
-        The request means the run in whose folder the config is, else the newest run of the config's
-        name.
+        The existing run is the one whose folder holds the config, else the newest run with the
+        config's name.
         """
         ckpt_path = config.get("ckpt_path")
-        # A checkpoint that is named by its path says which run is meant.
+        # The path of a checkpoint identifies the run.
         if ckpt_path not in (None, "last", "best"):
             return Path(ckpt_path).resolve().parent.parent
 
@@ -234,7 +231,7 @@ class _FederatedCLI(LightningCLI):
 
 class _Builder(_FederatedCLI):
     def _run_subcommand(self, subcommand: str) -> None:
-        """Do nothing: the caller wants what has been built."""
+        """Do nothing: only the built objects are needed."""
 
 
 def _speak() -> None:

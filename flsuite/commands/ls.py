@@ -20,7 +20,7 @@ from flsuite.errors import FlsuiteError
 _FILTERS = ("method", "data", "partition")
 _SORTS = ("run", "score", "rounds", "age")
 _COLORS = {"finished": "green", "running": "cyan", "interrupted": "yellow", "broken": "red"}
-_WIDE = 200  # characters of a line that no terminal shows
+_WIDE = 200  # characters per line when the output is not a terminal
 _AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))  # units in seconds
 
 
@@ -66,9 +66,10 @@ def _parse(args: list[str]) -> argparse.Namespace:
 
 
 def _filtered(runs: pd.DataFrame, request: argparse.Namespace) -> pd.DataFrame:
-    """Return the runs that the filters let through.
+    """Return the runs that pass the filters.
 
-    A filter is a whole name, or a part of one where no run has that name. Case does not count.
+    A filter matches a whole name, or part of a name if no run has exactly that name. Case is
+    ignored.
 
     Raises:
         FlsuiteError: If a filter matches no run.
@@ -81,23 +82,23 @@ def _filtered(runs: pd.DataFrame, request: argparse.Namespace) -> pd.DataFrame:
             continue
         values = runs[name].fillna("").str.lower()
         equal = values == wanted.lower()
-        kept = equal if equal.any() else values.str.contains(wanted.lower(), regex=False)
-        if not kept.any():
+        matching = equal if equal.any() else values.str.contains(wanted.lower(), regex=False)
+        if not matching.any():
             known = ", ".join(sorted(set(runs[name].dropna())))
             raise FlsuiteError(f"ls: no run has {name} {wanted}; there are: {known}")
-        runs = runs[kept]
+        runs = runs[matching]
     return runs
 
 
 def _sorted(runs: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Return the runs in an order: the best score, the most rounds or the newest one first."""
+    """Return the sorted runs, with the best score, the most rounds or the newest first."""
     if by == "run":
         return runs
     if by == "age":
         return runs.sort_values("modified", ascending=False)
     if by == "rounds":
         return runs.sort_values("rounds", ascending=False)
-    # Runs are compared in the round picked on validation data, where there is one.
+    # Scores are compared in the round picked on validation data, if there is one.
     scores = runs["picked"].fillna(runs["last"]).astype(float)
     signs = runs["score"].map(lambda name: -1 if lower_is_better(str(name)) else 1)
     order = (scores * signs).sort_values(ascending=False, na_position="last").index
@@ -134,13 +135,13 @@ def _table(runs: pd.DataFrame) -> Table:
         ]
         state = Text(run["state"], style=_COLORS[run["state"]])
         age = _age((now - run["modified"]).total_seconds())
-        # Text is not searched for markup, which a folder's name may look like.
+        # Text is not parsed for markup, which a folder's name may resemble.
         table.add_row(*map(Text, cells), state, Text(age))
     return table
 
 
 def _shown_path(folder: Path) -> str:
-    """Return a path that commands take, relative to the working folder where it is below it."""
+    """Return the path, relative to the working folder if it lies below it."""
     below = folder.is_relative_to(Path.cwd())
     return os.path.relpath(folder) if below else str(folder)
 

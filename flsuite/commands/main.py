@@ -1,7 +1,7 @@
 """The command ``flsuite``: its subcommands, their help, and the exit status.
 
-Importing torch and Lightning takes seconds. Nothing here imports them before the subcommand is
-known to need them.
+Importing torch and Lightning takes seconds, so they are imported only for subcommands that need
+them.
 """
 
 import atexit
@@ -30,8 +30,8 @@ class Command(NamedTuple):
 
     Attributes:
         by_lightning: Whether LightningCLI runs it instead, as a method of the trainer.
-        reads_config: Whether it takes ``--config`` of an experiment.
-        after_interrupt: What is said of going on, after Ctrl-C.
+        reads_config: Whether it takes the ``--config`` of an experiment.
+        after_interrupt: How to continue, printed after Ctrl-C.
     """
 
     by_lightning: bool = False
@@ -44,15 +44,15 @@ COMMANDS = {
     "fit": Command(
         by_lightning=True,
         reads_config=True,
-        after_interrupt="; fit goes on from the last finished round with --ckpt_path last",
+        after_interrupt="; fit continues from the last finished round with --ckpt_path last",
     ),
-    "resume": Command(after_interrupt="; the same command goes on with the run"),
+    "resume": Command(after_interrupt="; the same command continues the run"),
     "validate": Command(by_lightning=True, reads_config=True),
     "test": Command(by_lightning=True, reads_config=True),
     "predict": Command(by_lightning=True, reads_config=True),
     "partition": Command(reads_config=True),
     "schedule": Command(reads_config=True),
-    "sweep": Command(after_interrupt="; the same command goes on with the sweep"),
+    "sweep": Command(after_interrupt="; the same command continues the sweep"),
     "ls": Command(),
     "report": Command(),
     "workspace": Command(),
@@ -60,7 +60,7 @@ COMMANDS = {
 
 
 def console() -> None:
-    """Run the command in a process that has nothing else to do."""
+    """Run the command, and end the process."""
     try:
         main()
     except SystemExit as end:
@@ -94,10 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_command(command: str, args: list[str]) -> int:
-    """Run one subcommand and return the exit status.
-
-    Errors become one line.
-    """
+    """Run one subcommand, print its errors as one line each, and return the exit status."""
     with ending_on_sigterm() as termination:
         try:
             _run(command, args)
@@ -107,7 +104,7 @@ def run_command(command: str, args: list[str]) -> int:
             return _complain(one_line(error), 2)
         except FederationError as error:
             return _complain(one_line(error), 1)
-        except OSError as error:  # a full or read-only disk, a folder that is gone
+        except OSError as error:  # a full or read-only disk, a missing folder
             return _complain(one_line(error), 1)
         except KeyboardInterrupt:
             how = COMMANDS[command].after_interrupt
@@ -150,9 +147,9 @@ def _run(command: str, args: list[str]) -> None:
 
 
 def _prepare_engine(args: list[str]) -> None:
-    """Start the process that workers are forked from if it cannot be a fork of this one.
+    """Start the process that workers are forked from, unless this process can be forked later.
 
-    It imports torch while this process does. A fork comes later, when an engine is constructed.
+    It imports torch in parallel to this process. A fork happens when the engine is constructed.
     """
     configs = [read_config(path) for path in option_values(args, "--config", "-c")]
     chosen = option_values(args, "--trainer.engine") or [
@@ -166,9 +163,9 @@ def _prepare_engine(args: list[str]) -> None:
 
 
 def work_here() -> None:
-    """Let a user's own modules be found in the working folder, as ``python -m`` does.
+    """Add the working folder to the module search path, as ``python -m`` does.
 
-    The path is absolute, because the parser stands in a config's folder while it reads it.
+    The path is absolute, because the parser changes to a config's folder while it reads it.
     """
     here = os.getcwd()
     if here not in sys.path:
@@ -182,11 +179,11 @@ def _engine(config: dict[str, Any]) -> Any:
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
-    """Import without garbage collection, and leave what has been imported out of it for good.
+    """Import without garbage collection, and exclude the imported objects from later collections.
 
-    Nothing of it is garbage, and a collection takes half a second to see that.
+    None of them is garbage, and a collection over them takes half a second.
     """
-    if "torch" in sys.modules:  # this process does more than this command
+    if "torch" in sys.modules:  # this process also does other work
         yield
         return
     gc.disable()
@@ -195,7 +192,7 @@ def _collecting_later() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)  # some libraries complain of what is left at the very end
+        atexit.register(gc.unfreeze)  # some libraries report objects left at exit
 
 
 def _complain(message: str, status: int) -> int:

@@ -11,10 +11,10 @@ _FILES = ("my_model.py", "my_data.py", "exp.yaml")
 
 
 def new(args: list[str]) -> None:
-    """Write the files, and print the commands that come next.
+    """Write the files, and print the next commands to try.
 
     Raises:
-        FlsuiteError: If one of the files is there already.
+        FlsuiteError: If one of the files already exists.
     """
     parser = CommandParser("new")
     parser.add_argument("name")

@@ -1,4 +1,4 @@
-"""What ``--help`` says of the commands that read a config, from source, and so at once."""
+"""The ``--help`` of commands that read a config, built from source without importing torch."""
 
 import ast
 import shutil
@@ -37,12 +37,12 @@ _WORDS = {
 _LONGEST_KIND = 24
 _EPILOG = """
 more:
-  --help=trainer                  Lightning's arguments, which hold for each client's fit
-  --help=trainer.aggregator       the classes that a key takes; so model, data, data.partition
-  --help=FedProx                  the arguments of a class; so --help=my_module.Net
+  --help=trainer                  Lightning's arguments, which apply to each client's fit
+  --help=trainer.aggregator       the classes that a key takes; also model, data, data.partition
+  --help=FedProx                  the arguments of a class; also --help=my_module.Net
 
 The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, or 143
-after SIGTERM. After 1, 130 or 143, fit goes on from the last finished round with --ckpt_path last.
+after SIGTERM. After 1, 130 or 143, --ckpt_path last continues from the last finished round.
 """
 
 
@@ -55,7 +55,7 @@ def help_of(command: str, summary: str, topic: str = "") -> str:
         topic: ``trainer``, a key that takes a class, or the name of a class.
 
     Raises:
-        FlsuiteError: If there is no such key or class.
+        FlsuiteError: If the topic is neither a key nor a class.
     """
     if not topic:
         return _of_command(command, summary)
@@ -65,14 +65,14 @@ def help_of(command: str, summary: str, topic: str = "") -> str:
     bases = _bases_of(command, name)
     if bases:
         return _of_key(name, bases)
-    found = find_class(name)
-    if found is not None:
-        return _of_class(found)
+    definition = find_class(name)
+    if definition is not None:
+        return _of_class(definition)
     trainer = lookup(*TRAINER)
     keys = [f"trainer.{key}" for key in signature_of(trainer).parameters] if trainer else []
     near = nearest_key(name, first_keys(command).parameters, keys) or nearest(name, class_names())
     hint = f" (did you mean {near}?)" if near else ""
-    raise FlsuiteError(f"--help={topic}: there is no such class, nor a key that takes one{hint}")
+    raise FlsuiteError(f"--help={topic}: no such class, and no key that takes one{hint}")
 
 
 def _of_command(command: str, summary: str) -> str:
@@ -90,7 +90,7 @@ def _of_command(command: str, summary: str) -> str:
 
 
 def _of_lightning() -> str:
-    """Return the arguments that the trainer has from Lightning's."""
+    """Return the arguments that the trainer passes on to Lightning's Trainer."""
     trainer = lookup(*TRAINER)
     assert trainer is not None
     every, own = signature_of(trainer).parameters, _own_parameters(trainer)
@@ -120,7 +120,7 @@ def _of_class(found: Definition) -> str:
     lines = [f"{found.node.name}: {_summary(found)}", ""]
     lines += _table("arguments:", signature.parameters)
     if signature.is_open:
-        lines += ["", f"It takes others too, which --KEY.help {found.node.name} lists."]
+        lines += ["", f"It takes more arguments; --KEY.help {found.node.name} lists them."]
     return "\n".join(lines) + "\n"
 
 
@@ -135,7 +135,7 @@ def _bases_of(command: str, name: str) -> tuple[Definition, ...]:
 
 
 def _parameter(base: Definition, name: str) -> Parameter | None:
-    """Return an argument of a class, or of the first of its subclasses that has it."""
+    """Return an argument of a class, or of its first subclass that has it."""
     for class_name, module in public_subclasses(base).items():
         found = lookup(module, class_name)
         parameter = signature_of(found).parameters.get(name) if found else None
@@ -145,7 +145,7 @@ def _parameter(base: Definition, name: str) -> Parameter | None:
 
 
 def _own_parameters(trainer: Definition) -> dict[str, Parameter]:
-    """Return the arguments that stand in the trainer's own ``__init__``."""
+    """Return the arguments that the trainer's own ``__init__`` declares."""
     parameters = signature_of(trainer).parameters
     return {name: p for name, p in parameters.items() if p.module == trainer.module}
 
@@ -164,7 +164,7 @@ def _table(title: str, parameters: Mapping[str, Parameter]) -> list[str]:
 
 
 def _row(name: str, text: str, width: int) -> list[str]:
-    """Return a name and its text, which begins in the same column on every line."""
+    """Return the lines of a table row, with the text aligned to one column."""
     room = min(100, shutil.get_terminal_size((100, 24)).columns) - width - 2
     wrapped = textwrap.wrap(text, max(room, 30)) or [""]
     head = [f"  {name:{width}}{wrapped[0]}"] if len(name) < width else [f"  {name}"]
@@ -185,7 +185,7 @@ def _described(parameter: Parameter) -> str:
 
 
 def _kind(parameter: Parameter) -> str:
-    """Return what stands for the value of an argument."""
+    """Return the placeholder for the value of an argument, such as ``N`` or ``PATH``."""
     if parameter.annotation is None:
         return ""
     kinds = dict.fromkeys(_kinds(parameter.module, parameter.annotation))

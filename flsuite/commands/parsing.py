@@ -28,8 +28,8 @@ class _RefusedError(FlsuiteError, ValueError):
     """A value that a parser refuses. It is a ValueError, so that the parsers around add their keys.
 
     Attributes:
-        key: Where the value is, from the parser's own keys on; empty if it is not one key's.
-        reason: What is wrong with it.
+        key: Dotted path of the value below the parser's keys; empty if no single key is at fault.
+        reason: What is wrong with the value.
     """
 
     def __init__(self, reason: str, key: str = "") -> None:
@@ -37,15 +37,15 @@ class _RefusedError(FlsuiteError, ValueError):
         self.key, self.reason = key, reason
 
 
-# Of the parsers of nested classes, in this parse. The parser around tries every reading of a type,
-# and its own error leads to the first of them alone.
+# Errors from the parsers of nested classes during the current parse. The outer parser tries every
+# reading of a type, but its error is chained to the first one only.
 _refused: deque[_RefusedError] = deque(maxlen=100)
 
 
 class OneLineParser(LightningArgumentParser):
-    """LightningCLI's parser, with each error as a :class:`FlsuiteError` of one line.
+    """LightningCLI's parser, which raises each error as a one-line :class:`FlsuiteError`.
 
-    A logger needs no ``save_dir``: its files go into the run's folder, which is known later.
+    ``save_dir`` of a logger is optional: its files go to the run's folder, which is known later.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ class OneLineParser(LightningArgumentParser):
         return [*added, "save_dir"]
 
     def parse_command(self, args: list[str] | None = None) -> Namespace:
-        """Parse the arguments of a command, as ``parse_args`` does of a nested class too."""
+        """Parse the arguments of a command. (``parse_args`` is also called for nested classes.)"""
         _refused.clear()
         return self.parse_args(args)
 
@@ -95,7 +95,7 @@ class OneLineParser(LightningArgumentParser):
         return _RefusedError(text if kind is None else _expected(kind, text, message), key)
 
     def _unknown(self, key: str) -> _RefusedError:
-        """Return the error of an argument that the class of this parser does not have."""
+        """Return the error for an argument that the class of this parser does not have."""
         dests = (action.dest for action in self._actions)
         known = [name for name in dests if name != "help" and not name.endswith(".help")]
         meant = nearest_key(key, known, ())
@@ -105,7 +105,7 @@ class OneLineParser(LightningArgumentParser):
 
 
 def _needs_save_dir(class_type: Any) -> bool:
-    """Return whether a class is a logger that must be told where to write."""
+    """Return whether a class is a logger with a required ``save_dir``."""
     if not (inspect.isclass(class_type) and issubclass(class_type, Logger)):
         return False
     parameter = inspect.signature(class_type).parameters.get("save_dir")
@@ -113,23 +113,23 @@ def _needs_save_dir(class_type: Any) -> bool:
 
 
 def _expected(hint: Any, text: str, message: str) -> str:
-    """Return what the value of an argument should be, and what it is.
+    """Return the expected kind of value and the value that was given, as one message.
 
     Args:
         hint: The argument's type.
-        text: What jsonargparse says about the first reading of that type.
-        message: What it says about all of them. The value comes last.
+        text: The message of jsonargparse about the first reading of that type.
+        message: Its message about all readings. The value comes last.
     """
     known = sorted({path.rpartition(".")[2] for path in get_all_subclass_paths(hint)})
     if text.endswith("is abstract"):
         name = text.split()[-3].rpartition(".")[2]
-        return f"name the {name} that is meant: {', '.join(known)}, or my_module.Name"
+        return f"name a specific {name}: {', '.join(known)}, or my_module.Name"
     if not text.startswith(("Expected a", "Not a valid subclass", "Unexpected import path")):
         return text
     is_name = text.startswith(_NO_CLASS)
     value = text[len(_NO_CLASS) :] if is_name else message.rpartition(" value: ")[2].strip()
     wrong = f"expected {in_words(hint)}, got {_shown(value)}"
-    # A number or a text that is wrong is not meant as a class.
+    # A wrong number or text is not intended as a class.
     may_be_class = not text.startswith(("Expected a <class", "Unexpected"))
     if not may_be_class or (_NO_CLASS not in message and "Not a valid subclass" not in message):
         near = nearest(value, options_of(hint))
@@ -140,7 +140,7 @@ def _expected(hint: Any, text: str, message: str) -> str:
 
 
 def _shown(value: str) -> str:
-    """Return a value as Python writes it. A parser's message has a text without its quotes."""
+    """Return the value as a Python literal. The parser's message omits the quotes of a text."""
     try:
         shown = repr(ast.literal_eval(value))
     except (SyntaxError, ValueError):
@@ -150,10 +150,10 @@ def _shown(value: str) -> str:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise the error of a class that is being instantiated, without the parser's additions.
+    """Raise errors of a class's constructor without the parser's additions.
 
     Raises:
-        FlsuiteError: For any error, because a class that refuses its arguments refuses a setting.
+        FlsuiteError: For any error, because the arguments come from the settings.
     """
     try:
         yield
@@ -165,28 +165,28 @@ def plain_errors() -> Iterator[None]:
 
 
 def _reading(error: Exception) -> str:
-    """Return the reason of the class that refused its arguments, where a key takes several kinds.
+    """Return why a class refused its arguments, for a key that takes several kinds of value.
 
-    The parser lists one reason per kind, and all but one of them say that the class is of another
-    kind. It returns nothing where no reason is left.
+    The parser lists one reason per kind. All but one only state that the class is of another kind.
+    The result is empty if no other reason is listed.
     """
     listed = str(error).partition("\nErrors:\n")[2].partition("\nGiven value type:")[0]
     reasons = [line.strip()[2:] for line in listed.splitlines() if line.strip().startswith("- ")]
-    own = [text for text in reasons if not text.startswith(("Import path", "Expected a"))]
-    return own[0] if own else ""
+    specific = [text for text in reasons if not text.startswith(("Import path", "Expected a"))]
+    return specific[0] if specific else ""
 
 
 def refuse_nulls(chosen: Any, path: str) -> None:
-    """Refuse ``null`` for an argument that has another default and no such value.
+    """Refuse ``null`` for an argument whose type excludes it.
 
-    The parser passes every null on, as if the key were left out.
+    The parser accepts null for every key.
 
     Args:
         chosen: A value of the config. A class has ``class_path`` and ``init_args``.
-        path: Its place in the config.
+        path: Its dotted path in the config.
 
     Raises:
-        FlsuiteError: If there is such an argument.
+        FlsuiteError: If an argument is null that must not be.
     """
     if isinstance(chosen, list):
         for index, item in enumerate(chosen):
@@ -203,7 +203,7 @@ def refuse_nulls(chosen: Any, path: str) -> None:
 
 
 def _takes_null(cls: Any, name: str) -> bool:
-    """Return whether an argument may be ``None``, or nothing is known of it."""
+    """Return whether an argument may be ``None``, or its type is unknown."""
     for kind in inspect.getmro(cls) if inspect.isclass(cls) else ():
         function = vars(kind).get("__init__")
         if not inspect.isfunction(function):
@@ -215,7 +215,7 @@ def _takes_null(cls: Any, name: str) -> bool:
             return True
         try:
             hint = get_type_hints(function).get(name, Any)
-        except Exception:  # a name that exists for type checkers alone
+        except Exception:  # a name that exists for type checkers only
             return True
         return hint is Any or isinstance(hint, TypeVar) or type(None) in get_args(hint)
     return True
@@ -224,7 +224,7 @@ def _takes_null(cls: Any, name: str) -> bool:
 def config_name(paths: Any, default: str) -> str:
     """Return the name of the last config file given.
 
-    The ``config.yaml`` of a run's folder has the name of the run.
+    For the ``config.yaml`` in a run's folder, return the name of the run.
     """
     last = [Path(str(path)) for path in paths or []][-1:]
     if not last:

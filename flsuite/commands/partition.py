@@ -1,4 +1,4 @@
-"""``flsuite partition``: the split of the data by a config."""
+"""``flsuite partition``: how a config splits the data."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def partition(args: list[str]) -> None:
     parser.add_argument("--output", type=str, default=".")
     parser.add_argument("--seed_everything", type=int, default=1)
     parser.add_argument("--plugins", type=Any)
-    # Keys of a config for flsuite fit, which play no part here.
+    # Keys of a config for flsuite fit that are ignored here.
     for ignored in ("model", "trainer", "run_dir", "ckpt_path"):
         parser.add_argument(f"--{ignored}", type=Any)
     parser.add_subclass_arguments(LightningDataModule, "data", required=True)

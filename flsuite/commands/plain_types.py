@@ -1,4 +1,4 @@
-"""Types in the words of someone who writes a config."""
+"""Type hints in plain words, for people who write configs."""
 
 import collections.abc
 import inspect
@@ -24,7 +24,7 @@ _PLURALS = {"a whole number": "whole numbers", "a number": "numbers", "text": "t
 
 
 def in_words(hint: Any) -> str:
-    """Return what a type stands for, such as "a whole number (at least 1) or null"."""
+    """Describe a type in words, such as "a whole number (at least 1) or null"."""
     words = dict.fromkeys(options_of(hint))
     has_number = any(word.startswith("a number") for word in words)
     drop = {"null"} | ({"a whole number"} if has_number else set())
@@ -34,7 +34,7 @@ def in_words(hint: Any) -> str:
 
 
 def options_of(hint: Any) -> list[str]:
-    """Return the words for each reading of a type, and the choices of a ``Literal``."""
+    """Return one description per alternative of a type, and the choices of a ``Literal``."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return [word for kind in inner for word in options_of(kind)]

@@ -18,10 +18,10 @@ def import_plugins(args: list[str]) -> None:
 
     configs = [read_config(path) for path in option_values(args, "--config", "-c")]
     try:
-        given = [yaml.safe_load(value) for value in option_values(args, "--plugins")]
+        typed = [yaml.safe_load(value) for value in option_values(args, "--plugins")]
     except yaml.YAMLError as error:
         raise FlsuiteError(f"plugins: not a list of modules ({one_line(error)})") from error
-    for plugins in [*given, *(config.get("plugins") for config in configs)]:
+    for plugins in [*typed, *(config.get("plugins") for config in configs)]:
         if not isinstance(plugins, str | list | None):
             raise FlsuiteError(f"plugins: expected a list of modules, got {plugins!r}")
         for plugin in [plugins] if isinstance(plugins, str) else plugins or []:
@@ -32,5 +32,5 @@ def import_plugins(args: list[str]) -> None:
             except Exception as error:  # a module may raise anything while it is imported
                 raise FlsuiteError(
                     f"plugins: cannot import {plugin!r} ({one_line(error)}); fix or install it, or "
-                    "run the command in the folder that holds it"
+                    "run the command in the folder that contains it"
                 ) from error

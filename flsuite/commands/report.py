@@ -42,15 +42,15 @@ from flsuite.publish.page import PageRequest, require_page, write_page
 def report(args: list[str]) -> None:
     """Print the tables of the runs.
 
-    With ``--output``, they and a picture are written too, and with ``--html`` a page. With
-    ``--rows`` and ``--columns`` it is cross tables instead.
+    ``--output`` also writes them and a picture to files, and ``--html`` writes a page. ``--rows``
+    and ``--columns`` print cross tables instead.
     """
     request = _parse(args)
     if request.html:
         require_page()
     groups = group_runs(find_runs(request.folders))
     if not request.metric:
-        # A target is a value of one score, and a cross table has one score a cell.
+        # A target is a value of one score, and a cross table has one score per cell.
         most = 1 if request.rows or request.target is not None else MOST_SCORES
         request.metric = default_metrics(groups, ["test", request.split], most)
     if request.rows:
@@ -124,11 +124,11 @@ def _parse(args: list[str]) -> argparse.Namespace:
 
 
 def _shown(table: pd.DataFrame) -> Table:
-    """Return the table for a terminal of 80 characters: of one score, or of one experiment."""
+    """Return a table for a terminal of 80 characters, for one score or one experiment."""
     metrics = table["metric"].unique()
-    what, first = (metrics[0], "what differs") if len(metrics) == 1 else ("scores", "score")
+    scores, first = (metrics[0], "what differs") if len(metrics) == 1 else ("scores", "score")
     averaged = averaged_text(table)
-    shown = Table(title=f"test {what}, mean and spread over runs", title_justify="left")
+    shown = Table(title=f"test {scores}, mean and spread over runs", title_justify="left")
     shown.add_column(first, overflow="fold", min_width=14)
     for heading in filter(None, ("runs", "last", "picked", averaged, "best on test")):
         shown.add_column(heading, justify="right", overflow="fold")
@@ -153,9 +153,9 @@ def _print_target(
     metric: str,
     request: argparse.Namespace,
 ) -> None:
-    """Print how soon the experiments reach the target on every axis, and which one is the first.
+    """Print when the experiments reach the target on every axis, and which one is first.
 
-    It is a table of its own, because both do not fit side by side into 80 characters.
+    It is a separate table, because both do not fit side by side in 80 characters.
     """
     goal = f"{request.split} {metric} {request.target:g}"
     table = target_table(results, request.target, metric, request.split)
@@ -168,7 +168,7 @@ def _print_target(
             shown.add_column(AXES[x].unit, justify="right")
         shown.add_column("reached", justify="right", no_wrap=True)
         for row in own.to_dict("records"):
-            # There is room for one spread, that of the axis that was asked for.
+            # There is room for the spread of one axis only, the requested one.
             amounts = [amount_cell(row, x, spread=x == request.x).replace(" ", "") for x in axes]
             shown.add_row(row["method"], *amounts, f"{row['reached']} of {row['runs']}")
         console.print(shown)
@@ -179,7 +179,7 @@ def _print_target(
 
 
 def _print_comparison(console: Console, table: pd.DataFrame, results: Results, metric: str) -> None:
-    """Print the paired differences, if any two methods have two seeds in common."""
+    """Print the paired differences, if any two methods share two seeds."""
     if table["p"].isna().all() and not (table["seeds"] > 1).any():
         return
     for partition, own in table.groupby("partition", sort=False):
@@ -202,7 +202,7 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
 
 
 def _shown_tuning(tuning: pd.DataFrame) -> Table:
-    """Return how many trials each method has had, and what was chosen."""
+    """Return a table with each method's number of tuning trials and the chosen values."""
     shown = Table(title="budget of the tuning, on validation data", title_justify="left")
     for heading in ("method", "grid point"):
         shown.add_column(heading, overflow="fold")
@@ -219,7 +219,7 @@ def _shown_tuning(tuning: pd.DataFrame) -> Table:
 
 
 def _title(title: str, partition: object, table: pd.DataFrame) -> str:
-    """Return the title of a partition's table, with its name where there are several."""
+    """Return the title of a partition's table, with the partition's name if there are several."""
     return f"{title}, {partition}" if table["partition"].nunique() > 1 else title
 
 
@@ -231,7 +231,7 @@ def _write(
     comparisons: dict[str, pd.DataFrame],
     console: Console,
 ) -> None:
-    """Write the tables and the picture into a folder."""
+    """Write the tables and the picture to a folder."""
     target = {"target": request.target, "x": request.x, "split": request.split}
     folder = make_folder(Path(request.output))
     written = ["report.csv", "report.md", "report.png"]

@@ -17,7 +17,7 @@ from flsuite.files import make_folder
 def report_cross(
     groups: Sequence[Group], rows: str, columns: str, metrics: Sequence[str], output: str | None
 ) -> None:
-    """Print scores by two settings, and write them and a heat map into a folder if there is one."""
+    """Print scores by two settings, and write them with heat maps to ``output`` if given."""
     table, console = cross_table(groups, rows, columns, metrics), Console()
     for metric in metrics:
         for panel, matrix in cross_matrices(table, metric).items():
@@ -34,14 +34,14 @@ def report_cross(
 
 
 def _shown(matrix: pd.DataFrame, title: str) -> Table:
-    """Return a panel as a table of nine columns of scores in 80 characters."""
+    """Return a panel as a table. Nine columns of scores fit in 80 characters."""
     cells = matrix.map(lambda value: "" if pd.isna(value) else f"{value:.3f}")
     shown = Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1)
     )
     shown.add_column("", overflow="fold")
     for column in cells:
-        # As narrow as its numbers: rich would cut the last column off for the sake of long heads.
+        # As narrow as the numbers: rich would cut off the last column to fit long headings.
         width = max(5, cells[column].str.len().max())
         shown.add_column(str(column), justify="right", overflow="fold", width=width)
     for name, row in cells.iterrows():

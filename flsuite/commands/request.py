@@ -1,4 +1,4 @@
-"""A request as it was typed, before any parser has read it."""
+"""The raw command line, before any parser has read it."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -9,9 +9,9 @@ from flsuite.errors import FlsuiteError
 
 
 def option_values(args: list[str], *options: str) -> list[str]:
-    """Return what follows these options, as ``--option value`` or ``--option=value``."""
-    found = [after for option, after in pairwise(args) if option in options]
-    return found + [
+    """Return the values of these options, given as ``--option value`` or ``--option=value``."""
+    separate = [after for option, after in pairwise(args) if option in options]
+    return separate + [
         arg.split("=", 1)[1] for arg in args if arg.split("=", 1)[0] in options and "=" in arg
     ]
 
@@ -20,7 +20,7 @@ def read_config(path: str) -> dict[str, Any]:
     """Return the content of a config.
 
     Raises:
-        FlsuiteError: If there is no such file, or it is not a mapping in YAML.
+        FlsuiteError: If the file does not exist or is not a YAML mapping.
     """
     import yaml
 
@@ -57,7 +57,7 @@ def options(args: list[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def read_value(text: str) -> Any:
-    """Return what a text stands for in YAML, or the text itself."""
+    """Return the text parsed as YAML, or the text itself if that fails."""
     import yaml
 
     try:
@@ -67,10 +67,10 @@ def read_value(text: str) -> Any:
 
 
 def require_config(command: str, args: list[str]) -> None:
-    """Refuse a request that says nothing of a model or data.
+    """Refuse a command line without a config, a model or data.
 
     Raises:
-        FlsuiteError: If it is one.
+        FlsuiteError: If all three are missing.
     """
     keys = [key for key, _ in options(args)]
     first = {key.partition(".")[0] for key in keys}
@@ -81,12 +81,12 @@ def require_config(command: str, args: list[str]) -> None:
         raise FlsuiteError(f"{command}: give a run, as --config runs/NAME/TIME-SEED/config.yaml")
     raise FlsuiteError(
         f"{command}: give a config, as --config configs/quickstart.yaml; "
-        "flsuite new NAME writes one for a model and data of yours"
+        "flsuite new NAME writes one for your own model and data"
     )
 
 
 def help_topic(args: list[str]) -> str | None:
-    """Return what ``--help`` is asked about, an empty text for all, or ``None`` if it is not."""
+    """Return the topic of ``--help``: empty for the whole command, ``None`` without ``--help``."""
     for index, arg in enumerate(args):
         if arg.startswith("--help="):
             return arg.removeprefix("--help=")

@@ -1,4 +1,4 @@
-"""The folder of a run in place of options: ``flsuite test RUN`` and ``flsuite resume RUN``."""
+"""Run folders as arguments: ``flsuite test RUN`` and ``flsuite resume RUN``."""
 
 import difflib
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ _MOST = 3  # suggestions
 
 
 def with_run_folder(command: str, args: list[str]) -> tuple[str, list[str]]:
-    """Return a command with its run folder, if it begins with one, written out as options.
+    """Return the command and its arguments, with a leading run folder expanded to options.
 
-    ``resume RUN`` is a fit that goes on from the last checkpoint. Later options win, so that
-    ``--ckpt_path best`` chooses another one.
+    ``resume RUN`` becomes a fit that continues from the last checkpoint. Later options win, so
+    ``--ckpt_path best`` still works.
 
     Raises:
-        FlsuiteError: If it is not the folder of a run that the command can read.
+        FlsuiteError: If the command cannot read the folder as a run.
     """
     named = args[:1] if args and not args[0].startswith("-") else []
     if command == "resume" and not named:
@@ -27,7 +27,7 @@ def with_run_folder(command: str, args: list[str]) -> tuple[str, list[str]]:
 
     folder = _require_run(command, Path(named[0]))
     if command == "fit":
-        raise FlsuiteError(f"fit: {folder} is a run; go on with it by flsuite resume {folder}")
+        raise FlsuiteError(f"fit: {folder} is a run; continue it with flsuite resume {folder}")
     options = ["--config", str(folder / "config.yaml"), "--run_dir", str(folder)]
     if command == "resume":
         return "fit", [*options, "--ckpt_path", "last", *args[1:]]
@@ -35,20 +35,20 @@ def with_run_folder(command: str, args: list[str]) -> tuple[str, list[str]]:
 
 
 def _require_run(command: str, folder: Path) -> Path:
-    """Return the folder of a run that the command line has started.
+    """Return the folder if it holds a run started from the command line.
 
     Raises:
-        FlsuiteError: If it is something else. The message names the nearest runs.
+        FlsuiteError: If it does not. The message names the nearest runs.
     """
     if not _is_run(folder):
-        what = "has no config.yaml and metrics.csv" if folder.is_dir() else "is not a folder"
+        fault = "has no config.yaml and metrics.csv" if folder.is_dir() else "is not a folder"
         runs = _nearest(folder)
         hint = f"; did you mean {' or '.join(runs)}?" if runs else "; see flsuite ls"
-        raise FlsuiteError(f"{command}: {folder} is not a run, it {what}{hint}")
+        raise FlsuiteError(f"{command}: {folder} is not a run, it {fault}{hint}")
     if not _is_request(_read(folder / "config.yaml")):
         raise FlsuiteError(
-            f"{command}: {folder} was run from Python, and its config.yaml does not say how to "
-            "build the model; use trainer.fit or trainer.test with run_dir and ckpt_path there"
+            f"{command}: {folder} was run from Python, so its config.yaml cannot build the "
+            "model; use trainer.fit or trainer.test with run_dir and ckpt_path there"
         )
     return folder
 
@@ -58,7 +58,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _is_request(config: Any) -> bool:
-    """Return whether a config is one that ``flsuite fit`` has read."""
+    """Return whether a config is complete enough for ``flsuite fit``."""
     return isinstance(config, dict) and {"model", "data", "trainer"} <= set(config)
 
 
@@ -72,11 +72,11 @@ def _read(path: Path) -> Any:
 
 
 def _nearest(folder: Path) -> list[str]:
-    """Return the newest runs below a folder, or those whose paths look like one that is not."""
+    """Return the newest runs below a folder, or runs with similar paths if it does not exist."""
     if folder.is_dir():
         newest = sorted(_runs_below(folder), key=lambda run: run.stat().st_mtime, reverse=True)
         return [str(run) for run in newest[:_MOST]]
-    # All of a working folder would take long, and has runs in one place by default.
+    # Searching the whole working folder would take long, and runs are in runs/ by default.
     above = next(parent for parent in folder.parents if parent.is_dir())
     root = Path("runs") if above.resolve() == Path.cwd() else above
     return difflib.get_close_matches(

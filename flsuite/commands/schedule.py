@@ -1,4 +1,4 @@
-"""``flsuite schedule``: who trains when by a config, without training."""
+"""``flsuite schedule``: which clients train when, without training."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from flsuite.runs.table import TimelineTable
 
 
 def schedule(args: list[str]) -> None:
-    """Write a picture and a table of who trains when, and print what it comes to."""
+    """Write a picture and a table of which clients train when, and print totals."""
     parser = CommandParser("schedule")
     parser.add_argument("-c", "--config", action="append", default=[])
     parser.add_argument("--output", default=".")
@@ -24,7 +24,7 @@ def schedule(args: list[str]) -> None:
     configs = [argument for path in own.config for argument in ("--config", path)]
     trainer, model, data = build([*configs, *rest])
 
-    # Before the folder is made: a request that cannot be met leaves nothing.
+    # Before the folder is created: a failing request leaves nothing behind.
     run = trainer.prepare(model, data)
     fits = list(rehearse(run))
     name = config_name(own.config, "flsuite")

@@ -1,4 +1,4 @@
-"""``flsuite sweep``: methods x grid x seeds, killed and resumed at will."""
+"""``flsuite sweep``: methods x grid x seeds. It can be killed and resumed at any time."""
 
 import json
 import os
@@ -26,16 +26,16 @@ from flsuite.sweeps.status import (
     strangers,
 )
 
-_PATIENCE = 30.0  # seconds that runs have to end after Ctrl-C
-_LOOK = 0.2  # seconds
+_PATIENCE = 30.0  # seconds to wait for runs to end after Ctrl-C
+_LOOK = 0.2  # seconds between updates of the progress
 _MOST_LINES = 20
 
 
 def sweep(args: list[str]) -> None:
-    """Run the cells of a sweep that are not done, or print what there is.
+    """Run the unfinished cells of a sweep, or print its status or plan.
 
     Raises:
-        FlsuiteError: If something is wrong in the sweep's file. Nothing has been run.
+        FlsuiteError: If the sweep's file has an error. Nothing has been run.
         FederationError: If cells have failed. All others are done.
     """
     parser = CommandParser("sweep")
@@ -58,7 +58,7 @@ def sweep(args: list[str]) -> None:
         _print_end(queue)
         return
     if (number := len(samples_of(content))) > _MOST_LINES:
-        print(f"checking that {number} experiments can begin", file=sys.stderr)
+        print(f"checking that {number} experiments can start", file=sys.stderr)
     with _CellProcess(content, folder) as process:
         answer = process.check()
         _require_no_refusal(answer["refused"])
@@ -73,21 +73,21 @@ def sweep(args: list[str]) -> None:
 
 
 def _overrides(args: list[str]) -> Overrides:
-    """Return the keys that all cells change, from ``--KEY VALUE`` and ``--KEY=VALUE``."""
+    """Return the overrides for all cells, from ``--KEY VALUE`` and ``--KEY=VALUE``."""
     overrides: Overrides = {}
     rest = list(args)
     while rest:
         option, *rest = rest
-        key, given, value = option.removeprefix("--").partition("=")
+        key, equals, value = option.removeprefix("--").partition("=")
         if not option.startswith("--") or ("." not in key and key not in ("model", "data")):
-            raise FlsuiteError(f"sweep: there is no option {option}; see flsuite sweep --help")
-        if not given:
+            raise FlsuiteError(f"sweep: unknown option {option}; see flsuite sweep --help")
+        if not equals:
             if not rest:
                 raise FlsuiteError(f"sweep: {option} needs a value")
             value, *rest = rest
         try:
             overrides[key] = yaml.safe_load(value)
-        except yaml.YAMLError:  # the command that runs the cell says what is wrong
+        except yaml.YAMLError:  # the command that runs the cell reports the error
             overrides[key] = value
     return overrides
 
@@ -122,7 +122,7 @@ class _CellProcess:
         self._process.wait()
 
     def check(self) -> dict[str, Any]:
-        """Wait until every method has been made ready, and return what :func:`check` found out.
+        """Wait until every method has been prepared, and return the result of :func:`check`.
 
         Raises:
             FlsuiteError: If the sweep cannot be checked.
@@ -143,14 +143,14 @@ class _CellProcess:
         self._process.stdin.flush()
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit status, or ``None`` if it is still at work after so many seconds."""
+        """Return the exit status, or ``None`` if the process still runs after this time."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self) -> None:
-        """Let the runs in progress end, with their last round on disk."""
+        """End the runs in progress, with their last round on disk."""
         self._process.terminate()
         self.wait(_PATIENCE)
 
@@ -167,11 +167,11 @@ def _run(queue: Queue, process: _CellProcess) -> None:
             while (status := process.wait(_LOOK)) is None:
                 progress.look()
         except KeyboardInterrupt:
-            print("stopping; the runs go to their last finished round", file=sys.stderr)
+            print("stopping; the runs keep their last finished round", file=sys.stderr)
             process.stop()
             raise
     if status:
-        raise FederationError("a worker has ended; the same command goes on with the sweep")
+        raise FederationError("a worker has died; the same command continues the sweep")
 
 
 def _print_end(queue: Queue) -> None:
@@ -183,14 +183,13 @@ def _print_end(queue: Queue) -> None:
     done = queue.counts()["done"]
     if failed:
         raise FederationError(
-            f"{queue.size - done} of {queue.size} cells are not done; the same command tries them "
-            "again"
+            f"{queue.size - done} of {queue.size} cells are not done; the same command retries them"
         )
     print(f"{done} of {queue.size} cells are done; compare them: flsuite report {queue.folder}")
 
 
 def _require_no_refusal(refused: Sequence[str]) -> None:
-    """Name all experiments that cannot begin.
+    """Print all experiments that cannot start.
 
     Raises:
         FlsuiteError: If there are any.
@@ -203,7 +202,7 @@ def _require_no_refusal(refused: Sequence[str]) -> None:
         more = len(refused) - _MOST_LINES
         rest = f" and {more} more" if more > 0 else ""
         raise FlsuiteError(
-            f"sweep: {len(refused)} experiments cannot begin, for the reasons above{rest}; nothing "
+            f"sweep: {len(refused)} experiments cannot start, for the reasons above{rest}; nothing "
             "has been run"
         )
 
@@ -211,7 +210,7 @@ def _require_no_refusal(refused: Sequence[str]) -> None:
 def _warn_of_workers(sweep: Sweep, own: int) -> None:
     if own > 1 and sweep.workers > 1:
         print(
-            f"warning: {sweep.workers} cells run at a time, and each has an engine with {own} "
-            "workers; set trainer.engine to InProcess under overrides, or workers to 1",
+            f"warning: {sweep.workers} cells run at the same time, and each has an engine with "
+            f"{own} workers; set trainer.engine to InProcess under overrides, or workers to 1",
             file=sys.stderr,
         )

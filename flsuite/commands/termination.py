@@ -1,4 +1,4 @@
-"""SIGTERM, which clusters send before they take a machine away."""
+"""Handling of SIGTERM, which clusters send before they reclaim a machine."""
 
 import signal
 import threading
@@ -6,20 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TERMINATED = 143
-"""The exit status after SIGTERM, 128 + 15 by the convention of shells."""
+"""Exit status after SIGTERM: 128 + 15, by shell convention."""
 
 
 class Termination:
-    """Says whether a SIGTERM has come."""
+    """Records whether a SIGTERM was received."""
 
     has_come = False
 
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[Termination]:
-    """Interrupt the command when a SIGTERM comes, as Ctrl-C would.
+    """Interrupt the command on SIGTERM, as Ctrl-C would.
 
-    Further ones are ignored until the process ends: clusters repeat it, and the status must stay.
+    Further SIGTERMs are ignored until the process ends, because clusters repeat the signal and the
+    exit status must not change.
     """
     termination = Termination()
     if threading.current_thread() is not threading.main_thread():  # signals belong to that thread

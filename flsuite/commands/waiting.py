@@ -1,4 +1,4 @@
-"""A line on the terminal while nothing else is to be seen."""
+"""A line on the terminal during long imports."""
 
 import sys
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ _ERASE = "\r\x1b[K"
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Show what takes seconds, and erase it at the end. Nothing is written into a file or pipe."""
+def waiting(task: str) -> Iterator[None]:
+    """Show the current task, and erase it at the end. Nothing is written to a file or pipe."""
     if not sys.stderr.isatty():
         yield
         return
-    print(f"{what} ...", end="", file=sys.stderr, flush=True)
+    print(f"{task} ...", end="", file=sys.stderr, flush=True)
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from flsuite.publish.wandb_charts import build_workspace, default_entity, panels
 
 
 def workspace(args: list[str]) -> None:
-    """Save a workspace, or print what it would be."""
+    """Save a workspace, or print its sections and panels."""
     parser = CommandParser("workspace")
     parser.add_argument("--project", required=True)
     parser.add_argument("--entity")
@@ -16,7 +16,7 @@ def workspace(args: list[str]) -> None:
     parser.add_argument("--dry-run", action="store_true")
     request = parser.parse_args(args)
 
-    panels()  # before W&B is asked for anything
+    panels()  # before any call to W&B
     named = request.entity or ("ENTITY" if request.dry_run else None)
     entity = named or default_entity(None)
     made = build_workspace(entity, request.project, request.name, request.metric)

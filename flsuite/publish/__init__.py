@@ -1,1 +1,1 @@
-"""How finished runs are shown to others: a page of HTML, and charts in Weights & Biases."""
+"""Publishing finished runs: an HTML page, and charts in Weights & Biases."""

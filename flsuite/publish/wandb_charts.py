@@ -1,6 +1,6 @@
-"""The charts of a federation in Weights & Biases, in a report and in a workspace of a project.
+"""Charts of a federation in Weights & Biases, as a report or as a workspace of a project.
 
-They are built without any network call. The package ``wandb-workspaces`` checks them.
+They are built without network calls. The package ``wandb-workspaces`` validates them.
 """
 
 import os
@@ -20,7 +20,7 @@ _GAMMA = ("gamma", "gamma_relative", "gamma_orig", "R", "Phi")
 
 
 def panels() -> Any:
-    """Return the module of panels.
+    """Return W&B's module of panels.
 
     Raises:
         FlsuiteError: If the extra is not installed.
@@ -34,8 +34,8 @@ def panels() -> Any:
 def sections(metric: str) -> dict[str, list[Any]]:
     """Return the panels of each section.
 
-    Runs are to be grouped by their W&B group, so that a curve is a mean over seeds. Its band is the
-    standard deviation.
+    The charts expect runs grouped by their W&B group. A curve is then a mean over seeds, and its
+    band is the standard deviation.
 
     Args:
         metric: The score to compare, such as ``accuracy``.
@@ -86,9 +86,9 @@ def sections(metric: str) -> dict[str, list[Any]]:
     }
 
 
-def default_entity(given: str | None) -> str:
-    """Return the user or team to save for: the one given, else the one that W&B knows."""
-    entity = given or os.environ.get("WANDB_ENTITY")
+def default_entity(named: str | None) -> str:
+    """Return the user or team to save for: the named one, else W&B's default."""
+    entity = named or os.environ.get("WANDB_ENTITY")
     if entity:
         return entity
     import wandb
@@ -97,17 +97,17 @@ def default_entity(given: str | None) -> str:
 
 
 def saved(what: str, request: Callable[[], Any]) -> Any:
-    """Return the answer of W&B to a request.
+    """Return W&B's answer to a request.
 
     Raises:
-        FlsuiteError: If W&B refuses it, or cannot be reached.
+        FlsuiteError: If W&B refuses it or cannot be reached.
     """
     try:
         return request()
-    except Exception as error:  # of the client, of its transport, or of a check
+    except Exception as error:  # from the client, its transport or a check
         raise FlsuiteError(
             f"W&B: no answer to the request for {what} ({one_line(error, longest=200)}); log in "
-            "with wandb login, and name --entity"
+            "with wandb login, and set --entity"
         ) from error
 
 
@@ -119,7 +119,7 @@ def send_report(project: str, metric: str, table: str) -> None:
         metric: The score to compare.
         table: The table of the runs, as Markdown.
     """
-    panels()  # before W&B is asked for anything
+    panels()  # before any call to W&B
     entity, _, name = project.rpartition("/")
     made = build_report(default_entity(entity), name, metric, table)
     saved("the report", made.save)
@@ -127,7 +127,7 @@ def send_report(project: str, metric: str, table: str) -> None:
 
 
 def build_report(entity: str, project: str, metric: str, table: str) -> Any:
-    """Return the report, without any network call. Its charts are of all runs of the project."""
+    """Return the report, without network calls. Its charts show all runs of the project."""
     wr = panels()
     runset = wr.Runset(entity=entity, project=project, name="runs", groupby=["group"])
 
@@ -144,7 +144,7 @@ def build_report(entity: str, project: str, metric: str, table: str) -> Any:
 
 
 def build_workspace(entity: str, project: str, name: str, metric: str) -> Any:
-    """Return the workspace, without any network call.
+    """Return the workspace, without network calls.
 
     Args:
         entity: The user or team that owns the project.

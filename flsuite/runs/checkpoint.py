@@ -1,4 +1,4 @@
-"""Checkpoints, from which a run goes on as if it had never stopped."""
+"""Checkpoints, from which a run continues as if it had never stopped."""
 
 import copy
 import logging
@@ -36,18 +36,18 @@ _FROZEN = "frozen.pt"
 
 # Settings that a resumed run may change.
 _MAY_DIFFER = ("rounds", "max_virtual_seconds", "max_client_updates", "stopping", *WEIGHTS)
-_DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # of a given state
+_DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # for a given state
 
 
 class RunStore:
-    """Writes a run's checkpoints, and takes the run back to one of them.
+    """Writes a run's checkpoints, and restores them.
 
-    Files are flushed to disk and put into place while the next round goes on.
+    Files are flushed to disk and renamed into place during the next round.
 
     Args:
-        federation: As it is before the first round.
-        folder: Where the run is recorded.
-        settings: All settings that decide the result. A resume adds what they leave open.
+        federation: The federation before its first round.
+        folder: The folder of the run.
+        settings: All settings that determine the result. A resume fills in missing file digests.
         callbacks: The callbacks of the run.
         summary: The scores so far.
     """
@@ -76,23 +76,23 @@ class RunStore:
         return {fit.version for fit in in_flight if fit.outcome == "arrived"}
 
     def settle(self) -> None:
-        """Make this round the one that the run goes back to if a later one fails."""
+        """Make this round the one to return to if a later round fails."""
         federation = self.federation
         memory = copy.deepcopy(federation.server.memory)
         self._settled = replace(federation.clock), federation.state, memory
 
     def roll_back(self) -> None:
-        """Go back to the last round that was settled: a half-done round has parts of two states."""
+        """Return to the last settled round, because a half-done round mixes two states."""
         federation = self.federation
         federation.clients.rollback()
         clock, federation.state, memory = self._settled
         federation.clock = replace(clock)
-        kept = federation.server.memory
-        kept.clear()
-        kept.update(memory)
+        current = federation.server.memory
+        current.clear()
+        current.update(memory)
 
     def create(self) -> None:
-        """Write what stays the same for the whole run: the entries that nobody trains."""
+        """Write the entries that are never trained. They stay the same for the whole run."""
         federation, checkpoints = self.federation, self.folder.checkpoints
         if checkpoints is not None:
             frozen = {name: federation.initial[name] for name in federation.entries.frozen}
@@ -108,12 +108,12 @@ class RunStore:
             is_best: Whether it is the round picked on validation data so far.
 
         Raises:
-            FlsuiteError: If the checkpoint could not be read again.
+            FlsuiteError: If the checkpoint would not be readable.
         """
         federation, folder = self.federation, self.folder
         clients, versions = federation.clients, federation.versions
         in_flight = self.versions_in_flight
-        self._publishing.wait()  # the files of the round before are about to be replaced
+        self._publishing.wait()  # the previous round's files are replaced next
         written = [*clients.commit(federation.clock.round), *versions.commit(in_flight)]
         sizes = {"table": folder.table.append(), "timeline": folder.timeline.append()}
         self.settle()
@@ -147,8 +147,8 @@ class RunStore:
         """Wait until the last checkpoint is in place.
 
         Args:
-            must_succeed: Whether an error is raised. Otherwise it is logged, because the run has
-                failed already and that error is the one to raise.
+            must_succeed: Raise an error if it fails. Otherwise only log it, because the run has
+                already failed with another error.
         """
         try:
             self._publishing.close()
@@ -158,11 +158,11 @@ class RunStore:
             log.warning("the last checkpoint was not written: %s", one_line(error))
 
     def restore(self, checkpoint: Path, to_train: bool) -> dict[str, Any]:
-        """Go back to the state of a checkpoint, and return all that the checkpoint holds.
+        """Restore the state of a checkpoint, and return the checkpoint's content.
 
         Args:
             checkpoint: The file.
-            to_train: Whether training goes on from it. Scores alone depend on fewer settings.
+            to_train: Whether training continues from it. Scoring depends on fewer settings.
 
         Raises:
             FlsuiteError: If the checkpoint cannot be read, or was written with other settings.
@@ -170,7 +170,7 @@ class RunStore:
         content = load_checkpoint(checkpoint)
         saved = renamed(content["settings"])
         self.settings.update(with_contents(self.settings, saved))
-        # Settings of either side: one that is missing here or there differs.
+        # Settings of both sides: a setting that is missing on one side differs.
         names = [
             name
             for name in {**self.settings, **saved}
@@ -190,7 +190,7 @@ class RunStore:
         return content
 
     def resume(self, checkpoint: Path) -> dict[str, Any]:
-        """Restore a checkpoint of this run's own folder, to go on in it.
+        """Restore a checkpoint from this run's folder, to continue there.
 
         Raises:
             FlsuiteError: If it belongs to another run, or :meth:`restore` raises.
@@ -208,15 +208,15 @@ class RunStore:
         return content
 
     def _frozen(self, path: Path) -> State:
-        """Read the entries that nobody trains, which :meth:`create` has written."""
+        """Read the untrained entries that :meth:`create` wrote."""
         names = self.federation.entries.frozen
         if not names:
             return {}
         frozen: State = load_tensors(path, "restore the frozen weights, or start a new run")
         if set(frozen) != set(names):
             raise FlsuiteError(
-                f"{path} has {len(frozen)} frozen entries and the model has {len(names)}; freeze "
-                "the same parameters as the run did, or start a new one"
+                f"{path} has {len(frozen)} frozen entries, but the model has {len(names)}; freeze "
+                "the same parameters as the run did, or start a new run"
             )
         return frozen
 
@@ -225,18 +225,18 @@ def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
     """Write a checkpoint under a temporary name, and return its path.
 
     Raises:
-        FlsuiteError: If the content could not be read again. The previous checkpoint stays.
+        FlsuiteError: If the content would not be readable. The previous checkpoint stays.
         OSError: If the disk is full or read-only. The previous checkpoint stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".last.ckpt.tmp"
-    # A kill may have left it as a link to best.ckpt, which must not be written through.
+    # After a kill it may be a link to best.ckpt, which must not be overwritten.
     path.unlink(missing_ok=True)
     readable = {"format": _FORMAT, **plain(content, "checkpoint")}
     try:
         save_tensors(readable, path)
     except OSError:
-        with suppress(OSError):  # a part of a file takes the space that is to be freed
+        with suppress(OSError):  # a partial file wastes space on the full disk
             path.unlink()
         raise
     return path
@@ -246,9 +246,9 @@ def publish_checkpoint(path: Path, is_best: bool, needed: Iterable[Path]) -> Non
     """Flush a written checkpoint to disk and rename it to ``last.ckpt``.
 
     Args:
-        path: What :func:`write_checkpoint` returned.
-        is_best: Link it as ``best.ckpt`` too. That comes first: a run that is killed between the
-            two does its round again, and finds the same best round.
+        path: The result of :func:`write_checkpoint`.
+        is_best: Link it as ``best.ckpt`` too. The link comes first: a run that is killed between
+            the two steps repeats its round and finds the same best round.
         needed: Files and folders that the checkpoint refers to. They are flushed before it.
     """
     folder = path.parent
@@ -262,22 +262,22 @@ def publish_checkpoint(path: Path, is_best: bool, needed: Iterable[Path]) -> Non
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a run's checkpoint.
 
-    It is plain data, and nothing in it is executed.
+    It is plain data, and no code in it is executed.
 
     Raises:
-        FlsuiteError: If there is no such file, or it is not a checkpoint of this format.
+        FlsuiteError: If the file does not exist or is not a checkpoint of this format.
     """
     if not path.is_file():
         raise FlsuiteError(f"there is no checkpoint {path}")
     try:
         # weights_only: a pickle from elsewhere could run code.
         content = torch.load(path, weights_only=True, map_location="cpu")
-        require_whole(path)  # last: of another kind of file, the errors of torch say more
+        require_whole(path)  # last: torch's errors are clearer for other file types
     except Exception as error:
         reason = one_line(error, longest=200)
         raise FlsuiteError(
-            f"{path} cannot be read as a checkpoint: {reason}; restore it, go on from another one "
-            "of the run, such as --ckpt_path best, or start a new run"
+            f"{path} cannot be read as a checkpoint: {reason}; restore it, continue from another "
+            "one of the run, such as --ckpt_path best, or start a new run"
         ) from error
 
     number = content.get("format") if isinstance(content, dict) else None

@@ -55,7 +55,7 @@ _PACKAGES = (
 
 
 def new_run_dir(name: str, seed: int) -> Path:
-    """Return ``runs/<name>/<time>-<seed>``, with milliseconds, so that two runs do not meet."""
+    """Return ``runs/<name>/<time>-<seed>``, with milliseconds so that two runs do not collide."""
     now = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now % 1 * 1000):03d}"
     return Path("runs") / name / f"{stamp}-{seed}"
@@ -69,7 +69,7 @@ class RunFolder:
 
     Attributes:
         table: The metrics.
-        timeline: Who trained when.
+        timeline: The fits and their times.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -90,15 +90,12 @@ class RunFolder:
         return [path for path in (self.table.path, self.timeline.path) if path]
 
     def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
-        """Return the file that a request means.
-
-        It is ``None`` if there is nothing to go on from.
-        """
+        """Return the file of a requested checkpoint, or ``None`` if there is none to resume."""
         if ckpt_path not in ("last", "best"):
             return None if ckpt_path is None else Path(ckpt_path)
         if self.checkpoints is None:
             raise FlsuiteError(
-                f"ckpt_path {ckpt_path} means a file in the run's folder, but "
+                f"ckpt_path {ckpt_path} refers to a file in the run's folder, but "
                 "trainer.enable_checkpointing is false"
             )
 
@@ -109,7 +106,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from writing to this run, until this one ends.
+        """Prevent other processes from writing to this run until the context ends.
 
         Raises:
             FlsuiteError: If another process writes to it.
@@ -128,7 +125,7 @@ class RunFolder:
                 ) from error
             except OSError as error:
                 log.warning(
-                    "the disk of %s has no locks (%s): start no second run in this folder",
+                    "the disk of %s has no locks (%s): do not start a second run in this folder",
                     self.path,
                     error.strerror,
                 )
@@ -137,13 +134,13 @@ class RunFolder:
             os.close(descriptor)
 
     def make(self) -> None:
-        """Make the folder of a new run, which has yet to be locked and filled.
+        """Create the folder of a new run, before it is locked and filled.
 
-        What is in it already is read under the lock only: a run that begins at this moment writes
-        one file after the other.
+        Existing files are checked later, under the lock, because another run may be starting in the
+        folder at this moment.
 
         Raises:
-            FlsuiteError: If the folder cannot be made.
+            FlsuiteError: If the folder cannot be created.
         """
         if self.checkpoints is None:
             return
@@ -159,14 +156,14 @@ class RunFolder:
         overwrite: bool = False,
         attack: Attack | None = None,
     ) -> None:
-        """Begin a new run in a folder that is made and locked.
+        """Start a new run in a folder that exists and is locked.
 
         Args:
-            config: The request of the user, as text or plain data.
-            settings: All that decides the result.
+            config: The user's request, as text or plain data.
+            settings: All settings that determine the result.
             data: The data, whose partition is written.
-            overwrite: Start over a run that was killed before its first checkpoint.
-            attack: Its attackers are written, if there is an attack.
+            overwrite: Restart a run that was killed before its first checkpoint.
+            attack: The attack, if any. Its attackers are written.
 
         Raises:
             FlsuiteError: If the folder holds another run, a run whose checkpoint is lost, or files
@@ -179,7 +176,7 @@ class RunFolder:
         elif reason := self._reason_to_refuse():
             self._remove_empty()
             raise FlsuiteError(reason)
-        # The table comes first: where the disk has no locks, it decides who has the folder.
+        # The table comes first: on a disk without locks, it reserves the folder.
         try:
             self.table.create(overwrite)
         except FileExistsError as error:
@@ -210,7 +207,7 @@ class RunFolder:
             _write_text(self.path / name, str(text))
 
     def discard(self) -> None:
-        """Remove what :meth:`create` made, and what loggers have put into a new folder."""
+        """Remove the files of :meth:`create`, and files of loggers in a new folder."""
         if self.path is None or not self._written:
             return
         if self.path in self._made:
@@ -220,13 +217,13 @@ class RunFolder:
         self._remove_empty()
 
     def _remove_empty(self) -> None:
-        """Remove the folders that :meth:`make` made, as far as nothing is in them."""
+        """Remove the empty folders that :meth:`make` created."""
         for folder in self._made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
     def _refuse_lost_checkpoint(self) -> None:
-        """Refuse to start over a run that had a checkpoint, and has lost it.
+        """Refuse to restart a run that has lost its checkpoint.
 
         The rows of round 2 are written after the checkpoint of round 1.
         """
@@ -238,25 +235,26 @@ class RunFolder:
         rounds = max((int(cell) for cell in firsts if cell.isdecimal()), default=0)
         if rounds > 1:
             raise FlsuiteError(
-                f"{self.path} has {rounds} rounds and no checkpoints/last.ckpt: restore it, go on "
-                "from the picked round with --ckpt_path best, or name another folder with --run_dir"
+                f"{self.path} has {rounds} rounds but no checkpoints/last.ckpt: restore it, "
+                "continue from the picked round with --ckpt_path best, or name another folder with "
+                "--run_dir"
             )
 
     def _reason_to_refuse(self) -> str | None:
-        """Return why a new run must not use the folder, or ``None``.
+        """Return the reason why a new run must not use the folder, or ``None``.
 
-        It may hold another run, or files of the user that would be replaced.
+        The folder may hold another run, or user files that would be replaced.
         """
         assert self.path is not None
         assert self.checkpoints is not None
         name = next((name for name in _FILES if (self.path / name).exists()), None)
-        # After the other files: where the disk has no locks, a run that begins writes it first.
+        # Checked after the other files: on a disk without locks, a new run writes it first.
         if (self.path / "metrics.csv").exists() or (self.checkpoints / "last.ckpt").exists():
             return _HOLDS_A_RUN.format(self.path)
         if name is None:
             return None
         return (
-            f"{self.path} has a file {name} that is not a run's, and a run would replace it; name "
+            f"{self.path} has a file {name} that a run would replace; name "
             "another folder with --run_dir"
         )
 

@@ -1,4 +1,4 @@
-"""The callbacks of a run: the federation's hooks are called here, Lightning's by every client."""
+"""The callbacks of a run. The run calls the federation's hooks, clients call Lightning's."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ class Hooks:
             :class:`~flsuite.callbacks.FederationCallback`), Lightning's own, or both.
 
     Attributes:
-        federation: Those with a hook of the federation.
+        federation: The callbacks with a federation hook.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
@@ -48,10 +48,9 @@ class Hooks:
                 method(*args)
 
     def for_clients(self) -> tuple[Callback, ...]:
-        """Return copies of the callbacks that have a hook of Lightning, as they are now.
+        """Return copies of the callbacks with Lightning hooks, in their current state.
 
-        They are copies, so that no client of a round sees what the run changes in them during the
-        round.
+        With copies, no client of a round sees changes that the run makes during the round.
         """
         return tuple(_copied(callback) for callback in self._all if _has_lightning_hooks(callback))
 
@@ -62,7 +61,7 @@ class Hooks:
 
 
 def _has_lightning_hooks(callback: Callback) -> bool:
-    """Return whether a client's Trainer has anything to call on a callback."""
+    """Return whether a callback implements any hook of a client's Trainer."""
     return any(implements(callback, Callback, hook) for hook in _OF_LIGHTNING)
 
 
@@ -71,7 +70,7 @@ def _reads_updates(callback: Callback) -> bool:
     if "on_client_end" in vars(callback):
         return True
     for kind in type(callback).__mro__:
-        # A subclass with a hook of its own must say for itself that it reads nothing.
+        # A subclass that overrides the hook must set reads_updates itself.
         if "on_client_end" in vars(kind) or "reads_updates" in vars(kind):
             return kind.__module__ != _BASE and vars(kind).get("reads_updates", True)
     return False
@@ -83,6 +82,6 @@ def _copied(callback: Callback) -> Callback:
     except Exception as error:
         raise FlsuiteError(
             f"trainer.callbacks: {type(callback).__name__} cannot be copied ({one_line(error)}), "
-            "and every client's fit works on a copy; open files and connections in its hooks, or "
+            "but every client's fit works on a copy; open files and connections in its hooks, or "
             "give it __deepcopy__"
         ) from error

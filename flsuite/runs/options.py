@@ -13,9 +13,9 @@ class Budget(Settings):
     """The limits of a run, which ends with the first round that reaches one of them.
 
     Attributes:
-        rounds: Rounds.
-        max_virtual_seconds: Virtual seconds.
-        max_client_updates: Aggregated client updates.
+        rounds: Maximum number of rounds.
+        max_virtual_seconds: Maximum virtual time.
+        max_client_updates: Maximum number of aggregated client updates.
     """
 
     owner = "trainer"
@@ -26,7 +26,7 @@ class Budget(Settings):
 
     @classmethod
     def of(cls, rounds: int | None, seconds: float | None, updates: int | None) -> "Budget":
-        """Return these limits, and 10 rounds where none is given."""
+        """Return these limits, or 10 rounds if none is given."""
         is_open = rounds is None and seconds is None and updates is None
         return cls(10 if is_open else rounds, seconds, updates)
 
@@ -41,13 +41,13 @@ class Budget(Settings):
         return any(limit is not None and spent >= limit for spent, limit in self._pairs(clock))
 
     def share(self, clock: Clock) -> float:
-        """Return the share that is spent of the limit that comes first, in [0, 1]."""
+        """Return the spent share of the limit closest to its end, in [0, 1]."""
         shares = [spent / limit for spent, limit in self._pairs(clock) if limit is not None]
         return min(max(shares, default=0.0), 1.0)
 
     def __str__(self) -> str:
-        given = {name: limit for name, limit in vars(self).items() if limit is not None}
-        return ", ".join(f"trainer.{name} (now {limit})" for name, limit in given.items())
+        limits = {name: limit for name, limit in vars(self).items() if limit is not None}
+        return ", ".join(f"trainer.{name} (now {limit})" for name, limit in limits.items())
 
     def _pairs(self, clock: Clock) -> list[tuple[float, float | None]]:
         return [

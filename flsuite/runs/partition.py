@@ -23,10 +23,10 @@ _CLIENTS_AT_A_TIME = 10_000  # bounds memory
 def write_partition(file: TextIO, data: FederatedData) -> None:
     """Write ``partition.csv``: client, split, class name and number of samples.
 
-    For multi-label data, the number is that of positive samples per label.
+    For multi-label data, the number counts the positive samples per label.
     """
     cells = [f",{split},{_quoted(name)}," for split in _SPLITS for name in data.spec.names]
-    # One template per client and not one call per row: a million clients have millions of rows.
+    # One template per client instead of one call per row: a million clients have millions of rows.
     of_client = "".join("%d" + cell.replace("%", "%%") + "%d\n" for cell in cells)
 
     file.write(",".join(PARTITION_COLUMNS) + "\n")
@@ -63,9 +63,9 @@ def task_table(data: TaskData) -> "pd.DataFrame":
 
 
 def _counts(data: FederatedData) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first client of a group, and the counts of the group.
+    """Yield the first client of each group, and the counts of the group.
 
-    They are int64 ``(clients, splits * classes)``, in the order of splits and then classes.
+    Counts are int64 ``(clients, splits * classes)``, ordered by split and then by class.
     """
     classes = data.spec.num_classes
     for first in range(0, data.clients, _CLIENTS_AT_A_TIME):
@@ -81,14 +81,14 @@ def _count(split: DataSplit | None, first: int, last: int, classes: int) -> Tens
     if split is None or not len(split.rows):
         return counts
     rows = split.rows.part(first, last)
-    own, owners = split.classes[rows.values], rows.owners()
-    if own.ndim == 1:
-        return torch.bincount(owners * classes + own, minlength=counts.numel()).view_as(counts)
-    return counts.index_add_(0, owners, own.long())
+    labels, owners = split.classes[rows.values], rows.owners()
+    if labels.ndim == 1:
+        return torch.bincount(owners * classes + labels, minlength=counts.numel()).view_as(counts)
+    return counts.index_add_(0, owners, labels.long())
 
 
 def _quoted(name: str) -> str:
-    """Return a cell of a CSV file, in quotes where it needs them."""
+    """Return a cell of a CSV file, quoted if necessary."""
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow([name])
     return line.getvalue()

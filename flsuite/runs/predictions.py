@@ -35,12 +35,12 @@ def predict(
 ) -> tuple[Any, list[Path]]:
     """Return predictions on the test split, and the files written.
 
-    They are a list of what the model's own ``predict_step`` returns for each batch, or one list
-    per client where each has a model of its own. Without such a step they are class probabilities
-    ``(n, classes)``, of the global model or the mean over clients.
+    With a ``predict_step``, predictions are a list of its results per batch, or one such list per
+    client if each client has its own model. Without it they are class probabilities
+    ``(n, classes)`` of the global model, or the mean over the clients' models.
 
     Args:
-        federation: As it is now.
+        federation: The federation in its current state.
         evaluator: Runs the models of the federation.
         folder: Folder of the table and of the model's pictures. ``None`` writes nothing.
 
@@ -74,7 +74,7 @@ def predict(
 def _own_predictions(
     federation: Federation, evaluator: Evaluator, clients: Iterable[int | None]
 ) -> list[Any]:
-    """Return what the model's own step predicts, one list per client where each has a model."""
+    """Return the results of the model's ``predict_step``, one list per client model."""
     batches = SplitLoader(federation.data, federation.data.test, federation.data.batch_size)
     by_client = []
     for client in clients:
@@ -84,7 +84,7 @@ def _own_predictions(
 
 
 def _kept(predictions: Any, folder: Path | None) -> list[Path]:
-    """Write what a model's own step predicts, if it is plain data, and return the file."""
+    """Write the results of a model's ``predict_step`` if they are plain data. Return the file."""
     if folder is None:
         return []
     path = make_folder(folder) / "predictions.pt"
@@ -100,9 +100,9 @@ def _kept(predictions: Any, folder: Path | None) -> list[Path]:
 def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[str, Tensor]]:
     """Return the model's pictures of the first test samples, on the CPU.
 
-    If each client has a model of its own, they are those of client 0.
+    If each client has its own model, client 0's model is used.
     """
-    # The same draws in every run, for comparison.
+    # The same random draws in every run, for comparison.
     seed_process(0, "pictures", federation.clock.round)
     evaluator.load(federation.client_state(0 if federation.entries.personal else None))
     data, model, device = evaluator.data, evaluator.model.to(evaluator.device), evaluator.device
@@ -119,7 +119,7 @@ def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[st
 def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:
     """Write ``predictions.csv``: sample, target, prediction, and a probability per class.
 
-    Classes are numbers. A multi-label sample lists the labels that are set.
+    Classes are numbers. For multi-label samples, the cells list the labels that are set.
     """
     path = make_folder(folder) / "predictions.csv"
     with path.open("w", newline="") as file:
@@ -137,7 +137,7 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
 
 
 def write_pictures(folder: Path, grids: Mapping[str, Mapping[str, Tensor]]) -> list[Path]:
-    """Write one PNG per grid: a row per label, of images ``(n, channels, height, width)``."""
+    """Write one PNG per grid, with a row of images ``(n, channels, height, width)`` per label."""
     paths = []
     for name, grid in grids.items():
         paths.append(folder / f"{name}.png")
@@ -170,7 +170,7 @@ def _set_labels(labels: Tensor) -> str:
 
 
 def _enlarge(images: Tensor) -> Tensor:
-    """Repeat the pixels of small images, so that people can see them."""
-    # Rounded up, so that the side has at least so many pixels.
+    """Enlarge small images by repeating their pixels."""
+    # Rounded up, so that the side has at least _LEAST_SIDE pixels.
     factor = max(1, -(-_LEAST_SIDE // images.shape[-1]))
     return images.repeat_interleave(factor, -1).repeat_interleave(factor, -2)

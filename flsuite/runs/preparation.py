@@ -1,4 +1,4 @@
-"""Model, data and federation, made ready for a run."""
+"""Preparation of the model, the data and the federation for a run."""
 
 import logging
 import weakref
@@ -38,7 +38,7 @@ from flsuite.server.tools import ServerFit, make_tools
 log = logging.getLogger("flsuite")
 
 _USED: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
-"""Models that have been made ready for a run, whose weights a fit may have changed."""
+"""Models that were prepared for a run before, so a fit may have changed their weights."""
 
 
 def make_ready(
@@ -49,22 +49,22 @@ def make_ready(
     is_restored: bool,
     attack: Attack | None,
 ) -> tuple[FederatedDataModule, str | None]:
-    """Split the data and build the model, both as the run's seed decides.
+    """Split the data and build the model, both determined by the run's seed.
 
     Args:
         model: The model that clients train.
         datamodule: The data of all clients.
-        trainer: The federation's, which ``configure_model`` may ask for the data module.
+        trainer: The federated trainer. ``configure_model`` may use its data module.
         options: The options of the run.
-        is_restored: Whether the weights of a checkpoint follow, so that the model reads none.
-        attack: Its attackers are drawn among the clients of the data.
+        is_restored: Whether a checkpoint's weights are loaded later, so that the model reads none.
+        attack: The attack, if any. Its attackers are drawn from the clients.
 
     Returns:
-        The data module, and the setting that the model's weights are, see
-        :data:`~flsuite.runs.settings.WEIGHTS`.
+        The data module, and the name in :data:`~flsuite.runs.settings.WEIGHTS` under which the
+        model's weights are a setting.
 
     Raises:
-        FlsuiteError: If model or data are of the wrong kind, or do not fit each other.
+        FlsuiteError: If model or data have the wrong type, or do not fit each other.
     """
     require_instance("fit", LightningModule, model=model)
     data = as_federated(datamodule)
@@ -113,10 +113,10 @@ def make_evaluator(
     seed: int,
     attack: Attack | None,
 ) -> Evaluator:
-    """Return what scores the model, on the device and in the precision of the trainer.
+    """Return the evaluator of the model, with the trainer's device and precision.
 
     Raises:
-        FlsuiteError: If the aim of the attack cannot be scored on this model.
+        FlsuiteError: If the success of the attack cannot be scored on this model.
     """
     data = datamodule.federated
     evaluator = Evaluator(
@@ -145,15 +145,15 @@ def make_federation(
     options: RunOptions,
     secure_sum: SecureAggregation | None,
 ) -> Federation:
-    """Return the federation of a run, as it is before the first round.
+    """Return the federation of a run before its first round.
 
     Args:
-        evaluator: It has the model and the data.
-        aggregator: The four parts, with what compression and an attack add to them.
+        evaluator: Holds the model and the data.
+        aggregator: The algorithm, including compression and attack.
         schedule: Who trains when.
-        folder: Where clients and versions are kept.
+        folder: Stores the clients' memories and older versions.
         options: The options of the run.
-        secure_sum: How the clients' contributions are masked, if they are.
+        secure_sum: The protocol that masks the clients' contributions, if any.
 
     Raises:
         FlsuiteError: If the parts of the algorithm do not fit the model or each other.
@@ -183,16 +183,16 @@ def compressed(chosen: Aggregator | Rule, compression: Transform | None) -> Aggr
     aggregator = Aggregator(chosen) if isinstance(chosen, Rule) else chosen
     if compression is None:
         return aggregator
-    given = Named("trainer.compression", compression)
-    return aggregator.with_parts(given, transforms=[*aggregator.transforms, compression])
+    named = Named("trainer.compression", compression)
+    return aggregator.with_parts(named, transforms=[*aggregator.transforms, compression])
 
 
 def use_precision(trainer: Any, checkpoint: Path | None) -> None:
-    """Let a federated trainer take the precision of its request.
+    """Set the requested precision on a federated trainer.
 
     Args:
-        trainer: The federation's. ``auto`` is decided here once, for all workers.
-        checkpoint: The run that goes on from it keeps its precision under ``auto``.
+        trainer: The federated trainer. ``auto`` is resolved here once, for all workers.
+        checkpoint: The checkpoint to resume, if any. With ``auto``, its precision is kept.
 
     Raises:
         FlsuiteError: If the checkpoint cannot be read.
@@ -211,17 +211,17 @@ def use_precision(trainer: Any, checkpoint: Path | None) -> None:
 
 
 def set_precision(trainer: Any, precision: str | int | None) -> None:
-    """Give a federated trainer and its clients another precision."""
+    """Set the precision of a federated trainer and its clients."""
     trainer.client_kwargs["precision"] = precision
     arguments = on_one_gpu(trainer.client_kwargs)
     chosen: dict[str, Any] = {n: arguments.get(n) or "auto" for n in ("accelerator", "devices")}
-    # Only a new Trainer knows how a precision is carried out on a device.
+    # Only a new Trainer can choose the precision plugin for a device.
     other = ClientTrainer(**chosen, precision=precision)
     trainer.strategy.precision_plugin = other.precision_plugin
 
 
 def worker_setup(trainer: Any, run: Run) -> WorkerSetup:
-    """Return what a worker needs to train any client of a run of a federated trainer."""
+    """Return everything that a worker needs to train any client of a run."""
     federation, options = run.federation, run.options
     reads_updates = run.callbacks.read_updates or trainer.keep_updates
     may_sum = federation.uplink.sums_parts and not trainer.schedule.declarations.is_asynchronous

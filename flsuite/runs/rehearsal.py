@@ -1,4 +1,4 @@
-"""A run without training: the clock goes through all of its events."""
+"""A run without training, which steps the clock through all events."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -21,17 +21,17 @@ from flsuite.schedules import Faults, Fit
 
 
 def rehearse(run: Run) -> Iterator[TimelineRow]:
-    """Yield the timeline that a run is going to have if no client fails and no callback stops it.
+    """Yield the timeline of a run, assuming that no client fails and no callback stops it.
 
-    Nothing is aggregated. If times depend on bytes, an algorithm that sends more once it has seen
-    updates, such as SCAFFOLD, counts as what it sends in its first round.
+    Nothing is aggregated. If times depend on bytes, every round counts the bytes of the first round
+    of the algorithm. SCAFFOLD, for example, sends more in later rounds.
 
     Args:
         run: A run that has not been opened. Nothing is written, and its model does not change.
 
     Raises:
         FlsuiteError: If the times of the schedule are measured while clients train.
-        FederationError: If the schedule comes to a point from which no client is available.
+        FederationError: If the schedule reaches a point after which no client is available.
     """
     federation, clock = run.federation, run.federation.clock
     schedule, engine = federation.schedule, _NoTraining()
@@ -52,8 +52,8 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         federation.requests([])  # begins the record of the round
         engine.submit(requests(schedule.start(clock)))
         for outcome in schedule.arrivals(engine, clock, requests):
-            # Faults on purpose are part of the plan: a failure, or a message that comes again or
-            # in a later round.
+            # Injected faults are part of the plan: failures, and messages that arrive twice or in
+            # a later round.
             number = outcome.number if isinstance(outcome, ClientFailure) else outcome.update.number
             if number not in awaited:
                 continue
@@ -82,7 +82,7 @@ def _requests(fits: Sequence[Fit]) -> list[FitRequest]:
 
 
 class _NoTraining(Engine):
-    """An engine whose fits all end at once, with success unless they fail on purpose."""
+    """An engine whose fits all end at once. They succeed unless a fault is injected."""
 
     def __init__(self) -> None:
         self._requests: dict[int, FitRequest] = {}
@@ -99,7 +99,7 @@ class _NoTraining(Engine):
 
     def collect(self, number: int) -> Outcome:
         request = self._requests.pop(number)
-        if request.fault not in (None, "late", "twice", "gone"):  # they happen on the way
+        if request.fault not in (None, "late", "twice", "gone"):  # these happen in transit
             return request.failure(f"on purpose: {request.fault}")
         client, round = request.client, request.broadcast.round
         update = ClientUpdate(client, round, 1, 0, torch.zeros(0), {}, number=number)

@@ -1,4 +1,4 @@
-"""The clients' trained models of one run as the start of another one."""
+"""Reuse of the clients' trained models of one run in another run."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,9 +19,9 @@ from flsuite.server.federation import Federation
 from flsuite.state import plain
 
 UPDATES = "updates"
-"""Where a run keeps its clients' trained models, in its folder."""
+"""Subfolder of a run with its clients' trained models."""
 
-# They decide what local training leads to in the first round.
+# They determine the result of local training in the first round.
 _DECIDE_TRAINING = (
     "seed",
     "model",
@@ -36,11 +36,11 @@ _DECIDE_TRAINING = (
 )
 
 
-_NOT_FROM_TRAINING = ("algorithm",)  # parts of a client's memory that its algorithm has made
+_NOT_FROM_TRAINING = ("algorithm",)  # parts of a client's memory that its algorithm writes
 
 
 class UpdateStore:
-    """Keeps one file per fit: ``round-0001/client-00003.pt``.
+    """Stores one file per fit: ``round-0001/client-00003.pt``.
 
     Args:
         folder: Folder of the files.
@@ -50,7 +50,7 @@ class UpdateStore:
         self.folder = folder
 
     def write(self, result: ClientResult) -> None:
-        """Keep what a client's training has led to."""
+        """Store the result of a client's training."""
         update, memory = result.update, result.memory
         content = {
             "state": update.state,
@@ -65,7 +65,7 @@ class UpdateStore:
         replace_file(lambda temporary: save_tensors(named, temporary), path)
 
     def read(self, round: int, client: int) -> TrainedFit | None:
-        """Return what a client's training has led to, or ``None`` if it is not kept.
+        """Return the result of a client's training, or ``None`` if it was not stored.
 
         Raises:
             FlsuiteError: If the file is damaged, or another kind of file.
@@ -79,7 +79,7 @@ class UpdateStore:
             return TrainedFit(**load_tensors(path, remedy))
         except TypeError as error:  # other fields
             raise FlsuiteError(
-                f"{path} cannot be read: it holds no client's trained model; {remedy}"
+                f"{path} cannot be read: it is not a client's trained model; {remedy}"
             ) from error
 
     def _path(self, round: int, client: int) -> Path:
@@ -87,23 +87,23 @@ class UpdateStore:
 
 
 class Reuse:
-    """The clients' trained models that a run keeps, and those of another run that it starts from.
+    """Keeps a run's trained client models, and reads the models of another run to start from.
 
     Args:
-        federation: As it is before the first round.
-        folder: Where the run is recorded.
+        federation: The federation before its first round.
+        folder: The folder of the run.
         keep: Whether the run keeps its clients' models.
-        source: Folder of the other run. It is read when the first round is about to train.
-        attack: What the attackers among the clients do, if there are any.
+        source: Folder of the other run. It is read just before the first round.
+        attack: The attack on the run, if any.
 
     Attributes:
-        kept: Where the clients' models are kept, if they are.
+        kept: The store of this run's models, if they are kept.
         source: Folder of the other run, if there is one.
-        trained: The models of the other run, once they are read. They stand for training in the
-            first round.
+        trained: The models of the other run, once they are read. They replace training in the first
+            round.
 
     Raises:
-        FlsuiteError: If the algorithm takes part in training, or nothing is written.
+        FlsuiteError: If the algorithm changes local training, or nothing is written.
     """
 
     def __init__(
@@ -120,19 +120,19 @@ class Reuse:
         _require_plain_training(federation)
         if attack is not None:
             raise FlsuiteError(
-                "keep_updates and from_updates are for models as clients train them, and "
+                "keep_updates and from_updates need models as clients train them, but "
                 "trainer.attack changes them; leave out one of these"
             )
         uplink = federation.uplink
         if keep and (uplink.masks or uplink.chain.transforms):
             raise FlsuiteError(
-                "keep_updates keeps the clients' models as they are, and a transform or secure_sum "
-                "shows the server others; set trainer.keep_updates to false"
+                "keep_updates stores the clients' models unchanged, but a transform or secure_sum "
+                "changes what the server receives; set trainer.keep_updates to false"
             )
         if keep and folder.path is None:
             raise FlsuiteError(
-                "keep_updates keeps the clients' models in the run's folder, and this run writes "
-                "none; set trainer.enable_checkpointing to true, or trainer.keep_updates to false"
+                "keep_updates needs the run's folder, but this run writes none; set "
+                "trainer.enable_checkpointing to true, or trainer.keep_updates to false"
             )
         if keep and folder.path:
             self.kept = UpdateStore(folder.path / UPDATES)
@@ -141,10 +141,10 @@ class Reuse:
         """Find the trained models of the other run, if there is one.
 
         Args:
-            settings: Settings of the run that is to start from them.
+            settings: Settings of the run that will start from them.
 
         Raises:
-            FlsuiteError: If it has kept none, or its clients train otherwise.
+            FlsuiteError: If the other run has kept none, or its clients train differently.
         """
         run_dir = self.source
         if run_dir is None:
@@ -158,26 +158,26 @@ class Reuse:
             )
 
         theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text()))
-        ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # with lists for tuples, as a file
+        ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # tuples become lists, as in a file
         now, then = ({name: s.get(name) for name in _DECIDE_TRAINING} for s in (ours, theirs))
         refuse_mismatch(now, then, run_dir)
         self.trained = UpdateStore(run_dir / UPDATES)
 
     def with_trained(self, request: FitRequest) -> FitRequest:
-        """Return a request with what the same fit has led to in the other run, if it is known."""
+        """Return the request, with the result of the same fit in the other run if there is one."""
         # Later rounds start from the model of this run.
         if self.trained is None or request.broadcast.round > 1 or request.repeat:
             return request
         return replace(request, trained=self.trained.read(1, request.client))
 
     def keep(self, result: ClientResult) -> None:
-        """Keep what a client's training has led to, if the run keeps it."""
+        """Store the result of a client's training, if the run keeps updates."""
         if self.kept is not None:
             self.kept.write(result)
 
 
 def _require_plain_training(federation: Federation) -> None:
-    """Refuse an algorithm that takes part in local training.
+    """Refuse an algorithm that changes local training.
 
     Raises:
         FlsuiteError: If it does. The message names it.
@@ -186,8 +186,8 @@ def _require_plain_training(federation: Federation) -> None:
     name = aggregator.name
     if aggregator.pools or aggregator.private:
         raise FlsuiteError(
-            f"{name} has no clients whose models another run could start "
-            "from; set trainer.keep_updates to false, and leave out from_updates"
+            f"{name} does not train one model per client, so there are none to reuse; set "
+            "trainer.keep_updates to false, and leave out from_updates"
         )
 
     client = ClientContext(
@@ -202,6 +202,6 @@ def _require_plain_training(federation: Federation) -> None:
     )
     if not all(isinstance(c, AfterFit) for c in aggregator.callbacks(client)):
         raise FlsuiteError(
-            f"{name} changes how clients train, so that their models fit no other aggregator; set "
-            "trainer.keep_updates to false, and leave out from_updates"
+            f"{name} changes how clients train, so other aggregators cannot reuse their models; "
+            "set trainer.keep_updates to false, and leave out from_updates"
         )

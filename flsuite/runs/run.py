@@ -1,4 +1,4 @@
-"""One run of a federation: it evaluates, records, saves and resumes."""
+"""One run of a federation, which evaluates, records, saves and resumes."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -24,28 +24,28 @@ from flsuite.state import State, clone
 
 log = logging.getLogger("flsuite")
 
-_MOST_AT_ONCE = 100  # rounds at one virtual second, beside the clients in flight
+_MOST_AT_ONCE = 100  # rounds without virtual time, in addition to the clients in flight
 _MOST_SCORED = 10_000  # clients that the last round scores one by one
 
 Status = Literal["running", "success", "failed"]
 
 
 class Run:
-    """One run of a federation, from its folder's first file to its last.
+    """One run of a federation, from start to end.
 
     Args:
-        federation: As it is before the first round.
+        federation: The federation before its first round.
         evaluator: Scores the models of the federation.
-        folder: Where the run is recorded.
+        folder: The folder of the run.
         options: The options of the run.
-        settings: All settings that decide the result, as plain data.
-        config: The request of the user, as text or plain data.
-        callbacks: What looks on, or acts too.
+        settings: All settings that determine the result, as plain data.
+        config: The user's request, as text or plain data.
+        callbacks: The callbacks of the run.
         loggers: Lightning loggers.
-        reuse: The clients' trained models that are kept, and those that it starts from, if any.
+        reuse: Stores the clients' trained models or reads another run's, if requested.
 
     Attributes:
-        summary: The scores of the last round and of the picked round, and what they cost.
+        summary: The scores of the last round and of the picked round, and their cost.
         status: ``running``, then ``success`` or ``failed``.
         store: Its checkpoints.
     """
@@ -66,7 +66,7 @@ class Run:
         self.evaluator = evaluator
         self.folder = folder
         self.options = options
-        self.settings = dict(settings)  # a resume completes them in the store, which shares them
+        self.settings = dict(settings)  # shared with the store, which completes them on a resume
         self.config = config
         self.callbacks = callbacks
         self.loggers = list(loggers)
@@ -78,8 +78,8 @@ class Run:
         self._is_stopping = False
         self._improved = False
         self._accepting: Iterator[ClientUpdate] = iter(())
-        self._moved = -1.0, 0  # virtual second, and the first round that ended then
-        self._announced = 0  # the last round whose start callbacks know of
+        self._moved = -1.0, 0  # virtual second, and the first round that ended at it
+        self._announced = 0  # the last round whose start callbacks were notified of
 
     # For the round and for callbacks
 
@@ -118,9 +118,9 @@ class Run:
         return [self.reuse.with_trained(r) for r in requests] if self.reuse else requests
 
     def accept(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
-        """Return the updates that may reach the aggregator, in the order of the outcomes.
+        """Return the updates for the aggregator, in the order of the outcomes.
 
-        A client that failed, or whose update is faulty, is named in the log and left out.
+        Clients that failed or sent a faulty update are named in the log and left out.
 
         Raises:
             FlsuiteError: While it is iterated, if no client can train with these settings.
@@ -130,16 +130,17 @@ class Run:
         return self._accepting
 
     def aggregate(self, updates: Iterator[ClientUpdate]) -> State:
-        """Return the next version of the global model, as the algorithm folds the updates."""
+        """Return the next version of the global model, aggregated from the updates."""
         return self.federation.aggregate(updates)
 
     def advance(self, state: State) -> None:
         """Make this state the next version of the global model.
 
         Raises:
-            FederationError: If it is faulty, or virtual time alone ends the run and stands still.
+            FederationError: If the state is faulty, or if virtual time is the only limit and does
+                not advance.
         """
-        # An aggregator may leave updates untaken. They still belong to the record of the round.
+        # An aggregator may leave updates unread. They still belong to the record of the round.
         for _ in self._accepting:
             pass
         self.federation.advance(state)
@@ -149,11 +150,11 @@ class Run:
         """Score the new version if it is due, on validation data and then on test data.
 
         Every evaluation scores the same clients, the first ``score_clients``, so that rounds can be
-        compared. The last round also scores all clients, under ``all_clients/...``, if there are
-        not more than 10,000: its cost must not follow the number of registered clients.
+        compared. The last round also scores all clients, under ``all_clients/...``, if there are at
+        most 10,000. This bounds its cost, however many clients are registered.
 
-        In between, ``on_round_end`` is called. At that point :attr:`finished` is known, and numbers
-        still go into the round.
+        ``on_round_end`` is called after the due scores. :attr:`finished` is known then, and numbers
+        can still be added to the round.
         """
         self._improved = has_classes = False
         is_due = self.round % self.options.evaluate_every == 0 or self.finished
@@ -176,7 +177,7 @@ class Run:
             self._record_artifact(name, network)
 
     def record(self) -> None:
-        """Write the numbers of the round into the table and send them to the loggers."""
+        """Add the numbers of the round to the table and send them to the loggers."""
         federation, table = self.federation, self.folder.table
         for scope, numbers in federation.log.metrics():
             table.note(scope, "train", numbers)
@@ -192,7 +193,7 @@ class Run:
         self.callbacks.notify("on_round_recorded", self, self.round, named)
 
     def save(self) -> None:
-        """Write the checkpoint. It is put into place while the next round goes on."""
+        """Write the checkpoint. It is renamed into place during the next round."""
         self.store.save(self._improved)
 
     # Inside
@@ -218,7 +219,7 @@ class Run:
         for scope, numbers in scores.items():
             self.folder.table.note(scope, split, numbers)
         if split == "val":
-            # Scores after different tasks are of different classes and cannot be compared.
+            # Scores after different tasks cover different classes and cannot be compared.
             stage = self.federation.data.at(self.round).stage
             self._improved = self.summary.is_best(scores[GLOBAL], stage.task if stage else None)
         else:
@@ -226,7 +227,7 @@ class Run:
         self.callbacks.notify("on_evaluation_end", self, self.round, split, scores)
 
     def _score_all_clients(self) -> None:
-        """Add the scores of all clients under names of their own."""
+        """Add the scores of all clients under separate names."""
         compared, clients = self.options.score_clients, self.federation.data.clients
         if clients > _MOST_SCORED:
             log.info(
@@ -245,21 +246,21 @@ class Run:
                     self.folder.table.note(scope, split, numbers)
 
     def _refuse_standstill(self) -> None:
-        """Refuse to go on for ever with fits that take no virtual time."""
+        """Stop a run that would never end because its fits take no virtual time."""
         clock = self.federation.clock
         if clock.seconds > self._moved[0]:
             self._moved = clock.seconds, clock.round
-        # Fits that take any time come back at one second at most once for each client in flight.
+        # Fits that take time arrive at the same second at most once per client in flight.
         still, in_flight = self.round - self._moved[1], len(self.federation.schedule.in_flight)
         if self.options.budget.is_of_time_alone and still > _MOST_AT_ONCE + in_flight:
             raise FederationError(
                 f"round {self.round}: {still} rounds have taken no virtual time, and "
-                "trainer.max_virtual_seconds alone ends the run; set trainer.rounds too, or longer "
+                "trainer.max_virtual_seconds is the only limit; set trainer.rounds too, or longer "
                 f"fits in trainer.schedule.speeds; the state of round {self.round - 1} is kept"
             )
 
     def _record_artifact(self, name: str, network: nn.Module) -> None:
-        """Score a network that the algorithm has built, and write it beside the model."""
+        """Score a network that the algorithm has built, and write it next to the model."""
         for metric, value in self.evaluator.of_module(network, self.evaluator.data.test).items():
             self.log_metric(f"{name}/{metric}", value, split="test")
         if self.folder.checkpoints is not None:

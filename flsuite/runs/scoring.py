@@ -1,4 +1,4 @@
-"""What a trainer knows of its run: scores, predictions, and the folder."""
+"""The part of the trainer that scores and predicts, and gives access to its run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +26,13 @@ class ScoringTrainer(Trainer):
 
     run: Run | None = None
     datamodule: LightningDataModule | None
-    _run_dir: Path | None = None  # the one that was asked for
-    _scores: dict[str, float]  # by validate and test
+    _run_dir: Path | None = None  # as requested
+    _scores: dict[str, float]  # of validate and test
 
     def prepare(
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
     ) -> Run:
-        """Build all that a round needs, without writing anything."""
+        """Build everything that a round needs, without writing anything."""
         raise NotImplementedError
 
     def validate(  # type: ignore[override]
@@ -42,7 +42,7 @@ class ScoringTrainer(Trainer):
         ckpt_path: str | None = None,
         verbose: bool = True,
     ) -> list[dict[str, float]]:
-        """Score on validation data, with the arguments of :meth:`test`."""
+        """Score on validation data. The arguments are the same as for :meth:`test`."""
         return self._score("val", model, datamodule, ckpt_path, verbose)
 
     def test(  # type: ignore[override]
@@ -58,7 +58,7 @@ class ScoringTrainer(Trainer):
             model: Not needed after a fit.
             datamodule: Not needed after a fit.
             ckpt_path: ``last``, ``best`` (the round picked on validation data) or a path. Default:
-                the state after a fit, else ``last`` of ``run_dir``, else the model as it is.
+                the state after a fit, else ``last`` in ``run_dir``, else the unchanged model.
             verbose: Whether to print the global scores.
 
         Returns:
@@ -72,11 +72,12 @@ class ScoringTrainer(Trainer):
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | None = None,
     ) -> Any:
-        """Return predictions on the test split, with the arguments of :meth:`test`.
+        """Return predictions on the test split. The arguments are the same as for :meth:`test`.
 
-        For a model with a ``predict_step`` of its own they are what Lightning returns, a list with
-        a prediction per batch, and one such list per client where each has a model. Otherwise they
-        are class probabilities ``(n, classes)``, the mean over clients where each has a model.
+        For a model with its own ``predict_step`` the result is Lightning's: a list with one
+        prediction per batch, or one such list per client if each has its own model. Otherwise the
+        result is class probabilities ``(n, classes)``, averaged over the clients' models if there
+        are several.
 
         Class probabilities are written to ``predictions.csv`` in the run's folder, with the model's
         pictures. Other predictions are written to ``predictions.pt``.
@@ -89,14 +90,14 @@ class ScoringTrainer(Trainer):
 
     @property
     def run_dir(self) -> Path | None:
-        """Return the run's folder, or before the first fit the one that was asked for."""
+        """Return the run's folder, or the requested one before the first fit."""
         return self.run.folder.path if self.run else self._run_dir
 
     @property
     def results(self) -> "pd.DataFrame | None":
         """Return the global numbers of each scored round, or ``None`` before the first fit.
 
-        Rows are rounds, and columns are named as in :attr:`callback_metrics`. Pandas draws it:
+        Rows are rounds, and columns are named as in :attr:`callback_metrics`. To plot it:
         ``trainer.results.plot(y=["val/accuracy", "test/accuracy"])``.
         """
         return self.run.folder.table.by_round() if self.run else None
@@ -105,7 +106,7 @@ class ScoringTrainer(Trainer):
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Return the latest global numbers as ``<split>/<metric>``, such as ``val/accuracy``.
 
-        Those of :meth:`validate` and :meth:`test` replace those of the fit.
+        Scores from :meth:`validate` and :meth:`test` replace scores from the fit.
         """
         numbers = {**self.run.folder.table.latest, **self._scores} if self.run else {}
         return {name: torch.tensor(value) for name, value in numbers.items()}
@@ -121,7 +122,7 @@ class ScoringTrainer(Trainer):
         datamodule: LightningDataModule | None,
         ckpt_path: str | None,
     ) -> Run:
-        """Return the run in the state that a request for scores means."""
+        """Return the run in the requested state."""
         run = self.run
         ours = {"model": self.lightning_module, "data": self.datamodule}
         if run is None:

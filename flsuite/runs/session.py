@@ -1,4 +1,4 @@
-"""The beginning and the end of a run: its folder, a resume, and what is left when it ends."""
+"""The start and end of a run: its folder, a resume, and cleanup."""
 
 import errno
 import logging
@@ -34,7 +34,7 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
         ckpt_path: A checkpoint of this run. ``last`` is the one in its folder, if there is one.
 
     Raises:
-        FlsuiteError: If the request cannot be met. If no round was done, nothing is left.
+        FlsuiteError: If the request cannot be met. If no round was done, no files are left.
     """
     folder, is_restart = run.folder, ckpt_path is not None
     with ExitStack() as stack:
@@ -44,14 +44,14 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
                 run.reuse.read(run.settings)
             folder.make()
         stack.enter_context(folder.locked())
-        # Only with the lock: until then another process may write the first checkpoint.
+        # Only under the lock, because another process may be writing the first checkpoint.
         checkpoint = folder.find_checkpoint(ckpt_path)
         if checkpoint is None:
             _create(run, is_restart)
         else:
             run.store.resume(checkpoint)
-            # The other run may be gone. Clients of the first version that are still in flight then
-            # train, which leads to the same models.
+            # The other run may have been deleted. Clients of the first version that are still in
+            # flight then train, with the same result.
             source = run.reuse and run.reuse.source
             if run.reuse and source and source.exists() and 0 in run.store.versions_in_flight:
                 run.reuse.read(run.settings)
@@ -63,7 +63,7 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
     """Start the engine, which trains and scores the clients, and stop it at the end.
 
     Raises:
-        FlsuiteError: If clients are to fail in a way that the engine does not survive.
+        FlsuiteError: If the schedule injects faults that the engine does not survive.
     """
     require_survival(run, engine)
     run.evaluator.engine = engine
@@ -76,7 +76,7 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
 
 
 def require_survival(run: Run, engine: Engine) -> None:
-    """Refuse faults of the schedule that would end the engine, and with it the run.
+    """Refuse injected faults that would end the engine and with it the run.
 
     Raises:
         FlsuiteError: If there are any.
@@ -84,18 +84,18 @@ def require_survival(run: Run, engine: Engine) -> None:
     faults = run.federation.schedule.declarations.faults
     if fatal := [fault for fault in faults if fault not in engine.survives]:
         raise FlsuiteError(
-            f"Faults: {type(engine).__name__} as it is set cannot carry out {' and '.join(fatal)}; "
-            "set trainer.engine to Processes(timeout=...), which replaces the worker of such a "
-            "client, or set the probability to 0"
+            f"Faults: {type(engine).__name__} does not survive {' and '.join(fatal)} with these "
+            "arguments; set trainer.engine to Processes(timeout=...), which replaces the worker of "
+            "such a client, or set the probability to 0"
         )
 
 
 @contextmanager
 def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
-    """Name the folder in the error of a disk that is full or read-only.
+    """Name the folder in errors from a full or read-only disk.
 
     Raises:
-        FederationError: If the disk is the reason of an error.
+        FederationError: If the disk caused an error.
     """
     try:
         yield
@@ -104,13 +104,13 @@ def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
             raise
         raise FederationError(
             f"cannot write to {folder.path} ({error.strerror}); the last checkpoint, if there is "
-            "one, is kept: free some space or make the folder writable, and go on with "
+            "one, is kept: free some space or make the folder writable, and continue with "
             "--ckpt_path last"
         ) from error
 
 
 def _create(run: Run, is_restart: bool) -> None:
-    """Begin in a new folder, or again in that of a run that was killed in its first round."""
+    """Start in a new folder, or in the folder of a run that was killed in its first round."""
     if is_restart:
         log.info("no checkpoint in %s yet: starting with round 1", run.folder.checkpoints)
     data, attack = run.federation.data, run.evaluator.attack
@@ -119,7 +119,7 @@ def _create(run: Run, is_restart: bool) -> None:
     if run.settings.get("initial_weights"):
         log.warning(
             "the model was built before, perhaps by another fit: the federation starts from "
-            "its weights; pass a new model to start from weights that the seed decides"
+            "its weights; pass a new model to start from weights drawn from the seed"
         )
 
 
@@ -161,7 +161,7 @@ def _say_finished(run: Run) -> None:
 
 
 def _close(run: Run, is_useless: bool) -> None:
-    """Leave the global model in the resident model and on disk, and notify callbacks."""
+    """Load the global model into the resident model, write it to disk, and notify callbacks."""
     run.store.close(must_succeed=False)
     if run.round:
         _export_model(run)
@@ -188,7 +188,7 @@ def export_model(model: LightningModule, path: Path) -> None:
     Settings that only code can express, such as an optimizer given as a lambda, keep their
     defaults.
     """
-    # The source of a lambda describes a run, but nothing can be made from it.
+    # The source of a lambda describes a run, but cannot be instantiated.
     settings = {
         name: value
         for name, value in init_args(model).items()

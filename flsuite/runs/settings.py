@@ -1,9 +1,9 @@
-"""The settings that decide a run's result, as plain data.
+"""The settings that determine a run's result, as plain data.
 
 A resume refuses a run whose settings differ, and ``flsuite report`` groups runs by them. Describing
-an object is the inverse of instantiating a config. It rests on one convention: a class that a
-config can name keeps each parameter of its ``__init__`` under the same name, or that name with an
-underscore before it.
+an object is the inverse of instantiating a config. It relies on one convention: a class that a
+config can name stores each parameter of its ``__init__`` under the same name, or under that name
+with a leading underscore.
 """
 
 import enum
@@ -22,15 +22,14 @@ from lightning.pytorch import Trainer
 from flsuite.errors import FlsuiteError
 from flsuite.runs.options import RunOptions
 
-# The settings that a FederatedTrainer keeps under their own names.
+# The settings that a FederatedTrainer stores under their own names.
 _OF_TRAINER = ("aggregator", "schedule", "compression", "secure_sum", "attack")
 
 WEIGHTS = ("initial_weights", "given_weights")
-"""Digests of weights that a model has had before the run.
+"""Digests of the weights of a model that had weights before the run.
 
-``initial_weights`` are those of a model that was built for other data or has been in another run.
-``given_weights`` are those of a module that has its layers from the start, and which a seed may
-have decided.
+``initial_weights`` is for models that were built for other data or used in another run.
+``given_weights`` is for modules that have their layers from the start. A seed may have drawn them.
 """
 _UNREAD = ", content not read"
 _SCALARS = (str, int, float, bool, type(None))
@@ -45,16 +44,16 @@ def run_settings(
     callbacks: Sequence[Any],
     weights: str | None,
 ) -> dict[str, Any]:
-    """Return all that decides a run's result, as plain data.
+    """Return all settings that determine a run's result, as plain data.
 
     Args:
-        trainer: The federated trainer, once attackers are chosen.
+        trainer: The federated trainer, after the attackers are drawn.
         options: The options of the run.
         model: The client model.
         data: The data module.
-        callbacks: The callbacks. Those that can change the result are described.
-        weights: The one of :data:`WEIGHTS` that the model's weights are. Weights that the run's
-            seed decides are ``None``.
+        callbacks: The callbacks. Only callbacks that can change the result are described.
+        weights: The name in :data:`WEIGHTS` for the digest of the model's weights. ``None`` if the
+            run's seed determines them.
     """
     plain = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
     return {
@@ -63,7 +62,7 @@ def run_settings(
         "data": describe_data(data),
         "client": describe_chosen(trainer.client_kwargs, Trainer),
         **{name: describe(getattr(trainer, name)) for name in _OF_TRAINER},
-        # The seed may have drawn them, so that the description of the attack does not have them.
+        # They may be drawn from the seed, so the description of the attack does not contain them.
         "attackers": None if trainer.attack is None else describe(trainer.attack.attackers),
         **describe_callbacks(callbacks),
         **{name: weights_digest(model) if name == weights else None for name in WEIGHTS},
@@ -73,7 +72,7 @@ def run_settings(
 def class_name(cls: type) -> str:
     """Return the public path of a class.
 
-    For example, it is ``flsuite.models.Classifier`` and not the module that defines the class.
+    For example ``flsuite.models.Classifier``, not the module that defines the class.
     """
     parts = cls.__module__.split(".")
     if parts[0] == "flsuite" and len(parts) > 2:
@@ -84,16 +83,16 @@ def class_name(cls: type) -> str:
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the default of each parameter that has one.
 
-    A config writes all of them out, so an argument equal to its default is not a choice.
+    A resolved config lists all defaults, so an argument equal to its default is not a choice.
     """
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def init_args(obj: Any) -> dict[str, Any]:
-    """Return the parameters that an object was made with, described.
+    """Return the described arguments that an object was created with.
 
-    The parameters of a base class are added where ``**kwargs`` passes them on.
+    If ``__init__`` takes ``**kwargs``, the parameters of the base class are included.
     """
     arguments: dict[str, Any] = {}
     for cls in type(obj).__mro__:
@@ -105,7 +104,7 @@ def init_args(obj: Any) -> dict[str, Any]:
                 parameter.POSITIONAL_OR_KEYWORD,
                 parameter.KEYWORD_ONLY,
             )
-            value = _kept(obj, parameter.name) if is_named else _MISSING
+            value = _stored(obj, parameter.name) if is_named else _MISSING
             if value is not _MISSING:
                 arguments.setdefault(parameter.name, describe(value))
         if not any(p.kind == p.VAR_KEYWORD for p in parameters):
@@ -114,10 +113,7 @@ def init_args(obj: Any) -> dict[str, Any]:
 
 
 def describe(obj: Any) -> Any:
-    """Return plain data.
-
-    An object becomes ``{class_path, init_args}``.
-    """
+    """Return the object as plain data, such as ``{class_path, init_args}``."""
     if isinstance(obj, np.generic):
         return obj.item()
     if isinstance(obj, enum.Enum):
@@ -132,7 +128,7 @@ def describe(obj: Any) -> Any:
         return {str(key): describe(value) for key, value in obj.items()}
     if isinstance(obj, (list, tuple)):
         return [describe(value) for value in obj]
-    # Sorted, because a set has no order that two runs agree on.
+    # Sorted, because the order of a set may differ between runs.
     if isinstance(obj, (set, frozenset)):
         return sorted((describe(value) for value in obj), key=repr)
     if isinstance(obj, functools.partial):
@@ -144,7 +140,7 @@ def describe(obj: Any) -> Any:
     if described := getattr(type(obj), "described", None):
         return {"class_path": class_name(type(obj)), "init_args": describe(described(obj))}
     arguments = init_args(obj)
-    # What an object has read from a file decides the result. The folder of the file does not.
+    # The content of a file that an object has read determines the result. Its folder does not.
     if (content := getattr(obj, "content_digest", None)) is not None:
         arguments["path"] = f"{Path(obj.path).name}, content {content}"
     for name, content in getattr(obj, "content_digests", {}).items():
@@ -154,9 +150,9 @@ def describe(obj: Any) -> Any:
 
 
 def with_contents(ours: Any, theirs: Any) -> Any:
-    """Return our description, with their digests of the files that were not read.
+    """Return our description, with their digests of files that we have not read.
 
-    A name that is another one there keeps its place, so that it is a difference.
+    Digests are copied only for equal file names, so that other names remain differences.
     """
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return {name: with_contents(value, theirs.get(name)) for name, value in ours.items()}
@@ -166,20 +162,20 @@ def with_contents(ours: Any, theirs: Any) -> Any:
 
 
 def describe_data(datamodule: Any) -> Any:
-    """Describe a data module, and one that it wraps, without the folder of the files."""
+    """Describe a data module and any module that it wraps, without the folder of the files."""
 
     def without_place(description: Any) -> Any:
         if not isinstance(description, dict):
             return description
-        kept = {k: v for k, v in description.items() if k not in ("root", "download")}
-        return {name: without_place(value) for name, value in kept.items()}
+        relevant = {k: v for k, v in description.items() if k not in ("root", "download")}
+        return {name: without_place(value) for name, value in relevant.items()}
 
     return without_place(describe(datamodule))
 
 
 def describe_chosen(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
     """Describe the arguments that are set and differ from the function's defaults."""
-    # A default that is written out is the same setting as one that is left out.
+    # An explicit default is the same setting as an omitted one.
     usual = defaults(function)
     return {
         name: describe(value)
@@ -215,7 +211,7 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
     """Yield path, our value and their value where two descriptions differ."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for key in sorted({*ours, *theirs}):
-            # init_args is a level of the description and not a name that the user has written.
+            # init_args is a level of the description, not a name from the user.
             name = path if key == "init_args" else f"{path}.{key}" if path else str(key)
             yield from differences(ours.get(key), theirs.get(key), name)
     elif ours != theirs:
@@ -235,34 +231,34 @@ def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Pa
     if named:
         more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
         raise FlsuiteError(
-            f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the settings of "
-            "the run, or start a new one"
+            f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the run's "
+            "settings, or start a new run"
         )
 
 
-def _kept(obj: Any, name: str) -> Any:
-    """Return the value that an object keeps of a parameter, if it keeps one."""
+def _stored(obj: Any, name: str) -> Any:
+    """Return the value that an object stores for a parameter, or ``_MISSING``."""
     for attribute in (name, f"_{name}"):
         value = getattr(obj, attribute, _MISSING)
         is_own_method = inspect.ismethod(value) and value.__self__ is obj
         if name != "self" and value is not _MISSING and not is_own_method:
             return value
-    # Lightning's save_hyperparameters() keeps them here.
+    # Lightning's save_hyperparameters() stores them here.
     return (
         vars(obj).get("_hparams", {}).get(name, _MISSING) if hasattr(obj, "__dict__") else _MISSING
     )
 
 
 def _describe_partial(obj: functools.partial[Any]) -> dict[str, Any]:
-    # jsonargparse wraps the class in helpers of its own, as leading arguments.
+    # jsonargparse wraps the class in its own helpers, as leading arguments.
     target = next((argument for argument in obj.args if isinstance(argument, type)), obj.func)
     usual = defaults(target)
-    given = {
+    arguments = {
         name: describe(value)
         for name, value in obj.keywords.items()
         if value is not None and (name not in usual or value != usual[name])
     }
-    return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": given}
+    return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": arguments}
 
 
 @functools.cache
@@ -270,13 +266,13 @@ def _source(function: Any) -> str:
     """Read a function's source once, because the file may change while the program runs."""
     try:
         return inspect.getsource(function).strip()
-    # Lines of another file of this name need not be Python.
+    # The file may have been replaced by one that is not Python.
     except (OSError, TypeError, SyntaxError, TokenError):
         return f"{function.__module__}.{function.__qualname__}"
 
 
 def _describe_function(function: Any) -> str:
-    """Return the source and the outer values that it uses, such as lr in ``lambda: SGD(lr=lr)``."""
+    """Return a function's source with its outer values, such as lr in ``lambda: SGD(lr=lr)``."""
     try:
         outer = inspect.getclosurevars(function)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The results of a run: its last round, the round picked on validation data, and what they cost."""
+"""The results of a run: the last round, the round picked on validation data, and their cost."""
 
 import logging
 import math
@@ -33,18 +33,17 @@ class RunSummary:
     """The scores of the last round, and of the round picked on validation data.
 
     Args:
-        monitor: The score on validation data that picks the best round. The earlier one of two
-            equal rounds is picked.
+        monitor: The validation score that picks the best round, the first one on a tie.
 
     Attributes:
         last: Test scores of the last evaluated round, with its number under ``round``.
-        best: Test scores of the picked round. It is empty without validation data. In a sequence of
-            tasks only rounds of the last task can be picked, because scores after different tasks
-            are of different classes.
-        bytes_up: Bytes that clients have sent.
-        bytes_down: Bytes that clients have received.
-        privacy: Epsilons of the last round, and their deltas, where there is a guarantee. They are
-            of the whole run, whichever round is picked.
+        best: Test scores of the picked round. Empty without validation data. In a sequence of tasks
+            only rounds of the last task can be picked, because scores after different tasks cover
+            different classes.
+        bytes_up: Bytes sent by clients.
+        bytes_down: Bytes received by clients.
+        privacy: Epsilons of the last round and their deltas, if there is a guarantee. They apply to
+            the whole run, whichever round is picked.
     """
 
     def __init__(self, monitor: str) -> None:
@@ -64,17 +63,13 @@ class RunSummary:
         return time.monotonic() - self._began
 
     def is_best(self, validation: dict[str, float], task: int | None = None) -> bool:
-        """Note the validation scores of a round.
-
-        The return value says whether they are the best of their task.
-        """
-        # A loss is best when it is low: its sign is changed, so that the larger value is always
-        # better.
+        """Record the validation scores of a round, and return whether they are the task's best."""
+        # The sign makes larger values better, also for a loss.
         sign = -1 if lower_is_better(self.monitor) else 1
         value = validation.get(self.monitor, math.nan) * sign
         if math.isnan(value):
             log.warning(
-                "%s is not defined on this validation data, or not finite: this round cannot be "
+                "%s is undefined on this validation data, or not finite: this round cannot be "
                 "picked",
                 self.monitor,
             )
@@ -86,22 +81,22 @@ class RunSummary:
         return improved
 
     def score(self, round: int, test: dict[str, float], is_best: bool) -> None:
-        """Note the test scores of a round."""
+        """Record the test scores of a round."""
         self.last = {"round": round, **test}
         if is_best:
             self.best = dict(self.last)
 
     def record(self, log: RoundLog, named: Mapping[str, float]) -> None:
-        """Add the bytes of a round, and what callbacks have measured in it.
+        """Add the bytes of a round, and the numbers that callbacks have measured in it.
 
         Args:
-            log: The record of the round. Bytes of clients whose update was not used count too.
+            log: The record of the round. Bytes of unused updates count too.
             named: All numbers of the round, as ``<split>/<metric>``.
         """
         self.bytes_up += log.lost_up + sum(update.bytes_up for update in log.updates)
         self.bytes_down += log.lost_down + sum(update.bytes_down for update in log.updates)
 
-        # Both, because the last round may be the picked one.
+        # Both, because the last round may also be the picked one.
         noted = {n.removeprefix("test/"): v for n, v in named.items() if n.startswith("test/")}
         for scores in (self.last, self.best):
             if scores.get("round") == log.round:
@@ -110,12 +105,12 @@ class RunSummary:
         self.privacy = {n: named[f"train/{n}"] for n in names if f"train/{n}" in named}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the setting, as plain data, with the seconds so far."""
-        kept = {name: value for name, value in vars(self).items() if name != "monitor"}
-        return {**kept, "_began": -self.wall_seconds}
+        """Return everything except the monitor as plain data, with the seconds so far."""
+        state = {name: value for name, value in vars(self).items() if name != "monitor"}
+        return {**state, "_began": -self.wall_seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. Wall time counts on from there."""
+        """Restore the result of :meth:`state_dict`. Wall time continues from there."""
         vars(self).update(state)
         self._began += time.monotonic()
 
@@ -149,7 +144,7 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
 
 
 def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
-    """Return the rows of a table, label to scores. The score that picks the round comes first."""
+    """Return a mapping from row labels to score names, with the monitor first."""
     main = main_scores((name for name in names if name != "round"), monitor)
     rows: dict[str, tuple[str, ...]] = {_LABELS.get(n, f"global {n}"): (n,) for n in main}
     for name in [name for name in main if name in (monitor, "accuracy", "loss")]:
@@ -167,7 +162,7 @@ def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
 
 
 def print_scores(scores: Mapping[str, float], split: str, round: int, monitor: str) -> None:
-    """Print the global scores of one evaluation as a table, those of single classes last."""
+    """Print the global scores of one evaluation as a table, with single classes last."""
     table = Table(title=f"{split} scores of round {round}", title_justify="left")
     table.add_column("")
     table.add_column("value", justify="right")

@@ -40,26 +40,26 @@ class AppendedTable:
                 file.write(",".join(self.columns) + "\n")
 
     def resume(self, size: int) -> None:
-        """Go on after byte ``size``.
+        """Continue the file after byte ``size``.
 
-        A killed run may have written more. It is cut off when the first round is appended.
+        A killed run may have written more. The excess is cut off when the first round is appended.
 
         Raises:
-            FlsuiteError: If the file is shorter, or has other columns.
+            FlsuiteError: If the file is shorter or has other columns.
         """
         assert self.path is not None
-        found = self.path.stat().st_size if self.path.is_file() else 0
-        if found < size:
+        current = self.path.stat().st_size if self.path.is_file() else 0
+        if current < size:
             raise FlsuiteError(
-                f"{self.path} has {found} bytes, and had {size} when the checkpoint was "
+                f"{self.path} has {current} bytes, but had {size} when the checkpoint was "
                 "written; restore the file, or start a new run"
             )
         with self.path.open(errors="replace") as file:
             header = file.readline().strip()
         if header != ",".join(self.columns):
             raise FlsuiteError(
-                f"{self.path} has the columns {header}, and this version of flsuite writes "
-                f"{','.join(self.columns)}; resume the run with the version that began it, or "
+                f"{self.path} has the columns {header}, but this version of flsuite writes "
+                f"{','.join(self.columns)}; resume the run with the version that started it, or "
                 "start a new run"
             )
         self._unwritten = []
@@ -70,7 +70,7 @@ class AppendedTable:
         if self.path is None:
             self._unwritten = []
             return 0
-        if self._cut_at is not None:  # rows after the checkpoint are of rounds that are done again
+        if self._cut_at is not None:  # later rows belong to rounds that are repeated
             os.truncate(self.path, self._cut_at)
             self._cut_at = None
         with self.path.open("a", newline="") as file:
@@ -98,7 +98,7 @@ Name = tuple[str, str, str]
 
 
 class _Rows:
-    """The rows of closed rounds in 16 bytes each: a long run has millions of them."""
+    """The rows of closed rounds, stored in 16 bytes each. A long run has millions of rows."""
 
     def __init__(self) -> None:
         self._times: list[Time] = []
@@ -147,7 +147,7 @@ class MetricsTable(AppendedTable):
 
     def by_round(self) -> "pd.DataFrame":
         """Return the global numbers of each scored round, one column per ``<split>/<metric>``."""
-        import pandas as pd  # a run itself does without
+        import pandas as pd  # not needed during a run
 
         rounds: dict[int, dict[str, float]] = {}
         for row in self._rows:
@@ -188,7 +188,7 @@ class MetricsTable(AppendedTable):
         time = (clock.round, clock.seconds, wall, int(clock.client_updates), int(clock.bytes))
         for scope, split, metric, value in self._open:
             self._rows.add(time, (scope, split, metric), value)
-        # Once for all rows: numbers as text take most of the time that the table takes.
+        # Once for all rows, because formatting numbers takes most of the table's time.
         cells = (time[0], f"{time[1]:.12g}", f"{time[2]:.3f}", *time[3:])
         self._unwritten.extend((*cells, *name, f"{value:.9g}") for *name, value in self._open)
 
@@ -204,17 +204,17 @@ class TimelineRow(NamedTuple):
     """One fit that has ended.
 
     Attributes:
-        fit: Number of the fit in the run, from 0.
+        fit: Index of the fit in the run.
         client: The client's number.
-        version: Version of the global model that it started from.
+        version: Version of the global model that the fit started from.
         started_s: Virtual seconds at its start.
         ended_s: Virtual seconds at its end.
         outcome: ``merged``, ``dropped`` (the client dropped out), ``late`` (the round ended without
             it) or ``failed`` (it failed, or its update was refused).
         round: Number of the aggregation that used it.
-        merged_s: Virtual seconds of that aggregation.
+        merged_s: Virtual seconds at that aggregation.
         staleness: Aggregations between its start and its merge. ``None`` unless it was merged.
-        weight: Its weight in the aggregation. ``None`` unless the aggregator notes one.
+        weight: Its weight in the aggregation. ``None`` unless the aggregator records one.
     """
 
     fit: int
@@ -230,9 +230,9 @@ class TimelineRow(NamedTuple):
 
 
 class TimelineTable(AppendedTable):
-    """Who trained when, one row per fit that has ended.
+    """The timeline of a run, with one row per fit that has ended.
 
-    Rows are forgotten once they are written, because a long run has many of them.
+    Rows are dropped from memory once they are written, because a long run has many of them.
     """
 
     columns = TimelineRow._fields
@@ -244,24 +244,24 @@ class TimelineTable(AppendedTable):
 
 
 def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
-    """Yield the fits that have ended in the round just done, in the order of the clock.
+    """Yield the fits that ended in the round just done, in clock order.
 
-    A pooled fit is not that of a client, and has no row.
+    A pooled fit does not belong to a client and has no row.
     """
     if federation.aggregator.pools:
         return
     updates = {update.number: update for update in federation.log.updates}
     for fit in federation.schedule.ended:
         assert fit.ended is not None
-        what = fit.number, fit.client, fit.version, fit.started, fit.ended
+        cells = fit.number, fit.client, fit.version, fit.started, fit.ended
         update = updates.get(fit.number)
         if update is not None:
             clock, weight = federation.clock, update.metrics.get("weight")
             merged = clock.round, clock.seconds, update.staleness, weight
-            yield TimelineRow(*what, "merged", *merged)
+            yield TimelineRow(*cells, "merged", *merged)
         else:
-            # What has arrived and is not among the updates was refused, or never was an update.
-            yield TimelineRow(*what, "failed" if fit.outcome == "arrived" else fit.outcome)
+            # A fit that arrived without an accepted update failed or was refused.
+            yield TimelineRow(*cells, "failed" if fit.outcome == "arrived" else fit.outcome)
 
 
 def _metrics_row(cells: list[str]) -> MetricsRow:
@@ -271,10 +271,10 @@ def _metrics_row(cells: list[str]) -> MetricsRow:
 
 
 def _timeline_cells(row: TimelineRow) -> tuple[object, ...]:
-    what = row[:3]
-    # Virtual times are on a grid of nanoseconds. Twelve digits keep equal and unequal ones apart.
+    numbers = row[:3]
+    # Virtual times are multiples of a nanosecond. Twelve digits distinguish unequal ones.
     times = (f"{row.started_s:.12g}", f"{row.ended_s:.12g}")
     # The csv module writes None as an empty cell.
     merged = None if row.merged_s is None else f"{row.merged_s:.12g}"
     weight = None if row.weight is None else f"{row.weight:.9g}"
-    return *what, *times, row.outcome, row.round, merged, row.staleness, weight
+    return *numbers, *times, row.outcome, row.round, merged, row.staleness, weight

@@ -1,4 +1,4 @@
-"""What a finished cell leaves for its sweep: its time and its scores."""
+"""The outcome of a finished cell: its time and its scores."""
 
 import json
 import math
@@ -20,12 +20,12 @@ class Outcome:
     """Time and scores of a finished cell.
 
     Attributes:
-        seconds: Seconds that it took, with all its starts.
+        seconds: Seconds that the cell took, including all restarts.
         monitor: The score that picks a round.
-        lower_is_better: Whether low values of this score are good.
-        val: The best value of it on validation data. ``None`` without validation data, or if nobody
-            knows whether high or low values are good.
-        test: Its value on test data in that round, or in the last one without validation data.
+        lower_is_better: Whether low values of this score are better.
+        val: The best value of the score on validation data. ``None`` without validation data, or if
+            it is unknown whether high or low values are better.
+        test: The value on test data in that round, or in the last round without validation data.
     """
 
     seconds: float
@@ -45,7 +45,7 @@ def read_outcome(run_dir: Path) -> Outcome | None:
     """Return the outcome of a cell, or ``None`` if it is not done.
 
     Raises:
-        FlsuiteError: If the file that marks it is damaged.
+        FlsuiteError: If ``done.json`` is damaged.
     """
     path = run_dir / DONE
     try:
@@ -53,16 +53,16 @@ def read_outcome(run_dir: Path) -> Outcome | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError) as error:
-        raise FlsuiteError(f"{path} is damaged; delete it, and the cell is run again") from error
+        raise FlsuiteError(f"{path} is damaged; delete it to run the cell again") from error
 
 
 def measure(run_dir: Path, seconds: float) -> Outcome:
-    """Read the scores of a run that has ended.
+    """Read the scores of a finished run.
 
     Raises:
         FlsuiteError: If a file of the run is damaged.
     """
-    # pandas and matplotlib are of no use before.
+    # Imported late: pandas and matplotlib are not needed earlier.
     from flsuite.analysis.runs import curve, lower_is_better, of_last_task, read_metrics
 
     monitor = _monitor(run_dir / "config.yaml")
@@ -71,16 +71,16 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
     test, validation = curve(table, monitor, "test"), curve(table, monitor, "val").dropna()
     if validation.empty or is_lower is None:
         return Outcome(seconds, monitor, bool(is_lower), None, _finite(test.iloc[-1:]))
-    # argmin gives the earlier one of two equal rounds.
+    # argmin returns the first round on a tie.
     picked = validation.index[int((validation if is_lower else -validation).argmin())]
     scores = _finite(validation[[picked]]), _finite(test[test.index == picked])
     return Outcome(seconds, monitor, is_lower, *scores)
 
 
 def seconds_so_far(run_dir: Path) -> float:
-    """Return the seconds that a run has trained, as its table says."""
+    """Return the seconds that a run has trained, from its table."""
     table = run_dir / "metrics.csv"
-    # Damaged bytes are left to the fit, which names them.
+    # Damaged bytes are ignored here, because the fit reports them.
     lines = table.read_text(errors="replace").splitlines() if table.is_file() else []
     if len(lines) < 2:
         return 0.0
@@ -92,16 +92,16 @@ def seconds_so_far(run_dir: Path) -> float:
 
 
 def _monitor(config: Path) -> str:
-    """Return the score that picks a run's round, as its config says."""
+    """Return the score that picks a run's round, from its config."""
     try:
         return str(yaml.safe_load(config.read_text())["trainer"].get("monitor", "accuracy"))
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise FlsuiteError(
-            f"{config} is damaged; delete its folder, and the cell is run again"
+            f"{config} is damaged; delete its folder to run the cell again"
         ) from error
 
 
 def _finite(values: Iterable[float]) -> float | None:
-    """Return the last of these numbers, or ``None`` without any, or if it is not finite."""
+    """Return the last number, or ``None`` if there is none or it is not finite."""
     numbers = [float(value) for value in values]
     return numbers[-1] if numbers and math.isfinite(numbers[-1]) else None

@@ -1,4 +1,4 @@
-"""The cells of a sweep: which run each of them is, and the folder that it has."""
+"""The cells of a sweep, with the arguments and the folder of each run."""
 
 import hashlib
 import itertools
@@ -12,7 +12,7 @@ from typing import Any
 from flsuite.errors import FlsuiteError
 from flsuite.sweeps.reading import Overrides, Sweep
 
-# Parts of a config that do not decide a result. A cell stays the same one if they change.
+# Parts of a config that do not affect the result. A cell keeps its identity if they change.
 _OPEN = (
     "seed_everything",
     "run_dir",
@@ -23,7 +23,7 @@ _OPEN = (
     "trainer.enable_progress_bar",
 )
 _MOST_SAMPLES = 100  # less than a minute
-_LONGEST_LABEL = 79  # a report takes one of 80 for one that an earlier version has cut
+_LONGEST_LABEL = 79  # a report assumes that an earlier version truncated labels of 80
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Cell:
         method: Name of the method.
         point: Label of the grid point, empty without a grid.
         seed: The run's seed.
-        overrides: All that the run changes in the sweep's config.
-        folder: The run's folder, from the folder of the sweep.
-        is_trial: Whether it is a trial of the tuning, and no result.
+        overrides: All changes of the run to the sweep's config.
+        folder: The run's folder, relative to the folder of the sweep.
+        is_trial: Whether it is a trial of the tuning instead of a result.
     """
 
     method: str
@@ -60,7 +60,7 @@ class Cell:
 
 
 def grid_points(sweep: Sweep) -> list[Overrides]:
-    """Return all combinations of the grid's values, one empty one without a grid."""
+    """Return all combinations of the grid's values, or one empty combination without a grid."""
     return [
         dict(zip(sweep.grid, values, strict=True))
         for values in itertools.product(*sweep.grid.values())
@@ -70,23 +70,23 @@ def grid_points(sweep: Sweep) -> list[Overrides]:
 def cell(
     sweep: Sweep, method: str, tuned: Overrides, point: Overrides, seed: int, is_trial: bool
 ) -> Cell:
-    """Return the cell of a method at a grid point, with values that the tuning gives it."""
-    own = {**sweep.methods[method], **point, **tuned}
-    folder = "-".join(filter(None, (method, _file_name(label_of(point)), _digest(sweep, own))))
+    """Return the cell of a method at a grid point, with its tuned values."""
+    changes = {**sweep.methods[method], **point, **tuned}
+    folder = "-".join(filter(None, (method, _file_name(label_of(point)), _digest(sweep, changes))))
     place = Path("tuning", folder) if is_trial else Path(folder)
-    overrides = {**sweep.shared, **own}
+    overrides = {**sweep.shared, **changes}
     return Cell(method, label_of(point), seed, overrides, place / f"seed-{seed}", is_trial)
 
 
 def fit_arguments(sweep: Sweep, cell: Cell, folder: Path) -> list[str]:
-    """Return the arguments of the ``flsuite fit`` that a cell is.
+    """Return the arguments of ``flsuite fit`` for a cell.
 
     Args:
         sweep: The sweep.
         cell: One of its cells.
         folder: The folder of the sweep.
     """
-    # A class comes before its arguments, whatever the order in the file.
+    # A class must precede its arguments, whatever the order in the file.
     keys = sorted(cell.overrides, key=lambda key: key.count("."))
     changes = [f"--{key}={_text(cell.overrides[key])}" for key in keys]
     place = ["--run_dir", str(folder / cell.folder), "--ckpt_path", "last"]
@@ -94,10 +94,10 @@ def fit_arguments(sweep: Sweep, cell: Cell, folder: Path) -> list[str]:
 
 
 def samples_of(sweep: Sweep) -> list[Cell]:
-    """Return a cell for each method at each grid point, of one seed, to see which can begin.
+    """Return one cell per method and grid point, with one seed, to check which can start.
 
-    Each value of the tuning is in one of them. Of a large grid, each method has each value of a key
-    at least once, but not all combinations of values.
+    The cells cover each value of the tuning. For a large grid, they cover each value of a key for
+    each method, but not all combinations of values.
     """
     choices = sweep.tuning.choices if sweep.tuning else {}
     points = grid_points(sweep)
@@ -113,15 +113,15 @@ def samples_of(sweep: Sweep) -> list[Cell]:
 
 
 def require_distinct(sweep: Sweep) -> None:
-    """Refuse two methods that are the same experiment, which a report would count as one.
+    """Refuse two methods that are the same experiment, because a report would merge them.
 
     Raises:
         FlsuiteError: If there are any.
     """
     names: dict[tuple[str, str], str] = {}
-    for name, own in sweep.methods.items():
+    for name, changes in sweep.methods.items():
         choices = sweep.tuning.choices[name] if sweep.tuning else {}
-        content = _digest(sweep, own), json.dumps(choices, sort_keys=True, default=str)
+        content = _digest(sweep, changes), json.dumps(choices, sort_keys=True, default=str)
         if content in names:
             raise FlsuiteError(
                 f"methods {names[content]} and {name} are the same experiment; leave one out"
@@ -130,7 +130,7 @@ def require_distinct(sweep: Sweep) -> None:
 
 
 def label_of(values: Mapping[str, Any]) -> str:
-    """Return values of a config as text, each after the last part of its key."""
+    """Return values of a config as text, each with the last part of its key."""
     lasts = [key.rsplit(".", 1)[-1] for key in values]
     parts = []
     for (key, value), last in zip(values.items(), lasts, strict=True):
@@ -140,17 +140,17 @@ def label_of(values: Mapping[str, Any]) -> str:
 
 
 def _each_value(choices: Mapping[str, list[Any]]) -> list[Overrides]:
-    """Return few combinations that have each value at least once."""
+    """Return as few combinations as possible that cover each value."""
     number = max((len(values) for values in choices.values()), default=1)
     return [
         {key: values[n % len(values)] for key, values in choices.items()} for n in range(number)
     ]
 
 
-def _digest(sweep: Sweep, own: Overrides) -> str:
-    """Return eight characters that stand for all that decides the result but the seed."""
+def _digest(sweep: Sweep, changes: Overrides) -> str:
+    """Return a hash, in eight characters, of everything that affects the result except the seed."""
     shared = {key: value for key, value in sweep.shared.items() if not _is_open(key)}
-    content = [_decisive(sweep.base), {**shared, **own}]
+    content = [_decisive(sweep.base), {**shared, **changes}]
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -183,7 +183,7 @@ def _readable(value: Any) -> str:
 def _file_name(label: str) -> str:
     """Return a label as part of a file name, without its last words if it is long."""
     words = label.split()
-    # Whole words: 0.001 cut to 0.0 would be another value.
+    # Whole words, because 0.001 truncated to 0.0 would be another value.
     while len(_plain(" ".join(words))) > _LONGEST_LABEL:
         words.pop()
     return _plain(" ".join(words))
@@ -194,5 +194,5 @@ def _plain(text: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as it is written on a command line."""
+    """Return a value in command-line form."""
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,8 +1,8 @@
-"""A folder of cells as a queue, which any number of processes work on.
+"""A folder of cells as a queue that any number of processes can work on.
 
-All of its state is files. A cell is done when its run's folder has ``done.json``, has failed when
-it has ``failed.txt``, and is running while a process holds the lock beside the folder. The kernel
-frees a lock when its process dies, whatever it dies of.
+Its entire state is in files. A cell is done when its run's folder has ``done.json``, has failed
+when it has ``failed.txt``, and is running while a process holds the lock next to the folder. The
+kernel releases the lock when the process dies for any reason.
 """
 
 import os
@@ -32,13 +32,13 @@ CellState = Literal["done", "failed", "running", "waiting"]
 class Queue:
     """The cells of a sweep in its folder.
 
-    A cell that had failed before this object was made is tried again. One that fails later is not,
-    whichever process it fails in.
+    Cells that failed before this object was created are retried. Cells that fail later, in any
+    process, are not.
 
     Args:
         sweep: The sweep.
         folder: Its folder.
-        retries: Whether cells that have failed are to be tried again.
+        retries: Whether failed cells are retried.
     """
 
     def __init__(self, sweep: Sweep, folder: Path, retries: bool = True) -> None:
@@ -52,11 +52,11 @@ class Queue:
             self._failed_before = {c: stamp for c in self.known() if (stamp := self._failure(c))}
 
     def known(self) -> list[Cell]:
-        """Return all trials, and the results of the contests that are over."""
+        """Return all trials, and the results of finished contests."""
         trials = [cell for contest in self.contests for cell in contest.cells]
-        found = [results for c in self.contests if (results := self.results(c)) is not None]
-        # By seeds first: early results then compare all methods.
-        return trials + [cell for same_seed in zip(*found, strict=True) for cell in same_seed]
+        known = [results for c in self.contests if (results := self.results(c)) is not None]
+        # Ordered by seed first, so that early results compare all methods.
+        return trials + [cell for same_seed in zip(*known, strict=True) for cell in same_seed]
 
     def results(self, contest: Contest) -> list[Cell] | None:
         """Return a contest's results, one per seed, or ``None`` before its values are known."""
@@ -72,17 +72,17 @@ class Queue:
             cell(self.sweep, contest.method, tuned, contest.point, seed, is_trial=False)
             for seed in self.sweep.seeds
         ]
-        # A failed trial may still succeed, in another start, and be chosen.
+        # A failed trial may still succeed in another start and be chosen.
         if all(self.outcome(trial) for trial in contest.cells):
             self._results[contest] = results
         return results
 
     def is_over(self, contest: Contest) -> bool:
-        """Return whether each trial of a contest is done, or has failed since this start."""
+        """Return whether each trial of a contest is done or has failed since this start."""
         return all(self.has_ended(c) for c in contest.cells)
 
     def without_winner(self) -> list[Contest]:
-        """Return the contests in which no trial has a score, so that they have no results."""
+        """Return the finished contests without results, because no trial has a score."""
         return [c for c in self.contests if self.is_over(c) and self.results(c) is None]
 
     @property
@@ -93,19 +93,19 @@ class Queue:
 
     def outcome(self, cell: Cell) -> Outcome | None:
         """Return the outcome of a cell, or ``None`` if it is not done."""
-        if cell not in self._outcomes and (found := read_outcome(self.run_dir(cell))):
-            self._outcomes[cell] = found
+        if cell not in self._outcomes and (outcome := read_outcome(self.run_dir(cell))):
+            self._outcomes[cell] = outcome
         return self._outcomes.get(cell)
 
     def has_ended(self, cell: Cell) -> bool:
-        """Return whether a cell is done, or has failed since this object was made."""
+        """Return whether a cell is done or has failed since this object was created."""
         if self.outcome(cell):
             return True
         return self._failure(cell) not in (None, self._failed_before.get(cell))
 
     @property
     def ended(self) -> int:
-        """Return the number of cells that have ended, with results that no trial leads to."""
+        """Return the number of ended cells, including results whose trials all failed."""
         without = len(self.without_winner()) * len(self.sweep.seeds)
         return without + sum(self.has_ended(cell) for cell in self.known())
 
@@ -118,7 +118,7 @@ class Queue:
         return "failed" if self._failure(cell) else "waiting"
 
     def counts(self) -> "Counter[CellState]":
-        """Return the number of cells in each state. A result whose values are open waits."""
+        """Return the number of cells per state. Results with unknown values are waiting."""
         states: Counter[CellState] = Counter(self.state(cell) for cell in self.known())
         states["failed"] += len(self.without_winner()) * len(self.sweep.seeds)
         states["waiting"] += self.size - states.total()
@@ -132,14 +132,11 @@ class Queue:
         """Return the folder of a cell's run."""
         return self.folder / cell.folder
 
-    # For those who run the cells
+    # For workers
 
     @contextmanager
     def claim(self) -> Iterator[Cell | None]:
-        """Take the next cell that nobody works on, and keep others from it.
-
-        It is ``None`` if there is no such cell at the moment.
-        """
+        """Claim and lock the next free cell, or yield ``None`` if there is none at the moment."""
         for candidate in self.known():
             if self.has_ended(candidate):
                 continue
@@ -151,13 +148,13 @@ class Queue:
         yield None
 
     def is_over_for_now(self) -> bool:
-        """Return whether nothing is left that this start may run."""
+        """Return whether this start has no cells left to run."""
         return all(self.is_over(contest) for contest in self.contests) and all(
             self.has_ended(cell) for cell in self.known()
         )
 
     def begin(self, cell: Cell) -> Path:
-        """Make the folder of a claimed cell, and forget an earlier failure."""
+        """Create the folder of a claimed cell, and clear an earlier failure."""
         folder = make_folder(self.run_dir(cell))
         (folder / _FAILED).unlink(missing_ok=True)
         self._failed_before.pop(cell, None)
@@ -170,28 +167,28 @@ class Queue:
             self.note_tuning()
 
     def fail(self, cell: Cell, line: str) -> None:
-        """Mark a claimed cell as failed, with one line that says why."""
+        """Mark a claimed cell as failed, with the reason in one line."""
         path = self.run_dir(cell) / _FAILED
         replace_file(lambda temporary: temporary.write_text(f"{line}\n"), path)
         if cell.is_trial:
             self.note_tuning()
 
     def reason(self, cell: Cell) -> str:
-        """Return the line that says why a cell failed."""
+        """Return the reason why a cell failed."""
         try:
             return (self.run_dir(cell) / _FAILED).read_text().strip()
         except OSError:  # another process tries it again
             return ""
 
     def note_tuning(self) -> None:
-        """Write ``tuning.csv`` as it is now, if there is tuning."""
+        """Write the current ``tuning.csv``, if there is tuning."""
         if self.sweep.tuning is not None:
             with locked(self.folder / ".tuning.lock", wait=True):
                 path = self.folder / "tuning.csv"
                 write_tuning(path, self.contests, self.outcome, self.is_over)
 
     def _lock(self, cell: Cell) -> Path:
-        # Beside the run's folder, so that a user may delete the folder to have it run again.
+        # Next to the run's folder, so that a user can delete the folder to run the cell again.
         folder = self.run_dir(cell)
         return folder.with_name(f".{folder.name}.lock")
 
@@ -203,7 +200,7 @@ class Queue:
             return not is_ours
 
     def _failure(self, cell: Cell) -> int | None:
-        """Return a number that stands for the failure of a cell, or ``None`` if it has not."""
+        """Return the time stamp of a cell's failure, or ``None`` if it has not failed."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return (self.run_dir(cell) / _FAILED).stat().st_mtime_ns
         return None
@@ -211,19 +208,19 @@ class Queue:
 
 @contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock of a file, and yield whether this process got it.
+    """Lock a file, and yield whether this process got the lock.
 
-    The lock belongs to the open file, and so to forks of this process too.
+    The lock belongs to the open file, so forks of this process hold it too.
 
     Args:
-        path: The file, which is made if it is missing, and stays.
+        path: The file. It is created if it is missing, and never removed.
         wait: Wait until no other process holds it.
 
     Raises:
         FlsuiteError: If the system or the disk has no locks.
     """
     if fcntl is None:
-        raise FlsuiteError("a sweep needs flock, which this system does not have")
+        raise FlsuiteError("a sweep needs flock, which this system lacks")
     make_folder(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -234,7 +231,7 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
             return
         except OSError as error:
             raise FlsuiteError(
-                f"cannot lock {path} ({error.strerror}); name a folder on a disk that has flock, "
+                f"cannot lock {path} ({error.strerror}); choose a folder on a disk with flock, "
                 "such as a local one, NFSv4 or a parallel file system"
             ) from error
         yield True

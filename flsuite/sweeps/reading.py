@@ -1,4 +1,4 @@
-"""A sweep's file, read and checked."""
+"""Reading and checking a sweep's file."""
 
 import difflib
 import re
@@ -12,11 +12,11 @@ import yaml
 from flsuite.errors import FlsuiteError, one_line
 
 Overrides = dict[str, Any]
-"""Dotted keys of a config, without ``init_args``, to values."""
+"""A mapping from dotted keys of a config, without ``init_args``, to values."""
 
 _KEYS = ("config", "seeds", "methods", "grid", "tune", "overrides", "workers")
 _TUNING_KEYS = ("trials", "seeds", "seed", "common")
-# A sweep sets them itself, one value per run.
+# The sweep itself sets these keys, one value per run.
 _SWEEP_KEYS = ("config", "seed_everything", "run_dir", "ckpt_path", "trainer.run_dir")
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
 
@@ -26,10 +26,10 @@ class Tuning:
     """How methods are tuned before their results.
 
     Attributes:
-        trials: The most trials that a method may spend at each grid point.
-        seeds: Seeds of the trials, none of which is a seed of the results.
-        seed: Decides which trials are drawn.
-        choices: Method to keys to the values that a trial may draw.
+        trials: Maximum number of trials per method and grid point.
+        seeds: Seeds of the trials. They differ from the seeds of the results.
+        seed: Determines which trials are drawn.
+        choices: The values that a trial may draw, by method and key.
     """
 
     trials: int
@@ -47,10 +47,10 @@ class Sweep:
         config: The config that all cells start from.
         base: The content of this config.
         seeds: Seeds of the results.
-        methods: Name to what the method changes in the config.
-        grid: Key to values. Its points are all combinations.
-        shared: What all cells change in the config.
-        workers: Cells that run at a time.
+        methods: The changes of each method to the config, by name.
+        grid: Values by key. The grid points are all combinations.
+        shared: The changes of all cells to the config.
+        workers: Cells that run at the same time.
         tuning: How methods are tuned, if they are.
     """
 
@@ -72,11 +72,11 @@ def read_sweep(
 
     Args:
         path: The file.
-        overrides: Further keys that all cells change, which win over those of the file.
-        workers: Cells that run at a time. Default: as the file says, else one.
+        overrides: More changes for all cells. They win over the file.
+        workers: Cells that run at the same time. Default: as in the file, else one.
 
     Raises:
-        FlsuiteError: If something is wrong in the file. The message names the place.
+        FlsuiteError: If the file has an error. The message names the place.
     """
     path = Path(path)
     reader = _Reader(str(path))
@@ -97,14 +97,14 @@ def read_sweep(
     tuning = reader.tuning(content.get("tune"), methods, seeds)
     reader.require_one_value(methods, grid, shared, tuning)
 
-    given = content.get("workers", 1) if workers is None else workers
-    workers = reader.whole(given, "workers", 1)
+    requested = content.get("workers", 1) if workers is None else workers
+    workers = reader.whole(requested, "workers", 1)
     base = reader.load(config)
     return Sweep(path.stem, config, base, seeds, methods, grid, shared, workers, tuning)
 
 
 class _Reader:
-    """The parts of a sweep's file, one method each. Errors name the file and the place."""
+    """Parses a sweep's file, one method per part. Errors name the file and the place."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -131,7 +131,7 @@ class _Reader:
                 raise self.error(place, f"has an unknown key {key!r}; {hint}")
 
     def find_config(self, name: Any, path: Path) -> Path:
-        """Return the config, which is named from the working folder or from the sweep's file."""
+        """Return the path of the config, relative to the working folder or to the sweep's file."""
         if not isinstance(name, str):
             raise self.error("config", f"must be the path of a config, got {name!r}")
         for config in (Path(name), path.parent / name):
@@ -146,7 +146,7 @@ class _Reader:
             if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TUNING_KEYS:
                 raise self.error(
                     "methods",
-                    f"{name!r} cannot be a name; use letters, digits and . _ + -, and none of "
+                    f"{name!r} cannot be a name; use letters, digits and . _ + -, but none of "
                     + ", ".join(_TUNING_KEYS),
                 )
         return {name: self.overrides(keys, f"methods.{name}") for name, keys in content.items()}
@@ -160,8 +160,8 @@ class _Reader:
 
     def _key(self, key: Any, place: str) -> str:
         if not isinstance(key, str):
-            raise self.error(place, f"{key!r} is no key of a config")
-        # An argument of a class goes by the same key with and without init_args.
+            raise self.error(place, f"{key!r} is not a key of a config")
+        # An argument of a class has the same key with and without init_args.
         parts = [part for part in key.split(".") if part != "init_args"]
         plain = ".".join(parts[:-1] if parts[-1:] == ["class_path"] else parts)
         if plain in _SWEEP_KEYS or not plain:
@@ -170,7 +170,7 @@ class _Reader:
 
     def grid(self, content: Any, is_given: bool) -> dict[str, list[Any]]:
         if is_given and not content:
-            raise self.error("grid", "is empty; give keys lists of values, or leave grid out")
+            raise self.error("grid", "is empty; map keys to lists of values, or leave grid out")
         return self._choices(content, "grid")
 
     def _choices(self, content: Any, place: str) -> dict[str, list[Any]]:
@@ -219,7 +219,7 @@ class _Reader:
         }
         if not any(choices.values()):
             raise self.error(
-                "tune", "gives no method a choice; list values per method or in common"
+                "tune", "has no choices for any method; list values per method or in common"
             )
         seed = self.whole(content.get("seed", 0), "tune.seed", 0)
         return Tuning(trials, own_seeds, seed, choices)
@@ -231,7 +231,7 @@ class _Reader:
         shared: Overrides,
         tuning: Tuning | None,
     ) -> None:
-        """Refuse a key of the grid that something else sets too."""
+        """Refuse a key of the grid that is also set elsewhere."""
         places = {f"methods.{name}": keys for name, keys in methods.items()}
         places["overrides"] = shared
         if tuning is not None:
@@ -242,13 +242,13 @@ class _Reader:
 
 
 class _UniqueLoader(yaml.SafeLoader):
-    """A loader that refuses a key that is there twice, where YAML takes the last one."""
+    """A loader that refuses duplicate keys, of which plain YAML keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen and key.tag != "tag:yaml.org,2002:merge":
                 where = f"line {key.start_mark.line + 1}"
-                raise yaml.YAMLError(f"{where}: {key.value!r} is there twice; rename one of them")
+                raise yaml.YAMLError(f"{where}: {key.value!r} appears twice; rename one of them")
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

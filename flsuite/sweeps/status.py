@@ -1,4 +1,4 @@
-"""A sweep's state as tables and lines: the grid, what failed, and the time left."""
+"""A sweep's state as tables and lines: the grid, failures, and the time left."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ from flsuite.sweeps.queue import Queue
 
 
 def print_status(queue: Queue) -> None:
-    """Print the grid: each cell's score, or its state."""
+    """Print the grid with each cell's score or state."""
     table = Table(title=f"{queue.folder}", title_justify="left")
     table.add_column("method", overflow="fold")
     for seed in queue.sweep.seeds:
@@ -42,7 +42,7 @@ def print_status(queue: Queue) -> None:
 
 
 def print_cells(queue: Queue) -> None:
-    """Print the cells and how long they are going to take."""
+    """Print the cells and the estimated time."""
     table = Table(title=f"{queue.folder}", title_justify="left")
     for heading in ("run", "state"):
         table.add_column(heading, overflow="fold")
@@ -57,19 +57,19 @@ def print_cells(queue: Queue) -> None:
 
 
 def estimate(queue: Queue) -> str:
-    """Return the time that the cells which are not done are going to take, as a sentence."""
+    """Return the estimated time for the remaining cells, as a sentence."""
     left = _seconds_left(queue)
     if left is None:
         return (
-            "time left: not known before the first cell is done; start the sweep, and ask again "
-            "with --status"
+            "time left: not known before the first cell is done; start the sweep, then use "
+            "--status again"
         )
     workers = queue.sweep.workers
-    return f"time left: about {timedelta(seconds=round(left))} with {workers} at a time"
+    return f"time left: about {timedelta(seconds=round(left))} with {workers} at the same time"
 
 
 def failures(queue: Queue) -> list[str]:
-    """Return a line for each cell that has failed, and for each method without a trial."""
+    """Return a line per failed cell, and per contest without a scored trial."""
     lines = [
         f"failed: {'trial of ' * cell.is_trial}{cell.name} seed {cell.seed}: {queue.reason(cell)}"
         for cell in queue.known()
@@ -82,30 +82,30 @@ def failures(queue: Queue) -> list[str]:
 
 
 def strangers(queue: Queue) -> list[str]:
-    """Return a line about runs in the folder that are not of this sweep, if there are any."""
-    if len(queue.known()) < queue.size:  # which results are its own is not known yet
+    """Return a line about runs in the folder that do not belong to this sweep, if any."""
+    if len(queue.known()) < queue.size:  # the folders of its results are not all known yet
         return []
-    own = {queue.run_dir(cell) for cell in queue.known() if not cell.is_trial}
+    results = {queue.run_dir(cell) for cell in queue.known() if not cell.is_trial}
     runs = {table.parent for table in queue.folder.glob("*/seed-*/metrics.csv")}
-    others = sorted(runs - own)
+    others = sorted(runs - results)
     if not others:
         return []
     return [
-        f"{len(others)} runs in the folder are not of this sweep as it is now, and count in a "
-        f"report of it, such as {others[0]}"
+        f"{len(others)} runs in the folder do not belong to the sweep in its current form, but "
+        f"count in a report, such as {others[0]}"
     ]
 
 
 class SweepProgress:
-    """Shows how many cells have ended, done or failed, and the time left.
+    """Shows how many cells have ended (done or failed), and the time left.
 
-    Without a terminal, it prints a line per finished cell.
+    Without a terminal, it prints a line per ended cell.
 
     Args:
         queue: The cells.
     """
 
-    _INTERVAL = 1.0  # seconds between two looks at the files, at least
+    _INTERVAL = 1.0  # minimum seconds between two reads of the files
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
@@ -133,7 +133,7 @@ class SweepProgress:
             self._bar.stop()
 
     def look(self, is_last: bool = False) -> None:
-        """Read the state of the cells, and show what has changed."""
+        """Read the state of the cells, and show the changes."""
         started = time.monotonic()
         if not is_last and started < self._next:
             return
@@ -146,7 +146,7 @@ class SweepProgress:
             if (left := _seconds_left(self._queue)) is not None:
                 notes.append(f"{timedelta(seconds=round(left))} left")
             self._bar.update(self._task, completed=ended, note=", ".join(notes))
-        # A look at thousands of cells takes long, and the cells need the cores.
+        # Reading thousands of cells takes long, and the cells need the cores.
         now = time.monotonic()
         self._next = now + max(self._INTERVAL, 20 * (now - started))
 
@@ -157,9 +157,9 @@ class SweepProgress:
                 continue
             self._finished.add(cell)
             outcome = queue.outcome(cell)
-            what = _outcome_text(outcome, cell) if outcome else f"failed: {queue.reason(cell)}"
+            result = _outcome_text(outcome, cell) if outcome else f"failed: {queue.reason(cell)}"
             kind = "trial of " if cell.is_trial else ""
-            line = f"{ended}/{queue.size}  {kind}{cell.name} seed {cell.seed}: {what}"
+            line = f"{ended}/{queue.size}  {kind}{cell.name} seed {cell.seed}: {result}"
             if self._bar is not None:
                 self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
             else:
@@ -169,7 +169,7 @@ class SweepProgress:
 def _seconds_left(queue: Queue) -> float | None:
     """Return the seconds until all cells have ended, or ``None`` before the first one is done.
 
-    A cell takes as long as the mean of its method, or as the mean of all.
+    The estimate for a cell is the mean time of its method, or of all cells.
     """
     seconds: dict[str, list[float]] = {}
     for cell in queue.known():
@@ -206,7 +206,7 @@ def _cell_text(queue: Queue, cell: Cell) -> str:
 
 
 def _outcome_text(outcome: Outcome, cell: Cell) -> str:
-    # Of a trial, nobody is to see a score on test data.
+    # Test scores of trials are hidden on purpose.
     split, score = ("val", outcome.val) if cell.is_trial else ("test", outcome.test)
     shown = "" if score is None else f", {split} {outcome.monitor} {score:.4f}"
     return f"{outcome.seconds:.1f} s{shown}"

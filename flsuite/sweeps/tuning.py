@@ -1,8 +1,8 @@
-"""Honest tuning: the same budget for every method, on validation data, on seeds of its own.
+"""Honest tuning: the same budget for every method, on validation data and separate seeds.
 
-Every method may spend the same number of trials at every grid point. A trial is a draw from the
-method's choices. It is run on the seeds of the tuning, and its score is the mean of their picked
-validation scores. The best trial's values go into the result cells, whose seeds no trial has seen.
+Every method has the same number of trials at every grid point. A trial is a draw from the method's
+choices. It is run on the tuning seeds, and its score is the mean of their picked validation scores.
+The best trial's values are used in the result cells, whose seeds no trial has used.
 """
 
 import csv
@@ -33,8 +33,8 @@ class Trial:
     """One draw from a method's choices.
 
     Attributes:
-        number: From 1.
-        values: Keys to the values drawn.
+        number: Number of the trial, starting at 1.
+        values: The drawn values, by key.
         cells: One run per seed of the tuning.
     """
 
@@ -49,7 +49,7 @@ class Trial:
         return sum(scores) / len(scores) if len(scores) == len(outcomes) else None
 
     def worth(self, outcome_of: OutcomeOf) -> float:
-        """Return the score with a sign such that the best trial has the largest."""
+        """Return the score with its sign chosen so that the best trial has the largest."""
         score, outcome = self.score(outcome_of), outcome_of(self.cells[0])
         if score is None or outcome is None:
             return -math.inf
@@ -63,7 +63,7 @@ class Contest:
     Attributes:
         method: Name of the method.
         point: The grid point.
-        trials: Empty for a method without choices, which runs with its own values.
+        trials: The trials. Empty for a method without choices, which needs no tuning.
     """
 
     method: str
@@ -76,13 +76,13 @@ class Contest:
         return [cell for trial in self.trials for cell in trial.cells]
 
     def best(self, outcome_of: OutcomeOf) -> Trial | None:
-        """Return the trial with the best score, of equals the first, or ``None`` without any."""
+        """Return the trial with the best score, the first on a tie, or ``None`` without scores."""
         scored = [trial for trial in self.trials if trial.score(outcome_of) is not None]
         return max(scored, key=lambda trial: trial.worth(outcome_of), default=None)
 
 
 def contests(sweep: Sweep) -> list[Contest]:
-    """Return a contest per grid point and method. Without tuning, none of them has trials."""
+    """Return a contest per grid point and method. Without tuning, contests have no trials."""
     return [
         Contest(name, point, tuple(_trials(sweep, name, point)))
         for point in grid_points(sweep)
@@ -91,13 +91,13 @@ def contests(sweep: Sweep) -> list[Contest]:
 
 
 def draw(choices: dict[str, list[object]], trials: int, seed: int, method: str) -> list[Overrides]:
-    """Draw combinations of values, none of them twice.
+    """Draw distinct combinations of values.
 
-    More trials begin with the same draws. If there are no more combinations than trials, all of
-    them are drawn.
+    A larger number of trials starts with the same draws. If there are no more combinations than
+    trials, all of them are drawn.
 
     Raises:
-        FlsuiteError: If there are too many combinations to be put in order.
+        FlsuiteError: If there are too many combinations to shuffle.
     """
     number = math.prod(len(values) for values in choices.values())
     if number > _MOST_COMBINATIONS:
@@ -120,9 +120,9 @@ def write_tuning(
 
     Args:
         path: The file.
-        all_contests: Those of the sweep.
+        all_contests: The contests of the sweep.
         outcome_of: Returns the outcome of a trial's cell.
-        is_over: Returns whether a contest has run all its trials. Nothing is chosen before.
+        is_over: Returns whether a contest has run all its trials. Until then, none is chosen.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -1,7 +1,7 @@
-"""Processes that run the cells of a queue, each cell in a fork of one that has imported everything.
+"""Processes that run the cells of a queue, each in a fork of a process with all imports done.
 
-The server imports what a run needs, once. It forks the workers, and a worker forks a process per
-cell. Server and workers compute nothing, so that a fork of them is like a new process.
+The server imports everything that a run needs, once. It forks the workers, and a worker forks one
+process per cell. Server and workers do no computation, so their forks are like new processes.
 """
 
 import atexit
@@ -26,13 +26,13 @@ Fit = Callable[[list[str]], int]
 """Runs ``flsuite fit`` with these arguments, and returns its exit status."""
 
 _LOG = "log.txt"
-_PAUSE = 0.5  # seconds until a worker looks again for a cell, when others run all that are left
+_PAUSE = 0.5  # seconds between a worker's attempts to claim a cell while others run the rest
 _ERROR = "flsuite: error: "
 _INTERRUPTED = 130  # the exit status after Ctrl-C
 
 
 def run_workers(queue: Queue, fit: Fit) -> int:
-    """Run the cells of a queue, as many at a time as the sweep says, and return an exit status."""
+    """Run the cells of a queue with the sweep's number of workers, and return an exit status."""
     children = _Children()
     workers = min(queue.sweep.workers, queue.size)
     for _ in range(workers):
@@ -41,10 +41,10 @@ def run_workers(queue: Queue, fit: Fit) -> int:
 
 
 class _Children:
-    """Forks of this process. A SIGTERM that reaches this process is passed on to them.
+    """Forks of this process. SIGTERM is passed on to them.
 
     Attributes:
-        is_stopping: Whether a SIGTERM has come.
+        is_stopping: Whether a SIGTERM was received.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class _Children:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             self._running.add(fork(call))
-        finally:  # a signal that has waited is passed on to this fork too
+        finally:  # a pending signal is passed on to this fork too
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def wait(self) -> int:
-        """Wait for one of them, and return its exit status, negative if a signal has ended it."""
+        """Wait for one child, and return its exit status, which is negative after a signal."""
         child, status = os.wait()
         self._running.discard(child)
         return os.waitstatus_to_exitcode(status)
@@ -74,7 +74,7 @@ class _Children:
 
 
 def fork(call: Callable[[], int]) -> int:
-    """Start a function in a fork, which ends with its exit status, and return the process id.
+    """Run a function in a fork and return the process id. The function returns the exit status.
 
     A SIGTERM interrupts the fork as Ctrl-C would. On Linux the fork dies with this process.
     """
@@ -100,19 +100,19 @@ def fork(call: Callable[[], int]) -> int:
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent has died. Only Linux can."""
+    """Ask the kernel to kill this process when its parent dies. This works only on Linux."""
     if sys.platform != "linux":
         return
     import ctypes
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it has died before
+    if os.getppid() != parent:  # it has already died
         os._exit(1)
 
 
 def _end(status: int) -> NoReturn:
-    """End a fork, with what its libraries want to do at the end, and nothing of its parent."""
+    """End a fork: run its exit functions, flush its output, and skip the parent's code."""
     with suppress(Exception):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -122,14 +122,14 @@ def _end(status: int) -> NoReturn:
 
 
 def _work(queue: Queue, fit: Fit) -> int:
-    """Run one cell after another, until nothing is left that this start may run."""
+    """Run one cell after another, until this start has no cells left."""
     children = _Children()
     try:
         while not (children.is_stopping or queue.is_over_for_now()):
             with queue.claim() as cell:
                 if cell is not None:
                     _run_cell(queue, cell, fit, children)
-            if cell is None:  # the others are being run elsewhere, and may be left undone there
+            if cell is None:  # other workers run the rest, but may not finish them
                 time.sleep(_PAUSE)
     except (FlsuiteError, OSError) as error:
         print(f"{_ERROR}{one_line(error)}", file=sys.stderr)
@@ -138,7 +138,7 @@ def _work(queue: Queue, fit: Fit) -> int:
 
 
 def _run_cell(queue: Queue, cell: Cell, fit: Fit, children: _Children) -> None:
-    """Run a claimed cell, and mark it as done or failed, unless this process is to stop."""
+    """Run a claimed cell and mark it as done or failed, unless this process is stopping."""
     folder = queue.begin(cell)
     arguments = fit_arguments(queue.sweep, cell, queue.folder)
     before, began = seconds_so_far(folder), time.monotonic()
@@ -159,15 +159,15 @@ def _run_cell(queue: Queue, cell: Cell, fit: Fit, children: _Children) -> None:
     if cell.is_trial and outcome.val is None:
         queue.fail(
             cell,
-            f"there is no {outcome.monitor} on validation data to tune by; set data.val_fraction "
-            "above 0, or trainer.monitor to a score of the suite",
+            f"no {outcome.monitor} on validation data to tune by; set data.val_fraction "
+            "above 0, or trainer.monitor to a known score",
         )
     else:
         queue.finish(cell, outcome)
 
 
 def _fit_in_log(fit: Fit, arguments: list[str], log: Path) -> int:
-    """Run a fit, with all that it prints in a file."""
+    """Run a fit, with its output in a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -179,10 +179,10 @@ def _fit_in_log(fit: Fit, arguments: list[str], log: Path) -> int:
 
 
 def _reason(status: int, log: Path) -> str:
-    """Return why a cell failed: the line of its error, or the last line that it printed."""
+    """Return why a cell failed: its error line, or the last line that it printed."""
     if status < 0:
         name = signal.Signals(-status).name
-        return f"it was ended by {name}" + (", perhaps for want of memory" * (name == "SIGKILL"))
+        return f"it was killed by {name}" + (", perhaps out of memory" * (name == "SIGKILL"))
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(_ERROR)]
     last = errors[-1].removeprefix(_ERROR) if errors else lines[-1] if lines else ""

@@ -418,7 +418,7 @@ def test_a_target_needs_a_number_of_rounds() -> None:
             "needs random cohorts",
         ),
         ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts, but Asyn"),
-        ({"keep_updates": True}, "keep_updates keeps the clients' models as they are"),
+        ({"keep_updates": True}, "keep_updates stores the clients' models unchanged"),
     ],
     ids=["size", "availability", "over_selection", "deadline", "asynchronous", "kept"],
 )

@@ -27,7 +27,7 @@ def attack(name: str, fraction: float, **others: float) -> dict[str, Any]:
 def write(
     folder: Path, content: dict[str, Any], test: float, backdoor: float | None = None
 ) -> None:
-    """Write a run of two rounds, of which validation picks the first."""
+    """Write a run of two rounds. Validation picks the first."""
     rows: list[Row] = [
         ("global", "val", "accuracy", [0.9, 0.8]),
         ("global", "test", "accuracy", [test - 0.1, test]),

@@ -69,7 +69,7 @@ def drawn(figure: Figure) -> Figure:
 
 def test_a_round_is_drawn_with_those_that_it_waited_for() -> None:
     figure = drawn(timeline_figure(frame(SYNCHRONOUS)))
-    (panel,) = figure.axes  # no staleness, no panel for it and no colour bar
+    (panel,) = figure.axes  # no staleness, no panel for it and no color bar
     assert set(bars(panel)) == {(row.client, row.started_s, row.ended_s) for row in SYNCHRONOUS}
     assert aggregations(panel) == [2.0, 3.5], "the first round ends when it gives up client 2"
 
@@ -87,8 +87,8 @@ def test_a_round_is_drawn_with_those_that_it_waited_for() -> None:
     assert panel.get_xlabel() == "virtual seconds"
 
 
-def test_the_colour_of_a_merge_is_its_staleness() -> None:
-    above, panel, colours = drawn(timeline_figure(frame(ASYNCHRONOUS))).axes
+def test_the_color_of_a_merge_is_its_staleness() -> None:
+    above, panel, colors = drawn(timeline_figure(frame(ASYNCHRONOUS))).axes
     found = bars(panel)
     assert set(found) == {(row.client, row.started_s, row.ended_s) for row in ASYNCHRONOUS}
     color = {
@@ -98,7 +98,7 @@ def test_the_colour_of_a_merge_is_its_staleness() -> None:
     assert color[0] == color[5] and color[1] == color[3] == color[4] == color[6]
     assert len(set(color.values())) == 3
     assert sum(color[2][:3]) < sum(color[1][:3]) < sum(color[0][:3]), "the staler, the darker"
-    assert list(colours.get_yticks()) == list(range(7))
+    assert list(colors.get_yticks()) == list(range(7))
 
     assert aggregations(panel) == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 5.0]
     assert list(above.lines[0].get_xdata()) == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 5.0]

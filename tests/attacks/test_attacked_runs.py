@@ -353,7 +353,7 @@ def test_attackers_that_cannot_be_are_refused_before_training(
             {"model": classifier(private=["*"])},
             "InnerProduct needs shared parameters",
         ),
-        (SignFlip(WHO), {"keep_updates": True}, "keep_updates and from_updates are for models as"),
+        (SignFlip(WHO), {"keep_updates": True}, "keep_updates and from_updates need models as"),
     ],
 )
 def test_what_an_attack_does_not_go_with_is_refused(

@@ -93,7 +93,7 @@ def test_a_step_by_hand(spy: Spy) -> None:
 
 
 def test_the_deviation_of_the_noise(spy: Spy) -> None:
-    """Of gradients that are clipped to nearly nothing, only the noise is left."""
+    """Clip gradients to nearly nothing, so that only the noise is left."""
     model = Classifier(MLP(hidden=(300,)), optimizer=partial(SGD, lr=1e-3))
     clip, noise, size = 1e-3, 1e3, 10
     fit(DPSGD(noise, clip), data=few(1, 20, batch_size=size), model=model, callbacks=[spy])
@@ -273,7 +273,7 @@ class Normalised(Backbone):
     [
         (
             {"model": Classifier(Normalised(), optimizer=partial(SGD, lr=0.1))},
-            "is a BatchNorm1d, whose output for one sample depends on the others",
+            "is a BatchNorm1d, whose output for one sample depends on the rest",
         ),
         ({"accumulate_grad_batches": 2}, r"leave out trainer\.accumulate_grad_batches"),
         (

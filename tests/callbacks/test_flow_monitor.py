@@ -1,4 +1,4 @@
-"""What the flow's scores are, by hand, and that taking them changes nothing."""
+"""The flow's scores equal a computation by hand, and measuring them changes nothing."""
 
 import math
 from collections.abc import Sequence
@@ -104,10 +104,10 @@ def test_the_numbers_by_hand() -> None:
     assert numbers["flow_nll_before"] == pytest.approx(before, rel=1e-5)
     after = sum(float(nll(new)[rows].mean()) for rows in own) / 3
     assert numbers["flow_nll_after"] == pytest.approx(after, rel=1e-5)
-    for name, centre in (("flow_spread", plain), ("flow_spread_after", new)):
+    for name, center in (("flow_spread", plain), ("flow_spread_after", new)):
         squares = torch.cat(
             [
-                (state[n].double() - centre[n]).square().flatten()
+                (state[n].double() - center[n]).square().flatten()
                 for state, _ in monitor.states.values()
                 for n in flow
             ]

@@ -126,7 +126,7 @@ def test_mlflow_starts_anew_where_its_run_is_gone(
     run_in_parts(tmp_path, lambda: mlflow_logger(tmp_path), 1)
     (tmp_path / "other").mkdir()
     run_in_parts(tmp_path, lambda: mlflow_logger(tmp_path / "other"), 2)
-    assert "MLflow: the run is not there, starting a new one" in caplog.text
+    assert "MLflow: the run is missing, starting a new one" in caplog.text
 
 
 def test_a_damaged_log_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

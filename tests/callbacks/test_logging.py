@@ -1,4 +1,4 @@
-"""What a run tells loggers, the tidy table, callbacks and the terminal."""
+"""The output of a run to loggers, the metrics table, callbacks and the terminal."""
 
 import csv
 import logging
@@ -245,7 +245,7 @@ def test_the_default_logger_writes_into_the_runs_folder(
 
 
 class Hooks(FederationCallback):
-    """Notes the federation's hooks, and those of each client's Trainer."""
+    """Records calls of the federation's hooks and of each client's Trainer hooks."""
 
     fits: ClassVar[list[tuple[int, int, int]]] = []
 

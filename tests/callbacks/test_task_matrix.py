@@ -254,7 +254,7 @@ def test_a_run_that_ends_before_its_last_task_says_so(
         made = fit(rounds=rounds)
     said = [record.getMessage() for record in caplog.records if "last task" in record.getMessage()]
     assert said == (
-        ["trainer.rounds is 4, and the last task begins with round 5: it is never learned"]
+        ["trainer.rounds is 4, but the last task starts in round 5: it is never learned"]
         if warned
         else []
     )
@@ -314,7 +314,7 @@ class Told(NFClassifier):
 
 
 def test_every_fit_begins_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the client's own state is swapped in by then, not that of the one before it."""
+    """Check that the client's own state is loaded by then, not the previous client's."""
     monkeypatch.setattr(Told, "calls", [])
     made = fit(Told(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)), lr=1e-2))
     assert made.federation is not None and not made.federation.entries.personal

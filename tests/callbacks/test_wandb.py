@@ -1,4 +1,4 @@
-"""What a run sends to Weights & Biases, offline and online, and how it is resumed there."""
+"""A run's data in Weights & Biases, offline and online, and after a resume."""
 
 import json
 import os

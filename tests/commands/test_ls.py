@@ -1,4 +1,4 @@
-"""``flsuite ls``: which runs there are, what they are, and how far they have come."""
+"""``flsuite ls``: the list of runs, their contents and their progress."""
 
 import csv
 import fcntl

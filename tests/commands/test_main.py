@@ -348,7 +348,7 @@ BAD_ARGUMENTS = {
     "unknown_class": (("--trainer.aggregator", "FedAvgg"), "did you mean FedAvg?"),
     "bare_transform": (
         ("--trainer.compression", "Transform"),
-        "name the Transform that is meant: ClipUpdates",
+        "name a specific Transform: ClipUpdates",
     ),
     "unknown_model": (("--model", "Klassifier"), "did you mean Classifier?"),
     "unknown_class_of_others": (("--trainer.logger", "WandLogger"), "did you mean WandbLogger?"),
@@ -552,7 +552,7 @@ def test_the_usual_logger_writes_into_the_runs_folder(tmp_path: Path) -> None:
             ["--data.partition", "Pathological"],
             "data.partition: the following arguments are required: classes_per_client",
         ),
-        (["--trainer.lr_decay.rounds", "3"], "name the LRDecay that is meant: "),
+        (["--trainer.lr_decay.rounds", "3"], "name a specific LRDecay: "),
         (
             ["--trainer.logger", "CSVLogger", "--trainer.logger.nam", "x"],
             "unknown key --trainer.logger.nam (did you mean --trainer.logger.name?)",

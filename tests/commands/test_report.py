@@ -362,7 +362,7 @@ def timed(
 
 @pytest.fixture
 def races(tmp_path: Path) -> Path:
-    """Return runs of which FedAvg reaches 0.7 in two of three, FedAdam in all, FedYogi in none."""
+    """Return runs. FedAvg reaches 0.7 in two of three, FedAdam in all, FedYogi in none."""
     root = tmp_path / "races"
     timed(root / "a1", settings(1), [2.0, 4.0, 6.0], test=[0.1, 0.7, 0.6])
     timed(root / "a2", settings(2), [3.0, 5.0, 9.0], test=[0.2, 0.6, 0.9])
@@ -525,7 +525,7 @@ def test_help_lists_the_axes(capsys: pytest.CaptureFixture[str]) -> None:
     main(["schedule", "--help"])
     assert "NAME-timeline.png" in capsys.readouterr().out
     main(["--help"])
-    assert "draw who trains when" in capsys.readouterr().out
+    assert "without training" in capsys.readouterr().out
 
 
 def test_runs_of_equal_work_may_differ_in_rounds(
@@ -610,7 +610,7 @@ def test_the_budget_of_the_tuning_is_shown(
             '{"mu": 2}',
             "0.2",
         ]
-        assert "0.900" not in out, "a trial is no result"
+        assert "0.900" not in out, "a trial is not a result"
 
 
 def test_a_table_that_is_not_the_tunings_is_named(

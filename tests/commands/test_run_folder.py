@@ -74,7 +74,7 @@ def test_the_nearest_runs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_fit_of_a_run_is_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(Path("run"))
-    assert "go on with it by flsuite resume run" in refused(capsys, "fit", "run")
+    assert "flsuite resume run" in refused(capsys, "fit", "run")
     assert "resume: name the folder of a run" in refused(capsys, "resume", "--trainer.rounds", "3")
 
 

@@ -282,7 +282,7 @@ def test_a_wrong_value_is_told_in_words(key: str, capsys: pytest.CaptureFixture[
         ),
         (
             ("--trainer.schedule", "null", "--trainer.schedule.participation", "3.5"),
-            "trainer.schedule: name the Schedule that is meant: ",
+            "trainer.schedule: name a specific Schedule: ",
         ),
         (
             ("--trainer.logger", "WandbLogger", "--trainer.logger.projct", "x"),

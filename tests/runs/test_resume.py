@@ -175,7 +175,7 @@ def test_a_run_whose_checkpoint_is_lost_does_not_start_over(tmp_path: Path) -> N
     trainer(rounds=2, run_dir=tmp_path / "run").fit(classifier(), digits())
     (tmp_path / "run" / "checkpoints" / "last.ckpt").unlink()
     table = (tmp_path / "run" / "metrics.csv").read_bytes()
-    with pytest.raises(FlsuiteError, match=r"has 2 rounds and no checkpoints/last\.ckpt: restore"):
+    with pytest.raises(FlsuiteError, match=r"has 2 rounds but no checkpoints/last\.ckpt: restore"):
         trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(), ckpt_path="last")
     assert (tmp_path / "run" / "metrics.csv").read_bytes() == table
     trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(), ckpt_path="best")

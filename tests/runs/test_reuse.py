@@ -94,7 +94,7 @@ def test_a_run_that_has_kept_nothing_is_named(tmp_path: Path) -> None:
         fitted(from_updates=str(tmp_path / "a"))
     with pytest.raises(FlsuiteError, match="is not the folder of a run"):
         fitted(from_updates=str(tmp_path / "nowhere"))
-    with pytest.raises(FlsuiteError, match="LocalOnly has no clients whose models"):
+    with pytest.raises(FlsuiteError, match="LocalOnly does not train one model per client"):
         fitted(aggregator=LocalOnly(), from_updates=str(tmp_path / "a"))
 
 

@@ -1,4 +1,4 @@
-"""What Lightning's users do with a trainer after a fit, and before one."""
+"""Common uses of a Lightning trainer before and after a fit."""
 
 from pathlib import Path
 from typing import Any

@@ -151,7 +151,7 @@ def test_a_table_that_is_there_is_replaced_only_on_request(
 
 @pytest.mark.parametrize("kind", [MetricsTable, TimelineTable])
 def test_a_shorter_table_is_not_resumed(kind: type[AppendedTable], tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match=r"table\.csv has 0 bytes, and had 90"):
+    with pytest.raises(FlsuiteError, match=r"table\.csv has 0 bytes, but had 90"):
         kind(tmp_path / "table.csv").resume(90)
 
 
@@ -159,6 +159,6 @@ def test_a_table_of_an_earlier_version_is_not_gone_on_with(tmp_path: Path) -> No
     path = tmp_path / "metrics.csv"
     path.write_text("round,virtual_s,wall_s,scope,split,metric,value\n1,0,0,global,test,a,1\n")
     before = path.read_bytes()
-    with pytest.raises(FlsuiteError, match="resume the run with the version that began it"):
+    with pytest.raises(FlsuiteError, match="resume the run with the version that started it"):
         MetricsTable(path).resume(len(before))
     assert path.read_bytes() == before

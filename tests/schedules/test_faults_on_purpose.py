@@ -252,8 +252,8 @@ def test_a_rehearsal_names_the_key_of_the_speeds() -> None:
 @pytest.mark.parametrize(
     ("engine", "faults", "message"),
     [
-        (InProcess(), {"hangs": 0.1, "dies": 0.1}, "InProcess as it is set cannot carry out hangs"),
-        (Processes(workers=1), {"hangs": 0.1}, r"cannot carry out hangs; .*Processes\(timeout="),
+        (InProcess(), {"hangs": 0.1, "dies": 0.1}, "InProcess does not survive hangs"),
+        (Processes(workers=1), {"hangs": 0.1}, r"does not survive hangs .*Processes\(timeout="),
     ],
 )
 def test_faults_that_the_engine_would_not_survive_are_refused(

@@ -135,7 +135,7 @@ def test_the_estimate_is_the_time_of_the_method(tmp_path: Path) -> None:
     for cell, seconds in ((a, 10.0), (b, 100.0)):
         queue.begin(cell)
         queue.finish(cell, outcome(seconds=seconds))
-    assert "about 0:02:45 with 2 at a time" in estimate(queue)  # (3 * 10 + 3 * 100) / 2
+    assert "about 0:02:45 with 2 at the same time" in estimate(queue)  # (3 * 10 + 3 * 100) / 2
 
 
 def test_the_bar_counts_failed_cells_and_those_that_are_tried_again_anew(

@@ -77,7 +77,7 @@ def test_a_sweep_killed_three_times_equals_the_unbroken_one(finished: Path, tmp_
     process = start("--config", QUICKSTART, *SHORT)
     out = signal_after_progress(process, folder, 1, signal.SIGTERM)
     assert process.returncode == 143
-    assert "terminated; the same command goes on with the sweep" in out
+    assert "terminated; the same command continues the sweep" in out
     assert not list(folder.rglob("failed.txt"))
     assert cli("sweep", "--config", QUICKSTART, *SHORT) == 0
 
@@ -137,7 +137,7 @@ def test_an_edited_sweep_runs_the_new_cells_alone(
     assert cli("sweep", "--config", edited_quickstart(), *SHORT) == 0
     captured = capsys.readouterr()
     assert "8 of 8 cells are done" in captured.out
-    assert "4 runs in the folder are not of this sweep as it is now" in captured.out
+    assert "4 runs in the folder do not belong to the sweep" in captured.out
     assert "FedAvg alpha=10.0 seed 1" in captured.err and "alpha=0.1" not in captured.err
     after = files(folder)
     assert {name: after[name] for name in before} == before
@@ -182,7 +182,7 @@ def test_tuning_and_failures_end_to_end(tmp_path: Path, capsys: pytest.CaptureFi
     # A cell that fails is named at the end, and the others are done.
     (line,) = (line for line in captured.out.splitlines() if line.startswith("failed: "))
     assert line.startswith("failed: C seed 1: ") and "log.txt" in line
-    assert "1 of 5 cells are not done; the same command tries them again" in captured.err
+    assert "1 of 5 cells are not done; the same command retries them" in captured.err
     assert len(list(folder.rglob("done.json"))) == 4
 
     # Trials are no results: their seed is not one of the report's runs.
@@ -247,7 +247,7 @@ def test_all_that_cannot_begin_is_named_before_anything_runs(
     )
     assert cli("sweep", "--config", name) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-4:-1] == refused and "3 experiments cannot begin" in lines[-1]
+    assert lines[-4:-1] == refused and "3 experiments cannot start" in lines[-1]
 
 
 def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +258,7 @@ def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixt
     assert "FedProxx (did you mean FedProx?)" in line
     Path(name).write_text("config: x.yaml\nseed: [1]\nmethods: {A: {}}\n")
     assert "did you mean seeds?" in refused(capsys, "sweep", "--config", name)
-    assert "there is no option --rounds" in refused(
+    assert "unknown option --rounds" in refused(
         capsys, "sweep", "--config", QUICKSTART, "--rounds", "3"
     )
     assert "--config" in refused(capsys, "sweep")

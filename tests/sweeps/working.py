@@ -1,4 +1,4 @@
-"""A script: two workers on three cells, one of which fails, and one of which never ends."""
+"""A script: two workers on three cells. One cell fails, and one never ends."""
 
 import os
 import sys

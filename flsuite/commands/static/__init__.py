@@ -1,1 +1,1 @@
-"""What a request can be told from source code alone, before torch and Lightning are imported."""
+"""Checks of a request from source code alone, before torch and Lightning are imported."""

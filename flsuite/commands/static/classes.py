@@ -1,4 +1,4 @@
-"""Classes by their short names, and what kind of class a key takes, read from source."""
+"""Classes by short name, and the classes that a key takes, read from source."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ from flsuite.commands.static.modules import (
 from flsuite.commands.static.signatures import Parameter
 
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
-# Whose classes have short names, because the command imports them.
+# Packages whose classes have short names, because the command imports them.
 _PACKAGES = ("flsuite", "lightning.pytorch", "torch.optim")
 _TEXT_BASES = {"str", "int", "float", "Enum", "IntEnum", "StrEnum", "Flag", "Path", "Protocol"}
 _HOLDERS = {"Optional", "Union", "list", "List", "tuple", "Sequence", "Iterable"}
@@ -30,11 +30,11 @@ _KNOWN_LIBRARIES = {
 
 
 class Kinds(NamedTuple):
-    """What a key takes.
+    """The kinds of values that a key takes.
 
     Attributes:
-        bases: The classes of which it takes an object.
-        takes_text: Whether a text may be something other than the name of a class.
+        bases: The classes whose objects it takes.
+        takes_text: Whether a text may be something other than a class name.
     """
 
     bases: tuple[Definition, ...] = ()
@@ -42,33 +42,33 @@ class Kinds(NamedTuple):
 
 
 def kinds_of(parameter: Parameter) -> Kinds:
-    """Return what a key takes, by its annotation."""
+    """Return the kinds of values that a key takes, from its annotation."""
     if parameter.annotation is None:
         return Kinds(takes_text=True)
     return _kinds(parameter.module, parameter.annotation, 9)
 
 
 def subclasses(base: Definition) -> dict[str, str]:
-    """Return the module of each class that has a short name where a base is expected."""
-    own = {base.name: base.module}
-    more = dict(own)
+    """Return the modules of a base and its subclasses that have short names, by class name."""
+    modules = {base.name: base.module}
+    more = dict(modules)
     while more:
         more = {
             name: module
             for name, module, bases in _index()
-            if bases & own.keys() and name not in own
+            if bases & modules.keys() and name not in modules
         }
-        own |= more
-    return {k: v for k, v in own.items() if not k.startswith("_")} | _loaded(base)
+        modules |= more
+    return {k: v for k, v in modules.items() if not k.startswith("_")} | _loaded(base)
 
 
 def public_subclasses(base: Definition) -> dict[str, str]:
-    """Return those of :func:`subclasses` that a package exports, and that are not abstract."""
+    """Return the :func:`subclasses` that a package exports and that are not abstract."""
     return {name: module for name, module in subclasses(base).items() if _is_public(name, module)}
 
 
 def find_class(name: str) -> Definition | None:
-    """Return a class by its full path, or by its short name if a package exports it."""
+    """Find a class by its full path, or by its short name if a package exports it."""
     if "." in name:
         module, _, name = name.rpartition(".")
         found = lookup(module, name)
@@ -121,9 +121,9 @@ _ANY = Kinds(takes_text=True)
 
 
 def _may_be_text(found: Definition, depth: int = 9) -> bool:
-    """Return whether a text may stand for an object of a class, as for an enum or a path.
+    """Return whether a text may represent an object of a class, such as an enum or a path.
 
-    It is also where any class that has the methods of a protocol will do.
+    Protocols count too, because any class with their methods fits.
     """
     if found.module.split(".")[0] in sys.stdlib_module_names or depth == 0:
         return True
@@ -141,7 +141,7 @@ def _may_be_text(found: Definition, depth: int = 9) -> bool:
 def _of_subscript(module: str, node: ast.Subscript, depth: int) -> Kinds:
     name = ast.unparse(node.value).rpartition(".")[2]
     inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if name == "Callable":  # a class whose objects are what the function returns
+    if name == "Callable":  # a class whose objects the function returns
         returned = _kinds(module, inner[-1], depth)
         return returned if returned.bases else _ANY
     if name == "Annotated":
@@ -156,9 +156,9 @@ def _together(module: str, nodes: list[ast.expr], depth: int) -> Kinds:
 
 
 def may_define(modules: set[str], name: str) -> bool:
-    """Return whether modules of the user's, or what they import, may have a class.
+    """Return whether a user's modules, or modules that they import, may define a class.
 
-    Libraries that know nothing of flsuite do not.
+    Known libraries are skipped.
     """
     seen: set[str] = set()
     todo = set(modules)
@@ -193,7 +193,7 @@ def _classes(package: str) -> Iterator[tuple[str, str, frozenset[str]]]:
 
 
 def _loaded(base: Definition) -> dict[str, str]:
-    """Return the subclasses that this process has, of a user's own too."""
+    """Return the subclasses loaded in this process, including a user's own."""
     todo = [getattr(sys.modules.get(base.module), base.name, None)]
     found = {}
     while todo:

@@ -1,4 +1,4 @@
-"""What docstrings say, in plain text."""
+"""Docstrings as plain text."""
 
 import re
 
@@ -8,7 +8,7 @@ _ARGUMENT = re.compile(r"^( *)(\*{0,2}\w+)(?: *\([^)]*\))?: *(.*)$")
 
 
 def argument_docs(doc: str | None) -> dict[str, str]:
-    """Return what a docstring says of each argument."""
+    """Return the text of each argument in a docstring."""
     lines = (doc or "").partition("Args:\n")[2].splitlines()
     indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
     docs: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The keys that stand at the left of a config and of the command line."""
+"""The top-level keys of a config and of the command line."""
 
 import ast
 from functools import cache

@@ -1,4 +1,4 @@
-"""What a module defines, read from its source. Nothing is imported."""
+"""The definitions of a module, read from its source without importing it."""
 
 import ast
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from typing import NamedTuple, TypeGuard
 
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
-_CLOSED = (*_DEFINITIONS, *_ASSIGNMENTS, ast.Lambda)  # what is in them binds no names here
+_CLOSED = (*_DEFINITIONS, *_ASSIGNMENTS, ast.Lambda)  # names bound inside them are not the module's
 _DYNAMIC = {"__getattr__", "globals", "exec", "setattr", "__import__"}
 
 
 class Definition(NamedTuple):
-    """A class, a function, or the expression that a name stands for.
+    """A class, a function, or an expression that is assigned to a name.
 
     Attributes:
-        module: Where it is, which says what the names in it mean.
+        module: The module that contains it. Its names are resolved there.
         node: Its syntax tree.
     """
 
@@ -26,7 +26,7 @@ class Definition(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name that its source gives it, empty for an expression."""
+        """Return the name in its source, or an empty text for an expression."""
         return getattr(self.node, "name", "")
 
 
@@ -34,8 +34,8 @@ class Content(NamedTuple):
     """The names of a module.
 
     Attributes:
-        names: What binds each name. A name that is bound twice has two.
-        is_complete: Whether there are no others.
+        names: The statements that bind each name.
+        is_complete: Whether the module has no other names.
     """
 
     names: dict[str, list[ast.AST]]
@@ -43,7 +43,7 @@ class Content(NamedTuple):
 
 
 def find_source(module: str) -> Path | None:
-    """Return the source file of a module, or ``None`` if it has none that can be found."""
+    """Return the source file of a module, or ``None`` if none is found."""
     top, *rest = module.split(".")
     try:
         spec = find_spec(top)
@@ -71,13 +71,13 @@ def exists(module: str) -> bool:
 
 
 def content_of(module: str) -> Content | None:
-    """Return the names of a module, or ``None`` without a source that can be read."""
+    """Return the names of a module, or ``None`` without a readable source."""
     path = find_source(module)
     return None if path is None else _content(path, path.stat().st_mtime_ns)
 
 
 def lookup(module: str, name: str, depth: int = 9) -> Definition | None:
-    """Return what a name in a module is, behind imports, or ``None`` if that cannot be told."""
+    """Return the definition of a name in a module, through imports, or ``None`` if unknown."""
     content = content_of(module)
     nodes = content.names.get(name, []) if content else []
     if len(nodes) != 1 or depth == 0:
@@ -94,7 +94,7 @@ def lookup(module: str, name: str, depth: int = 9) -> Definition | None:
 
 
 def resolve(module: str, node: ast.AST, depth: int = 9) -> Definition | None:
-    """Return what an expression in a module stands for, such as ``Rule`` or ``torch.Tensor``."""
+    """Return the definition behind an expression, such as ``Rule`` or ``torch.Tensor``."""
     if isinstance(node, ast.Name):
         return lookup(module, node.id, depth)
     if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
@@ -110,7 +110,7 @@ def resolve(module: str, node: ast.AST, depth: int = 9) -> Definition | None:
 
 @lru_cache(maxsize=1000)
 def _content(path: Path, changed: int) -> Content:
-    """Read a file. The time of its last change is a part of what the cache knows it by."""
+    """Read a file. The time of its last change is part of the cache key."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError):
@@ -142,7 +142,7 @@ def _bound(node: ast.AST) -> list[str]:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         parts = [part for target in targets for part in ast.walk(target)]
         return [part.id for part in parts if _is_stored(part)]
-    # In a loop, for one.
+    # For example in a loop.
     return [node.id] if _is_stored(node) else []
 
 
@@ -154,7 +154,7 @@ def imported(module: str, node: ast.AST) -> list[str]:
 
 
 def _origin(module: str, node: ast.ImportFrom) -> str:
-    """Return the module that an import takes its names from."""
+    """Return the module from which an import takes its names."""
     if not node.level:
         return node.module or ""
     path = find_source(module)

@@ -1,6 +1,6 @@
 """The arguments of a class, read from its source.
 
-What is returned is never too little: a class that takes more than its source shows is open.
+A class that may take more arguments than its source shows is marked as open.
 """
 
 import ast
@@ -11,17 +11,17 @@ from flsuite.commands.static.docs import argument_docs
 from flsuite.commands.static.modules import Definition, resolve
 
 _PLAIN_BASES = {"ABC", "Generic", "NamedTuple", "Protocol", "object"}  # without arguments to add
-_HARMLESS = {"_defaults_from_env_vars", "override"}  # decorators that leave the arguments alone
+_HARMLESS = {"_defaults_from_env_vars", "override"}  # decorators that do not change the arguments
 
 
 class Parameter(NamedTuple):
     """An argument of a class.
 
     Attributes:
-        module: Where it is declared, which says what the names in its annotation mean.
+        module: The module that declares it. Names in the annotation are resolved there.
         annotation: Its type.
         default: Its default.
-        doc: What the docstring says of it.
+        doc: Its text in the docstring.
     """
 
     module: str
@@ -34,7 +34,7 @@ class Signature(NamedTuple):
     """The arguments of a class.
 
     Attributes:
-        parameters: Those that are known, by their names.
+        parameters: The known arguments, by name.
         is_open: Whether there may be others.
     """
 
@@ -84,7 +84,7 @@ def _of_init(
     ]
     if not calls or not all(ast.unparse(call.func) == "super().__init__" for call in calls):
         return Signature(own, is_open=True)
-    # What is passed on by name cannot be given once more.
+    # Arguments that __init__ passes on by name cannot be set again.
     fixed = {k.arg for call in calls for k in call.keywords}
     inherited = _of_bases(defined, cls, depth)
     free = {k: v for k, v in inherited.parameters.items() if k not in fixed | own.keys()}
@@ -103,7 +103,7 @@ def own_and_bases(defined: Definition | None) -> Iterator[Definition]:
 
 
 def _of_bases(defined: Definition, cls: ast.ClassDef, depth: int) -> Signature:
-    """Return what any base takes, because the order among several of them is not looked at."""
+    """Return the arguments of all bases together, without regard to their order."""
     together = Signature({})
     for base in reversed(cls.bases):
         if _last_name(base) in _PLAIN_BASES:

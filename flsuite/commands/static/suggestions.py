@@ -1,4 +1,4 @@
-"""The likeliest name where one is wrong."""
+"""Suggestions for misspelled names."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,12 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None
 
 
 def nearest_key(key: str, beside: Iterable[str], elsewhere: Iterable[str]) -> str | None:
-    """Return the key that is meant by an unknown one.
+    """Return the likeliest key for an unknown one.
 
     Args:
-        key: Its last name.
-        beside: The names that its place has.
-        elsewhere: Keys of other places, with dots. The first ones are preferred.
+        key: The last name of the unknown key.
+        beside: The names that exist in its place.
+        elsewhere: Dotted keys of other places. Earlier ones are preferred.
     """
     beside, elsewhere = list(beside), list(elsewhere)
     longer = [name for name in beside if name.startswith(key) and len(key) > 2]

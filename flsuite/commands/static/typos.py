@@ -1,7 +1,7 @@
-"""The misspelled keys and classes of a request, all of them at once.
+"""The misspelled keys and classes of a request, all at once.
 
-They are found in the configs and on the command line, from the source of the classes that are
-named. What a class may take beyond its source is left to the parser.
+Configs and command line are checked against the source of the named classes. Arguments that the
+source does not show are left to the parser.
 """
 
 import re
@@ -19,7 +19,7 @@ from flsuite.errors import FlsuiteError
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
-_CONFIGS = (".yaml", ".yml", ".json")  # of a class alone, which the parser reads
+_CONFIGS = (".yaml", ".yml", ".json")  # a file with a class, which the parser reads
 _PARTS = ("rule", "objective", "transforms", "server_optimizer")
 _LIBRARIES = ("flsuite", "lightning", "torch", "torchmetrics")
 
@@ -30,7 +30,7 @@ class TyposError(FlsuiteError):
     """A request with misspelled names.
 
     Attributes:
-        lines: One line for each.
+        lines: One line per misspelled name.
     """
 
     def __init__(self, lines: list[str]) -> None:
@@ -39,7 +39,7 @@ class TyposError(FlsuiteError):
 
 
 class Place(NamedTuple):
-    """Where a key was given.
+    """The file or the command line in which a key was given.
 
     Attributes:
         file: The config, or empty on the command line.
@@ -77,14 +77,14 @@ def refuse_typos(command: str, args: list[str]) -> None:
 
 
 class _Checked:
-    """What is known of a request so far, in the order in which the parser reads it."""
+    """The findings on a request, read in the parser's order."""
 
     def __init__(self, command: str) -> None:
         self.command = command
-        # Each has the short name that it complains of, which a module of the user's may have.
+        # Error lines with the short name at fault, which a user's module may still define.
         self.lines: dict[str, str] = {}
-        self.modules: set[str] = set()  # of the user's, as far as the request names them
-        # The class that a key has now, and none where it cannot be told.
+        self.modules: set[str] = set()  # the user's modules that the request names
+        # The current class of each key, None if unknown.
         self.classes: dict[KeyPath, Definition | None] = {}
         self.classes["trainer",] = lookup(*TRAINER)
 
@@ -148,9 +148,9 @@ class _Checked:
             self._forget(at)
 
     def _parameter(self, place: Place, at: KeyPath, name: str) -> tuple[KeyPath, Parameter] | None:
-        """Return a key of a place, or ``None`` if nothing is known of it.
+        """Return a key of a place, or ``None`` if it is unknown.
 
-        A key that is not there is refused, and the likeliest one stands for it.
+        An unknown key is refused, and the likeliest key is returned in its place.
         """
         signature = self._signature(at)
         known = signature.parameters
@@ -181,7 +181,7 @@ class _Checked:
         return signature_of(chosen) if chosen else OPEN
 
     def _all_keys(self) -> Iterator[str]:
-        """Yield the keys of all places, the trainer's and those of an algorithm first."""
+        """Yield the keys of all places, starting with the trainer and the algorithm."""
         yield from (f"trainer.{name}" for name in self._signature(("trainer",)).parameters)
         yield from (f"trainer.aggregator.{part}" for part in _PARTS)
         for at in self.classes:
@@ -198,7 +198,7 @@ class _Checked:
         self._refuse(place, f"unknown key {place.named((*at, name))}{hint}")
 
     def _choose(self, place: Place, at: KeyPath, kinds: Kinds, name: str) -> None:
-        """Take a class for a place, if the text is the name of one."""
+        """Record the class of a place, if the text is a class name."""
         self._forget(at)
         if not _NAME.fullmatch(name) or name.endswith(_CONFIGS):
             return
@@ -227,7 +227,7 @@ class _Checked:
             del self.classes[other]
 
     def _refuse_path(self, place: Place, at: KeyPath, module: str, name: str) -> None:
-        """Refuse a class of a module that is not there, or whose source does not have it."""
+        """Refuse a class if its module does not exist or does not define it."""
         top, content, key = module.split(".")[0], content_of(module), place.named(at)
         if not exists(top):
             near = nearest(top, [*(path.stem for path in Path().glob("*.py")), *_LIBRARIES])

@@ -1,1 +1,1 @@
-"""What ``flsuite new`` writes: a model, its data and an experiment, as files to be changed."""
+"""The files of ``flsuite new``: a model, its data and an experiment, for users to change."""

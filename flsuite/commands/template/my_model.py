@@ -31,7 +31,7 @@ class MyModel(LightningModule):
         x, y = batch
         return F.cross_entropy(self(x), y)
 
-    # What these two log are the scores of a round: val_accuracy picks the best one.
+    # These two log the scores of a round: val_accuracy picks the best round.
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._log_scores("val", batch)
 

@@ -1,4 +1,4 @@
-"""The report as one page of HTML that needs nothing else."""
+"""The report as one self-contained HTML page."""
 
 from flsuite.publish.page.page import PageRequest, require_page, write_page
 

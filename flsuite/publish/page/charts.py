@@ -50,8 +50,8 @@ def charts(data: PageData) -> dict[str, dict[str, Any]]:
             name: with_titles(chart.to_dict()) for name, chart in made.items() if chart is not None
         }
     for spec in specs.values():
-        spec.pop("$schema")  # an address, which the page does not need
-        spec.pop("config", None)  # the page has a light and a dark one
+        spec.pop("$schema")  # a URL that the page does not need
+        spec.pop("config", None)  # the page has its own light and dark configs
     return specs
 
 
@@ -107,7 +107,7 @@ def _lines(
         color=color,
         opacity=alt.condition(picked, alt.value(1), alt.value(0.12)),
     )
-    # Single points are seen; the others only carry the tooltip.
+    # Single points are visible. The others only carry the tooltip.
     is_single = frame.groupby(["method", "partition", "metric", "axis"]).size().max() == 1
     dots = base.mark_circle(size=70, opacity=1 if is_single else 0).encode(
         x=x,
@@ -146,7 +146,7 @@ def _targets(data: PageData) -> alt.LayerChart | None:
     mean = base.mark_tick(thickness=2.5, size=22).encode(
         x=alt.X("mean(x):Q", axis=chosen_axis(axes)), y=y, color=method_color(data)
     )
-    # Where a run does not reach it, the row says so.
+    # A note in the row counts the runs that reach the target.
     counts = base.transform_aggregate(
         runs="count()", reached="valid(x)", groupby=["method"]
     ).transform_filter("datum.reached < datum.runs")
@@ -240,7 +240,7 @@ def _client_spread(data: PageData) -> alt.LayerChart | None:
 
 
 def _gains(data: PageData) -> alt.LayerChart | None:
-    """Draw each client's score against the one that it reaches alone."""
+    """Draw each client's score against its score when training alone."""
     if data.gains.empty:
         return None
     values = data.gains[["alone", "score"]]

@@ -1,4 +1,4 @@
-"""What the page shows, gathered from runs and thinned to what a picture needs."""
+"""The data of the page, gathered from runs and thinned for the charts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from flsuite.analysis.runs import read_partition
 from flsuite.analysis.target import target_points
 from flsuite.errors import FlsuiteError
 
-# The page stays below 2 MB, of which the library of charts is 1.2 MB.
+# The page stays below 2 MB, including 1.2 MB for the chart library.
 _CURVE_ROWS = 6000
 _MAP_ROWS = 9000
 _CLIENT_ROWS = 3000
@@ -29,18 +29,18 @@ class PageData:
     """The tables behind the charts. An empty table has no chart.
 
     Attributes:
-        methods: All methods, in the order of their colours.
+        methods: All methods, in the order of their colors.
         partitions: All partitions.
-        score: The score of all charts but the curves, as a title.
-        axis: The axis that is shown first.
+        score: The title of the score in all charts except the curves.
+        axis: The default axis.
         curves: ``method, partition, metric, axis, x, mean, low, high``.
         gamma: The same for gamma and its parts.
         targets: ``method, partition, seed, axis, x``: where a run reaches its partition's target,
-            empty where it does not.
-        pairs: As :func:`~flsuite.analysis.compare` returns it.
+            empty if it does not.
+        pairs: The table from :func:`~flsuite.analysis.compare`.
         client_rounds: ``method, partition, client, round, value`` of one run each.
         clients: ``method, partition, seed, client, value``: the last score.
-        gains: As :func:`~flsuite.analysis.client_gains` returns it.
+        gains: The table from :func:`~flsuite.analysis.client_gains`.
         mix: ``partition, client, class, index, samples``.
     """
 
@@ -69,11 +69,11 @@ def gather(
     """Return the tables of the page.
 
     Args:
-        results: What :func:`~flsuite.analysis.load` returns.
-        metrics: The scores. The first one is that of all charts but the curves.
+        results: A table from :func:`~flsuite.analysis.load`.
+        metrics: The scores. All charts except the curves show the first one.
         split: The data of the curves and of the target.
-        axis: The axis that is shown first.
-        targets: The score to reach in each partition that has one.
+        axis: The default axis.
+        targets: The score to reach, by partition.
         against: Compare with this method only.
     """
     metric = metrics[0]
@@ -105,7 +105,7 @@ def _curves(results: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> pd.Data
 
     Args:
         results: All results.
-        shown: Name in the menu to metric and split.
+        shown: Metric and split by name in the menu.
     """
     axes = [x for x in AXES if results[x].notna().any()]
     parts = []
@@ -146,7 +146,7 @@ def _targets(
 
 
 def _client_rounds(results: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return the clients' scores over the rounds, of the first run of each method and partition."""
+    """Return the clients' scores over the rounds, for the first run per method and partition."""
     rows = only(results, metric, scope=None)
     groups = rows.groupby(["method", "partition"], observed=True)
     first = rows[rows["run"].isin(groups["run"].first())]
@@ -161,7 +161,7 @@ def _client_rounds(results: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def _clients(results: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return the last score of each client, of as many seeds as there is room for."""
+    """Return the last score of each client, for as many seeds as fit."""
     return _of_first_seeds(final_scores(results, metric))
 
 
@@ -171,12 +171,12 @@ def _gains(results: pd.DataFrame, metric: str) -> pd.DataFrame:
         return pd.DataFrame()
     try:
         return _of_first_seeds(client_gains(results, metric, over=str(alone[0])))
-    except FlsuiteError:  # it has no seed in common with the others
+    except FlsuiteError:  # it shares no seed with the others
         return pd.DataFrame()
 
 
 def _of_first_seeds(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of as many seeds as there is room for, and then of as many clients."""
+    """Return the rows of as many seeds as fit. If one seed is too large, cut its clients."""
     seeds = sorted(table["seed"].unique())
     sizes = table.groupby("seed").size().reindex(seeds).cumsum()
     table = table[table["seed"].isin(sizes.index[: max(1, int((sizes <= _CLIENT_ROWS).sum()))])]
@@ -188,13 +188,13 @@ def _of_first_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mix(results: pd.DataFrame) -> pd.DataFrame:
-    """Return the training samples by client and class, of the first run of each partition."""
+    """Return the training samples by client and class, for the first run per partition."""
     parts = []
     of_partition = results.groupby("partition", observed=True)["run"].first()
     for partition, run in of_partition.items():
         try:
             counts = class_counts(read_partition(run)).head(_MOST_CLIENTS)
-        except FlsuiteError:  # a run of an earlier version has no such table
+        except FlsuiteError:  # runs of earlier versions have no such table
             continue
         if counts.size * len(of_partition) > _MIX_ROWS:
             counts = counts.head(max(5, _MIX_ROWS // (counts.shape[1] * len(of_partition))))
@@ -210,5 +210,5 @@ def _thinned(table: pd.DataFrame, most: int) -> pd.DataFrame:
 
 
 def _spread(number: int, most: int) -> np.ndarray:
-    """Return at most so many positions, evenly spread, with the first and the last one."""
+    """Return at most ``most`` evenly spread positions, including the first and the last."""
     return np.unique(np.linspace(0, number - 1, min(number, most)).round().astype(int))

@@ -1,4 +1,4 @@
-"""The page's first sentences: which method is ahead, and which ones are level with it."""
+"""The page's headline: which method is ahead, and which methods are level with it."""
 
 import math
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from flsuite.analysis.runs import lower_is_better
 def headline(groups: Sequence[Group], pairs: pd.DataFrame, metric: str, score: Score) -> list[str]:
     """Return a sentence per partition on the method with the best mean.
 
-    Another method is level with it where the 95 % interval of their difference holds zero.
+    Another method is level with it if the 95 % interval of their difference contains zero.
 
     Args:
         groups: The experiments.
-        pairs: Their differences, as :func:`~flsuite.analysis.compare` returns them.
+        pairs: The table from :func:`~flsuite.analysis.compare`.
         metric: The score.
-        score: Which one of a run's scores is compared.
+        score: Which of a run's scores is compared.
     """
     lower = lower_is_better(metric)
     if lower is None:
@@ -65,11 +65,11 @@ def _sentence(
 
 
 def _verdict(best: str, other: str, pairs: pd.DataFrame) -> str:
-    """Return whether the best method is ``ahead`` or ``level``, or ``single`` for want of seeds."""
+    """Return ``ahead`` or ``level`` for the best method, or ``single`` without enough seeds."""
     names = pairs[["method", "other"]].apply(frozenset, axis=1)
     for row in pairs[names == {best, other}].to_dict("records"):
         if row["seeds"] > 1:
-            # Scores that are all equal have an interval without a width, or none.
+            # Equal scores have an interval of zero width, or none.
             return "ahead" if row["low"] > 0 or row["high"] < 0 else "level"
     return "single"
 
@@ -78,7 +78,7 @@ _MOST_NAMES = 3
 
 
 def _listed(names: Sequence[str], shown: dict[str, str]) -> str:
-    """Return methods with their scores, the first ones of many."""
+    """Return methods with their scores as text, at most the first three."""
     texts = [shown[name] for name in names[:_MOST_NAMES]]
     if len(names) > _MOST_NAMES:
         texts.append(f"{len(names) - _MOST_NAMES} more")

@@ -1,4 +1,4 @@
-"""The page: tables as text, charts as data, and the script that shows them."""
+"""The HTML page: tables as text, charts as data, and the script that shows them."""
 
 import json
 import os
@@ -31,11 +31,11 @@ class Reproduction:
     """How to run an experiment again.
 
     Attributes:
-        method: Its method.
-        partition: Its partition.
-        command: Lines of bash, empty for a run that was made in Python.
-        config: The config, or the settings of a run that was made in Python.
-        folders: Its run folders.
+        method: The method.
+        partition: The partition.
+        command: Lines of bash. Empty for a run that was started from Python.
+        config: The config, or the settings of a run that was started from Python.
+        folders: The run folders.
     """
 
     method: str
@@ -46,7 +46,7 @@ class Reproduction:
 
 
 def reproductions(groups: Sequence[Group]) -> list[Reproduction]:
-    """Return how to run each experiment again."""
+    """Return the instructions to run each experiment again."""
     return [_reproduction(group, n < _MOST_CONFIGS) for n, group in enumerate(groups)]
 
 
@@ -64,7 +64,7 @@ def _reproduction(group: Group, with_config: bool) -> Reproduction:
 
 
 def _command(group: Group, config: str) -> str:
-    """Return a loop over the seeds, or one command where there is a single one."""
+    """Return a loop over the seeds, or one command for a single seed."""
     fit = f"flsuite fit --config {shlex.quote(config)}"
     seeds = [str(seed) for seed in group.seeds.values() if seed is not None]
     if len(seeds) < 2:
@@ -77,10 +77,10 @@ def _read(path: Path) -> str:
 
 
 def _is_request(config: str) -> bool:
-    """Return whether it is a config of the command. A run made in Python leaves its settings."""
+    """Return whether a text is a config of the command. Runs from Python leave settings instead."""
     try:
         content = read_yaml(config)
-    except Exception:  # it is shown as it is
+    except Exception:  # it is shown unchanged
         return False
     return isinstance(content, dict) and "trainer" in content
 
@@ -91,13 +91,13 @@ _MOST_CURVES = 5
 
 @dataclass(frozen=True)
 class PageRequest:
-    """What the page is to show.
+    """The requested content of the page.
 
     Attributes:
-        metrics: The scores; the first one is that of all charts but the curves.
-        last: Scores in the mean of the last ones, at most.
+        metrics: The scores. All charts except the curves show the first one.
+        last: Maximum number of last scores to average.
         split: Data of the curves and of the target.
-        x: The axis that is shown first.
+        x: The default axis.
         target: A score to reach. ``None`` chooses one for each partition.
         against: Compare with this method only.
     """
@@ -111,7 +111,7 @@ class PageRequest:
 
 
 def require_page() -> None:
-    """Refuse a page where its libraries are not installed.
+    """Refuse a page if its libraries are not installed.
 
     Raises:
         FlsuiteError: If one of them is missing.
@@ -141,7 +141,7 @@ def write_page(
         groups: The experiments.
         request: What to show.
         tuning: The trials of the sweep's tuning.
-        notes: Lines on what cannot be compared.
+        notes: Lines on runs that cannot be compared.
     """
     require_page()
     text = _render(_content(groups, request, tuning, notes))
@@ -154,7 +154,7 @@ def _content(
     tuning: pd.DataFrame | None,
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what the template shows."""
+    """Return the content for the template."""
     from flsuite.publish.page.charts import charts
 
     results, metric, split = results_of(groups), request.metrics[0], request.split
@@ -191,7 +191,7 @@ def _content(
 
 
 def _curves_of(results: pd.DataFrame, metrics: Sequence[str], split: str) -> list[str]:
-    """Return the scores of the curves: those asked for, and well-known ones that were logged."""
+    """Return the scores for the curves: the requested ones, and well-known logged ones."""
     is_global = (results["scope"] == "global") & (results["split"] == split)
     logged = set(results.loc[is_global, "metric"].unique())
     names = dict.fromkeys([*metrics, *(name for name in _ALSO_SHOWN if name in logged)])
@@ -199,7 +199,7 @@ def _curves_of(results: pd.DataFrame, metrics: Sequence[str], split: str) -> lis
 
 
 def _json(content: Any) -> str:
-    """Return JSON that can stand in a script: no text in it ends the script."""
+    """Return JSON that is safe inside an HTML script element."""
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 
@@ -209,10 +209,10 @@ def _render(content: dict[str, Any]) -> str:
     from altair import SCHEMA_VERSION
 
     here = Path(__file__).parent
-    # Vega, Vega-Lite and vega-embed as one script, of the version that the charts are of.
+    # Vega, Vega-Lite and vega-embed as one script, in the version of the charts.
     version = "_".join(SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     files = {
-        # Its types do not know that the snippet may be left out.
+        # The type stubs do not declare the snippet as optional.
         "library": vl_convert.javascript_bundle(vl_version=version),  # type: ignore[call-arg]
         "style": (here / "page.css").read_text(encoding="utf-8"),
         "script": (here / "page.js").read_text(encoding="utf-8"),

@@ -1,4 +1,4 @@
-"""The parts that charts have in common: their data, menus, colours, axes and titles."""
+"""The parts that charts have in common: their data, menus, colors, axes and titles."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ COLORS = (
     "#7a8c3c",
     "#9a7462",
 )
-"""Colours that are told apart on white and on black."""
+"""Colors that are distinguishable on white and on black."""
 
 GREY = "#8b939c"
 _FEW = "ceil(width / 90)"
-"""Labels that an axis has room for, as an expression of Vega."""
+"""Number of labels that fit on an axis, as a Vega expression."""
 
 
 _COMPUTED = "expression: "
-"""How the title of an axis begins that is an expression: Vega takes one, the schema does not."""
+"""Prefix of axis titles that are expressions. Vega accepts these, but the schema does not."""
 
 
 def with_titles(node: Any) -> Any:
@@ -75,13 +75,13 @@ def partition_menu(data: PageData) -> alt.Parameter:
 def method_color(
     data: PageData, legend_of: pd.DataFrame | None = None, menus: Sequence[str] = ()
 ) -> alt.Color:
-    """Return the colour of each method.
+    """Return the color of each method.
 
     Args:
-        data: It has all methods.
-        legend_of: The table that is drawn. The legend has the methods that are in view, which the
-            menu of the partition decides. ``None`` makes no legend.
-        menus: Columns of the table with a menu of their name, which decide it too.
+        data: Holds all methods.
+        legend_of: The table that is drawn. The legend shows the methods in view, which depend on
+            the partition's menu. ``None`` draws no legend.
+        menus: Columns of the table with a menu of the same name, which also affects the legend.
     """
     legend: alt.Legend | None = None
     if legend_of is not None:
@@ -103,17 +103,17 @@ _JOINED = " + '|' + "
 
 
 def of_choice(choice: str, texts: Mapping[str, Any]) -> str:
-    """Return an expression of Vega: what belongs to the choices of menus."""
+    """Return a Vega expression that looks up the text for the choices of menus."""
     return f"({json.dumps(texts)})[{choice}]"
 
 
 def in_order(names: Sequence[str], column: pd.Series) -> list[str]:
-    """Return those of the names that a column has."""
+    """Return the names that a column contains."""
     return [name for name in names if name in set(column)]
 
 
 def computed(choice: str, titles: Mapping[str, str]) -> str:
-    """Return the title that belongs to the choice of a menu."""
+    """Return the title for the choice of a menu."""
     return _COMPUTED + of_choice(choice, titles)
 
 

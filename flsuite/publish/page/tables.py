@@ -21,11 +21,11 @@ class Cell:
     """A cell of a table.
 
     Attributes:
-        text: What is shown.
-        value: The number that it is sorted by. ``None`` sorts by the text.
-        bar: How full a bar behind a number is, in percent. ``None`` draws none.
-        is_best: Whether it is the best of its column and partition.
-        link: The anchor that it leads to.
+        text: The text.
+        value: The number to sort by. ``None`` sorts by the text.
+        bar: Width of the bar behind the number, in percent. ``None`` draws no bar.
+        is_best: Whether it is the best in its column and partition.
+        link: The anchor that the cell links to.
     """
 
     text: str
@@ -40,10 +40,10 @@ class Table:
     """A table of the page.
 
     Attributes:
-        name: Its name among others in its place.
-        heads: Headings.
+        name: The name of the table within its section.
+        heads: Column headings.
         rows: Cells.
-        words: How many columns hold words, from the left. The others hold numbers.
+        words: Number of text columns, from the left. The others hold numbers.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Table:
 
 
 def facts(results: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return what the report is about, as numbers with their names."""
+    """Return the key figures of the report, as pairs of number and name."""
     counts = {name: results[name].nunique() for name in ("run", "method", "partition", "seed")}
     pairs = [(f"{count}", name if count == 1 else f"{name}s") for name, count in counts.items()]
     seconds = float(results.groupby("run", observed=True)["wall_s"].max().sum())
@@ -69,14 +69,14 @@ def _duration(seconds: float) -> str:
 
 
 def scores(groups: Sequence[Group], metric: str, last: int) -> Table:
-    """Return the scores of each experiment, and what it cost."""
+    """Return the scores of each experiment and their cost."""
     averaged = averaged_scores(groups, metric, last)
     heads = {"last": "last round", "picked": "picked on validation"}
     heads |= {"mean_last": f"mean of the last\N{NO-BREAK SPACE}{averaged}"} if averaged > 1 else {}
     heads |= {"best_on_test": "best on test\N{NO-BREAK SPACE}*"}
     rows = [(n, g, row) for n, g in enumerate(groups) if (row := group_row(g, metric, averaged))]
     shown = [name for name in heads if any(name in row for _, _, row in rows)]
-    # A bar is a share of the best score there can be.
+    # A full bar is the best possible score.
     values = [row[name] for _, _, row in rows for name in shown if name in row]
     has_bars = lower_is_better(metric) is False and min(values) >= 0 and max(values) <= 1
     cells = []
@@ -94,7 +94,7 @@ def scores(groups: Sequence[Group], metric: str, last: int) -> Table:
 
 
 def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, split: str) -> Table:
-    """Return how soon each experiment reaches its partition's target, on every axis."""
+    """Return when each experiment reaches its partition's target, on every axis."""
     tables = [
         target_table(results[results["partition"] == name], target, metric, split)
         for name, target in targets.items()
@@ -140,7 +140,7 @@ def pairs(table: pd.DataFrame) -> Table:
 
 
 def settings(groups: Sequence[Group]) -> Table | None:
-    """Return the settings in which the experiments differ, as a text per experiment."""
+    """Return the settings in which the experiments differ, as one text per experiment."""
     keys = differing([group.settings for group in groups])
     if not keys:
         return None
@@ -162,7 +162,7 @@ def settings(groups: Sequence[Group]) -> Table | None:
 
 
 def tuning(table: pd.DataFrame) -> Table:
-    """Return the trials of each method, and what was chosen."""
+    """Return the trials of each method, and the chosen values."""
     rows = [
         [
             Cell(row["method"]),
