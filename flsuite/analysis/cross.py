@@ -56,8 +56,8 @@ def cross_table(
     cells = []
     for panel, members in _panels(groups, rows, columns):
         for group in members:
-            names = (panel, _name(group, rows), _name(group, columns))
-            place = dict(zip(_PLACE, names, strict=True))
+            cell = (panel, _name(group, rows), _name(group, columns))
+            place = dict(zip(_PLACE, cell, strict=True))
             cells += [place | row for row in scores[id(group)]]
     table = pd.DataFrame(cells)
     _require_one_group_per_cell(table)

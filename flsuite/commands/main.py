@@ -128,9 +128,9 @@ def _help(command: str, topic: str) -> int:
 def _run(command: str, args: list[str]) -> None:
     if command == "resume" or COMMANDS[command].by_lightning:
         command, args = with_run_folder(command, args)
-    traits = COMMANDS[command]
-    home = f"flsuite.commands.{'fit' if traits.by_lightning else command}"
-    if traits.reads_config:
+    chosen = COMMANDS[command]
+    home = f"flsuite.commands.{'fit' if chosen.by_lightning else command}"
+    if chosen.reads_config:
         work_here()
         require_config(command, args)
         refuse_typos(command, args)
@@ -140,7 +140,7 @@ def _run(command: str, args: list[str]) -> None:
             importlib.import_module(home)
 
     module = importlib.import_module(home)
-    if traits.by_lightning:
+    if chosen.by_lightning:
         module.run(command, args)
     else:
         getattr(module, command)(args)
