@@ -5,15 +5,16 @@ values.
 """
 
 import contextlib
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, likeliest
 
 
 class Range(NamedTuple):
@@ -85,7 +86,7 @@ def check_arguments(obj: Any) -> None:
     _check(obj, {field.name: hints[field.name] for field in fields(obj) if field.init})
 
 
-def check_init(obj: Any, cls: type | None = None) -> None:
+def check_init(obj: Any, cls: type | None = None, names: Collection[str] | None = None) -> None:
     """Refuse an object with an ``__init__`` argument that the annotation does not allow.
 
     Like :func:`check_arguments`, but for a class that is not a dataclass.
@@ -94,9 +95,25 @@ def check_init(obj: Any, cls: type | None = None) -> None:
         obj: The object.
         cls: The class whose own ``__init__`` is checked. It excludes the arguments of subclasses,
             which may come from users. Default: the object's class and its bases.
+        names: The arguments that are checked. Default: all that are attributes.
     """
     hints = _hints_of_init(type(obj).__mro__ if cls is None else (cls,))
-    _check(obj, {name: hint for name, hint in hints.items() if hasattr(obj, name)})
+    names = names or [name for name in hints if hasattr(obj, name)]
+    _check(obj, {name: hints[name] for name in names})
+
+
+def require_known(owner: type, names: Iterable[str], base: type) -> None:
+    """Refuse the name of an argument that neither a class nor the base takes that it passes on to.
+
+    Raises:
+        FlsuiteError: If there is one. The message names the likeliest argument.
+    """
+    known = {*inspect.signature(owner).parameters, *inspect.signature(base).parameters}
+    for name in names:
+        if name not in known:
+            near = likeliest(name, known)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise FlsuiteError(f"{owner.__name__}: there is no argument {name!r}{hint}")
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:

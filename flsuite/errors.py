@@ -1,8 +1,12 @@
 """The exceptions of flsuite, and argument checks that raise them."""
 
 import math
+import sys
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 
 class FlsuiteError(Exception):
@@ -31,6 +35,25 @@ def one_line(error: BaseException, longest: int | None = None) -> str:
     message = " ".join(str(error).split()) or type(error).__name__
     is_long = longest is not None and len(message) > longest
     return f"{message[:longest]}..." if is_long else message
+
+
+def with_place(error: BaseException, text: str = "", longest: int | None = None) -> str:
+    """Return an error's message with the line of the user's own code that raised it.
+
+    Args:
+        error: The error.
+        text: Its message. Default: :func:`one_line`.
+        longest: Maximum number of characters of the default.
+    """
+    libraries = (str(Path(__file__).parent), sys.prefix, sysconfig.get_path("stdlib"), "<")
+    cause: BaseException | None = error
+    own: list[traceback.FrameSummary] = []
+    while cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(libraries)] or own
+        cause = cause.__cause__ or cause.__context__
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return (text or one_line(error, longest)) + place
 
 
 def likeliest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.65) -> list[str]:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
 from flsuite.aggregators import Aggregator, FedAvg, Rule
 from flsuite.aggregators.transforms import Transform
+from flsuite.arguments import check_init, require_known
 from flsuite.attacks import Attack
 from flsuite.attacks.compose import with_attack
 from flsuite.callbacks.defaults import moved_into, with_defaults, with_task_matrix
@@ -43,6 +44,8 @@ from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.federation import Federation
 
 log = logging.getLogger("flsuite")
+
+_PARTS = ("aggregator", "schedule", "engine", "compression", "secure_sum", "attack")
 
 
 class FederatedTrainer(ScoringTrainer):
@@ -120,6 +123,7 @@ class FederatedTrainer(ScoringTrainer):
         buffers: BatchNorm | None = None,
         **kwargs: Any,
     ) -> None:
+        require_known(FederatedTrainer, kwargs, Trainer)
         budget = Budget.of(rounds, max_virtual_seconds, max_client_updates)
         if buffers is not None:
             log.warning("trainer.buffers is the older name of trainer.batchnorm; use that")
@@ -145,6 +149,7 @@ class FederatedTrainer(ScoringTrainer):
         self.aggregator, self.schedule = aggregator or FedAvg(), schedule or Synchronous()
         self.engine = engine or InProcess()
         self.compression, self.secure_sum, self.attack = compression, secure_sum, attack
+        check_init(self, FederatedTrainer, _PARTS)
         self._run_dir, self.writes = Path(run_dir) if run_dir else None, enable_checkpointing
         self.keep_updates, self.from_updates = keep_updates, from_updates
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed

@@ -16,6 +16,7 @@ from flsuite.data.loader import TrainLoader
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier, FusedSpaceFed, NFClassifier
+from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
@@ -214,3 +215,16 @@ def test_gradient_dissimilarity_of_a_model_that_optimizes_by_hand_is_refused_ear
     with pytest.raises(FlsuiteError, match=r"NFClassifier optimizes by hand.*head_losses"):
         made.fit(model, digits(clients=2))
     assert made.round == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"round": 3}, "no argument 'round'; did you mean rounds"),
+        ({"aggregator": "FedAvg"}, "aggregator must be a .*Aggregator or a .*Rule, got 'FedAvg'"),
+        ({"engine": Processes}, "engine must be a .*Engine, got <class"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(FlsuiteError, match=words):
+        FederatedTrainer(**wrong)

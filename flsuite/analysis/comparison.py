@@ -110,7 +110,9 @@ def default_score(
         metric: The score.
         monitor: The validation score that picks a round. Default: the runs' monitor.
     """
-    monitors = [monitor] if monitor else results.attrs.get("monitors", ["accuracy"])
+    compared = only(results, metric)["run"].unique()
+    known = results.attrs.get("monitors", {})
+    monitors = sorted({monitor or known.get(run, "accuracy") for run in compared})
     scores = [run_scores(table, metric, monitors[0], last=1) for table in _tables(results)]
     are_picked = len(monitors) == 1 and all("picked" in row for row in scores if row)
     return ("picked" if are_picked else "last"), monitors[0]

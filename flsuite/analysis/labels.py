@@ -173,6 +173,8 @@ def _last(path: object) -> str:
 
 def _owners(key: str) -> list[str]:
     """Return the paths of the classes that a setting may belong to."""
+    if key == "monitor":  # another model logs other scores
+        return ["model"]
     parts = key.split(".")
     owners = [".".join(parts[:n]) for n in range(1, len(parts))]
     # A digest tells data of one class apart. Another class has other content anyway.

@@ -22,7 +22,7 @@ class Results(pd.DataFrame):
 
     Columns: ``run`` (its folder), ``method``, ``partition``, ``seed``, then the columns of a run's
     ``metrics.csv``: ``round, virtual_s, wall_s, client_updates, bytes, scope, split, metric,
-    value``. All words are categories. ``attrs["monitors"]`` has the validation scores by which the
+    value``. All words are categories. ``attrs["monitors"]`` has the validation score by which each
     runs pick a round.
     """
 
@@ -82,7 +82,7 @@ def results_of(groups: Sequence[Group]) -> Results:
         columns[name] = pd.api.types.union_categoricals([table[name] for table in tables])
     columns["value"] = np.concatenate([table["value"] for table in tables])
     results = Results(columns)
-    results.attrs["monitors"] = sorted({group.monitor for group in groups})
+    results.attrs["monitors"] = {short_path(folder): group.monitor for group, folder in runs}
     return results
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from flsuite.commands.main import run_command, work_here
 from flsuite.commands.plugins import import_plugins
 from flsuite.commands.static.typos import TyposError, refuse_typos
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, one_line, with_place
 from flsuite.sweeps.outcome import DONE
 from flsuite.sweeps.plan import Cell, fit_arguments, require_distinct, samples_of
 from flsuite.sweeps.queue import Queue
@@ -143,7 +143,7 @@ def _answer(sweep: Sweep, folder: Path, descriptor: int) -> int:
     except FlsuiteError as error:
         answer = {"error": one_line(error)}
     except Exception as error:  # from a user's own class
-        answer = {"error": f"{type(error).__name__}: {one_line(error)}"}
+        answer = {"error": f"{type(error).__name__}: {with_place(error)}"}
     with open(descriptor, "w") as file:
         json.dump(answer, file)
     return 0

@@ -45,7 +45,8 @@ def ls(args: list[str]) -> None:
     hidden = len(runs) - len(chosen)
     counts = chosen["state"].value_counts()
     states = [f"{counts[state]} {state}" for state in get_args(State) if state in counts]
-    print(", ".join([f"{len(chosen)} runs", *states, *([f"{hidden} hidden"] if hidden else [])]))
+    total = f"{len(chosen)} run{'s' * (len(chosen) != 1)}"
+    print(", ".join([total, *states, *([f"{hidden} hidden"] if hidden else [])]))
     for folder, error in chosen.loc[chosen["error"] != "", ["run", "error"]].itertuples(
         index=False
     ):

@@ -22,7 +22,7 @@ from flsuite.commands.run_folder import with_run_folder
 from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.termination import TERMINATED, ending_on_sigterm
 from flsuite.commands.waiting import waiting
-from flsuite.errors import FederationError, FlsuiteError, likeliest, one_line
+from flsuite.errors import FederationError, FlsuiteError, likeliest, one_line, with_place
 
 
 class Command(NamedTuple):
@@ -105,7 +105,7 @@ def run_command(command: str, args: list[str]) -> int:
         except FederationError as error:
             return _complain(one_line(error), 1)
         except OSError as error:  # a full or read-only disk, a missing folder
-            return _complain(one_line(error), 1)
+            return _complain(with_place(error), 1)
         except KeyboardInterrupt:
             how = COMMANDS[command].after_interrupt
             if termination.has_come:

@@ -1,5 +1,6 @@
 """``flsuite new``: a folder with a model, its data and an experiment that runs."""
 
+import shlex
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,7 +19,10 @@ def new(args: list[str]) -> None:
     """
     parser = CommandParser("new")
     parser.add_argument("name")
-    folder = Path(parser.parse_args(args).name)
+    name = parser.parse_args(args).name
+    folder = Path(name)
+    if folder.name in ("", ".."):
+        raise FlsuiteError(f"new: {name!r} is not the name of a new folder; give one, e.g. mine")
 
     present = [name for name in _FILES if (folder / name).exists()]
     if present:
@@ -31,7 +35,7 @@ def new(args: list[str]) -> None:
     print(f"wrote {', '.join(str(folder / name) for name in _FILES)}")
     print("next:")
     for line in (
-        f"cd {folder} && flsuite fit --config exp.yaml",
+        f"cd {shlex.quote(str(folder))} && flsuite fit --config exp.yaml",
         "flsuite fit --config exp.yaml --trainer.aggregator FedAdam",
         "flsuite ls --sort score",
     ):

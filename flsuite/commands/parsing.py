@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 
 from flsuite.commands.plain_types import in_words, options_of
 from flsuite.commands.static.suggestions import nearest, nearest_key
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, one_line, with_place
 
 _LONGEST = 400
 _NO_CLASS = "Expected a dot import path string: "
@@ -83,6 +83,10 @@ class OneLineParser(LightningArgumentParser):
         while reason and reason.__cause__ and not isinstance(reason.__cause__, KeyError):
             reason = reason.__cause__
         text = one_line(reason, _LONGEST) if reason else message
+        missing = text.partition("arguments are required: ")[2]
+        if missing:
+            key = missing.rpartition(".")[2]
+            return _RefusedError(f"there is no {key}; add {key} to the config, or give --{key}")
         if not message.startswith('Parser key "'):
             option = _NOT_ACCEPTED.fullmatch(text)
             return self._unknown(option[1]) if option else _RefusedError(text)
@@ -161,7 +165,7 @@ def plain_errors() -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, FlsuiteError):
             cause = cause.__cause__ or cause.__context__
-        raise (cause or FlsuiteError(_reading(error) or one_line(error, _LONGEST))) from None
+        raise (cause or FlsuiteError(with_place(error, _reading(error), _LONGEST))) from None
 
 
 def _reading(error: Exception) -> str:

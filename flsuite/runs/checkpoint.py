@@ -283,8 +283,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     number = content.get("format") if isinstance(content, dict) else None
     if number is None:
         raise FlsuiteError(
-            f"{path} is not a checkpoint of a run; resume from checkpoints/last.ckpt of a run's "
-            "folder"
+            f"{path} is not a checkpoint of a run; give checkpoints/last.ckpt or best.ckpt of a "
+            "run's folder"
         )
     if number != _FORMAT:
         raise FlsuiteError(

@@ -134,10 +134,11 @@ class _Reader:
         """Return the path of the config, relative to the working folder or to the sweep's file."""
         if not isinstance(name, str):
             raise self.error("config", f"must be the path of a config, got {name!r}")
-        for config in (Path(name), path.parent / name):
+        places = list(dict.fromkeys((Path(name), path.parent / name)))
+        for config in places:
             if config.is_file():
                 return config
-        raise self.error("config", f"there is no file {name}, nor {path.parent / name}")
+        raise self.error("config", f"there is no file {' or '.join(map(str, places))}")
 
     def methods(self, content: Any) -> dict[str, Overrides]:
         if not isinstance(content, dict) or not content:

@@ -124,6 +124,17 @@ def test_the_default_score_is_that_of_a_report(
     assert compare(load(tmp_path))["difference"].tolist() == pytest.approx([-0.1])
 
 
+def test_runs_without_the_score_change_nothing(tmp_path: Path) -> None:
+    """Runs of another model, with a monitor of its own, lie in the same folder."""
+    write(tmp_path, "FedAvg", {1: 0.5, 2: 0.6})
+    write(tmp_path, "FedProx", {1: 0.7, 2: 0.9})
+    alone = compare(load(tmp_path))
+    rows: list[Row] = [("global", split, "acc", [0.1, 0.2]) for split in ("test", "val")]
+    made_run(tmp_path / "other", settings("FedAvg", 1, monitor="acc"), rows)
+    both = compare(load(tmp_path))
+    assert both["difference"].tolist() == alone["difference"].tolist() == pytest.approx([-0.125])
+
+
 def test_no_validation_scores_is_said(tmp_path: Path) -> None:
     made_run(tmp_path / "a", settings("FedAvg", 1), [("global", "test", "accuracy", [0.5])])
     with pytest.raises(FlsuiteError, match="no run has validation scores of 'accuracy'"):

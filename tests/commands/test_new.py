@@ -49,5 +49,17 @@ def test_a_folder_with_other_files_is_fine(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, "notes.txt"])
 
 
+@pytest.mark.parametrize("name", ["", ".."])
+def test_a_name_that_is_none_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not the name of a new folder" in refused(capsys, "new", name)
+
+
+def test_the_next_command_names_the_folder_as_a_shell_reads_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli("new", "my project") == 0
+    assert "cd 'my project' && flsuite fit" in capsys.readouterr().out
+
+
 def test_it_wants_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "required: name" in refused(capsys, "new")

@@ -1,5 +1,6 @@
 """The command with classes that know nothing of flsuite, by their dotted path."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,12 @@ class Net(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Faulty(Net):
+    def __init__(self):
+        super().__init__()
+        self.x = nothing
 
 
 class Unscored(Net):
@@ -61,6 +68,8 @@ OWN = ("--model", "my_package.Net", "--data", "my_package.MyData")
 @pytest.fixture(autouse=True)
 def _my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_package.py").write_text(MODEL)
+    # A refused command leaves nothing behind, which its first import would with bytecode.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 def test_fit_resume_test_and_config(tmp_path: Path) -> None:
@@ -94,6 +103,11 @@ def test_clients_and_partition_of_a_plain_data_module(capsys: pytest.CaptureFixt
         ),
         ((*OWN[:2], "--data", "my_package.Untested"), "Untested has no test_dataloader; add one"),
         (("--model", "my_package.Nett", *OWN[2:]), "has no class Nett (did you mean Net?)"),
+        (
+            ("--model", "my_package.Faulty", *OWN[2:]),
+            "is not defined (my_package.py, line",
+        ),
+        (OWN[:2], "there is no data; add data to the config, or give --data"),
         ((*OWN, "--model.widht", "3"), "did you mean --model.width?"),
         ((*OWN, "--trainer.monitor", "acc"), "trainer: monitor must be one of loss, got 'acc'"),
     ],

@@ -47,6 +47,27 @@ class Deep(Net):
         super().__init__(**kwargs)
 
 
+class Taker(Net):
+    def __init__(self, **kwargs):
+        self.bonus = kwargs.pop("bonus", 1)
+        super().__init__(**kwargs)
+
+
+class Sub:
+    def __init__(self, x: int = 1):
+        pass
+
+
+class SubB(Sub):
+    def __init__(self, y: int = 1):
+        pass
+
+
+class Holder(LightningModule):
+    def __init__(self, sub: Sub):
+        super().__init__()
+
+
 class Mode(enum.Enum):
     FAST = 1
 
@@ -164,6 +185,8 @@ RIGHT = (
     "--trainer.strategy ddp --trainer.precision 16-mixed --trainer.logger true",
     "--model my_typos.Deep --model.hidden 3 --model.depth 1 --model.lr 1",
     "--model my_typos.Loose --model.anything 3",
+    "--model my_typos.Holder --model.sub SubB --model.sub.y 2",
+    "--model my_typos.Taker --model.bonus 3 --model.hidden 2",
     "--plugins [my_typos] --model NotSeenHere --model.hidden 3 --trainer.aggregator MyFedAvg",
     "--model my_typos.Net --trainer.aggregator MyFedAvg",
     "--model somewhere/model.yaml --model.any 3 --data data.yaml",

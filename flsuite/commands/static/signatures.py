@@ -82,7 +82,11 @@ def _of_init(
         if isinstance(node, ast.Call)
         and any(k.arg is None and _last_name(k.value) == extra for k in node.keywords)
     ]
-    if not calls or not all(ast.unparse(call.func) == "super().__init__" for call in calls):
+    calls_base = all(ast.unparse(call.func) == "super().__init__" for call in calls)
+    uses = [node for node in ast.walk(init) if isinstance(node, ast.Name) and node.id == extra]
+    # A user's class may take arguments out of it, by kwargs.pop for example. Ours do not.
+    only_passes_on = len(uses) == len(calls) or defined.module.split(".")[0] == "flsuite"
+    if not calls or not calls_base or not only_passes_on:
         return Signature(own, is_open=True)
     # Arguments that __init__ passes on by name cannot be set again.
     fixed = {k.arg for call in calls for k in call.keywords}

@@ -87,6 +87,8 @@ class _Checked:
         # The current class of each key, None if unknown.
         self.classes: dict[KeyPath, Definition | None] = {}
         self.classes["trainer",] = lookup(*TRAINER)
+        # The unknown short name, where the likeliest class was taken in its place.
+        self.guessed: dict[KeyPath, str] = {}
 
     def config(self, path: str) -> None:
         """Check a file."""
@@ -168,11 +170,16 @@ class _Checked:
             hint = f"; {self._class_name(at)} takes {', '.join(names) or 'no arguments'}"
         else:
             hint = f"; see flsuite {self.command} --help"
-        self._refuse(place, f"unknown key {place.named((*at, name))}{hint}")
+        self._refuse(place, f"unknown key {place.named((*at, name))}{hint}", self._guess(at))
         return ((*at, meant), known[meant]) if meant in known else None
 
     def _refuse(self, place: Place, text: str, name: str = "") -> None:
         self.lines[f"{place.file}: {text}" if place.file else text] = name
+
+    def _guess(self, at: KeyPath) -> str:
+        """Return the short name that the class of a place was guessed for, if it was."""
+        places = (at[:length] for length in range(len(at) + 1))
+        return next((self.guessed[place] for place in places if place in self.guessed), "")
 
     def _signature(self, at: KeyPath) -> Signature:
         if not at:
@@ -184,6 +191,8 @@ class _Checked:
         """Yield the keys of all places, starting with the trainer and the algorithm."""
         yield from (f"trainer.{name}" for name in self._signature(("trainer",)).parameters)
         yield from (f"trainer.aggregator.{part}" for part in _PARTS)
+        if default := lookup("flsuite.schedules", "Synchronous"):
+            yield from (f"trainer.schedule.{name}" for name in signature_of(default).parameters)
         for at in self.classes:
             yield from (".".join((*at, name)) for name in self._signature(at).parameters)
 
@@ -195,7 +204,7 @@ class _Checked:
         inside = name in self._signature(at).parameters
         meant = f"init_args: {name}" if inside else nearest(name, _OF_A_CLASS)
         hint = f" (did you mean {meant}?)" if meant else "; a class has class_path and init_args"
-        self._refuse(place, f"unknown key {place.named((*at, name))}{hint}")
+        self._refuse(place, f"unknown key {place.named((*at, name))}{hint}", self._guess(at))
 
     def _choose(self, place: Place, at: KeyPath, kinds: Kinds, name: str) -> None:
         """Record the class of a place, if the text is a class name."""
@@ -219,12 +228,14 @@ class _Checked:
             bases = " or ".join(dict.fromkeys(base.name for base in kinds.bases))
             text = f"{place.named(at)}: there is no {bases} called {name}{hint}"
             self._refuse(place, text, name)
+            self.guessed[at] = name
             name = near or name
         self.classes[at] = lookup(known[name], name) if name in known else None
 
     def _forget(self, at: KeyPath) -> None:
-        for other in [other for other in self.classes if other[: len(at)] == at]:
-            del self.classes[other]
+        for known in (self.classes, self.guessed):
+            for other in [other for other in known if other[: len(at)] == at]:
+                del known[other]
 
     def _refuse_path(self, place: Place, at: KeyPath, module: str, name: str) -> None:
         """Refuse a class if its module does not exist or does not define it."""

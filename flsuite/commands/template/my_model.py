@@ -38,6 +38,9 @@ class MyModel(LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._log_scores("test", batch)
 
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch[0]).softmax(1)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
