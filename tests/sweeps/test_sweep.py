@@ -161,7 +161,7 @@ def test_a_dry_run_lists_cells_and_time_and_runs_nothing(
 
 @pytest.mark.long
 def test_tuning_and_failures_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    methods = "{A: {}, B: {}, C: {data.partition.min_samples: 5000}}"
+    methods = "{A: {}, B: {}, C: {model.optimizer.lr: 1.0e+30}}"
     tune = "tune: {trials: 2, seeds: [101], A: {model.optimizer.lr: [0.1, 1.0e-5]}}"
     name = write_sweep("s.yaml", methods, f"{tune}\nworkers: 2")
     assert cli("sweep", "--config", name) == 1
