@@ -108,9 +108,11 @@ def require_known(owner: type, names: Iterable[str], base: type) -> None:
     Raises:
         FlsuiteError: If there is one. The message names the likeliest argument.
     """
-    known = {*inspect.signature(owner).parameters, *inspect.signature(base).parameters}
+    passed_on = inspect.signature(base).parameters
+    known = {*inspect.signature(owner).parameters, *passed_on}
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in passed_on.values())
     for name in names:
-        if name not in known:
+        if name not in known and not is_open:
             near = likeliest(name, known)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise FlsuiteError(f"{owner.__name__}: there is no argument {name!r}{hint}")

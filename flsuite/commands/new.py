@@ -21,7 +21,7 @@ def new(args: list[str]) -> None:
     parser.add_argument("name")
     name = parser.parse_args(args).name
     folder = Path(name)
-    if folder.name in ("", ".."):
+    if not name.strip() or folder.name == "..":
         raise FlsuiteError(f"new: {name!r} is not the name of a new folder; give one, e.g. mine")
 
     present = [name for name in _FILES if (folder / name).exists()]

@@ -84,8 +84,8 @@ class OneLineParser(LightningArgumentParser):
             reason = reason.__cause__
         text = one_line(reason, _LONGEST) if reason else message
         missing = text.partition("arguments are required: ")[2]
-        if missing:
-            key = missing.rpartition(".")[2]
+        key = missing.rpartition(".")[2]
+        if key in ("model", "data"):
             return _RefusedError(f"there is no {key}; add {key} to the config, or give --{key}")
         if not message.startswith('Parser key "'):
             option = _NOT_ACCEPTED.fullmatch(text)

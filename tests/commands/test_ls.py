@@ -74,7 +74,7 @@ def test_the_table_for_people(runs: Path, capsys: pytest.CaptureFixture[str]) ->
     (line,) = [line.split() for line in out.splitlines() if line.strip().startswith("runs/a")]
     assert line[:3] == ["runs/a", "FedAvg", "Digits"] and "finished" in line
     assert line[4:7] == ["3/3", "0.4000", "0.1000"]
-    assert "test accuracy" in out and "1 runs, 1 finished, 3 hidden" in out
+    assert "test accuracy" in out and "1 run, 1 finished, 3 hidden" in out
 
     assert cli("ls", "--state", "broken") == 0
     assert "broken: runs/d: " in capsys.readouterr().out
