@@ -12,13 +12,13 @@ With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and stale
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from numbers import Real
 from typing import Any, ClassVar, final
 
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 
 from flsuite.aggregators.objectives.base import Objective
@@ -113,8 +113,27 @@ class Aggregator:
             given: The part of the run that requests them, such as an attack.
             parts: The new parts.
         """
+        return self.changed(**parts, _given=(*self._given, given))
+
+    def bound(self, model: LightningModule) -> "Aggregator":
+        """Return the algorithm for this model.
+
+        Overridden by algorithms that must know its entries, such as its head.
+
+        Raises:
+            FlsuiteError: If the model lacks something that the algorithm needs.
+        """
+        return self
+
+    def changed(self, private: Iterable[str] = (), **parts: Any) -> "Aggregator":
+        """Return a copy with more private entries, and with some parts replaced.
+
+        Args:
+            private: Prefixes of entries that stay with the clients, in addition to those so far.
+            parts: The new parts, by name.
+        """
         new = copy.copy(self)
-        vars(new).update(parts, _given=(*self._given, given))
+        vars(new).update(parts, private=(*self.private, *private))
         return new
 
     def named_parts(self) -> list[Named]:
@@ -177,7 +196,8 @@ class Aggregator:
 
     def broadcast(self, server: Server) -> dict[str, Any]:
         """Return what each part sends to every client of the round, in addition to the model."""
-        sent = {"objective": self.objective.broadcast(server.of("objective"))}
+        of_rule, of_objective = server.of("rule"), server.of("objective")
+        sent = {"objective": self.rule.broadcast(of_rule) | self.objective.broadcast(of_objective)}
         for name, part in self._placed().items():
             sent[name] = part.broadcast(server.of(name))
         return {name: content for name, content in sent.items() if content}

@@ -164,6 +164,13 @@ class Part:
         """
         return
 
+    def broadcast(self, server: Server) -> dict[str, Any]:
+        """Return what every client of the round receives for this part.
+
+        The client half has it as ``client.received``, and a transform as ``fit.received``.
+        """
+        return {}
+
 
 class Named(NamedTuple):
     """A part of a run with its config key.

@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 
 from lightning.pytorch import LightningModule
 
-from flsuite.aggregators import Aggregator
+from flsuite.aggregators import Aggregator, Objective
+from flsuite.errors import FlsuiteError
 from flsuite.models.declarations import (
     frozen_entries,
     own_entries,
@@ -28,8 +29,9 @@ class Entries(NamedTuple):
         frozen: Not trained by anyone, so they are the same everywhere and never sent.
         buffers: Entries that are not parameters: running statistics and counters.
         reset: Buffers that every fit starts from their initial values.
-        personal: Private entries that predictions read. Without them, the model is the same for all
-            clients.
+        personal: Entries that predictions read and that differ between clients. Without them, the
+            model is the same for all clients.
+        has_own_models: Whether a client's model may differ from the global one in shared entries.
     """
 
     shared: tuple[str, ...]
@@ -38,6 +40,7 @@ class Entries(NamedTuple):
     buffers: tuple[str, ...]
     reset: tuple[str, ...]
     personal: tuple[str, ...]
+    has_own_models: bool = False
 
 
 def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchNorm) -> Entries:
@@ -67,15 +70,32 @@ def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchN
     frozen = set(frozen_entries(model))
     private -= frozen
 
+    _refuse_half_private(model, private)
     kept = tuple(name for name in names if name in private)
+    shared = tuple(name for name in names if name not in private | frozen)
+    has_own = type(aggregator.objective).own_entries is not Objective.own_entries
+    read = tuple(name for name in kept if not matches(name, training_only(model)))
     return Entries(
-        shared=tuple(name for name in names if name not in private | frozen),
+        shared=shared,
         private=kept,
         frozen=tuple(name for name in names if name in frozen),
         buffers=unlearned,
         reset=unlearned if batchnorm == "reset" else (),
-        personal=tuple(name for name in kept if not matches(name, training_only(model))),
+        personal=(*read, *shared) if has_own else read,
+        has_own_models=has_own,
     )
+
+
+def _refuse_half_private(model: LightningModule, private: Collection[str]) -> None:
+    """Refuse tied weights that are private under one of their names alone."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        if len({name in private for name in tied}) > 1:
+            raise FlsuiteError(
+                f"model: {' and '.join(tied)} are the same weights; name all or none in private"
+            )
 
 
 def layout_of(

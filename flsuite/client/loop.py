@@ -116,8 +116,8 @@ class LocalLoop:
     def _refuse_changes(self) -> None:
         """Leave this loop if a hook has changed the Trainer in an unsupported way."""
         trainer = self.trainer
-        is_changed = trainer.accumulate_grad_batches != 1 or trainer.lr_scheduler_configs
-        if is_changed or len(trainer.optimizers) != 1:
+        is_changed = trainer.accumulate_grad_batches != 1 or trainer.max_steps != -1
+        if is_changed or trainer.lr_scheduler_configs or len(trainer.optimizers) != 1:
             raise NeedsLightningLoopError("a hook has changed the Trainer")
 
     def _run_epoch(self, loader: Any) -> None:

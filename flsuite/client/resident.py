@@ -2,12 +2,12 @@
 
 import copy
 from collections.abc import Collection
-from typing import Any
 
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
 from flsuite.errors import FlsuiteError
+from flsuite.models.modes import plain_attributes
 
 
 class Resident:
@@ -21,7 +21,7 @@ class Resident:
     def __init__(self, model: LightningModule, frozen: Collection[str] = ()) -> None:
         self.model = model
         self._trainable = [(p, p.requires_grad) for p in model.parameters()]
-        self._attributes = _python_attributes(model)
+        self._attributes = plain_attributes(model)
         self._metrics = [part for part in model.modules() if isinstance(part, Metric)]
         self._parameters = [id(parameter) for parameter in model.parameters()]
         self._frozen = [(name, p) for name, p in model.named_parameters() if name in frozen]
@@ -68,13 +68,3 @@ class Resident:
                     "frozen parameters are not sent; leave it trainable in __init__, or name it "
                     "in private"
                 )
-
-
-def _python_attributes(model: LightningModule) -> dict[str, Any]:
-    """Return copies of the model's attributes that are plain Python data."""
-    kinds = (bool, int, float, str, list, dict, set)
-    return {
-        name: copy.deepcopy(value)
-        for name, value in vars(model).items()
-        if type(value) in kinds and not name.startswith("_") and name != "training"
-    }

@@ -84,6 +84,7 @@ class ClientRunner:
         except NeedsLightningLoopError:
             # Restart the whole fit in Lightning's loop, from the same state and seed.
             self._use_local_loop, self._trainer = False, None
+            self._resident.release()  # a callback may have frozen a part of the model
             return self.run(request)
         except FlsuiteError:
             raise
@@ -165,7 +166,7 @@ class ClientRunner:
                 trainer_kwargs=self.trainer_kwargs,
                 attack=self.setup.attack,
             )
-            state = {**self.setup.initial, **request.private, **request.broadcast.state}
+            state = {**self.setup.initial, **request.broadcast.state, **request.own}
             return scorer.own(request.client, state, request.split, request.details)
         except Exception as error:
             return request.failure(f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -196,7 +197,7 @@ class ClientRunner:
             declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
         keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
         callbacks = self._callbacks(request, client, keeper, loss, skips)
-        trainer, data = self._rewound_trainer(callbacks)
+        trainer, data = self._rewound_trainer(callbacks, request.adapts)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         view = data.at(broadcast.round)
         loader = TrainLoader(
@@ -230,11 +231,17 @@ class ClientRunner:
         return [
             *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
             *copy.deepcopy(request.broadcast.callbacks),
+            *([] if request.adapts else self._of_the_algorithm(client, keeper)),
+            loss,
+            *([skips] if scaler_of(self._started_trainer()) is not None else []),
+        ]
+
+    def _of_the_algorithm(self, client: ClientContext, keeper: KeepOptimizers) -> list[Callback]:
+        setup = self.setup
+        return [
             *([keeper] if setup.keep_optimizers else []),
             *(setup.attack.callbacks(client) if setup.attack else []),
             *setup.aggregator.callbacks(client),
-            loss,
-            *([skips] if scaler_of(self._started_trainer()) is not None else []),
         ]
 
     def _result(
@@ -263,6 +270,8 @@ class ClientRunner:
             bytes_down=self._bytes_of(broadcast),
             number=request.number,
         )
+        if request.adapts:  # it is scored as it is
+            return ClientResult(update, {"model": clone(private)})
         notes = copy.deepcopy(request.memory.get("transforms", {}))
         fit = FitView(
             client.id,
@@ -320,8 +329,10 @@ class ClientRunner:
         # Last, because the shared state includes these buffers.
         load_(resident, {name: initial[name] for name in self.entries.reset})
 
-    def _rewound_trainer(self, callbacks: list[Callback]) -> tuple[ClientTrainer, FederatedData]:
-        """Return a rewound Trainer, and the data on its device.
+    def _rewound_trainer(
+        self, callbacks: list[Callback], epochs: int = 0
+    ) -> tuple[ClientTrainer, FederatedData]:
+        """Return a Trainer rewound for some epochs, or for its own, and the data on its device.
 
         The Trainer is reused unless callbacks may have changed it in unknown ways. In that case,
         every fit has a new Trainer, so a fit never depends on earlier fits of its worker.
@@ -332,7 +343,7 @@ class ClientRunner:
         trainer = self._started_trainer()
         if self._data is None:
             self._data = self.setup.data.to(trainer.strategy.root_device)
-        trainer.rewind(declarations.extra_epochs(self.model))
+        trainer.rewind(declarations.extra_epochs(self.model), epochs or None)
         return trainer, self._data
 
     def _started_trainer(self) -> ClientTrainer:

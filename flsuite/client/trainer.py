@@ -72,12 +72,16 @@ class ClientTrainer(Trainer):
         self._scaler = scaler_of(self)
         self._scaling = {} if self._scaler is None else self._scaler.state_dict()
 
-    def rewind(self, extra_epochs: int = 0) -> None:
+    def rewind(self, extra_epochs: int = 0, epochs: int | None = None) -> None:
         """Prepare for the next fit.
 
-        It has ``extra_epochs`` more epochs than configured.
+        Args:
+            extra_epochs: Epochs in addition.
+            epochs: Epochs in place of the configured epochs and steps.
         """
-        rewind(self, self.local_epochs + extra_epochs, self._settings)
+        rewind(self, (epochs or self.local_epochs) + extra_epochs, self._settings)
+        if epochs:
+            self.fit_loop.epoch_loop.max_steps = -1
         if self._scaler is not None:
             # A scale adapted in one client's fit would change the next client's steps.
             self._scaler.load_state_dict(self._scaling)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.data.spec import DataSpec
@@ -52,8 +52,6 @@ class Classifier(ClientModel):
         private: Entries of the state dict that stay with the client, by prefix or wildcard.
             ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
             normalization of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
-            ``["network.fc"]`` keeps the head of a ResNet-18 (FedPer), ``["*norm"]`` the
-            normalization of a ResNet-20 (FedBN). A pattern that matches nothing is an error.
         pretrained: A file with initial weights: ``checkpoints/model.ckpt`` of a run, any Lightning
             checkpoint of this model, or a state dict of it or of its network. The last linear layer
             starts at random if the file is for another number of classes. Default: random weights.
@@ -95,6 +93,11 @@ class Classifier(ClientModel):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x)
+
+    @property
+    def head(self) -> nn.Module:
+        """Return the last linear layer of the network."""
+        return [layer for layer in self.network.modules() if isinstance(layer, nn.Linear)][-1]
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits ``(n, outputs)``."""

@@ -71,6 +71,33 @@ def extra_epochs(model: LightningModule) -> int:
     return epochs if isinstance(epochs, int) else 0
 
 
+def head_of(model: LightningModule, given: str | None = None) -> str:
+    """Return the prefix of the head's entries in the state dict, such as ``classifier.``.
+
+    Args:
+        model: The model. It names its head as ``head``: a prefix, or the module itself.
+        given: The prefix in the config, which overrides the model's.
+
+    Raises:
+        FlsuiteError: If there is no such module, or no name.
+    """
+    head = getattr(model, "head", None) if given is None else given
+    kind, modules = type(model).__name__, dict(model.named_modules())
+    name = next((name for name, module in modules.items() if module is head), head)
+    if not isinstance(name, str):
+        raise FlsuiteError(
+            f"model: {kind} does not name its head; set trainer.aggregator.head to the prefix of "
+            f"its entries, or add head = 'classifier.' to the model"
+        )
+    name = name.rstrip(".")
+    if not name or name not in modules:
+        raise FlsuiteError(
+            f"trainer.aggregator.head: {kind} has no module {name!r}; it has "
+            f"{', '.join(list(modules)[1:])[:300]}"
+        )
+    return f"{name}."
+
+
 def begin_task(model: LightningModule, task: int, seen: Sequence[int], past: Sequence[int]) -> None:
     """Let a model prepare for a fit, if it has a method of this name.
 

@@ -1,7 +1,9 @@
-"""Context managers that change a module's training and evaluation modes and restore them."""
+"""What a step changes of a module besides its tensors: modes, and plain Python attributes."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -28,3 +30,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     with kept_modes(module):
         module.eval()
         yield
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return copies of the module's attributes that are plain Python data."""
+    kinds = (bool, int, float, str, list, dict, set)
+    return {
+        name: copy.deepcopy(value)
+        for name, value in vars(module).items()
+        if type(value) in kinds and not name.startswith("_") and name != "training"
+    }

@@ -171,7 +171,7 @@ class Arrivals:
                 _count_refused(sender, record)
                 record.failures.append(outcome)
                 where = outcome.round, outcome.client
-                log.warning("round %d: client %d failed: %s", *where, outcome.reason)
+                log.warning("round %s: client %s failed: %s", *where, outcome.reason)
                 log.debug("%s", outcome.details)
             else:
                 update = outcome.update

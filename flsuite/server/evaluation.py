@@ -42,22 +42,30 @@ class Evaluator(Scorer):
         """Return whether flsuite's classification scores can be computed."""
         return self._has_columns and self.data.spec.task != "other"
 
-    def monitored(self, monitor: str | None) -> str:
+    def monitored(self, monitor: str | None, has_own_models: bool = False) -> str:
         """Return the score that picks the best round. The model must have it.
 
         Args:
-            monitor: Its name. Default: accuracy, else the loss, else the first metric that the
-                model logs.
+            monitor: Its name, or that of its mean or worst value over clients, such as
+                ``accuracy_client_mean``. Default: accuracy, else the loss, else the first metric
+                that the model logs.
+            has_own_models: Whether clients have models of their own. The default is then the mean
+                over clients, if clients have validation samples.
 
         Raises:
             FlsuiteError: If there is no such score. The message lists the available ones.
         """
         names = self._rehearsed()
+        held_out = dict.fromkeys(self.names) if self._clients_hold_out else {}
+        of_clients = [name for name in held_out if name in names]
         if monitor is not None:
-            require_one_of("trainer", names, monitor=score_name(monitor))
+            statistics = [f"{n}_client_{what}" for n in of_clients for what in ("mean", "worst")]
+            require_one_of("trainer", names + statistics, monitor=score_name(monitor))
             chosen = score_name(monitor)
         else:
             chosen = next((name for name in ("accuracy", "loss") if name in names), names[0])
+            if has_own_models and chosen in of_clients:
+                chosen = f"{chosen}_client_mean"
         if lower_is_better(chosen) is None:
             log.warning(
                 "trainer.monitor: high values of %s are taken to be good; if low ones are, log it "
@@ -67,7 +75,12 @@ class Evaluator(Scorer):
         return chosen
 
     @property
-    def _names(self) -> Sequence[str]:
+    def _clients_hold_out(self) -> bool:
+        """Return whether each client has its own part of the validation samples."""
+        return self.data.val is not None and len(self.data.val.rows) > 0
+
+    @property
+    def names(self) -> Sequence[str]:
         """Return the names of the scores that are compared across clients."""
         return _MAIN if self._steps is None else (*_MAIN, *self._steps.names)
 
@@ -101,7 +114,7 @@ class Evaluator(Scorer):
         self.data = federation.data.at(federation.clock.round)
         if not federation.entries.personal:
             return self.shared(federation.client_state(None), split, clients, details)
-        return _combined(self._own_rows(federation, split, clients, details), self._names)
+        return of_own_models(self._own_rows(federation, split, clients, details), self.names)
 
     def shared(
         self, state: State, split: Split, clients: Sequence[int], details: bool = False
@@ -123,7 +136,7 @@ class Evaluator(Scorer):
                 by_scope[GLOBAL] |= self._class_rows(outputs, samples)
 
             of_clients = self._local(outputs, samples, clients, split)
-        by_scope[GLOBAL] |= _spread(of_clients, "client_", self._names)
+        by_scope[GLOBAL] |= _spread(of_clients, "client_", self.names)
         return by_scope | of_clients
 
     def _own_rows(
@@ -133,12 +146,13 @@ class Evaluator(Scorer):
 
         Returns no scores if the data has no such split.
         """
-        private = federation.clients.private
         version = Broadcast(max(federation.clock.round, 1), federation.state, {})
         # A generator, so the clients' models are not all in memory at once.
         requests = (
             # Below 0, to differ from the numbers of fits.
-            ScoreRequest(-1 - place, client, version, private(client), split, details)
+            ScoreRequest(
+                -1 - place, client, version, federation.own_entries(client), split, details
+            )
             for place, client in enumerate(clients)
         )
         # For one model, sending it to a worker does not pay off.
@@ -188,7 +202,7 @@ class Evaluator(Scorer):
             return torch.cat([chunk.float().cpu() for chunk in latents])
 
 
-def _combined(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
+def of_own_models(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
     """Combine the scores of the clients' own models.
 
     ``global`` is the mean over clients of their models' scores on the whole split, with worst and

@@ -79,7 +79,7 @@ class Federation:
         untrained = (*entries.private, *entries.frozen, *entries.buffers)
         self.initial = {name: whole[name] for name in untrained}
 
-        sizes = data.train.rows.lengths().tolist()
+        sizes = data.train.rows.lengths()[: data.clients].tolist()
         layout = layout_of(model, self.state, data.spec.shape, sizes)
         schedule.configure(sizes, seed, self._work)
         tools = replace(tools, sampling=schedule.declarations.client_sampling)
@@ -112,9 +112,18 @@ class Federation:
 
         ``None`` stands for a client that never trained.
         """
-        private = self.clients.private(client) if client is not None else {}
-        # The shared part comes last, to override the initial values of shared entries.
-        return {**self.initial, **private, **self.state}
+        own = self.own_entries(client) if client is not None else {}
+        # In order of precedence: initial entries, then the server's, then the client's.
+        return {**self.initial, **self.state, **own}
+
+    def own_entries(self, client: int) -> State:
+        """Return the entries in which a client's own model differs from the global model."""
+        private, notes = self.clients.private(client), self.clients[client].get("objective", {})
+        if not self.entries.has_own_models:
+            return private
+        received = self.aggregator.broadcast(self.server).get("objective", {})
+        objective = self.aggregator.objective
+        return {**private, **objective.own_entries(self.state, received, notes)}
 
     def requests(
         self, starting: Sequence[Fit], callbacks: CopyCallbacks = tuple

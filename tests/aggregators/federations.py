@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from flsuite import FederatedTrainer
-from flsuite.aggregators import Aggregator, LocalOnly, Rule, Server
+from flsuite.aggregators import Aggregator, FedProto, LocalOnly, Rule, Server
 from flsuite.aggregators.part import ServerTools
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, Dirichlet, FederatedDataModule, Synthetic
@@ -145,7 +145,7 @@ def assert_same_models(a: FederatedTrainer, b: FederatedTrainer) -> None:
     assert a.federation is not None
     assert b.federation is not None
     assert a.round == b.round
-    assert a.federation.state or isinstance(a.aggregator, LocalOnly)
+    assert a.federation.state or isinstance(a.aggregator, (FedProto, LocalOnly))
     for client in [None, *range(a.federation.data.clients)]:
         assert_equal(a.federation.client_state(client), b.federation.client_state(client))
     assert_same_tree(a.federation.server.memory, b.federation.server.memory)

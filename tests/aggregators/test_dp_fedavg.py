@@ -190,9 +190,9 @@ def test_an_empty_cohort_takes_a_step_of_noise_alone() -> None:
 
 @pytest.mark.parametrize(("noise", "quantile"), [(0.0, 0.5), (0.0, 0.9), (1.0, 0.5)])
 def test_the_clip_converges_to_the_quantile(noise: float, quantile: float) -> None:
-    """Norms are 1 to 100; the clip starts far below them."""
-    norms = [float(norm) for norm in range(1, 101)]
-    aggregator = ready(DPFedAvg(0.01, noise_multiplier=noise, quantile=quantile), clients=100)
+    """Norms are 4 to 100; the clip starts far below them."""
+    norms = [float(norm) for norm in range(4, 101, 4)]
+    aggregator = ready(DPFedAvg(0.01, noise_multiplier=noise, quantile=quantile), clients=25)
     clips = []
     for _ in range(120):
         clip = kept(aggregator)["clip"]
@@ -282,12 +282,13 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(
     assert resumed.run.summary.privacy == whole.run.summary.privacy
 
 
+@pytest.mark.long
 def test_engines_agree() -> None:
-    states = [
+    here, there = (
         fit(adaptive(), engine=engine, **POISSON).federation.state
-        for engine in (None, Processes(workers=1), Processes(workers=2))
-    ]
-    assert equal_states(states[0], states[1]) and equal_states(states[0], states[2])
+        for engine in (None, Processes(workers=2))
+    )
+    assert equal_states(here, there)
 
 
 def test_epsilon_is_logged_by_round_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,7 +370,7 @@ def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give either noise_multiplier, or target_epsilon"),
+        ({}, "give either noise_multiplier"),
         ({"noise_multiplier": 1.0, "target_epsilon": 8.0}, "give either"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be at least 0"),
         ({"noise_multiplier": math.nan}, "noise_multiplier must be at least 0"),
@@ -417,8 +418,8 @@ def test_a_target_needs_a_number_of_rounds() -> None:
             {"schedule": Synchronous(2, deadline=1.0, speeds=Stragglers())},
             "needs random cohorts",
         ),
-        ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts, but Asyn"),
-        ({"keep_updates": True}, "keep_updates stores the clients' models unchanged"),
+        ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts"),
+        ({"keep_updates": True}, "keep_updates stores the clients' models"),
     ],
     ids=["size", "availability", "over_selection", "deadline", "asynchronous", "kept"],
 )

@@ -99,11 +99,11 @@ def test_buffers_take_the_plain_mean(make: Make) -> None:
 
 @pytest.mark.parametrize("make", EVERY)
 def test_a_resumed_run_ends_like_one_that_never_stopped(make: Make, tmp_path: Path) -> None:
-    settings = {"schedule": Synchronous(0.75), "max_epochs": 2}
-    whole = run(make(), 4, **settings)
+    settings = {"schedule": Synchronous(0.75)}
+    whole = run(make(), 3, **settings)
     folder = str(tmp_path / "run")
-    run(make(), 2, run_dir=folder, **settings)
-    resumed = federation(make(), 4, run_dir=folder, **settings)
+    run(make(), 1, run_dir=folder, **settings)
+    resumed = federation(make(), 3, run_dir=folder, **settings)
     resumed.fit(table_model(), table_data(), ckpt_path="last")
     assert_same_models(whole, resumed)
 
@@ -117,7 +117,7 @@ def test_failures_processes_and_a_resume_change_nothing(make: Make, tmp_path: Pa
             (1.0, 3.0, 10.0, -1.0, float("inf")), (0.1, 0.5, 1.0, 0.0, 2.0), samples=(2, 1, 3, 1, 1)
         )
 
-    settings = {"schedule": Synchronous(3), "max_epochs": 3}
+    settings = {"schedule": Synchronous(3)}
     whole = run(make(), 6, data(), model=Quadratic(), **settings)
     folder = str(tmp_path / "run")
     run(
@@ -142,7 +142,7 @@ def test_failures_processes_and_a_resume_change_nothing(make: Make, tmp_path: Pa
 @pytest.mark.parametrize("make", SHARING)
 def test_a_round_in_which_all_fail_keeps_the_state(make: Make) -> None:
     trainer = federation(make(), 1)
-    with pytest.raises(FlsuiteError, match="no client can train: client 0 failed before its first"):
+    with pytest.raises(FlsuiteError, match="no client can train: client 0 failed before"):
         trainer.fit(Quadratic(), Quadratics((-1.0, -1.0), MINIMA))
     assert float(trainer.federation.state["w"]) == 0.0
     assert not any(trainer.federation.server.memory.values())
@@ -185,17 +185,6 @@ def test_aggregate_changes_nothing_of_a_round_on_images(make: Make) -> None:
         assert_equal(now.state, then.state)
 
 
-@pytest.mark.parametrize("make", EVERY)
-def test_updates_carry_the_extras_that_the_server_expects(
-    make: Make,
-) -> None:
-    seen = Updates()
-    trainer = run(make(), callbacks=[seen])
-    expected = trainer.federation.uplink.statistics
-    assert seen.all
-    assert all(signature(update.extras) == signature(expected) for update in seen.all)
-
-
 @pytest.mark.parametrize("make", ON_IMAGES)
 def test_methods_on_images_ask_nothing_of_clients(make: Make) -> None:
     """A client sends only its model, and its fit has no callback of the method."""
@@ -208,10 +197,14 @@ def test_methods_on_images_ask_nothing_of_clients(make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", EVERY)
-def test_one_object_serves_several_runs(make: Make) -> None:
+def test_one_object_serves_several_runs_whose_updates_carry_its_extras(make: Make) -> None:
     """An aggregator contains only settings. The run keeps the state."""
-    algorithm = make()
-    assert_same_models(run(algorithm), run(algorithm))
+    algorithm, seen = make(), Updates()
+    first, second = run(algorithm, callbacks=[seen]), run(algorithm)
+    assert_same_models(first, second)
+    expected = first.federation.uplink.statistics
+    assert seen.all
+    assert all(signature(update.extras) == signature(expected) for update in seen.all)
 
 
 @pytest.mark.parametrize("make", [make for make in EVERY if make is not FisherMerge])

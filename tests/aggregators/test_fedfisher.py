@@ -314,11 +314,7 @@ def test_kfac_names_the_layer_that_it_does_not_cover() -> None:
     layout = StateLayout(
         ("0.weight", "network.1.weight"), 2, outside_layers={"network.1": "BatchNorm2d"}
     )
-    expected = (
-        r"K-FAC covers Linear and Conv2d; network.1 \(BatchNorm2d\) is neither: remove it, or use "
-        "diag"
-    )
-    with pytest.raises(FlsuiteError, match=expected):
+    with pytest.raises(FlsuiteError, match=r"network.1 \(BatchNorm2d\) .* use diag"):
         FedFisher().prepare(server_of({}, layout))
     FedFisher("diag").prepare(server_of({}, layout))
     with pytest.raises(FlsuiteError, match="w is of neither"):

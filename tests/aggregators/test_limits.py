@@ -56,7 +56,7 @@ def model() -> Classifier:
     return Classifier(Normalised(), optimizer=partial(SGD, lr=LR), private=[PRIVATE])
 
 
-def ended(aggregator: Aggregator, rounds: int = 3, **kwargs: Any) -> FederatedTrainer:
+def ended(aggregator: Aggregator, rounds: int = 2, **kwargs: Any) -> FederatedTrainer:
     settings = {"schedule": Synchronous(0.75), "max_epochs": 2, **kwargs}
     made = federation(aggregator, rounds, **settings)
     made.fit(model(), table_data())
@@ -101,7 +101,7 @@ def test_a_gaussian_mechanism_without_noise_and_limit_changes_nothing(name: str)
 
 def test_no_noise_covers_control_variates() -> None:
     silent = [GaussianMechanism(clip=math.inf, noise_multiplier=0.0)]
-    with pytest.raises(FlsuiteError, match="GaussianMechanism needs only changes, but Control"):
+    with pytest.raises(FlsuiteError, match="GaussianMechanism needs only changes"):
         ended(SCAFFOLD(transforms=silent), batchnorm="local")
 
 
@@ -144,7 +144,7 @@ def test_the_other_parts_do_not_enter_the_guarantee(parts: dict[str, Any]) -> No
         rows = made.run.folder.table.rows
         return [row.value for row in rows if (row.scope, row.metric) == ("global", "epsilon")]
 
-    assert len(spent()) == 3
+    assert len(spent()) == 2
     assert spent(**parts) == spent()
 
 
@@ -211,8 +211,9 @@ def _corrected_step(net: Any, features: Tensor, labels: Tensor, c: State, own: S
 
 
 def test_scaffold_is_its_algorithm_in_plain_torch() -> None:
+    torch.set_num_threads(1)  # like the engine: two threads add in another order
     seen = Cohorts()
-    made = ended(SCAFFOLD(), callbacks=[seen])
+    made = ended(SCAFFOLD(), rounds=3, callbacks=[seen])
     assert len(seen.all) == 3 and all(len(cohort) == 3 for cohort in seen.all)
     expected = scaffold(seen.all)
     assert expected.keys() == made.federation.state.keys()

@@ -1,6 +1,7 @@
 """OTFusion against permuted copies, whose alignment is known, and FedAvg."""
 
 import copy
+import re
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -155,9 +156,8 @@ def test_it_refuses_a_pivot_that_is_none(pivot: Any) -> None:
 def test_it_refuses_models_without_a_chain_and_clients_that_do_not_exist() -> None:
     reason = "Block has a skip connection (network.1)"
     layout = StateLayout((), 3, no_chain=reason)
-    with pytest.raises(FlsuiteError) as caught:
+    with pytest.raises(FlsuiteError, match=re.escape(reason)):
         OTFusion().prepare(server_of({}, layout))
-    assert str(caught.value) == f"OTFusion needs a chain of Conv2d and Linear; {reason}"
 
     layout = replace(chain_layout(random_net("linear")), clients=3)
     with pytest.raises(FlsuiteError, match="below the number of clients, 3, got 3"):
@@ -166,9 +166,7 @@ def test_it_refuses_models_without_a_chain_and_clients_that_do_not_exist() -> No
 
 def test_a_layer_that_reads_a_part_of_the_layer_before_is_named() -> None:
     layer = Layer("network.3", "conv2d", False)
-    with pytest.raises(
-        FlsuiteError, match=r"network\.3 reads 2 columns, but the layer before has 4"
-    ):
+    with pytest.raises(FlsuiteError, match=r"network\.3 reads 2 columns"):
         move_inputs(torch.zeros(4, 2, 3, 3), layer, assign(torch.eye(4, dtype=torch.float64)))
 
 

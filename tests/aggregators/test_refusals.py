@@ -91,9 +91,7 @@ private = partial(DPFedAvg, noise_multiplier=1.0, delta=1e-5)
 
 
 def test_a_change_must_not_grow_after_a_mechanism_has_clipped_it() -> None:
-    with pytest.raises(
-        FlsuiteError, match=r"GaussianMechanism needs dense changes, but Tenfold is undone"
-    ):
+    with pytest.raises(FlsuiteError, match=r"GaussianMechanism needs dense changes"):
         run(private(transforms=[Tenfold()]), batchnorm="local")
     run(private(transforms=[ClipUpdates(2.0)]), rounds=1, batchnorm="local")
 
@@ -148,7 +146,7 @@ def test_a_rule_that_returns_no_whole_model(returns_none: bool, fault: str) -> N
     ],
 )
 def test_an_argument_that_would_do_nothing_is_refused(make: Any) -> None:
-    with pytest.raises(FlsuiteError, match=r"^(FedAvg|SCAFFOLD|FedBuff): .*(weighting|lr|eta)"):
+    with pytest.raises(FlsuiteError, match=r"^\w+: .*(weighting|lr|eta)"):
         make()
     SCAFFOLD(rule=CoordinateMedian())
 
@@ -165,7 +163,7 @@ def test_a_weight_that_is_none_is_refused(weight: Any) -> None:
         def weight(self, update: ClientUpdate) -> float:
             return weight
 
-    with pytest.raises(FlsuiteError, match="Weighs: the weight of client 0 must be a finite"):
+    with pytest.raises(FlsuiteError, match="Weighs: the weight of client 0"):
         run(Aggregator(Weighs()))
 
 

@@ -220,7 +220,7 @@ def test_the_alpha_with_the_better_score_is_taken_the_first_of_equals() -> None:
 
 def test_without_a_score_alpha_must_be_set() -> None:
     tools = ServerTools(missing={"score": "the server has no samples"})
-    expected = r"RegMean picks alpha by its score .*set alpha.*, and the server has no samples"
+    expected = r"RegMean picks alpha .*set alpha"
     with pytest.raises(FlsuiteError, match=expected):
         RegMean().prepare(server_of({}, LINEAR, tools=tools))
 

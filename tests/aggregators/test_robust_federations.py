@@ -27,7 +27,7 @@ from flsuite.aggregators import (
     TrimmedMean,
 )
 from flsuite.client.lr_decay import ExponentialDecay
-from flsuite.commands.main import main
+from flsuite.commands.fit import build
 from flsuite.data import FederatedDataModule
 from flsuite.engines import Processes
 from flsuite.errors import FederationError
@@ -47,9 +47,9 @@ from tests.aggregators.federations import (
     table_data,
     table_model,
 )
+from tests.commands.command import QUICKSTART, refused
 from tests.conftest import classifier, digits, mostly_long
 
-ROOT = Path(__file__).parents[2]
 RULES: dict[str, Callable[[], Rule]] = {
     "median": CoordinateMedian,
     "trimmed": lambda: TrimmedMean(1),
@@ -75,11 +75,11 @@ def table(samples: int = 20) -> FederatedDataModule:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_resumed_run_ends_like_one_that_never_stopped(name: str, tmp_path: Path) -> None:
-    settings = {"schedule": Synchronous(0.75), "max_epochs": 2}
-    whole = run(RULES[name](), 4, table(), **settings)
+    settings = {"schedule": Synchronous(0.75)}
+    whole = run(RULES[name](), 3, table(), **settings)
     folder = str(tmp_path / "run")
-    run(RULES[name](), 2, table(), run_dir=folder, **settings)
-    resumed = federation(RULES[name](), 4, run_dir=folder, **settings)
+    run(RULES[name](), 1, table(), run_dir=folder, **settings)
+    resumed = federation(RULES[name](), 3, run_dir=folder, **settings)
     resumed.fit(table_model(), table(), ckpt_path="last")
     assert_same_models(whole, resumed)
     assert bool(whole.federation.server.memory["rule"]) == (name in ("centered", "bucketing"))
@@ -105,15 +105,15 @@ def test_the_number_of_threads_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("rule", "schedule", "message"),
     [
-        (Krum(1), None, "Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, but there"),
-        (TrimmedMean(1), Synchronous(2), "TrimmedMean needs more than 2 b = 2 updates for b = 1"),
-        (Bucketing(Krum(0), 2), None, "Bucketing makes 2 buckets of 4 updates, and Krum needs"),
+        (Krum(1), None, "Krum needs more than 2 f + 2 = 4 updates"),
+        (TrimmedMean(1), Synchronous(2), "TrimmedMean needs more than 2 b = 2 updates"),
+        (Bucketing(Krum(0), 2), None, "Bucketing makes 2 buckets of 4 updates"),
         (
             Krum(0),
             POISSON,
-            "Krum needs a cohort of known size, but Synchronous draws cohorts of any",
+            "Krum needs a cohort of known size",
         ),
-        (Bucketing(Krum(0)), POISSON, "Bucketing needs a cohort of known size, but Synchronous"),
+        (Bucketing(Krum(0)), POISSON, "Bucketing needs a cohort of known size"),
     ],
     ids=["krum", "trimmed", "buckets", "poisson", "poisson_buckets"],
 )
@@ -158,18 +158,13 @@ def test_a_round_with_too_many_failures_is_refused_by_the_rule(tmp_path: Path) -
     """Two of five clients fail, and Krum with one attacker needs five."""
     data = Quadratics((1.0, 2.0, 3.0, -1.0, -1.0), (0.1, 0.2, 0.3, 0.0, 0.0))
     trainer = federation(Krum(1), 3, run_dir=str(tmp_path / "run"))
-    with pytest.raises(FederationError) as refusal:
+    with pytest.raises(FederationError, match=r"^round 1: .* there are 3; lower byzantine"):
         trainer.fit(Quadratic(), data)
-    assert str(refusal.value) == (
-        "round 1: Krum needs more than 2 f + 2 = 4 updates for f = 1 attackers, but there are 3; "
-        "lower byzantine to at most 0, or let more clients train per round; the state of round 0 "
-        "is kept"
-    )
     assert float(trainer.federation.state["w"]) == 0.0
 
 
 def test_a_secure_sum_hides_what_a_rule_needs() -> None:
-    with pytest.raises(FlsuiteError, match="CoordinateMedian needs each update, but PairwiseMasks"):
+    with pytest.raises(FlsuiteError, match="CoordinateMedian needs each update"):
         run(CoordinateMedian(), 1, secure_sum=PairwiseMasks())
 
 
@@ -226,7 +221,7 @@ def test_fltrust_learns() -> None:
 @pytest.mark.parametrize(
     ("model", "samples", "message"),
     [
-        (table_model, 0, "FLTrust trains on the server's own samples, and the server has no sam"),
+        (table_model, 0, "FLTrust trains on the server's own samples"),
         (lambda: FusedSpaceFed(latent_dim=4), 50, "has no whole FusedSpaceFed, because clients"),
     ],
 )
@@ -245,7 +240,7 @@ def test_a_failure_of_the_servers_fit_is_named() -> None:
     trainer = federation(FLTrust(), 1)
     run_ = trainer.prepare(Quadratic(), data)
     run_.federation.data.server.x[:] = -1.0
-    with pytest.raises(FederationError, match="round 1: the server's own training failed: Runtime"):
+    with pytest.raises(FederationError, match="round 1: the server's own training failed"):
         run_.federation.server.tools.train(run_.federation.state, 1)
 
 
@@ -270,22 +265,14 @@ def test_the_command_knows_the_rules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    short = ["--trainer.rounds", "1", "--trainer.max_epochs", "1", "--run_dir", "run"]
-    quick = ["fit", "--config", str(ROOT / "configs" / "quickstart.yaml"), *short]
+    fit = ["--config", QUICKSTART, "--run_dir", "run"]
     choose = "--trainer.aggregator"
     for name in ("rule", "aggregator"):
         bucketing = [choose, "Bucketing", f"{choose}.{name}", "Krum", f"{choose}.size", "2"]
-        with pytest.raises(SystemExit) as exit:
-            main([*quick[:-1], name, *bucketing, f"{choose}.{name}.byzantine", "0.2"])
-        assert exit.value.code == 0
-    files = [tmp_path / name / "checkpoints" / "last.ckpt" for name in ("rule", "aggregator")]
-    one, other = (torch.load(file, weights_only=True)["federation"]["state"] for file in files)
-    assert_equal(one, other)
+        made = build([*fit, *bucketing, f"{choose}.{name}.byzantine", "0.2"])[0]
+        assert isinstance(made.aggregator, Bucketing)
+        inner = made.aggregator.rule or made.aggregator.aggregator
+        assert (inner, made.aggregator.size) == (Krum(0.2), 2)
 
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exit:
-        main([*quick[:-1], "other", choose, "Krum", f"{choose}.byzantine", "4"])
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count("\n") == 1
-    assert "Krum needs more than 2 f + 2 = 10 updates for f = 4 attackers, but there" in error
-    assert not (tmp_path / "other").exists()
+    line = refused(capsys, "fit", *fit, choose, "Krum", f"{choose}.byzantine", "4")
+    assert "Krum needs more than 2 f + 2 = 10 updates" in line

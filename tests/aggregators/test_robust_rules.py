@@ -2,10 +2,9 @@
 
 import copy
 import itertools
-import logging
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,120 +14,40 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from flsuite import FlsuiteError
 from flsuite.aggregators import (
     Aggregator,
     Bucketing,
     CenteredClipping,
-    CohortRule,
     CoordinateMedian,
     FedAvg,
     FedBuff,
     FLTrust,
-    GaussianMechanism,
     GeometricMedian,
     Krum,
-    LinearRule,
     Mean,
-    MixedMean,
-    Mixing,
     MultiKrum,
     NormClipping,
     Rule,
-    Server,
-    Statistic,
     TrimmedMean,
 )
-from flsuite.aggregators.part import Named, ServerTools, refuse_conflicts
-from flsuite.aggregators.rules.robust.base import number_of
+from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.robust.vectors import Vectors
-from flsuite.errors import FederationError
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Tree, clone, divided
-from tests.aggregators.federations import ServerHalf, configured, server_of
+from flsuite.messages import ClientContext
+from flsuite.state import State, StateLayout, clone
+from tests.aggregators.robust import (
+    INF,
+    RULES,
+    cloud,
+    every_rule,
+    folded,
+    half,
+    models,
+    numbers,
+    sent,
+    stale,
+    trusting,
+)
 from tests.aggregators.stale_updates import assert_same_bits, late
-
-INF = float("inf")
-
-
-def numbers(*values: float) -> Tensor:
-    return torch.tensor(values)
-
-
-def sent(rows: Sequence[Sequence[float]] | Tensor, samples: Sequence[int] = ()) -> list[Any]:
-    """Return an update per row, whose model is one vector ``w``."""
-    counts = samples or [1] * len(rows)
-    vectors = torch.as_tensor(rows, dtype=torch.float32)
-    return [late(k, {"w": row.clone()}, counts[k]) for k, row in enumerate(vectors)]
-
-
-def half(rule: Aggregator | Rule, tools: ServerTools | None = None, **fields: Any) -> ServerHalf:
-    return configured(rule, "w", clients=9, tools=tools or ServerTools(seed=5), **fields)
-
-
-def folded(
-    rule: Aggregator | Rule,
-    updates: Sequence[ClientUpdate],
-    start: State | None = None,
-    tools: ServerTools | None = None,
-    **fields: Any,
-) -> State:
-    start = {"w": torch.zeros_like(updates[0].state["w"])} if start is None else start
-    return half(rule, tools, **fields).aggregate(start, updates)
-
-
-def cloud(clients: int, size: int = 6, seed: int = 0) -> Tensor:
-    return torch.randn(clients, size, generator=torch.Generator().manual_seed(seed))
-
-
-def models(clients: int = 9) -> tuple[State, list[ClientUpdate]]:
-    """Return a global state with a BatchNorm-like buffer and a counter, and clients' updates."""
-    generator = torch.Generator().manual_seed(1)
-
-    def state(count: int) -> State:
-        return {
-            "w": torch.randn(4, 3, generator=generator),
-            "variance": torch.rand(5, generator=generator) + 0.1,
-            "count": torch.tensor(count),
-        }
-
-    return state(1), [late(k, state(10 + k), k % 4 + 1) for k in range(clients)]
-
-
-def stale(dtype: torch.dtype, grid: float = 64.0) -> tuple[State, list[ClientUpdate]]:
-    """Return the same with every other client late, on a grid, so that no change is rounded."""
-
-    def coarse(state: State) -> State:
-        return {
-            k: (v * grid).round().to(dtype) / grid if v.is_floating_point() else v
-            for k, v in state.items()
-        }
-
-    start, updates = models()
-    bases = [coarse(each.state) for each in models(20)[1][9:]]
-    updates = [replace(each, state=coarse(each.state)) for each in updates]
-    for each in updates[::2]:
-        each.staleness, each.base = each.client // 4 + 1, bases[each.client]
-    return coarse(start), updates
-
-
-def trusting(trained: State) -> ServerTools:
-    return ServerTools(seed=5, train=lambda *_: trained)
-
-
-RULES: dict[str, Callable[[], Rule]] = {
-    "median": CoordinateMedian,
-    "trimmed": lambda: TrimmedMean(0.3),
-    "krum": lambda: Krum(2),
-    "multi_krum": lambda: MultiKrum(2),
-    "geometric": GeometricMedian,
-    "norm": NormClipping,
-    "centered": lambda: CenteredClipping(iterations=2),
-    "bucketing": lambda: Bucketing(MultiKrum(1)),
-    "fltrust": FLTrust,
-}
-every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-
 
 # Breakdown points: eleven clients near 1 (or -1), and some that send a million
 
@@ -200,12 +119,6 @@ def test_a_clipped_attacker_moves_the_model_by_its_share_of_the_radius(
         moved[3] = size
         distance = (folded(make(), sent(moved))["w"] - clean).norm().item()
         assert distance <= (0.5 + rows[3].norm().item()) / 10 + 1e-6
-
-
-def test_bucketing_withstands_as_many_buckets_as_attackers() -> None:
-    for bad, is_far in ((2, False), (6, True)):
-        new = worst(Bucketing(CoordinateMedian(), 2), bad, total=12)
-        assert (new > 1e4) == is_far
 
 
 def test_huge_numbers_do_not_overflow() -> None:
@@ -475,7 +388,7 @@ def test_fltrust_without_any_trust_keeps_the_model(caplog: pytest.LogCaptureFixt
     updates = [late(k, {"w": start["w"] - 1.0}) for k in range(3)]
     tools = trusting({"w": start["w"] + 1.0})
     assert_same_bits(folded(FLTrust(), updates, start, tools), start)
-    assert "round 1: FLTrust trusts no client; the model stays" in caplog.text
+    assert "round 1: FLTrust trusts no client" in caplog.text
     # A server that has not moved has no direction.
     assert_same_bits(folded(FLTrust(), updates, start, trusting(start)), start)
 
@@ -568,252 +481,7 @@ def test_every_rule_takes_late_clients_as_if_they_had_just_started(
     assert_same_bits(folded(make(), updates, start, tools), folded(make(), fresh, start, tools))
 
 
-# Buckets
-
-
-class Averaging(LinearRule):
-    """The mean of a statistic, as the model."""
-
-    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        return {"own": Statistic({"w": state["w"], "number": 0.0})}
-
-    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
-        return {"n": update.samples, "own": update.extras["own"]["w"].double() * update.samples}
-
-    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
-        return {**server.state, "w": divided(sums, sums["n"])["own"]}
-
-
-class Choosing(CohortRule):
-    """Takes the model of the client with the largest statistic, which no mean has."""
-
-    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        return {"own": Statistic({"w": state["w"], "number": 0.0}, is_sum=False)}
-
-    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
-        return max(updates, key=lambda update: float(update.extras["own"]["number"])).state
-
-
-INNER: dict[str, Callable[[], Rule]] = {
-    **RULES,
-    "mean": Mean,
-    "buffer": lambda: Mean("uniform", normalize="weights", rate=0.5),
-    "mixing": lambda: Mixing(0.4),
-    "mixed_mean": MixedMean,
-    "statistics": Averaging,
-    "no_sums": Choosing,
-}
-
-
-def with_statistics(updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
-    """Return new updates that send a statistic."""
-    rows = cloud(len(updates), 12, seed=4).view(-1, 4, 3)
-    extras = [{"own": {"w": row, "number": float(row[0, 0])}} for row in rows]
-    return [
-        replace(each, extras=own, metrics={}) for each, own in zip(updates, extras, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("name", INNER)
-def test_buckets_of_one_client_change_nothing(name: str) -> None:
-    start, updates = stale(torch.float32, 1e6)
-    results = []
-    for rule in (INNER[name](), Bucketing(INNER[name](), 1)):
-        sent, tools = with_statistics(updates), trusting({"w": start["w"] + 0.5})
-        server = half(rule, tools)
-        new = server.aggregate(start, sent)
-        metrics = [dict(each.metrics) for each in sent]
-        results.append((new, metrics, server.metrics, server.memory["rule"]))
-    (new, metrics, of_round, kept), (other, others, of_other, other_kept) = results
-    assert_same_bits(new, other)
-    assert of_round == of_other and kept.keys() == other_kept.keys()
-    for client, (one, two) in enumerate(zip(metrics, others, strict=True)):
-        assert two == (one if name == "bucketing" else {**one, "bucket": float(client)})
-
-
-def test_a_mean_of_even_buckets_is_the_mean() -> None:
-    updates = sent(cloud(8), samples=[1, 2, 3, 4, 5, 6, 7, 8])
-    mean = folded(Mean("uniform"), updates)
-    torch.testing.assert_close(folded(Bucketing(Mean("uniform")), updates), mean)
-    buckets = folded(Bucketing(Mean(), 2), updates)
-    assert not torch.equal(buckets["w"], mean["w"]), "a bucket has the samples of its members"
-
-
-def test_the_statistics_of_a_bucket_are_the_mean_by_samples() -> None:
-    start, updates = models(7)
-    updates = with_statistics(updates)
-    expected = folded(Averaging(), updates, start)
-    for size in (2, 3, 7):
-        new = folded(Bucketing(Averaging(), size), updates, start)
-        torch.testing.assert_close(new["w"], expected["w"])
-
-
-def test_a_rule_that_needs_statistics_of_every_client_is_refused_in_buckets() -> None:
-    start, _ = models()
-    server = server_of(start, StateLayout(("w",), 9))
-    Bucketing(Choosing(), 1).prepare(server)
-    with pytest.raises(FlsuiteError, match=r"^Bucketing: Choosing needs every client's own own"):
-        Bucketing(Choosing(), 2).prepare(server)
-
-
-def test_a_late_bucket_is_as_late_as_its_latest_member() -> None:
-    """One bucket of all: its change counts by that staleness."""
-    start, updates = stale(torch.float64)
-    mean = folded(Mean("uniform", "constant"), updates, start)["w"]
-    new = folded(Bucketing(Mean("uniform", "hyperbolic"), 9), updates, start)["w"]
-    damped = folded(
-        Mean("uniform", "hyperbolic"), [late(0, {**start, "w": mean}, staleness=3)], start
-    )["w"]
-    torch.testing.assert_close(new, damped, rtol=0, atol=1e-14)
-
-
-def test_an_attacker_may_claim_any_number_of_classes() -> None:
-    updates = sent(cloud(4))
-    updates[2].class_counts = torch.arange(7)
-    folded(Bucketing(CoordinateMedian()), updates)
-
-
-def test_the_older_name_of_the_rule_is_read() -> None:
-    updates = sent(cloud(9))
-    new, old = (folded(b, updates) for b in (Bucketing(Krum(1)), Bucketing(aggregator=Krum(1))))
-    assert_same_bits(new, old)
-    for both in (Bucketing, lambda: Bucketing(Krum(), aggregator=Krum())):
-        with pytest.raises(FlsuiteError, match="exactly one of rule and aggregator"):
-            both()
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("make", "enough", "message"),
-    [
-        (
-            lambda: Krum(2),
-            7,
-            "Krum needs more than 2 f + 2 = 6 updates for f = 2 attackers, but there are 6; lower "
-            "byzantine to at most 1, or let more clients train per round",
-        ),
-        (lambda: MultiKrum(0, 4), 4, "MultiKrum needs the 4 updates that it selects, but there"),
-        (
-            lambda: Krum(0),
-            3,
-            "Krum needs more than 2 f + 2 = 2 updates for f = 0 attackers, but there are 2; let "
-            "more clients train per round",
-        ),
-        (lambda: TrimmedMean(2), 5, "TrimmedMean needs more than 2 b = 4 updates for b = 2, but"),
-        (
-            lambda: Bucketing(Krum(1), 2),
-            9,
-            "Bucketing makes 4 buckets of 8 updates, and Krum needs more than 2 f + 2 = 4 updates "
-            "for f = 1 attackers, but there are 4; lower byzantine to at most 0",
-        ),
-    ],
-)
-def test_too_few_updates_are_refused(
-    make: Callable[[], CohortRule], enough: int, message: str
-) -> None:
-    rule = make()
-    assert rule.too_few(enough) is None
-    assert message in str(rule.too_few(enough - 1)) and "\n" not in str(rule.too_few(enough - 1))
-    folded(make(), sent(cloud(enough)))
-    with pytest.raises(
-        FederationError, match=r"^round 1: .* the state of round 0 is kept$"
-    ) as error:
-        folded(make(), sent(cloud(enough - 1)))
-    assert message in str(error.value)
-
-
-def test_a_rule_that_counts_clients_needs_a_cohort_of_known_size() -> None:
-    size = "a cohort of known size"
-    for rule in (
-        Krum(0),
-        MultiKrum(0.1),
-        TrimmedMean(1),
-        Bucketing(Krum()),
-        Bucketing(Bucketing(Krum())),
-    ):
-        assert rule.needs == {"each update", size}
-    for rule in (
-        TrimmedMean(0.4),
-        TrimmedMean(0),
-        CoordinateMedian(),
-        Bucketing(Mean()),
-        FLTrust(),
-    ):
-        assert rule.needs == {"each update"}
-
-
-@every_rule
-def test_noise_on_a_sum_does_not_cover_a_rule(make: Callable[[], Rule]) -> None:
-    parts = [Named("one", GaussianMechanism(noise_multiplier=1.0)), Named("other", make())]
-    with pytest.raises(FlsuiteError, match=r"^GaussianMechanism needs a plain sum, but [A-Z]"):
-        refuse_conflicts(parts)
-
-
-def test_a_share_of_attackers_is_rounded_down() -> None:
-    assert [number_of(0.3, n) for n in (3, 9, 10, 30)] == [0, 2, 3, 9]
-    assert number_of(2, 5) == 2 and TrimmedMean(0.49).too_few(1) is None
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Krum(-1),
-        lambda: Krum(0.5),
-        lambda: Krum(True),
-        lambda: TrimmedMean(-0.1),
-        lambda: TrimmedMean(1.0),
-        lambda: MultiKrum(1, 0),
-        lambda: GeometricMedian(0),
-        lambda: GeometricMedian(smoothing=0.0),
-        lambda: GeometricMedian(tolerance=-1.0),
-        lambda: GeometricMedian(weighting="size"),
-        lambda: NormClipping(0.0),
-        lambda: NormClipping(float("nan")),
-        lambda: NormClipping(weighting="size"),
-        lambda: CenteredClipping(-1.0),
-        lambda: CenteredClipping(iterations=0),
-        lambda: CenteredClipping(centre="mean"),
-        lambda: Bucketing(FedAvg()),
-        lambda: Bucketing(CoordinateMedian(), 0),
-        lambda: Bucketing(),
-    ],
-)
-def test_a_bad_argument_is_one_line(make: Callable[[], Rule]) -> None:
-    with pytest.raises(FlsuiteError, match=r"^[A-Za-z]+: [^\n]* must be [^\n]*$"):
-        make()
-
-
-# The log
-
-
-def test_who_is_left_out_is_named_with_the_rule(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "flsuite")
-    rows = 0.1 * cloud(7)
-    rows[[2, 5]] = 50.0
-    folded(MultiKrum(2), sent(rows))
-    folded(NormClipping(1.0), sent(rows))
-    folded(CenteredClipping(1.0), sent(rows))
-    folded(FLTrust(), sent(rows), tools=trusting({"w": -torch.ones(6)}))
-    assert "round 1: MultiKrum left out clients 2, 5\n" in caplog.text
-    assert "round 1: NormClipping clipped clients 2, 5\n" in caplog.text
-    assert "round 1: CenteredClipping clipped clients 2, 5\n" in caplog.text
-    assert "FLTrust left out clients" in caplog.text
-    folded(Krum(0), sent(0.1 * cloud(40)))
-    assert "0, 1, 2" in caplog.text and "and 19 more" in caplog.text
-
-
-def test_the_members_of_a_bucket_share_its_numbers() -> None:
-    updates = sent(cloud(9))
-    folded(Bucketing(MultiKrum(1), 2), updates)
-    buckets: dict[float, list[dict[str, float]]] = {}
-    for each in updates:
-        buckets.setdefault(each.metrics["bucket"], []).append(each.metrics)
-    assert sorted(map(len, buckets.values())) == [1, 2, 2, 2, 2]
-    assert all(one == other for group in buckets.values() for one in group for other in group)
-    assert sum(u.metrics["weight"] for u in updates) == pytest.approx(1.0)
-    first = [u.metrics["bucket"] for u in updates]
-    again = [replace(u, metrics={}) for u in updates]
-    folded(Bucketing(MultiKrum(1), 2), again, round=2)
-    assert [u.metrics["bucket"] for u in again] != first, "drawn anew in each round"
+def test_bucketing_withstands_as_many_buckets_as_attackers() -> None:
+    for bad, is_far in ((2, False), (6, True)):
+        new = worst(Bucketing(CoordinateMedian(), 2), bad, total=12)
+        assert (new > 1e4) == is_far

@@ -20,12 +20,20 @@ class Objective(Part):
         """Return the callbacks of the client half."""
         return []
 
-    def broadcast(self, server: Server) -> dict[str, Any]:
-        """Return what every client of the round receives as ``client.received``."""
-        return {}
-
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         """Return the statistics that every client sends, by name. All of them are summed."""
+        return {}
+
+    def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
+        """Return the entries in which a client's own model differs from the global model.
+
+        Overridden by algorithms whose clients predict with a model of their own.
+
+        Args:
+            state: The shared part of the global model. It must not be changed.
+            received: What :meth:`broadcast` sends with it.
+            memory: The client's notes. Empty before its first fit.
+        """
         return {}
 
     def conclude(self, server: Server, means: Tree, updates: int) -> None:

@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
 
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
@@ -21,6 +22,7 @@ from flsuite.aggregators.rules.mean import Weighting
 from flsuite.arguments import NonNegativeFloat, PositiveInt, Range, Settings
 from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
+from flsuite.lightning_internals import skips_step
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import (
     Estimator,
@@ -189,17 +191,20 @@ class FisherAveraging(FisherMean):
         estimator: ``exact`` is the mean over samples of the squared gradients. ``batch`` is the
             mean over batches of the squared gradient of the batch mean, about ``exact`` divided by
             the batch size. The factor cancels unless clients have fewer samples than a batch.
+            ``training`` is the mean over the steps of the fit of the squared gradient of the
+            training loss, before clipping. It needs no pass after the fit and no
+            ``log_likelihood``, but includes all terms of that loss, at the weights on the way.
         damping: Sum of the Fishers up to which a parameter takes FedAvg's value, because no
             client's data determines it and the mean would be a quotient of rounding errors. It is
             in units of the Fisher, so smaller for ``batch``.
         by_samples: Whether to weight by ``n_k F_k``, the precision of the posterior after n_k
             samples, instead of ``F_k``.
-        batches: Maximum number of batches of the pass. Default: an epoch.
+        batches: Maximum number of batches of the pass after the fit. Default: an epoch.
         weighting: See FedAvg, for all other parameters.
     """
 
     groups: _Groups = ("flow",)
-    estimator: Estimator = "exact"
+    estimator: Estimator | Literal["training"] = "exact"
     damping: NonNegativeFloat = 1e-12
     by_samples: bool = False
     batches: PositiveInt | None = None
@@ -207,6 +212,8 @@ class FisherAveraging(FisherMean):
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         names = self._names(client.layout)
+        if self.estimator == "training":
+            return [_TrainingGradients(client, names)]
         return [_EmpiricalPass(client, names, self.estimator, self.batches)]
 
     def least(self, clients: float) -> float:
@@ -303,6 +310,37 @@ class _EmpiricalPass(Callback):
         with measuring(pl_module):
             fisher = clone(fisher_diagonal(pl_module, self.names, batches, self.estimator))
 
+        self.client.extras["fisher"] = fisher
+        self.client.metrics["fisher_mass"] = _mass(fisher)
+
+
+class _TrainingGradients(Callback):
+    """The client half without a pass: the squared gradients of the fit's own steps."""
+
+    def __init__(self, client: ClientContext, names: Sequence[str]) -> None:
+        self.client = client
+        self.names = frozenset(names)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Tied weights are sent under each of their names.
+        named = pl_module.named_parameters(remove_duplicate=False)
+        self.own = {name: p for name, p in named if name in self.names}
+        self.sums = {k: torch.zeros_like(p, dtype=torch.float32) for k, p in self.own.items()}
+        self.steps = 0
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        if skips_step(trainer, optimizer):
+            return
+        stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = {k: p.grad for k, p in self.own.items() if id(p) in stepping and p.grad is not None}
+        for name, gradient in own.items():
+            self.sums[name] += gradient.detach().float().square()
+        self.steps += bool(own)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        fisher = clone({name: total / max(self.steps, 1) for name, total in self.sums.items()})
         self.client.extras["fisher"] = fisher
         self.client.metrics["fisher_mass"] = _mass(fisher)
 

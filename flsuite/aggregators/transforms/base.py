@@ -79,10 +79,6 @@ class Transform(Part, ABC):
         elif "template" in own:
             cls.withholds = {"only changes": "sends more than the change, which no noise covers"}
 
-    def broadcast(self, server: Server) -> dict[str, Any]:
-        """Return what every client of the round receives for this transform."""
-        return {}
-
     @abstractmethod
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         """Return what a client passes on.

@@ -7,10 +7,12 @@ from torch import nn
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.models.backbones.base import (
     Backbone,
+    Norm,
     TwoWidths,
     Widths,
     dense_layers,
     image_shape,
+    make_norm,
 )
 
 
@@ -29,12 +31,14 @@ class CNN(Backbone, Settings):
         padding: Whether the convolutions keep the image's size. With padding, an image has at least
             4 pixels per side, without padding 16.
         channels: Channels of the two convolutions.
+        norm: What follows each convolution: ``batch``, ``group`` (32 groups at most) or ``none``.
     """
 
     bias: bool = True
     hidden: Widths = (512,)
     padding: bool = True
     channels: TwoWidths = (32, 64)
+    norm: Norm = "none"
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from ``(n, channels, height, width)`` to ``(n, outputs)``."""
@@ -45,11 +49,9 @@ class CNN(Backbone, Settings):
         # quarter of the values.
         layers: list[nn.Module] = []
         for maps in self.channels:
-            layers += [
-                nn.Conv2d(channels, maps, 5, padding=pad, bias=self.bias),
-                nn.MaxPool2d(2),
-                nn.ReLU(inplace=True),
-            ]
+            convolution = nn.Conv2d(channels, maps, 5, padding=pad, bias=self.bias)
+            norm = [] if self.norm == "none" else [make_norm(self.norm, maps)]
+            layers += [convolution, *norm, nn.MaxPool2d(2), nn.ReLU(inplace=True)]
             channels, height, width = maps, (height + 2 * pad - 4) // 2, (width + 2 * pad - 4) // 2
 
         dense = dense_layers(channels * height * width, self.hidden, outputs, self.bias)

@@ -1,0 +1,106 @@
+"""FedDyn: Acar et al. 2021, algorithm 1.
+
+Federated Learning Based on Dynamic Regularization, arXiv:2111.04263.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.part import Server
+from flsuite.aggregators.rules import Mean, Weighting
+from flsuite.aggregators.rules.base import withheld_by
+from flsuite.arguments import PositiveFloat, Settings
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.state import State, Tree, clone
+
+
+class FedDyn(Aggregator):
+    """Each client's loss is corrected, so that its minimum becomes the federation's.
+
+    Client k minimizes ``F_k(w) - <g_k, w> + alpha / 2 ||w - w_t||^2`` (line 4), and then sets
+    ``g_k <- g_k - alpha (w_k - w_t)``. The server sets ``h <- h - alpha / N sum_k (w_k - w_t)``
+    with all N clients, and moves to ``mean(w_k) - h / alpha``. Both start at zero. The mean is not
+    weighted by samples. The bytes are those of FedAvg.
+
+    Many local steps need weight decay or ``trainer.gradient_clip_val`` to be stable.
+
+    Args:
+        alpha: Weight of the regularizer.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
+    """
+
+    def __init__(self, alpha: PositiveFloat = 0.1, **kwargs: Any) -> None:
+        self.alpha = alpha
+        super().__init__(rule=DynamicMean(alpha=alpha), objective=Dynamic(alpha), **kwargs)
+
+
+@dataclass(frozen=True)
+class Dynamic(Objective, Settings):
+    """The dynamic regularizer.
+
+    Args:
+        alpha: Its weight.
+    """
+
+    alpha: PositiveFloat = 0.1
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [_Regularizer(client, self.alpha)]
+
+
+class _Regularizer(Callback):
+    def __init__(self, client: ClientContext, alpha: float) -> None:
+        self.client, self.alpha = client, alpha
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        start, kept = self.client.global_state, self.client.memory.get("gradient", {})
+        named = {k: p for k, p in pl_module.named_parameters() if k in start}
+        self.w_t = {k: start[k].to(p.device) for k, p in named.items()}
+        self.g = {k: torch.zeros_like(p).copy_(kept.get(k, p * 0)) for k, p in named.items()}
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, p in pl_module.named_parameters():
+            if p.grad is not None and id(p) in stepping and name in self.g:
+                p.grad.add_(p.detach() - self.w_t[name], alpha=self.alpha).sub_(self.g[name])
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        own = dict(pl_module.named_parameters())
+        change = {k: own[k].detach() - w for k, w in self.w_t.items()}
+        renewed = {k: g - self.alpha * change[k] for k, g in self.g.items()}
+        self.client.memory["gradient"] = clone(renewed)
+
+
+@dataclass(frozen=True)
+class DynamicMean(Mean):
+    """The plain mean of the clients' models, moved by the server's share of the regularizers.
+
+    Args:
+        alpha: Weight of the clients' regularizers.
+    """
+
+    weighting: Weighting = "uniform"
+    alpha: PositiveFloat = 0.1
+
+    needs = frozenset({"current models"})
+    withholds = withheld_by()
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        mean = super().result(server, sums, updates)
+        share = self.alpha * len(updates) / server.layout.clients
+        h = server.memory.get("h", {})
+        for name in server.layout.parameters:
+            change = mean[name] - server.state[name]
+            h[name] = h.get(name, torch.zeros_like(change)) - share * change
+            mean[name] = mean[name] - h[name] / self.alpha
+        server.memory["h"] = h
+        return mean

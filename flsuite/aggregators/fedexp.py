@@ -1,0 +1,95 @@
+"""FedExP: Jhunjhunwala et al. 2023, algorithm 1.
+
+FedExP: Speeding Up Federated Averaging via Extrapolation, arXiv:2301.09604.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.rules import Mean, Weighting
+from flsuite.aggregators.rules.base import withheld_by
+from flsuite.arguments import PositiveFloat
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.state import State, StateLayout, Tree
+
+
+class FedExP(Aggregator):
+    """FedAvg with a server step that grows where the clients' changes cancel out.
+
+    The step is ``max(1, sum_k p_k |D_k|^2 / (2 (|sum_k p_k D_k|^2 + eps)))`` (eq. 6), with weights
+    that sum to one. The paper scores the mean of the last two models. Here the last one is scored.
+
+    Args:
+        eps: It bounds the step.
+        weighting: ``uniform`` is the paper's mean. ``samples`` weights clients by their samples.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
+    """
+
+    def __init__(
+        self, eps: PositiveFloat = 1e-3, weighting: Weighting = "uniform", **kwargs: Any
+    ) -> None:
+        self.eps, self.weighting = eps, weighting
+        super().__init__(rule=ExtrapolatedMean(weighting, eps=eps), **kwargs)
+
+
+@dataclass(frozen=True)
+class ExtrapolatedMean(Mean):
+    """The rule of :class:`FedExP`.
+
+    Args:
+        eps: It bounds the step.
+    """
+
+    eps: PositiveFloat = 1e-3
+
+    needs = frozenset({"current models"})
+    withholds = withheld_by("the size of its change")
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [SquaredChange(client)]
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        return {"squared_change": Statistic(0.0)}
+
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
+        squared = self.weight(update) * float(update.extras["squared_change"])
+        return {**super().terms(update, layout), "squared": squared}
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        mean = super().result(server, sums, updates)
+        if sums["weight"] <= 0:
+            return mean
+        change = {k: mean[k] - server.state[k] for k in server.layout.parameters}
+        square = sum(float(value.square().sum()) for value in change.values())
+        step = max(1.0, sums["squared"] / sums["weight"] / (2 * (square + self.eps)))
+        server.metrics["server_step"] = step
+        return mean if step == 1.0 else {**mean, **_stepped(server.state, change, step)}
+
+
+def _stepped(state: State, change: State, step: float) -> State:
+    return {k: torch.add(state[k].double(), value, alpha=step) for k, value in change.items()}
+
+
+class SquaredChange(Callback):
+    """Sends the squared norm of a client's change of the shared parameters."""
+
+    def __init__(self, client: ClientContext) -> None:
+        self.client = client
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        start = self.client.global_state
+        changes: list[Tensor] = [
+            p.detach() - start[k].to(p.device)
+            # The server, too, has tied weights under each of their names.
+            for k, p in pl_module.named_parameters(remove_duplicate=False)
+            if k in start
+        ]
+        squares = [change.double().square().sum() for change in changes]
+        self.client.extras["squared_change"] = float(sum(squares))

@@ -1,0 +1,115 @@
+"""FedNova: Wang et al. 2020, algorithm 1.
+
+Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization,
+arXiv:2007.07481.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.objectives import Objective, Proximal
+from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.rules.base import LinearRule, withheld_by
+from flsuite.aggregators.rules.mean import mixed
+from flsuite.aggregators.second_model import base_rate, optimizer_for
+from flsuite.arguments import NonNegativeFloat, Settings
+from flsuite.lightning_internals import skips_step
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.state import State, StateLayout, Tree, scaled
+
+
+class FedNova(Aggregator):
+    """The mean of the clients' changes per step, times the mean number of steps.
+
+    ``w <- w + tau_eff sum_k p_k (w_k - w) / |a_k|`` with ``tau_eff = sum_k p_k |a_k|`` (eq. 9).
+    ``|a_k|`` is the number of plain steps that client k's steps are worth: more with momentum,
+    fewer with a proximal term (section 3). If it is the same for all clients, this is FedAvg.
+
+    Args:
+        mu: Weight of a proximal term, as in FedProx.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
+    """
+
+    def __init__(self, mu: NonNegativeFloat = 0.0, **kwargs: Any) -> None:
+        self.mu = mu
+        objective = Proximal(mu) if mu else Objective()
+        super().__init__(rule=NormalizedMean(mu), objective=objective, **kwargs)
+
+
+@dataclass(frozen=True)
+class NormalizedMean(LinearRule, Settings):
+    """The rule of :class:`FedNova`.
+
+    Args:
+        mu: Weight of the clients' proximal term.
+    """
+
+    mu: NonNegativeFloat = 0.0
+
+    withholds = withheld_by("the worth of its steps")
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [_Worth(client, self.mu)]
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        return {"plain_steps": Statistic(0.0, from_steps=True)}
+
+    def weight(self, update: ClientUpdate) -> float:
+        return float(update.samples)
+
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
+        p, a = self.weight(update), float(update.extras["plain_steps"])
+        per_step = p / a if a > 0 else 0.0
+        model = scaled(update.state, per_step)
+        return {"weight": p, "steps": p * a, "per_step": per_step, "model": model}
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        if sums["per_step"] <= 0:
+            return server.state
+        tau_eff = sums["steps"] / sums["weight"]
+        server.metrics["tau_eff"] = tau_eff
+        # sum_k p_k (w_k - w) / |a_k|, as a step towards a mean with the weights p_k / |a_k|.
+        mean = {
+            name: value / sums["per_step"] if value.is_floating_point() else value
+            for name, value in sums["model"].items()
+        }
+        rate = tau_eff * sums["per_step"] / sums["weight"]
+        parameters = frozenset(server.layout.parameters)
+        return {
+            name: mixed(value, mean[name], rate if name in parameters else min(rate, 1.0))
+            for name, value in server.state.items()
+        }
+
+
+class _Worth(Callback):
+    """Finds ``|a_k|``: how far the optimizer moves a number whose gradient is always one."""
+
+    def __init__(self, client: ClientContext, mu: float) -> None:
+        self.client, self.mu = client, mu
+        self.optimizer: Optimizer | None = None
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        # One optimizer's steps are counted, without those that a gradient scaler skips.
+        if optimizer is not trainer.optimizers[0] or skips_step(trainer, optimizer):
+            return
+        if self.optimizer is None:
+            self.number = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+            first = optimizer.param_groups[0]
+            self.optimizer = optimizer_for(optimizer, {id(first["params"][0]): self.number})
+            self.rate = base_rate(optimizer)
+        for own, other in zip(self.optimizer.param_groups, optimizer.param_groups, strict=True):
+            own |= {"lr": other["lr"], "weight_decay": 0.0}
+        self.number.grad = 1.0 + self.mu * self.number.detach()
+        self.optimizer.step()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        moved = 0.0 if self.optimizer is None else -float(self.number.detach()) / self.rate
+        self.client.extras["plain_steps"] = moved

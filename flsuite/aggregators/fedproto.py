@@ -1,0 +1,137 @@
+"""FedProto: Tan et al. 2022, algorithm 1.
+
+FedProto: Federated Prototype Learning across Heterogeneous Clients, arXiv:2105.00243.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.features import FeatureTerm, classes_of
+from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.partial import HeadAware
+from flsuite.arguments import NonNegativeFloat, Settings
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientContext
+from flsuite.models.modes import evaluating
+from flsuite.state import State, StateLayout, Tree
+
+
+class FedProto(HeadAware):
+    """Clients share the mean features of each class, and no weights.
+
+    A client adds ``lam`` times the mean squared distance of its samples' features to the global
+    prototypes of their classes (eq. 7, per feature). After its fit, it sends the sums of its
+    features by class. The server's prototype of a class is the mean over all samples of the class
+    (eq. 6), and stays where no client of the round has the class. With ``weighting="uniform"``,
+    each client counts as if it had as many samples as any other. A client is scored by its own
+    model with its own head, not by the nearest prototype.
+
+    Args:
+        lam: Weight of the distance, ``lambda``. With 0, clients train alone.
+        head: Prefix of the head's entries. Its input are the features. Default: as named by the
+            model.
+        kwargs: See FedAvg.
+    """
+
+    def __init__(self, lam: NonNegativeFloat = 1.0, head: str | None = None, **kwargs: Any) -> None:
+        self.lam = lam
+        super().__init__(head, **kwargs)
+
+    def bound(self, model: LightningModule) -> Aggregator:
+        head = self.head_of(model)
+        parts = list(model.get_submodule(head.rstrip(".")).modules())
+        layers = [layer for layer in parts if any(True for _ in layer.parameters(recurse=False))]
+        linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        if not linear or linear[0] is not layers[0]:
+            raise FlsuiteError(
+                f"FedProto reads the inputs of {head}, whose first layer must be linear; set head"
+            )
+        shape = linear[-1].out_features, linear[0].in_features
+        return self.changed(["*"], objective=Prototypes(head, self.lam, shape))
+
+
+@dataclass(frozen=True)
+class Prototypes(Objective, Settings):
+    """The distance to the global prototypes, and the client's sums of features by class.
+
+    Args:
+        head: Prefix of the head's entries.
+        lam: Weight of the distance.
+        shape: Numbers of classes and of features.
+    """
+
+    head: str
+    lam: NonNegativeFloat
+    shape: tuple[int, int]
+
+    withholds = {"only changes": "sends the mean features of each class, which no noise covers"}
+
+    def broadcast(self, server: Server) -> dict[str, Any]:
+        return dict(server.memory)
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [_Distance(client, self)]
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        classes = self.shape[0]
+        # Per sample of the client: the server's mean is weighted by samples.
+        return {
+            "features": Statistic(torch.zeros(self.shape)),
+            "classes": Statistic(torch.zeros(classes)),
+        }
+
+    def conclude(self, server: Server, means: Tree, updates: int) -> None:
+        """Update the prototypes of the classes that some client of the round has (eq. 6)."""
+        if not updates:
+            return
+        old = server.memory or {
+            "prototypes": torch.zeros(self.shape),
+            "known": torch.zeros(self.shape[0]),
+        }
+        seen = means["classes"] > 0
+        fresh = means["features"] / means["classes"].clamp(min=1e-12)[:, None]
+        server.memory["prototypes"] = torch.where(seen[:, None], fresh.float(), old["prototypes"])
+        server.memory["known"] = torch.maximum(old["known"], seen.float())
+
+
+class _Distance(FeatureTerm):
+    def __init__(self, client: ClientContext, settings: Prototypes) -> None:
+        super().__init__(settings.head)
+        self.client, self.settings = client, settings
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        zeros = torch.zeros(self.settings.shape)
+        received = self.client.received or {"prototypes": zeros, "known": zeros[:, 0]}
+        self.prototypes = received["prototypes"].to(pl_module.device)
+        self.known = received["known"].to(pl_module.device)
+
+    def term(self, features: Tensor) -> Tensor:
+        y = self.labels()
+        distance = (features - self.prototypes[y]).square().mean(1)
+        return self.settings.lam * (distance * self.known[y]).mean()
+
+    def labels(self) -> Tensor:
+        """Return the classes of the current batch, ``(n,)``."""
+        return classes_of(self.batch[0], "FedProto")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Send the sums of the trained model's features by class, per sample of the client."""
+        classes = self.settings.shape[0]
+        sums, counts = torch.zeros(self.settings.shape), torch.zeros(classes)
+        loader: Any = trainer.train_dataloader
+        with evaluating(pl_module):
+            for index, batch in enumerate(loader.plain_batches()):
+                self.batch = trainer.strategy.batch_to_device(batch), index
+                y = self.labels().cpu()
+                sums.index_add_(0, y, self.features_at({}).cpu())
+                counts += torch.bincount(y, minlength=classes)
+        super().on_train_end(trainer, pl_module)
+        samples = counts.sum()
+        self.client.extras |= {"features": sums / samples, "classes": counts / samples}

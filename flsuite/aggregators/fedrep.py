@@ -1,0 +1,97 @@
+"""FedRep and FedBABU: head and body are trained at different times.
+
+Collins et al. 2021, Exploiting Shared Representations for Personalized Federated Learning,
+arXiv:2102.07078, algorithm 1. Oh et al. 2022, FedBABU: Toward Enhanced Representation for Federated
+Image Classification, arXiv:2106.06042, algorithm 1.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.partial import HeadAware
+from flsuite.arguments import NonNegativeInt, PositiveInt, Settings
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientContext
+from flsuite.models.declarations import extra_epochs
+
+
+class FedRep(HeadAware):
+    """Each client keeps its head. A fit trains the head first, and then the body.
+
+    The first ``head_epochs`` of ``trainer.max_epochs`` train the head with the body frozen (lines 7
+    to 9), and the others the body with the head frozen (line 10).
+
+    Args:
+        head_epochs: Epochs for the head. There must be another one for the body.
+        head: Prefix of the head's entries. Default: as named by the model.
+        kwargs: See FedAvg.
+    """
+
+    def __init__(
+        self, head_epochs: PositiveInt = 1, head: str | None = None, **kwargs: Any
+    ) -> None:
+        self.head_epochs = head_epochs
+        super().__init__(head, **kwargs)
+
+    def bound(self, model: LightningModule) -> Aggregator:
+        head = self.head_of(model)
+        return self.changed([head], objective=HeadThenBody(head, self.head_epochs))
+
+
+class FedBABU(HeadAware):
+    """Clients train the body, and the head keeps its initial weights.
+
+    The head is the same on all clients and is never sent. Set ``trainer.adapt_epochs`` to train
+    head and body on each client afterwards, which is how the paper scores clients.
+
+    Args:
+        head: Prefix of the head's entries. Default: as named by the model.
+        kwargs: See FedAvg.
+    """
+
+    def bound(self, model: LightningModule) -> Aggregator:
+        head = self.head_of(model)
+        return self.changed([head], objective=HeadThenBody(head, 0))
+
+
+@dataclass(frozen=True)
+class HeadThenBody(Objective, Settings):
+    """Some epochs for the head alone, and then the others for the body alone.
+
+    Args:
+        head: Prefix of the head's entries.
+        head_epochs: Epochs for the head. With 0, the head is never trained.
+    """
+
+    head: str
+    head_epochs: NonNegativeInt
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [_Phases(self)]
+
+
+class _Phases(Callback):
+    def __init__(self, settings: HeadThenBody) -> None:
+        self.settings = settings
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trained = {k: p for k, p in pl_module.named_parameters() if p.requires_grad}
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        epoch = trainer.current_epoch - extra_epochs(pl_module)
+        self.is_for_head = 0 <= epoch < self.settings.head_epochs  # a warm-up is for the body
+        # A frozen parameter has no gradient, so the optimizer leaves it. The worker restores this.
+        for name, parameter in self.trained.items():
+            parameter.requires_grad_(name.startswith(self.settings.head) == self.is_for_head)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.is_for_head:
+            raise FlsuiteError(
+                f"FedRep: head_epochs {self.settings.head_epochs} leaves no epoch for the body; "
+                f"set trainer.max_epochs to at least {self.settings.head_epochs + 1}, and "
+                "trainer.max_steps to more than the steps of the head"
+            )

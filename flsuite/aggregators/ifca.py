@@ -1,0 +1,138 @@
+"""IFCA: Ghosh et al. 2020, algorithm 1, with averaged models.
+
+An Efficient Framework for Clustered Federated Learning, arXiv:2006.04088.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.losses import mean_loss
+from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.rules.base import LinearRule, withheld_by
+from flsuite.aggregators.second_model import reset_buffers
+from flsuite.arguments import PositiveInt, Settings
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.random import torch_generator
+from flsuite.state import State, StateLayout, Tree, cast, divided, load_, scaled
+
+
+class IFCA(Aggregator):
+    """One model per cluster of clients. Each client chooses the one with the lowest loss.
+
+    A client receives all models, trains the one with the lowest loss on its samples (line 6), and
+    the server averages the models of each cluster by samples. A client receives ``clusters``
+    models, and sends one.
+
+    A client is scored by the model that it chose last. The first model is also the global one: it
+    is scored as such, exported, and the model of clients that never took part. It has the initial
+    weights. The others have them in another order within each tensor, which differs with the seed
+    of the run.
+
+    Args:
+        clusters: Number of models.
+        kwargs: See :class:`~flsuite.aggregators.Aggregator`.
+    """
+
+    def __init__(self, clusters: PositiveInt = 2, **kwargs: Any) -> None:
+        self.clusters = clusters
+        if kwargs.get("server_optimizer") is not None:
+            raise FlsuiteError(
+                "IFCA: a server_optimizer would step the first of the models alone; leave it out"
+            )
+        super().__init__(rule=ClusterMeans(clusters), objective=ClusterModel(), **kwargs)
+
+
+@dataclass(frozen=True)
+class ClusterMeans(LinearRule, Settings):
+    """The mean model of each cluster.
+
+    Args:
+        clusters: Number of models. The first one is the global model, the others are in memory.
+    """
+
+    clusters: PositiveInt = 2
+
+    needs = frozenset({"current models"})
+    withholds = {
+        **withheld_by("its cluster"),
+        "dense changes": "sends one of several models, which did not start from the global one",
+    }
+
+    def broadcast(self, server: Server) -> dict[str, Any]:
+        return {"models": _others(server, self.clusters)}
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [_Choice(client)]
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        return {"cluster": Statistic(torch.zeros(self.clusters))}
+
+    def weight(self, update: ClientUpdate) -> float:
+        return float(update.samples)
+
+    def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
+        chosen = (self.weight(update) * update.extras["cluster"].double()).tolist()
+        models = {str(c): scaled(update.state, weight) for c, weight in enumerate(chosen)}
+        return {"weights": {str(c): weight for c, weight in enumerate(chosen)}, "models": models}
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        old = {"0": server.state, **_others(server, self.clusters)}
+        new = {
+            c: cast(divided(sums["models"][c], weight), server.state) if weight > 0 else old[c]
+            for c, weight in sums["weights"].items()
+        }
+        server.memory["models"] = {c: model for c, model in new.items() if c != "0"}
+        return new["0"]
+
+
+def _others(server: Server, clusters: int) -> dict[str, State]:
+    """Return the models of the clusters but the first, in another order at first."""
+    if kept := server.memory.get("models"):
+        return kept
+    return {str(c): _shuffled(server, c) for c in range(1, clusters)}
+
+
+def _shuffled(server: Server, cluster: int) -> State:
+    generator = torch_generator(server.tools.seed, f"ifca/{cluster}")
+    parameters = frozenset(server.layout.parameters)
+    return {
+        name: value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
+        if name in parameters
+        else value
+        for name, value in server.state.items()
+    }
+
+
+@dataclass(frozen=True)
+class ClusterModel(Objective, Settings):
+    """A client's own model is its cluster's."""
+
+    def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
+        own: State = received["models"].get(str(memory.get("cluster", 0)), {})
+        return own
+
+
+class _Choice(Callback):
+    """Chooses the model with the lowest loss on the client's samples, and starts from it."""
+
+    def __init__(self, client: ClientContext) -> None:
+        self.client = client
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        models: dict[str, State] = {"0": self.client.global_state, **self.client.received["models"]}
+        losses = [mean_loss(trainer, pl_module, model) for model in models.values()]
+        chosen = min(range(len(losses)), key=losses.__getitem__)
+        reset = reset_buffers(self.client, pl_module)
+        start = {k: value for k, value in models[str(chosen)].items() if k not in reset}
+        load_(pl_module.state_dict(), start)
+
+        self.client.memory["cluster"] = chosen
+        self.client.metrics["cluster"] = float(chosen)
+        self.client.extras["cluster"] = torch.eye(len(models))[chosen]

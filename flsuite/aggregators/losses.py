@@ -1,0 +1,136 @@
+"""The loss of a model's training step at weights that are not its own."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from flsuite.errors import FlsuiteError
+from flsuite.models.modes import evaluating, plain_attributes
+from flsuite.state import State
+
+
+def loss_at(
+    trainer: Trainer, module: LightningModule, weights: Mapping[str, Tensor], batch: Any, index: int
+) -> Tensor:
+    """Return the loss of a model's training step at other weights, a scalar with gradients.
+
+    The model does not change: a step at other weights must not count in the BatchNorm statistics,
+    metrics and counters of this model. Buffers among the weights may, as in a training step. Random
+    numbers, as of dropout, are those of the model's next step, which draws them again.
+
+    Args:
+        trainer: The Trainer of the fit, for its precision.
+        module: The model.
+        weights: Entries of its state dict. The others keep their own values.
+        batch: A batch on the model's device.
+        index: Its number in the epoch.
+
+    Raises:
+        FlsuiteError: If the training step does not return a loss.
+    """
+    if not module.automatic_optimization:
+        raise FlsuiteError(
+            f"this aggregator computes the loss of a training step at other weights, and "
+            f"{type(module).__name__} has manual optimization; choose another aggregator"
+        )
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    # Tied weights have one name here, and functional_call gives them the same tensor.
+    own = {name: weights[name] for name, _ in module.named_parameters() if name in weights}
+    named = buffers | own | {name: weights[name] for name in buffers if name in weights}
+    with (
+        _silent(module),
+        _unchanged(module),
+        _same_draws(module),
+        trainer.precision_plugin.train_step_context(),
+    ):
+        step = {f"module.{name}": value for name, value in named.items()}
+        loss: Tensor = torch.func.functional_call(_Step(module), step, (batch, index))
+    return loss
+
+
+def mean_loss(trainer: Trainer, module: LightningModule, weights: State) -> float:
+    """Return the mean loss over all samples of the client, in evaluation mode.
+
+    The arguments are those of :func:`loss_at`.
+    """
+    weights = {name: value.to(module.device) for name, value in weights.items()}
+    loader: Any = trainer.train_dataloader
+    total, samples = 0.0, 0
+    with evaluating(module), torch.no_grad():
+        for index, batch in enumerate(loader.plain_batches()):
+            batch = trainer.strategy.batch_to_device(batch)
+            size = extract_batch_size(batch)
+            total += size * float(loss_at(trainer, module, weights, batch, index))
+            samples += size
+    return total / samples
+
+
+def _same_draws(module: LightningModule) -> AbstractContextManager[None]:
+    device = module.device
+    on_cpu = device.type == "cpu"
+    return torch.random.fork_rng([] if on_cpu else [device], device_type=device.type)
+
+
+class _Step(nn.Module):
+    """A training step as a forward pass."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any, index: int) -> Tensor:
+        step: Any = self.module.training_step
+        takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        output = step(batch, index) if takes_index else step(batch)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            kind = type(self.module).__name__
+            raise FlsuiteError(
+                f"this aggregator computes the loss of every training step, and that of {kind} "
+                f"returned {loss!r}; return a loss, or choose another aggregator"
+            )
+        return loss
+
+
+@contextmanager
+def _unchanged(module: LightningModule) -> Iterator[None]:
+    """Restore the model's metrics and plain Python attributes on exit."""
+    kept = plain_attributes(module)
+    parents = [
+        (part, name, child)
+        for part in module.modules()
+        for name, child in part.named_children()
+        if isinstance(child, Metric)
+    ]
+    for parent, name, metric in parents:
+        setattr(parent, name, copy.deepcopy(metric))
+    try:
+        yield
+    finally:
+        for parent, name, metric in parents:
+            setattr(parent, name, metric)
+        for name, value in kept.items():
+            setattr(module, name, value)
+
+
+@contextmanager
+def _silent(module: LightningModule) -> Iterator[None]:
+    """Let ``self.log`` do nothing: a loss at other weights is not the model's."""
+    before = {name: vars(module).get(name) for name in ("log", "log_dict")}
+    for name in before:
+        setattr(module, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            delattr(module, name)
+            if method is not None:
+                setattr(module, name, method)

@@ -1,0 +1,108 @@
+"""MOON: Li, He and Song 2021, algorithm 1.
+
+Model-Contrastive Federated Learning, arXiv:2103.16257.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn import functional as F
+
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.features import FeatureTerm
+from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.partial import HeadAware
+from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
+from flsuite.messages import ClientContext
+from flsuite.state import State, clone
+
+
+class MOON(HeadAware):
+    """FedAvg with a contrastive term: features stay near the global model's.
+
+    With the features ``z`` of the client's model, ``z_g`` of the received one and ``z_p`` of the
+    client's last own one, a sample's term is
+    ``- mu log(exp(sim(z, z_g) / t) / (exp(sim(z, z_g) / t) + exp(sim(z, z_p) / t)))`` (eq. 3). In a
+    client's first fit, there is no last own model and no term.
+
+    The paper adds a projection of two layers in front of the head. Here the features are the
+    head's input. A fit costs two more forward passes. The bytes are those of FedAvg.
+
+    Args:
+        mu: Weight of the term. With 0 this is FedAvg.
+        temperature: ``t``.
+        head: Prefix of the head's entries. Default: as named by the model.
+        kwargs: See FedAvg.
+    """
+
+    def __init__(
+        self,
+        mu: NonNegativeFloat = 1.0,
+        temperature: PositiveFloat = 0.5,
+        head: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.mu, self.temperature = mu, temperature
+        super().__init__(head, **kwargs)
+
+    def bound(self, model: LightningModule) -> Aggregator:
+        head = self.head_of(model)
+        return self.changed(objective=Contrast(head, self.mu, self.temperature))
+
+
+@dataclass(frozen=True)
+class Contrast(Objective, Settings):
+    """The contrastive term. See :class:`MOON`."""
+
+    head: str
+    mu: NonNegativeFloat = 1.0
+    temperature: PositiveFloat = 0.5
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [_Keep(client), _Contrast(client, self)] if self.mu else []
+
+
+class _Keep(Callback):
+    """Keeps the client's trained model for its next fit."""
+
+    def __init__(self, client: ClientContext) -> None:
+        self.client = client
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        own = pl_module.state_dict()
+        self.client.memory["last"] = clone({k: own[k] for k in self.client.global_state})
+
+
+class _Contrast(FeatureTerm):
+    def __init__(self, client: ClientContext, settings: Contrast) -> None:
+        super().__init__(settings.head)
+        self.settings = settings
+        # The last own model, before this fit replaces it.
+        last: State | None = client.memory.get("last")
+        self.pair = None if last is None else (client.global_state, last)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.pair is None:
+            return
+        super().on_train_start(trainer, pl_module)
+        device = pl_module.device
+        self.both = [{k: v.to(device, copy=True) for k, v in one.items()} for one in self.pair]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self.pair is not None:
+            self.others = [self.features_at(weights) for weights in self.both]
+
+    def term(self, features: Tensor) -> Tensor:
+        similarity = [F.cosine_similarity(features, other, dim=1) for other in self.others]
+        logits = torch.stack(similarity, dim=1) / self.settings.temperature
+        return -self.settings.mu * logits.log_softmax(1)[:, 0].mean()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.pair is not None:
+            super().on_train_end(trainer, pl_module)

@@ -1,0 +1,174 @@
+"""A second set of weights that a client trains in the same fit."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+
+from flsuite.aggregators.losses import loss_at
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientContext
+from flsuite.state import State, clone
+
+
+class SecondModel:
+    """Weights that a client trains next to its model's, with a copy of the model's optimizers.
+
+    The optimizers start anew in every fit.
+
+    Args:
+        trainer: The Trainer of the fit, which has started.
+        module: The model.
+        start: Initial weights: entries of the model's state dict.
+
+    Attributes:
+        parameters: The trainable ones, on the model's device.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, start: State) -> None:
+        self.trainer, self.module = trainer, module
+        own = module.state_dict()
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._names = _first_names(module, start)
+        copies = {
+            first: torch.empty_like(own[name]).copy_(start[name])
+            for name, first in self._names.items()
+        }
+        self.parameters = {
+            name: copies.pop(name).requires_grad_() for name in trained if name in copies
+        }
+        self._buffers = copies
+        replaced = {id(trained[name]): value for name, value in self.parameters.items()}
+        self._optimizers = [optimizer_for(one, replaced) for one in trainer.optimizers]
+
+    def gradient(self, batch: Any, index: int, at: Mapping[str, Tensor] | None = None) -> State:
+        """Return the gradient of the loss on a batch, see :meth:`loss_and_gradient`."""
+        return self.loss_and_gradient(batch, index, at)[1]
+
+    def loss_and_gradient(
+        self, batch: Any, index: int, at: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, State]:
+        """Return the loss on a batch, and its gradient.
+
+        Parameters that the loss does not depend on have no gradient, as in a training step.
+
+        Args:
+            batch: A batch on the model's device.
+            index: Its number in the epoch.
+            at: Other values of the parameters. Default: their own.
+        """
+        weights = self.parameters if at is None else at
+        leaves = {name: weights[name].detach().requires_grad_() for name in self.parameters}
+        loss = loss_at(self.trainer, self.module, {**self._buffers, **leaves}, batch, index)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        used = zip(leaves, gradients, strict=True)
+        return loss.detach(), {name: value for name, value in used if value is not None}
+
+    def step(self, gradient: State) -> None:
+        """Take one step of the optimizers, with the present settings of the model's own.
+
+        The Trainer's clipping applies, but not hooks of the model.
+
+        Raises:
+            FlsuiteError: If the model takes a step for several batches.
+        """
+        if self.trainer.accumulate_grad_batches != 1:
+            raise FlsuiteError(
+                "this aggregator trains a second model batch by batch; leave out "
+                "trainer.accumulate_grad_batches"
+            )
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradient.get(name)
+        self._clip([p for p in self.parameters.values() if p.grad is not None])
+        for own, others in zip(self._optimizers, self.trainer.optimizers, strict=True):
+            for group, other in zip(own.param_groups, others.param_groups, strict=True):
+                # Schedulers change the rate, and some the momentum.
+                group.update({key: value for key, value in other.items() if key != "params"})
+            own.step()
+
+    def state(self) -> State:
+        """Return a CPU snapshot of the weights, under all names of the start."""
+        copies = clone({**self.parameters, **self._buffers})
+        return {name: copies[first] for name, first in self._names.items()}
+
+    def _clip(self, parameters: list[Tensor]) -> None:
+        if not (limit := self.trainer.gradient_clip_val):
+            return
+        by_value = self.trainer.gradient_clip_algorithm == "value"
+        (clip_grad_value_ if by_value else clip_grad_norm_)(parameters, float(limit))
+
+
+def _first_names(module: LightningModule, entries: Iterable[str]) -> dict[str, str]:
+    """Return the name under which each entry is trained. Tied weights have several names."""
+    firsts = {id(p): name for name, p in module.named_parameters()}
+    own = dict(module.named_parameters(remove_duplicate=False))
+    return {name: firsts[id(own[name])] if name in own else name for name in entries}
+
+
+def start_of(client: ClientContext, module: LightningModule, kept: State | None) -> State:
+    """Return the initial weights of a second model: those kept from the last fit, if any.
+
+    Buffers that stay with the client are the second model's own. Those that the fit has reset stay
+    reset.
+
+    Args:
+        client: The client's view of the round.
+        module: The model at the start of the fit.
+        kept: What :meth:`SecondModel.state` returned in the client's last fit.
+    """
+    own, parameters = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))
+    buffers = {name: value for name, value in own.items() if name not in parameters}
+    reset = {name: own[name] for name in reset_buffers(client, module)}
+    return {**buffers, **(kept or client.global_state), **reset}
+
+
+def reset_buffers(client: ClientContext, module: LightningModule) -> list[str]:
+    """Return the shared buffers that this fit does not take from the server."""
+    own, w = module.state_dict(), client.global_state
+    return [k for k in client.layout.buffers if not torch.equal(own[k].cpu(), w[k].cpu())]
+
+
+def pulled(gradient: State, pull: State, weight: float) -> State:
+    """Return ``gradient + weight pull``. An entry without a gradient is pulled alone."""
+    return {
+        name: gradient[name].add(own, alpha=weight) if name in gradient else weight * own
+        for name, own in pull.items()
+    }
+
+
+def base_rate(optimizer: Optimizer) -> float:
+    """Return an optimizer's learning rate, or the one that a warm-up from zero leads to.
+
+    Raises:
+        FlsuiteError: If it is zero.
+    """
+    group = optimizer.param_groups[0]
+    if rate := float(group["lr"]) or float(group.get("initial_lr", 0.0)):
+        return rate
+    raise FlsuiteError(
+        "this aggregator divides by the optimizer's learning rate, which is 0; set a rate above 0"
+    )
+
+
+def optimizer_for(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> Optimizer:
+    """Return a new optimizer of the same kind and settings for other tensors, without state.
+
+    Args:
+        optimizer: The original.
+        replaced: The new tensors by the ``id`` of the original parameter. Others are left out.
+    """
+    new = copy.copy(optimizer)  # leaves out attributes of a subclass
+    own = {k: v for k, v in vars(optimizer).items() if k not in vars(new) and not callable(v)}
+    vars(new).update(own)
+    new.param_groups = [
+        {**group, "params": [replaced[id(p)] for p in group["params"] if id(p) in replaced]}
+        for group in optimizer.param_groups
+    ]
+    new.state = defaultdict(dict)
+    return new

@@ -1,0 +1,43 @@
+"""APFL at both ends of its mixture, and its own share on quadratics."""
+
+import pytest
+from torch.optim import SGD
+
+from flsuite.aggregators import APFL, FedAvg, LocalOnly
+from tests.aggregators.federations import Quadratic, Quadratics, assert_equal, federation, run
+
+
+def test_with_a_share_of_zero_it_is_fedavg() -> None:
+    made, average = run(APFL(0.0, adaptive=False), 3), run(FedAvg(), 3)
+    assert_equal(made.federation.state, average.federation.state)
+    parameters = made.federation.server.layout.parameters
+    for client in range(4):
+        mine, shared = made.federation.client_state(client), average.federation.state
+        assert_equal({k: mine[k] for k in parameters}, {k: shared[k] for k in parameters})
+
+
+def test_with_a_share_of_one_clients_train_alone() -> None:
+    made, alone = run(APFL(1.0, adaptive=False), 3), run(LocalOnly(), 3)
+    parameters = made.federation.server.layout.parameters
+    for client in range(4):
+        mine, local = (each.federation.client_state(client) for each in (made, alone))
+        assert_equal({k: mine[k] for k in parameters}, {k: local[k] for k in parameters})
+
+
+def test_all_steps_of_one_client_by_hand() -> None:
+    a, m, rate, steps = 2.0, 1.5, 0.1, 6
+    made = federation(APFL(0.3), 2, max_epochs=steps)
+    made.fit(Quadratic(lambda params: SGD(params, lr=rate)), Quadratics((a,), (m,)))
+
+    w, v, alpha = 0.0, 0.0, 0.3
+    for _ in range(2 * steps):
+        gradient = a * (alpha * v + (1 - alpha) * w - m)
+        slope = (v - w) * gradient
+        v, alpha = v - rate * alpha * gradient, min(max(alpha - rate * slope, 0.0), 1.0)
+        w -= rate * a * (w - m)
+    assert alpha != 0.3
+    memory = made.federation.clients[0]["objective"]
+    assert memory["alpha"] == pytest.approx(alpha, rel=1e-4)
+    assert float(memory["local"]["w"]) == pytest.approx(v, rel=1e-4)
+    own = made.federation.client_state(0)["w"]
+    assert float(own) == pytest.approx(alpha * v + (1 - alpha) * w, rel=1e-4)

@@ -1,0 +1,42 @@
+"""FedExP's step by its formula, and FedAvg where the step is one."""
+
+from collections.abc import Sequence
+
+import torch
+
+from flsuite.aggregators import FedAvg, FedExP
+from flsuite.state import StateLayout
+from tests.aggregators.federations import Quadratics, ServerHalf, assert_equal, optimum, run, update
+
+
+def test_clients_that_agree_make_a_plain_step() -> None:
+    data = Quadratics((1.0, 1.0), (2.0, 2.0))
+    assert optimum(FedExP(), data, 3) == optimum(FedAvg("uniform"), data, 3)
+
+
+def test_a_bound_above_all_changes_is_fedavg() -> None:
+    made, average = run(FedExP(eps=1e6), 3), run(FedAvg("uniform"), 3)
+    assert made.federation.log.server["server_step"] == 1.0
+    assert_equal(made.federation.state, average.federation.state)
+
+
+def stepped(changes: Sequence[tuple[float, float]], eps: float) -> torch.Tensor:
+    """Return the model of two weights after one round from zero with these changes."""
+    half = ServerHalf(FedExP(eps=eps), StateLayout(("w",), 2))
+    updates = [
+        update(i, {"w": torch.tensor(change)}, squared_change=sum(x * x for x in change))
+        for i, change in enumerate(changes)
+    ]
+    server = half.server({"w": torch.zeros(2)})
+    return half.aggregator.aggregate(server, iter(updates))["w"]
+
+
+def test_changes_at_right_angles_make_a_plain_step() -> None:
+    """Changes (3, 0) and (0, -2) have the ratio 13 / (4 * 3.25) = 1."""
+    torch.testing.assert_close(stepped([(3.0, 0.0), (0.0, -2.0)], 1e-9), torch.tensor([1.5, -1.0]))
+
+
+def test_opposite_changes_are_extrapolated() -> None:
+    """The mean is (0, 0.1), and the ratio 2.02 / (4 * (0.01 + 0.01)) = 25.25."""
+    new = stepped([(1.0, 0.1), (-1.0, 0.1)], 0.01)
+    torch.testing.assert_close(new, 25.25 * torch.tensor([0.0, 0.1]))

@@ -1,0 +1,69 @@
+"""FedNova without bias at unequal steps, FedAvg at equal ones, and the worth of a step."""
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import SGD
+
+from flsuite.aggregators import FedAvg, FedNova
+from flsuite.data import Dirichlet, Synthetic
+from tests.aggregators.federations import Quadratic, Quadratics, federation, run, table_model
+
+STEPS = (20, 2)
+
+
+class Unequal(Quadratic):
+    """The first client takes ten times as many steps as the second one."""
+
+    def on_train_start(self) -> None:
+        loader = self.trainer.train_dataloader
+        self.trainer.fit_loop.epoch_loop.max_steps = STEPS[loader.client]
+
+
+def reached(aggregator: FedAvg | FedNova, momentum: float) -> float:
+    settings = {"lr": 0.01 * (1 - momentum), "momentum": momentum}
+    made = federation(aggregator, 40, max_epochs=max(STEPS))
+    made.fit(Unequal(lambda p: SGD(p, **settings)), Quadratics((1.0, 10.0), (0.0, 1.0)))
+    return float(made.federation.state["w"])
+
+
+@pytest.mark.parametrize("momentum", [0.0, pytest.param(0.8, marks=pytest.mark.long)])
+def test_unequal_steps_do_not_bias_it(momentum: float) -> None:
+    """The optimum of the sum is 10 / 11, up to what the gradients change within a fit."""
+    assert reached(FedAvg(), momentum) < 0.6
+    assert reached(FedNova(), momentum) == pytest.approx(10 / 11, abs=0.02)
+
+
+def test_with_equal_steps_it_is_fedavg() -> None:
+    def data() -> Synthetic:
+        return Synthetic(samples=160, clients=4, partition=Dirichlet(100.0), batch_size=1000)
+
+    nova, average = (run(make(), 3, data(), max_epochs=3) for make in (FedNova, FedAvg))
+    for name in nova.federation.server.layout.parameters:
+        torch.testing.assert_close(nova.federation.state[name], average.federation.state[name])
+    assert nova.federation.log.server["tau_eff"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("mu", [0.0, 0.3])
+def test_the_worth_of_a_fits_steps(momentum: float, mu: float) -> None:
+    """Equation 9's norms: with momentum, and with a proximal term, as in section 3."""
+    rate, steps = 0.1, 4
+    made = run(
+        FedNova(mu),
+        1,
+        Synthetic(samples=60, clients=1, batch_size=1000),
+        max_epochs=steps,
+        model=table_model(lr=rate, momentum=momentum),
+    )
+    by_hand, velocity = 0.0, 0.0
+    for _ in range(steps):
+        velocity = momentum * velocity + 1.0 - mu * rate * by_hand
+        by_hand += velocity
+    if not momentum:
+        closed = steps if not mu else (1 - (1 - rate * mu) ** steps) / (rate * mu)
+        assert by_hand == pytest.approx(closed)
+    elif not mu:
+        factors = (1 - np.array([momentum**k for k in range(steps, 0, -1)])) / (1 - momentum)
+        assert by_hand == pytest.approx(factors.sum())
+    assert made.federation.log.server["tau_eff"] == pytest.approx(by_hand)

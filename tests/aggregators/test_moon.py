@@ -1,0 +1,64 @@
+"""MOON without its term is FedAvg, and its gradient is that of the loss with the term."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flsuite.aggregators import MOON, FedAvg
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.features import FeatureTerm
+from flsuite.aggregators.objectives import Objective
+from tests.aggregators.federations import assert_same_models, run, table_model
+
+
+def test_without_its_term_it_is_fedavg() -> None:
+    assert_same_models(run(MOON(mu=0.0), 3), run(FedAvg(), 3))
+
+
+def test_the_first_fit_of_a_client_has_no_term() -> None:
+    made, average = run(MOON(mu=5.0), 1), run(FedAvg(), 1)
+    assert all(
+        torch.equal(v, made.federation.state[k]) for k, v in average.federation.state.items()
+    )
+    later, plain = run(MOON(mu=5.0), 2), run(FedAvg(), 2)
+    assert not torch.equal(
+        later.federation.state["network.0.weight"], plain.federation.state["network.0.weight"]
+    )
+
+
+class _Squares(FeatureTerm):
+    def term(self, features: Tensor) -> Tensor:
+        return 0.3 * features.square().sum(1).mean()
+
+
+class _OfFeatures(Objective):
+    def callbacks(self, client):  # type: ignore[no-untyped-def]
+        return [_Squares("network.3.")]
+
+
+def test_a_term_of_the_features_acts_like_a_loss_with_it() -> None:
+    class WithTerm(type(table_model())):  # type: ignore[misc]
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            x, y = batch
+            features = self.network[:3](x)
+            loss = F.cross_entropy(self.network[3](features), y)
+            return loss + 0.3 * features.square().sum(1).mean()
+
+    plain = table_model()
+    by_loss = run(FedAvg(), 2, model=WithTerm(plain.backbone, plain.optimizer))
+    by_hook = run(Aggregator(objective=_OfFeatures()), 2)
+    for name, value in by_loss.federation.state.items():
+        torch.testing.assert_close(by_hook.federation.state[name], value)
+
+
+def test_similar_features_cost_less() -> None:
+    from flsuite.aggregators.moon import Contrast, _Contrast
+    from flsuite.messages import ClientContext
+
+    client = ClientContext(0, 1, 2, torch.ones(2), {"w": torch.zeros(1)}, {}, {"last": {}})
+    term = _Contrast(client, Contrast("head.", mu=2.0, temperature=0.5))
+    term.others = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])]
+    near, far = (float(term.term(torch.tensor([z]))) for z in ([1.0, 0.0], [0.0, 1.0]))
+    assert near == pytest.approx(2.0 * float(torch.log1p(torch.exp(torch.tensor(-2.0)))))
+    assert far == pytest.approx(near + 2.0 * 2.0)

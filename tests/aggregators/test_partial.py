@@ -1,0 +1,42 @@
+"""FedPer, LG-FedAvg and FedBN keep what their names say."""
+
+import pytest
+import torch
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import FedAvg, FedBN, FedPer, LGFedAvg
+from flsuite.models import MLP, Classifier
+from tests.aggregators.federations import Quadratic, Quadratics, assert_same_models, run
+
+HEAD = {"network.3.weight", "network.3.bias"}
+NORM = {
+    f"network.1.{name}"
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+}
+BODY = {"network.0.weight", "network.0.bias"} | NORM
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"), [(FedPer, HEAD), (LGFedAvg, BODY), (FedBN, NORM)], ids=["per", "lg", "bn"]
+)
+def test_what_stays_with_clients(make: type[FedAvg], kept: set[str]) -> None:
+    made = run(make(), 2)
+    assert set(made.federation.clients.private(0)) == kept
+    assert set(made.federation.state) == (HEAD | BODY) - kept
+    assert_same_models(made, run(FedAvg(private=sorted(kept)), 2))
+
+
+def test_a_head_of_the_config_overrides_the_models() -> None:
+    made = run(FedPer(head="network.0"), 1)
+    assert set(made.federation.clients.private(0)) == {"network.0.weight", "network.0.bias"}
+
+
+def test_without_batchnorm_there_is_nothing_to_keep() -> None:
+    model = Classifier(MLP((4,)), lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(FlsuiteError, match="has none"):
+        run(FedBN(), model=model)
+
+
+def test_a_model_that_does_not_name_its_head_is_told_how() -> None:
+    with pytest.raises(FlsuiteError, match="does not name its head"):
+        run(FedPer(), 1, Quadratics((1.0, 2.0), (0.0, 1.0)), model=Quadratic())

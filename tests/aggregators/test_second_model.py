@@ -1,0 +1,309 @@
+"""Losses at other weights, and second models, in fits of every kind."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torchmetrics import MeanMetric
+
+from flsuite import FederatedTrainer, FlsuiteError
+from flsuite.aggregators import (
+    APFL,
+    IFCA,
+    MOON,
+    Aggregator,
+    ClipUpdates,
+    Ditto,
+    FedALA,
+    FedAvg,
+    FedExP,
+    FedNova,
+    FedProto,
+    FedRoD,
+    LocalOnly,
+    PerFedAvg,
+    PFedMe,
+    QFedAvg,
+)
+from flsuite.data import IID, Digits, Synthetic
+from flsuite.models import CNN, Classifier
+from flsuite.models.backbones import Backbone
+from flsuite.state import State
+from tests.aggregators.federations import Normalised, assert_equal, run, table_model
+from tests.conftest import table, trainer
+
+EXTRA_STEPS = {
+    "ditto": Ditto,
+    "apfl": APFL,
+    "moon": MOON,
+    "pfedme": partial(PFedMe, lam=1.0, steps=2),
+    "hessian_free": partial(PerFedAvg, order="hessian_free"),
+    "fedala": FedALA,
+}
+
+
+def batches_tracked(make: Any) -> int:
+    made = trainer(rounds=2, max_epochs=2, aggregator=make(), batchnorm="local")
+    model = Classifier(CNN(channels=(2, 4), hidden=(8,), norm="batch"))
+    # With ten samples per batch, FedALA's share of them would leave a batch of one.
+    data = Digits(clients=3, partition=IID(), train_samples=156, batch_size=10, val_fraction=0.0)
+    made.fit(model, data)
+    own = made.federation.clients.private(0)
+    counters = {int(own[name]) for name in own if name.endswith("num_batches_tracked")}
+    assert len(counters) == 1 and all(value.isfinite().all() for value in own.values())
+    return counters.pop()
+
+
+@pytest.mark.parametrize("make", EXTRA_STEPS.values(), ids=EXTRA_STEPS.keys())
+def test_steps_at_other_weights_do_not_count_in_the_models_own_statistics(make: Any) -> None:
+    assert batches_tracked(make) == batches_tracked(FedAvg)
+
+
+class Tied(Backbone):
+    """Two layers with the same weights, and dropout between them."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        self.dropout = dropout
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        first, second = nn.Linear(shape[0], shape[0]), nn.Linear(shape[0], shape[0])
+        second.weight = first.weight
+        head = nn.Linear(shape[0], outputs)
+        return nn.Sequential(first, nn.Tanh(), nn.Dropout(self.dropout), second, head)
+
+
+def fitted(aggregator: Aggregator, dropout: float = 0.0, **kwargs: Any) -> FederatedTrainer:
+    model = Classifier(Tied(dropout), partial(SGD, lr=0.1))
+    return run(aggregator, 2, model=model, max_epochs=2, **kwargs)
+
+
+def models_of(made: FederatedTrainer) -> list[State]:
+    assert made.federation is not None
+    return [made.federation.client_state(client) for client in range(4)]
+
+
+@pytest.mark.parametrize("make", [Ditto, partial(APFL, 0.0, adaptive=False)])
+def test_random_draws_of_the_model_stay_those_of_fedavg(make: Any) -> None:
+    own, plain = fitted(make(), dropout=0.5), fitted(FedAvg(), dropout=0.5)
+    assert_equal(own.federation.state, plain.federation.state)
+
+
+def test_a_personal_model_draws_like_the_clients_own() -> None:
+    own, alone = fitted(Ditto(lam=0.0), dropout=0.5), fitted(LocalOnly(), dropout=0.5)
+    for a, b in zip(models_of(own), models_of(alone), strict=True):
+        assert_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Ditto,
+        APFL,
+        partial(PFedMe, lam=1.0),
+        partial(PerFedAvg, order="hessian_free"),
+        FedALA,
+        MOON,
+        FedRoD,
+        FedProto,
+        IFCA,
+        QFedAvg,
+        FedNova,
+        FedExP,
+    ],
+)
+def test_tied_weights_stay_tied(make: Any) -> None:
+    for weights in models_of(fitted(make())):
+        assert torch.equal(weights["network.0.weight"], weights["network.3.weight"])
+
+
+class WarmUp(Classifier):
+    """A classifier whose learning rate begins at zero."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.1)
+        schedule = LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+@pytest.mark.parametrize("make", [FedNova, partial(QFedAvg, q=0.0)])
+def test_a_warm_up_from_zero(make: Any) -> None:
+    made = run(make(), 2, model=WarmUp(Normalised()), max_epochs=3)
+    assert all(value.isfinite().all() for value in made.federation.state.values())
+
+
+def test_a_rate_of_zero_is_refused_by_name() -> None:
+    with pytest.raises(FlsuiteError, match="learning rate, which is 0"):
+        run(QFedAvg(), 1, model=table_model(lr=0.0))
+
+
+class Manual(Classifier):
+    """A classifier that takes its own steps."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [Ditto, APFL, partial(PFedMe, lam=1.0), MOON, IFCA, QFedAvg])
+def test_manual_optimization_is_refused_by_name(make: Any) -> None:
+    with pytest.raises(FlsuiteError, match="Manual has manual optimization"):
+        run(make(), 2, model=Manual(Normalised(), partial(SGD, lr=0.1)))
+
+
+@pytest.mark.parametrize("make", [Ditto, APFL, FedRoD])
+def test_batches_that_make_one_step_together_are_refused(make: Any) -> None:
+    with pytest.raises(FlsuiteError, match="leave out trainer\\.accumulate_grad_batches"):
+        run(make(), 1, accumulate_grad_batches=2)
+
+
+def test_a_personal_model_that_is_not_finite_is_refused_and_named(caplog: Any) -> None:
+    run(Ditto(lam=1e30), 1)
+    assert "private entry personal.network" in caplog.text
+    assert "lower the learning rate" in caplog.text
+
+
+class Described(Classifier):
+    """A classifier whose batches are dicts."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": batch[0], "y": batch[1]} if self.trainer.training else batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
+@pytest.mark.parametrize("make", [QFedAvg, IFCA])
+def test_batches_may_be_dicts(make: Any) -> None:
+    models = [kind(Normalised(), partial(SGD, lr=0.1)) for kind in (Described, Classifier)]
+    dicts, pairs = (run(make(), 2, model=model) for model in models)
+    assert_equal(dicts.federation.state, pairs.federation.state)
+
+
+@pytest.mark.parametrize("make", [FedRoD, FedProto])
+def test_batches_without_classes_are_refused_by_name(make: Any) -> None:
+    with pytest.raises(FlsuiteError, match="needs batches of inputs and classes"):
+        run(make(), 1, model=Described(Normalised(), partial(SGD, lr=0.1)))
+
+
+class OneArgument(Classifier):
+    """A classifier whose step takes the batch alone."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        return super().training_step(batch, 0)
+
+
+@pytest.mark.parametrize("make", [Ditto, FedALA, MOON, QFedAvg])
+def test_a_step_may_take_the_batch_alone(make: Any) -> None:
+    models = [kind(Normalised(), partial(SGD, lr=0.1)) for kind in (OneArgument, Classifier)]
+    one, two = (run(make(), 2, model=model) for model in models)
+    assert_equal(one.federation.state, two.federation.state)
+
+
+class Counting(Classifier):
+    """A classifier that counts its steps, and logs a metric of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps = 0
+        self.seen = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.seen.update(1.0)
+        self.log("steps", float(self.steps))
+        self.log("seen", self.seen.weight)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [Ditto, MOON, QFedAvg, IFCA, FedALA])
+def test_metrics_and_counters_of_the_model_count_its_own_steps(make: Any) -> None:
+    own, plain = (
+        table(run(one(), 2, model=Counting(Normalised(), partial(SGD, lr=0.1))))
+        for one in (make, FedAvg)
+    )
+    for name in ("steps", "seen"):
+        key = 2, "1", "train", name
+        assert own[key] == plain[key] > 0
+
+
+def test_a_step_without_a_loss_is_refused_by_name() -> None:
+    class Skips(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx else super().training_step(batch, batch_idx)
+
+    with pytest.raises(FlsuiteError, match="Skips returned None"):
+        run(Ditto(), 1, model=Skips(Normalised(), partial(SGD, lr=0.1)))
+
+
+@pytest.mark.parametrize("batchnorm", ["average", "local", "reset"])
+def test_buffers_of_a_personal_model_are_those_of_a_client_alone(batchnorm: str) -> None:
+    own, alone = (run(one, 3, batchnorm=batchnorm) for one in (Ditto(lam=0.0), LocalOnly()))
+    if batchnorm == "average":  # LocalOnly keeps its buffers, too
+        batchnorm = "local"
+    for a, b in zip(models_of(own), models_of(alone), strict=True):
+        assert_equal(a, b)
+
+
+class Unused(Backbone):
+    """A network with a layer that it does not use."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        network = nn.Linear(shape[0], outputs)
+        network.unused = nn.Linear(2, 2)
+        return network
+
+
+class Own(SGD):
+    """An optimizer with an attribute of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.extra = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.extra
+        return super().step(closure)
+
+
+def test_a_parameter_without_gradient_and_a_schedule_of_momentum_are_followed() -> None:
+    class Cycled(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = Own(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+            cycle = OneCycleLR(optimizer, max_lr=0.1, total_steps=200)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": cycle, "interval": "step"},
+            }
+
+    own, alone = (run(one, 2, model=Cycled(Unused())) for one in (Ditto(lam=0.0), LocalOnly()))
+    for a, b in zip(models_of(own), models_of(alone), strict=True):
+        assert_equal(a, b)
+
+
+def test_tied_weights_with_one_private_name_are_refused() -> None:
+    with pytest.raises(FlsuiteError, match="are the same weights"):
+        fitted(FedAvg(private=["network.3."]))
+
+
+def test_what_a_client_takes_is_learned_on_one_sample_too() -> None:
+    data = Synthetic(features=5, classes=3, samples=60, clients=4, batch_size=16)
+    made = run(FedALA(samples=0.01), 3, data)
+    assert made.round == 3 and not made.federation.log.failures
+
+
+def test_other_models_than_the_first_are_not_stepped_or_clipped() -> None:
+    with pytest.raises(FlsuiteError, match="leave it out"):
+        IFCA(server_optimizer=partial(SGD, lr=0.1))
+    with pytest.raises(FlsuiteError, match="one of several models"):
+        run(IFCA(transforms=[ClipUpdates(1.0)]))
