@@ -25,13 +25,16 @@ from flsuite.data.partitions import (
     IID,
     Dirichlet,
     DirichletBalanced,
+    DirichletExtended,
     DirichletProportions,
     Natural,
     Partition,
     Pathological,
     QuantitySkew,
+    Ranked,
     SoleOwner,
 )
+from flsuite.data.skews import FeatureSkew, LabelNoise, Skew
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.tasks import TaskSequence
 
@@ -52,12 +55,15 @@ __all__ = [
     "Digits",
     "Dirichlet",
     "DirichletBalanced",
+    "DirichletExtended",
     "DirichletProportions",
     "FashionMNIST",
+    "FeatureSkew",
     "FederatedData",
     "FederatedDataModule",
     "FromDataModule",
     "FromDataset",
+    "LabelNoise",
     "MedMNIST",
     "NBaIoT",
     "Natural",
@@ -65,6 +71,8 @@ __all__ = [
     "Pathological",
     "PublishedSplits",
     "QuantitySkew",
+    "Ranked",
+    "Skew",
     "SoleOwner",
     "Synthetic",
     "Table",

@@ -47,6 +47,8 @@ class FederatedData:
         stage: The current task. ``None`` without tasks.
         server: The server's own samples, which are in no other split. ``None`` if the server has
             none.
+        unseen: Number of clients outside the federation, which have the last rows of the splits.
+            They never take part in a round.
     """
 
     spec: DataSpec
@@ -58,6 +60,7 @@ class FederatedData:
     augment: Augment | None = None
     stage: Stage | None = None
     server: DataSplit | None = None
+    unseen: int = 0
 
     def at(self, round: int) -> "FederatedData":
         """Return the data that clients train on in a round and are scored on after it.
@@ -68,12 +71,15 @@ class FederatedData:
 
     @property
     def clients(self) -> int:
-        """Return the number of clients."""
-        return len(self.train.rows)
+        """Return the number of clients in the federation."""
+        return len(self.train.rows) - self.unseen
 
     def train_rows(self, client: int) -> Tensor:
         """Return the rows of ``train`` that a client trains on, int64 ``(samples,)``."""
-        return self.train.rows.values if client == POOLED else self.train.rows[client]
+        rows = self.train.rows
+        if client == POOLED:
+            return rows.values[: int(rows.offsets[self.clients])]
+        return rows[client]
 
     def samples(self, client: int) -> int:
         """Return the number of a client's training samples."""

@@ -106,13 +106,13 @@ class TrainLoader:
         Args:
             samples: Maximum number of samples. If the client has more, a random subset is used, the
                 same for the same seed, client and round. Default: all.
-            batch_size: Samples per batch.
+            batch_size: Samples per batch. A last batch of one sample is merged, as in training.
         """
         rows = self.data.train_rows(self.client)
         if samples is not None and samples < len(rows):
             generator = torch_generator(self.seed, "plain_batches", self.round, self.client)
             rows = rows[torch.randperm(len(rows), generator=generator)[:samples].sort().values]
-        yield from self._batches(rows.split(batch_size))
+        yield from self._batches(rows[a:b] for a, b in batch_bounds(len(rows), batch_size))
 
 
 def _unchanged(batch: Any) -> Any:

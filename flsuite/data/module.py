@@ -14,7 +14,8 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
 from flsuite.data.partitions import IID, Partition, partition_labels
-from flsuite.data.rows import RaggedIndex
+from flsuite.data.rows import RaggedIndex, Rows
+from flsuite.data.skews import Skew, skewed
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import (
     assign_test_rows_by_owner,
@@ -63,6 +64,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         augment: A random augmentation of training batches.
         train_samples: Number of training samples to keep, the same ones for every seed. Default:
             all.
+        test_samples: The same for the test split. Each client's own model is scored on all of it.
         seed: The seed of the partition and the splits. Default: the run's seed.
         server_samples: Number of training samples held by the server, drawn uniformly at random by
             the seed, whatever the partition. Clients share the rest: with the same seed and another
@@ -71,6 +73,11 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             the same for every seed. ``[0.0, 0.2]`` and ``[0.2, 1.0]`` are disjoint: a model can be
             pre-trained on one and federated on the other. ``train_samples`` counts within the part.
             Default: all.
+        unseen_clients: The fraction of clients, the last ones, that stay outside the federation, at
+            least one if it is above 0.
+            After the last round, they are scored on test data of their own class mix, see
+            ``trainer.adapt_epochs``. They hold out no samples for validation.
+        skew: A change of each client's own samples, such as ``FeatureSkew``. Default: none.
 
     Attributes:
         federated: The dataset split over clients, after :meth:`setup`.
@@ -89,9 +96,12 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         standardize: bool = True,
         augment: Augment | None = None,
         train_samples: PositiveInt | None = None,
+        test_samples: PositiveInt | None = None,
         seed: int | None = None,
         server_samples: NonNegativeInt = 0,
         train_part: _Part | None = None,
+        unseen_clients: BelowOne = 0.0,
+        skew: Skew | None = None,
     ) -> None:
         super().__init__()
         self.clients = clients
@@ -105,9 +115,12 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         self.standardize = standardize
         self.augment = augment
         self.train_samples = train_samples
+        self.test_samples = test_samples
         self.seed = seed
         self.server_samples = server_samples
         self.train_part = train_part
+        self.unseen_clients = unseen_clients
+        self.skew = skew
 
         # The result of setup(), the settings that it was computed with, and the run's seed.
         self._federated: FederatedData | None = None
@@ -192,7 +205,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         train, server = hold_out_for_server(
             train, self.server_samples, self.clients, self.partition_seed
         )
-        test = self._resized(published.test)
+        test = self._resized(fixed_subset(published.test, self.test_samples))
         val = None if published.val is None else self._resized(published.val)
 
         # A partition receives one class per sample and the owners, never the samples themselves.
@@ -206,8 +219,23 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         # A published validation split is the default, and an explicit fraction replaces it.
         default_fraction = 0.1 if val is None else 0.0
         fraction = default_fraction if self.val_fraction is None else self.val_fraction
-        train_rows, val_rows = hold_out(rows, fraction, self.partition_seed)
-        if val is None or self.val_fraction is not None:
+        share = self.unseen_clients
+        unseen = max(1, int(share * self.clients + 0.5)) if share else 0
+        if unseen >= self.clients:
+            raise FlsuiteError(
+                f"data.unseen_clients: {share} of {self.clients} clients leaves none "
+                "in the federation; lower it, or set more data.clients"
+            )
+        inside = self.clients - unseen
+        train_rows, val_rows = hold_out(rows[:inside], fraction, self.partition_seed)
+        if unseen:
+            train_rows = Rows.of([*train_rows, *rows[inside:]])
+        is_held_out = val is None or self.val_fraction is not None
+        if self.skew is not None:
+            # Held-out rows are in the training split too, but their labels are not changed.
+            train = skewed(train, train_rows, self.skew, published.spec, self.partition_seed, True)
+            train = skewed(train, val_rows, self.skew, published.spec, self.partition_seed, False)
+        if is_held_out:
             held_out = replace(train, rows=RaggedIndex.of(val_rows)).owned()
             val = held_out if len(held_out) else None
 
@@ -219,6 +247,9 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             test_labels = partition_labels(test.classes.numpy())
             test_rows = split_test_like_train(labels, train_rows, test_labels, self.partition_seed)
 
+        if self.skew is not None:
+            test = skewed(test, test_rows, self.skew, published.spec, self.partition_seed, False)
+
         scaling, shape = self._scaling(train, published.spec)
         return FederatedData(
             spec=replace(published.spec, shape=shape),
@@ -229,6 +260,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             batch_size=self.batch_size,
             augment=self.augment,
             server=server,
+            unseen=unseen,
         )
 
     def _scaling(self, train: DataSplit, spec: DataSpec) -> tuple[Scaling, tuple[int, ...]]:

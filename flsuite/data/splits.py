@@ -15,23 +15,23 @@ _SUBSET_SEED = 0
 
 
 def fixed_subset(
-    train: DataSplit, samples: int | None, part: tuple[float, float] | None = None
+    split: DataSplit, samples: int | None, part: tuple[float, float] | None = None
 ) -> DataSplit:
-    """Return a random part of the training split in its original order.
+    """Return a random part of a split in its original order.
 
     Args:
-        train: The training split.
+        split: The training or the test split.
         samples: Maximum number of samples. ``None`` means the whole part.
         part: Start and end of the part in a fixed random order, as fractions. ``None`` means the
             whole split.
     """
-    start, end = (round(bound * len(train)) for bound in part or (0.0, 1.0))
+    start, end = (round(bound * len(split)) for bound in part or (0.0, 1.0))
     kept = end - start if samples is None else min(samples, end - start)
-    if kept == len(train):
-        return train
+    if kept == len(split):
+        return split
 
-    order = numpy_generator(_SUBSET_SEED, "subset").permutation(len(train))
-    return train.take(torch.from_numpy(np.sort(order[start : start + kept])))
+    order = numpy_generator(_SUBSET_SEED, "subset").permutation(len(split))
+    return split.take(torch.from_numpy(np.sort(order[start : start + kept])))
 
 
 def hold_out_for_server(

@@ -13,6 +13,7 @@ from flsuite.schedules.base import (
     Work,
 )
 from flsuite.schedules.faults import Faults
+from flsuite.schedules.selection import Oort, PowerOfChoice, Selection
 from flsuite.schedules.speeds import LogNormal, PerSample, Stragglers
 from flsuite.schedules.synchronous import Synchronous
 from flsuite.schedules.traces import Trace
@@ -28,8 +29,11 @@ __all__ = [
     "LogNormal",
     "Measured",
     "OnOff",
+    "Oort",
     "PerSample",
+    "PowerOfChoice",
     "Schedule",
+    "Selection",
     "Speeds",
     "Stragglers",
     "Synchronous",

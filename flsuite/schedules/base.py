@@ -73,6 +73,7 @@ class Declarations:
         cohort: Number of clients that a round starts. 0 if there are no rounds.
         expected_updates: Number of updates that an aggregation waits for, if no client is lost. 0
             if unknown.
+        sees_updates: Whether cohorts depend on what clients have sent.
         client_sampling: How cohorts are drawn. ``None`` unless the draw is random and depends only
             on the seed. Differential-privacy guarantees rely on it.
     """
@@ -85,13 +86,14 @@ class Declarations:
     faults: tuple[Fault, ...] = ()
     cohort: int = 0
     expected_updates: int = 0
+    sees_updates: bool = False
     client_sampling: RandomDraw | None = None
 
     @property
     def needs(self) -> frozenset[Capability]:
         """Return what the schedule requires, see :class:`flsuite.aggregators.Part`."""
         needs: set[Capability] = set()
-        if self.is_virtual or self.may_lose or self.may_be_empty:
+        if self.is_virtual or self.may_lose or self.may_be_empty or self.sees_updates:
             needs.add("clients")
         if "gone" in self.faults:
             needs.add("secure aggregation")

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,11 @@ class Launcher:
             p = None if weights is None else weights[candidates] / weights[candidates].sum()
             candidates = candidates[rng.choice(len(candidates), number, replace=False, p=p)]
         return sorted(candidates.tolist())
+
+    def available(self, clients: Iterable[int], clock: Clock) -> list[int]:
+        """Return the clients that can start a fit now, ascending, out of the given ones."""
+        mask = self.availability.available(clock.seconds)
+        return sorted(client for client in clients if mask is None or mask[client])
 
     def launch(self, client: int, clock: Clock) -> Fit:
         """Start a fit now.

@@ -10,7 +10,7 @@ import numpy as np
 from flsuite.arguments import PositiveFloat, Range, Settings, at_least
 from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.messages import ClientResult, Outcome
+from flsuite.messages import ClientResult, ClientUpdate, Outcome
 from flsuite.metrics.privacy import RandomDraw
 from flsuite.random import numpy_generator
 from flsuite.schedules.base import (
@@ -25,6 +25,7 @@ from flsuite.schedules.base import (
     Speeds,
 )
 from flsuite.schedules.launcher import Launcher
+from flsuite.schedules.selection import Selection
 
 _Participation = Annotated[
     int | float,
@@ -48,11 +49,12 @@ class Synchronous(Schedule, Settings):
     Args:
         participation: Fraction of the clients in (0, 1] as a float, or their number as an integer.
             A fraction is rounded to the nearest number of clients.
-        sampling: ``uniform``, or ``size`` with probabilities in proportion to the clients' training
-            samples. ``poisson`` draws each client independently. The cohort size then varies from
-            round to round, and ``participation`` is its mean as a fraction or a number. A cohort
-            may be empty. Such a round counts, and the aggregator's ``without_updates`` determines
-            the next model.
+        sampling: ``uniform``, ``size`` (probabilities in proportion to training samples),
+            ``poisson`` (each client independently), or a class that chooses by what clients have
+            sent before: ``PowerOfChoice`` or ``Oort``. Under ``poisson``, the cohort size varies
+            from round to round, and ``participation`` is its mean as a fraction or a number. A
+            cohort may be empty. Such a round counts, and the aggregator's ``without_updates``
+            determines the next model.
         over_selection: Number of clients to start, as a multiple of the number that the round waits
             for. The paper uses 1.3.
         deadline: Virtual seconds after which a round ends with the updates so far. Default: wait
@@ -62,7 +64,7 @@ class Synchronous(Schedule, Settings):
     """
 
     participation: _Participation = 1.0
-    sampling: Literal["uniform", "size", "poisson"] = "uniform"
+    sampling: Literal["uniform", "size", "poisson"] | Selection = "uniform"
     over_selection: Annotated[float, at_least(1)] = 1.0
     deadline: PositiveFloat | None = None
     speeds: Speeds | None = None
@@ -76,6 +78,7 @@ class Synchronous(Schedule, Settings):
             is_virtual=not isinstance(self.speeds, Measured | None),
             may_lose=is_limited or self.availability is not None,
             may_be_empty=self.sampling == "poisson",
+            sees_updates=isinstance(self.sampling, Selection),
         )
         if self.declarations.may_be_empty and self.declarations.may_lose:
             raise FlsuiteError(
@@ -115,7 +118,8 @@ class Synchronous(Schedule, Settings):
                 f"there are {clients}; lower it, or lower participation"
             )
 
-        is_random = self.sampling != "size" and not self.declarations.may_lose
+        declared = self.declarations
+        is_random = self.sampling != "size" and not (declared.may_lose or declared.sees_updates)
         draw = RandomDraw(clients, self._expected, may_be_empty) if is_random else None
         self.declarations = replace(
             self.declarations, cohort=started, expected_updates=self._number, client_sampling=draw
@@ -123,6 +127,9 @@ class Synchronous(Schedule, Settings):
 
         self._weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
         speeds = self.speeds or Measured()
+        self._arrived: dict[int, ClientUpdate] = {}
+        if isinstance(self.sampling, Selection):
+            self.sampling.configure(sizes, started)
         self._launcher = Launcher(speeds, self.availability, sizes, seed, work)
         self._cohort: list[Fit] = []
         self._ends: float | None = None
@@ -147,7 +154,7 @@ class Synchronous(Schedule, Settings):
             self._round, self._ended, self._lost = clock.round, [], 0
         declarations = self.declarations
         number = self._draw_size(clock) if declarations.may_be_empty else declarations.cohort
-        clients = self._launcher.draw(number, clock, self._lost, weights=self._weights)
+        clients = self._choose(number, clock)
         self._cohort = [self._launcher.launch(client, clock) for client in clients]
         return self._arriving(clock.seconds)
 
@@ -176,8 +183,17 @@ class Synchronous(Schedule, Settings):
                 measured = max(measured, outcome.update.seconds)
                 if number in fits and fits[number].ended is None:  # its duration was unknown
                     fits[number].ended = fits[number].started + outcome.update.seconds
+                self._arrived[number] = outcome.update
             yield outcome
         self._end_round(clock, measured)
+
+    def accepted(self, number: int) -> None:
+        if not isinstance(self.sampling, Selection) or number not in self._arrived:
+            return
+        (fit,) = (fit for fit in self._cohort if fit.number == number)
+        # Measured times differ from run to run, and must not choose clients.
+        seconds = _end(fit) - fit.started if self.declarations.is_virtual else 0.0
+        self.sampling.arrived(self._arrived.pop(number), seconds)
 
     def metrics(self) -> dict[str, float]:
         if not self.declarations.may_lose:
@@ -186,11 +202,22 @@ class Synchronous(Schedule, Settings):
         return {name: float(outcomes.count(name)) for name in ("dropped", "late")}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._launcher.state_dict()
+        chosen = self.sampling
+        own = {"selection": chosen.state_dict()} if isinstance(chosen, Selection) else {}
+        return {**self._launcher.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._launcher.load_state_dict(state)
+        if isinstance(self.sampling, Selection):
+            self.sampling.load_state_dict(state["selection"])
         self._cohort, self._ends, self._ended, self._round = [], None, [], -1
+
+    def _choose(self, number: int, clock: Clock) -> list[int]:
+        if isinstance(self.sampling, Selection):
+            chosen = self.sampling.choose(number, clock, self._launcher, self._lost)
+            self.sampling.silent |= set(chosen)
+            return chosen
+        return self._launcher.draw(number, clock, self._lost, weights=self._weights)
 
     def _draw_size(self, clock: Clock) -> int:
         """Draw the size of a Poisson cohort.
@@ -233,7 +260,7 @@ class Synchronous(Schedule, Settings):
             if fit.outcome == "late" or fit.ended > clock.seconds:
                 fit.ended, fit.outcome = clock.seconds, "late"
         self._ended += sorted(self._cohort, key=lambda fit: (_end(fit), fit.client))
-        self._cohort = []
+        self._cohort, self._arrived = [], {}
 
     def _end_lost_cohort(self, clock: Clock) -> None:
         """End a cohort without updates, or wait until a client is available."""

@@ -68,6 +68,7 @@ def equal(a: FederatedData, b: FederatedData) -> bool:
         {"standardize": False},
         {"augment": CropFlip(1)},
         {"train_samples": 50},
+        {"test_samples": 10},
         {"seed": 9},
         {"channels": 2},
         {"batch_size": 5, "seed": 9},

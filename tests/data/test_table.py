@@ -116,7 +116,7 @@ def test_parquet(tmp_path: Path) -> None:
     content.to_parquet(tmp_path / "t.parquet")
     with pytest.raises(
         FlsuiteError,
-        match=r"t\.parquet: row 4, column 'a': the value is missing \(in 1 row of this column\);",
+        match=r"t\.parquet: row 4, column 'a': .*missing",
     ):
         read(tmp_path / "t.parquet")
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
@@ -259,17 +259,17 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
         (
             "a,b,y\n1,2,u,\n3,4,v,\n",
             {},
-            r"cannot be read as CSV \(.*Expected 3 fields in line 2, saw 4\)",
+            r"cannot be read as CSV .*line 2",
         ),
         (
             "a,b,y\n0,1,2,u\n1,3,4,v\n",
             {},
-            r"cannot be read as CSV \(.*Expected 3 fields in line 2, saw 4\)",
+            r"cannot be read as CSV .*line 2",
         ),
         (
             GOOD,
             {"label": "x"},
-            r"t\.csv has no column 'x'; set data\.label to another \(it has 'a', 'b', 'y'\)",
+            r"t\.csv has no column 'x'; set data\.label",
         ),
         (GOOD.replace("y", "Label"), {"label": "label"}, r"data\.label .*the nearest are 'Label'"),
         (GOOD, {"client": "who"}, r"no column 'who'; set data\.client"),
@@ -277,41 +277,41 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
         (
             GOOD + "1,,v\n3,4,v\n,,v\n",
             {},
-            r"row 13, column 'a': the value is missing \(in 1 row of .*, and in 1 other column\)",
+            r"row 13, column 'a': .*missing .in 1 row",
         ),
         (
             GOOD + "1,,v\n3,4,v\n1,NaN,v\n",
             {},
-            r"row 11, column 'b': the value is missing \(in 2 rows of this column\);",
+            r"row 11, column 'b': .*missing .in 2 row",
         ),
-        (GOOD + "1\n", {}, r"column 'b': the value is missing \(in 1 row of"),
+        (GOOD + "1\n", {}, r"column 'b': the value is missing"),
         (
             GOOD + "1,2,\n",
             {},
-            r"row 11, column 'y': the value is missing \(in 1 row of this column\);",
+            r"row 11, column 'y': .*missing .in 1 row",
         ),
         (
             "w," + GOOD.replace("\n", "\n,")[:-1],
             {"client": "w"},
-            r"row 1, column 'w': the value is missing \(in 10 rows of this column\);",
+            r"row 1, column 'w': .*missing .in 10 row",
         ),
-        (GOOD + "1,2x,v\n", {}, r"t\.csv: row 11, column 'b': expected a number, got '2x';"),
+        (GOOD + "1,2x,v\n", {}, r"row 11, column 'b'.*got '2x';"),
         (
             GOOD + "1,2x,v\n",
             {"features": ["b"]},
-            r"row 11, column 'b': expected a number, got '2x';",
+            r"row 11, column 'b'.*got '2x';",
         ),
         (
             GOOD + "1,-inf,v\n",
             {},
-            r"t\.csv: row 11, column 'b': expected a finite float32 number, got -inf;",
+            r"row 11, column 'b'.*got -inf;",
         ),
         (
             GOOD + "1e39,1,v\n",
             {},
-            r"t\.csv: row 11, column 'a': expected a finite float32 number, got 1e\+39;",
+            r"row 11, column 'a'.*got 1e\+39;",
         ),
-        (GOOD.replace("v", "u"), {}, r"column 'y' of .*t\.csv has the same label in all rows, u"),
+        (GOOD.replace("v", "u"), {}, r"column 'y' of .*t\.csv has the same label"),
         (
             GOOD,
             {"label": "a", "features": ["b"], "test_fraction": 0.05},
@@ -320,12 +320,12 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
         (
             GOOD + "1.5,1,u\n",
             {"label": "a"},
-            r"t\.csv: row 11, column 'a': expected a whole number or a word, got 1\.5;",
+            r"row 11, column 'a'.*got 1\.5;",
         ),
         (
             GOOD + "inf,1,u\n",
             {"label": "a"},
-            r"t\.csv: row 11, column 'a': expected a whole number or a word, got inf;",
+            r"row 11, column 'a'.*got inf;",
         ),
         ("y,z\nu,p\nv,q\n", {}, r"no numeric column besides 'y'; name some"),
         ("a;b;y\n1;2;u\n", {}, r"no column 'y'; .*it has 'a;b;y'"),
@@ -346,10 +346,10 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(
         FlsuiteError,
-        match=r"no file or folder .*t\.csv; set data\.path, which is relative to data\.root",
+        match=r"no file or folder .*t\.csv; set data\.path",
     ):
         Table("t.csv", "y", root=str(tmp_path)).setup()
-    with pytest.raises(FlsuiteError, match=r"has no file whose name ends in \.csv or \.parquet"):
+    with pytest.raises(FlsuiteError, match=r"has no file whose name ends in \.csv"):
         read(tmp_path)
     (tmp_path / "t.xlsx").touch()
     with pytest.raises(FlsuiteError, match=r"t\.xlsx is not a file whose name"):
@@ -362,7 +362,7 @@ def test_headers_that_differ(tmp_path: Path) -> None:
     second = write(tmp_path / "2.csv", content.rename(columns={"a": "A"}))
     with pytest.raises(
         FlsuiteError,
-        match=r"2\.csv and .*1\.csv differ in their columns: 'A', 'a' in one of them only",
+        match=r"2\.csv and .*1\.csv differ in their columns",
     ):
         read(tmp_path)
     assert read(tmp_path, features=["b"]).spec.shape == (1,)
@@ -384,7 +384,7 @@ def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
     for rows in (None, 1, 3, 4, 100):
         with pytest.raises(
             FlsuiteError,
-            match=r"row 7, column 'a': .*missing \(in 2 rows .*, and in 1 other column\)",
+            match=r"row 7, column 'a': .*missing \(in 2 rows",
         ):
             list(numeric_chunks(csv_frames(file, rows), file))
 
@@ -392,8 +392,8 @@ def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"test_fraction": 0.0}, "Table: test_fraction must be above 0 and below 1, got 0.0"),
-        ({"scale": "robust"}, "Table: scale must be one of minmax, standard, none, got 'robust'"),
+        ({"test_fraction": 0.0}, "Table: test_fraction must be above 0"),
+        ({"scale": "robust"}, "Table: scale must be one of minmax, standard"),
         ({"features": []}, "Table: features must be at least one column"),
         ({"features": ["a", "a"]}, "none twice"),
         ({"features": ["kind"]}, "must not include the label 'kind'"),

@@ -209,7 +209,7 @@ def test_when_all_clients_are_away_time_passes_until_one_is_back(schedule: Any) 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"concurrency": 21}, "concurrency 21 is above the number of clients, 20"),
+        ({"concurrency": 21}, "concurrency 21 is above the number of clients"),
         ({"concurrency": 4, "buffer_size": 5}, "buffer_size 5 is above concurrency 4"),
         ({"concurrency": 0}, "concurrency must be at least 1"),
         ({"buffer_size": 0}, "buffer_size must be at least 1"),

@@ -14,7 +14,7 @@ from flsuite.metrics.privacy import RandomDraw
 from flsuite.schedules import Bernoulli, Clock, Stragglers, Synchronous
 from tests.conftest import classifier, digits, equal_states, trainer
 
-ROUNDS = range(4000)
+ROUNDS = range(2500)
 
 
 def configured(participation: int | float, clients: int = 20, **kwargs: Any) -> Synchronous:

@@ -84,7 +84,7 @@ def _read_leaf(file: Path) -> Iterator[Samples]:
     Each writer's floats are dropped after conversion, because Python objects take ten times the
     memory.
     """
-    with file.open() as stream:
+    with file.open(encoding="utf-8") as stream:
         content = json.load(stream)
     for user, samples in zip(content["users"], content["num_samples"], strict=True):
         data = content["user_data"].pop(user)

@@ -6,6 +6,7 @@ import numpy as np
 
 from flsuite.arguments import PositiveFloat
 from flsuite.data.partitions.counts import CountPartition
+from flsuite.data.partitions.quantity import QuantitySkew
 
 
 @dataclass
@@ -14,7 +15,7 @@ class DirichletBalanced(CountPartition):
 
     This is the scheme of Hsu et al. 2019 (arXiv:1909.06335) and of Acar et al. 2021
     (arXiv:2111.04263). Every client has ``n // clients`` samples, so up to ``clients - 1`` samples
-    stay unused.
+    stay unused. With ``sizes``, clients differ in size too, and all samples are used.
 
     Clients are filled without replacement, by drawing classes from each client's mix. If the draws
     of a class exceed its remaining samples, a random subset of them is granted. The others are
@@ -25,17 +26,22 @@ class DirichletBalanced(CountPartition):
     Args:
         alpha: Concentration per class, above 0. Hsu's concentration is ``alpha`` times the number
             of classes.
+        sizes: How many samples each client has. Default: equal sizes.
 
     Raises:
         FlsuiteError: If ``alpha`` is out of range, or there are more clients than samples.
     """
 
     alpha: PositiveFloat
+    sizes: QuantitySkew | None = None
 
     def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
         left = sizes.copy()
         mix = rng.dirichlet(np.full(len(left), self.alpha), size=clients)
-        missing = np.full(clients, sizes.sum() // clients)
+        total = sizes.sum()
+        missing = np.full(clients, total // clients)
+        if self.sizes is not None:
+            missing = self.sizes.counts(np.array([total]), clients, rng)[0]
         counts = np.zeros((len(left), clients), dtype=np.int64)
 
         while missing.any():  # each pass either fills every client or exhausts a class

@@ -36,7 +36,7 @@ class Pathological(CountPartition):
                 f"but the training data has {len(sizes)} classes; lower it"
             )
 
-        holds = _assign_classes(len(sizes), clients, self.classes_per_client, rng)
+        holds = assign_classes(len(sizes), clients, self.classes_per_client, rng)
         counts = _split_classes(sizes, holds, rng)
         empty = np.flatnonzero(counts.sum(axis=0) == 0)
         if len(empty):
@@ -47,7 +47,7 @@ class Pathological(CountPartition):
         return counts
 
 
-def _assign_classes(
+def assign_classes(
     classes: int, clients: int, per_client: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Return the classes that each client has, bool ``(classes, clients)``."""

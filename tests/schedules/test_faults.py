@@ -39,7 +39,9 @@ class Absent(Faults):
 
 
 def fit(schedule: Schedule, ckpt_path: str | None = None, **kwargs: Any) -> Any:
-    made = trainer(**{"rounds": 12, "evaluate_every": 100, "schedule": schedule, **kwargs})
+    made = trainer(
+        **{"rounds": 6, "evaluate_every": 100, "score_clients": 2, "schedule": schedule, **kwargs}
+    )
     made.fit(classifier(), digits(clients=CLIENTS), ckpt_path=ckpt_path)
     return made
 
@@ -62,7 +64,7 @@ def test_a_run_under_all_faults_equals_one_without_these_clients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen = Seen()
-    engine = Processes(workers=2, timeout=6.0)
+    engine = Processes(workers=2, timeout=4.0)
     with caplog.at_level(logging.WARNING, logger="flsuite"):
         faulty = fit(Faults(Synchronous(), **ALL), engine=engine, callbacks=[seen])
     absent = fit(Absent(Synchronous(), **ALL))
@@ -74,7 +76,7 @@ def test_a_run_under_all_faults_equals_one_without_these_clients(
         "RuntimeError: raised on purpose (schedule.raises)",
         "is not finite",
         "has shape",
-        "it did not finish within 6 seconds (engine.timeout)",
+        "it did not finish within 4 seconds (engine.timeout)",
         "its worker died twice",
         "its update did not arrive in time",
     ):
@@ -92,7 +94,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "over_selection": {"schedule": Synchronous(6, speeds=Stragglers(), over_selection=1.5)},
     "quantized": {"compression": Quantize(bits=8)},
     "top_k": {"compression": TopK(0.1)},
-    "secure_sum": {"secure_sum": PairwiseMasks(), "rounds": 6},
+    "secure_sum": {"secure_sum": PairwiseMasks()},
     "scaffold": {"aggregator": SCAFFOLD()},
     "nothing_is_shared": {"aggregator": LocalOnly()},
     "attacked": {
@@ -131,29 +133,27 @@ def test_clients_that_are_gone_before_the_unmasking_cost_nothing(engine: Any) ->
 
 
 def test_too_many_clients_that_are_gone_end_the_run() -> None:
-    with pytest.raises(FederationError, match="clients revealed their shares, but 7 are needed"):
+    with pytest.raises(FederationError, match="7 are needed"):
         fit(Faults(Synchronous(), gone=0.9), rounds=3, secure_sum=PairwiseMasks())
 
 
 def test_who_unmasks_nothing_can_be_gone_from_a_secure_sum_alone() -> None:
-    with pytest.raises(FlsuiteError, match="Faults needs secure aggregation, but the server"):
+    with pytest.raises(FlsuiteError, match="Faults needs secure aggregation"):
         fit(Faults(Synchronous(), gone=0.1))
 
 
 def test_engines_are_equal_and_probability_zero_is_the_schedule_alone() -> None:
     # Parts of several clients, whose models a worker sums.
-    runs = [
-        fit(Faults(Synchronous(), **faults), engine=engine, rounds=4)
+    here, there, none = (
+        fit(Faults(Synchronous(), **faults), engine=engine, rounds=4).federation.state
         for engine, faults in [
             (InProcess(), IN_PROCESS),
-            (Processes(workers=1), IN_PROCESS),
             (Processes(workers=2), IN_PROCESS),
             (InProcess(), {}),
         ]
-    ]
-    states = [made.federation.state for made in runs]
-    assert equal_states(states[0], states[1]) and equal_states(states[0], states[2])
-    assert equal_states(states[3], fit(Synchronous(), rounds=4).federation.state)
+    )
+    assert equal_states(here, there)
+    assert equal_states(none, fit(Synchronous(), rounds=4).federation.state)
 
 
 def test_a_late_client_is_not_in_the_sum_of_its_part() -> None:
@@ -186,8 +186,8 @@ def test_a_resumed_run_goes_on_with_the_same_faults(
             run_dir=tmp_path / folder,
         )
 
-    whole, held = run("whole", 6), 0
-    for rounds in range(1, 7):
+    whole, held = run("whole", 4), 0
+    for rounds in range(1, 5):
         resumed = run("parts", rounds, "last" if rounds > 1 else None)
         held += len(resumed.schedule.state_dict()["held"])
     assert held, "messages are held back while the run is stopped"
@@ -269,9 +269,9 @@ def test_faults_that_the_engine_would_not_survive_are_refused(
     [
         ({"nan": 1.0}, r"Faults: nan must be in \[0, 1\)"),
         ({"late": -0.1}, r"Faults: late must be in \[0, 1\)"),
-        ({"nan": 0.6, "dies": 0.6}, r"the sum of the probabilities must be in \[0, 1\)"),
+        ({"nan": 0.6, "dies": 0.6}, r"the sum of the probabilities"),
         ({"nan": 0.9, "raises": 0.2, "late": 0.06}, r"sum of the probabilities .* got 1\.16$"),
-        ({"schedule": None}, r"schedule must be a flsuite\.schedules\.base\.Schedule"),
+        ({"schedule": None}, "schedule must be a "),
         ({"schedule": Faults(Synchronous(), nan=0.5)}, "schedule is a Faults too.* in one of them"),
     ],
 )

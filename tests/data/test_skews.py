@@ -1,0 +1,107 @@
+"""Features and labels that differ from client to client."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import FedAvg
+from flsuite.data import Digits, Dirichlet, FeatureSkew, LabelNoise, Skew, Synthetic
+from flsuite.data.federated import FederatedData
+from tests.aggregators.federations import assert_same_models, federation, run
+from tests.conftest import classifier
+
+
+def split(skew: Skew | None, seed: int = 1, **kwargs: object) -> FederatedData:
+    settings = {"clients": 4, "train_samples": 300, "partition": Dirichlet(1.0), **kwargs}
+    module = Digits(skew=skew, seed=seed, **settings)  # type: ignore[arg-type]
+    module.setup()
+    return module.federated
+
+
+def images(data: FederatedData, client: int, name: str = "train") -> torch.Tensor:
+    part = getattr(data, name)
+    return part.x[part.rows[client]].float()
+
+
+def test_each_client_has_its_own_camera_in_every_split() -> None:
+    plain, skewed = split(None), split(FeatureSkew(brightness=0.4))
+    changes = {}
+    for client in range(4):
+        changes[client] = [
+            images(skewed, client, name).mean() - images(plain, client, name).mean()
+            for name in ("train", "test", "val")
+        ]
+    for by_split in changes.values():
+        assert max(by_split) - min(by_split) < 30, "the same change, up to the bounds of a pixel"
+    means = [float(by_split[0]) for by_split in changes.values()]
+    assert max(means) - min(means) > 30
+
+
+@pytest.mark.parametrize(
+    "skew",
+    [
+        FeatureSkew(rotation=90.0),
+        FeatureSkew(blur=2.0),
+        FeatureSkew(contrast=0.5),
+        FeatureSkew(noise=0.2),
+        FeatureSkew(inverted=1.0),
+    ],
+    ids=["rotation", "blur", "contrast", "noise", "inverted"],
+)
+def test_every_change_acts_and_is_the_same_for_the_same_seed(skew: FeatureSkew) -> None:
+    plain, one, again, other = split(None), split(skew), split(skew), split(skew, seed=2)
+    assert torch.equal(one.train.x, again.train.x)
+    assert not torch.equal(one.train.x, plain.train.x)
+    assert one.train.x.dtype == torch.uint8
+    assert torch.equal(one.train.y, plain.train.y)
+    assert not torch.equal(one.train.rows.values, other.train.rows.values)
+
+
+def test_a_blur_may_be_wider_than_the_image() -> None:
+    assert images(split(FeatureSkew(blur=50.0)), 0).std() < images(split(None), 0).std()
+
+
+def test_inverted_images_are_the_negatives() -> None:
+    plain, skewed = split(None), split(FeatureSkew(inverted=1.0))
+    assert torch.equal(images(skewed, 2), 255 - images(plain, 2))
+
+
+def test_samples_read_before_are_not_changed() -> None:
+    before = split(None).train.x.clone()
+    split(FeatureSkew(noise=0.3))
+    assert torch.equal(split(None).train.x, before)
+
+
+def test_wrong_labels_are_in_training_alone_and_more_on_some_clients() -> None:
+    settings = {"train_samples": 1000, "val_fraction": 0.2}
+    plain, noisy = split(None, **settings), split(LabelNoise(0.8), **settings)
+    rates = []
+    for client in range(4):
+        rows = plain.train.rows[client]
+        rates.append(float((plain.train.y[rows] != noisy.train.y[rows]).float().mean()))
+    assert max(rates) <= 0.85
+    assert max(rates) - min(rates) > 0.1
+    assert torch.equal(plain.test.y, noisy.test.y)
+    assert torch.equal(plain.val.y, noisy.val.y)
+    assert noisy.train.y.max() < 10
+
+
+def test_no_skew_is_bit_for_bit_as_before_and_a_run_resumes(tmp_path: Path) -> None:
+    assert torch.equal(split(FeatureSkew()).train.x, split(None).train.x)
+
+    def data() -> Digits:
+        return Digits(clients=3, train_samples=200, skew=FeatureSkew(rotation=45.0))
+
+    whole = run(FedAvg(), 3, data(), model=classifier())
+    run(FedAvg(), 1, data(), model=classifier(), run_dir=str(tmp_path / "run"))
+    resumed = federation(FedAvg(), 3, run_dir=str(tmp_path / "run"))
+    resumed.fit(classifier(), data(), ckpt_path="last")
+    assert_same_models(whole, resumed)
+
+
+def test_a_table_has_no_images() -> None:
+    module = Synthetic(clients=3, skew=FeatureSkew(rotation=10.0))
+    with pytest.raises(FlsuiteError, match="changes images"):
+        module.setup()

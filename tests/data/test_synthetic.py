@@ -1,0 +1,97 @@
+"""Synthetic data: its means, the accuracy that can be reached, and its owners."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flsuite.data.datasets.synthetic import Synthetic, bayes_accuracy, simplex_means
+from flsuite.data.spec import DataSplit
+from flsuite.errors import FlsuiteError
+from flsuite.random import torch_generator
+
+
+@pytest.mark.parametrize(("classes", "features"), [(2, 1), (3, 2), (5, 30)])
+def test_simplex_means(classes: int, features: int) -> None:
+    means = simplex_means(classes, features, 2.5, torch_generator(0, "test"))
+    assert means.shape == (classes, features)
+    distances = torch.pdist(means)
+    assert torch.allclose(distances, torch.full_like(distances, 2.5))
+    assert torch.allclose(means.sum(0), torch.zeros(features, dtype=torch.float64), atol=1e-12)
+
+
+def test_bayes_accuracy_closed_forms() -> None:
+    for separation in (0.0, 1.0, 3.0):
+        expected = 0.5 * (1 + math.erf(separation / 2 / math.sqrt(2)))
+        assert bayes_accuracy(2, separation) == pytest.approx(expected, abs=1e-6)
+    assert bayes_accuracy(7, 0.0) == pytest.approx(1 / 7, abs=1e-9)
+    assert bayes_accuracy(7, 100.0) == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("classes", "separation"), [(2, 1.0), (4, 2.0), (10, 3.0)])
+def test_the_nearest_mean_reaches_bayes_accuracy(classes: int, separation: float) -> None:
+    features, samples = 12, 40000
+    source = Synthetic(features, classes, samples, separation, data_seed=3).load()
+    means = simplex_means(classes, features, separation, torch_generator(3, "synthetic"))
+    whole = DataSplit.concat([source.train, source.test])
+    right = (torch.cdist(whole.x.double(), means).argmin(1) == whole.y).double().mean()
+    best = bayes_accuracy(classes, separation)
+    assert float(right) == pytest.approx(best, abs=4 * (best * (1 - best) / samples) ** 0.5)
+
+
+def test_synthetic() -> None:
+    data = Synthetic(features=6, classes=3, samples=100, separation=2.0)
+    source, again, other = data.load(), data.load(), Synthetic(6, 3, 100, 2.0, data_seed=1).load()
+    assert (
+        source.spec.shape == (6,)
+        and source.spec.num_classes == 3
+        and source.spec.class_names == ("0", "1", "2")
+    )
+    assert source.train.x.shape == (80, 6) and source.train.x.dtype == torch.float32
+    assert source.test.y.shape == (20,) and source.test.y.dtype == torch.int64
+    assert source.train.ids is None and source.val is None
+    assert torch.bincount(torch.cat([source.train.y, source.test.y])).tolist() == [34, 33, 33]
+    assert torch.equal(source.train.x, again.train.x) and not torch.equal(
+        source.train.x, other.train.x
+    )
+    assert data.bayes_accuracy == bayes_accuracy(3, 2.0)
+
+
+def test_synthetic_owners() -> None:
+    source = Synthetic(5, 2, 5000, 0.0, owners=4, owner_shift=3.0).load()
+    plain = Synthetic(5, 2, 5000, 0.0).load()
+    assert source.train.ids is not None and source.train.ids.dtype == torch.int64
+    assert source.test.ids is not None and set(source.test.ids.tolist()) == {0, 1, 2, 3}
+    shifts = source.train.x - plain.train.x
+    for owner in range(4):
+        own = shifts[source.train.ids == owner]
+        assert torch.allclose(own, own[:1].expand_as(own), atol=1e-5), (
+            "one shift for all samples of an owner"
+        )
+    assert torch.pdist(shifts[:4]).min() > 1, "the shifts differ"
+    assert torch.equal(source.train.y, plain.train.y), "owners do not change the labels"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"classes": 1}, "Synthetic: classes must be at least 2, got 1"),
+        (
+            {"classes": 5, "features": 3},
+            "5 equidistant means need 4 dimensions",
+        ),
+        ({"samples": 5}, "Synthetic: samples must be at least twice"),
+        ({"separation": -1.0}, "Synthetic: separation must be at least 0"),
+        ({"separation": float("nan")}, "Synthetic: separation must be at least 0"),
+        ({"owners": -1}, "Synthetic: owners must be at least 0, got -1"),
+        ({"owners": 81, "samples": 100}, "owners must be at most the 80 training"),
+        (
+            {"owners": 2, "owner_shift": float("inf")},
+            "Synthetic: owner_shift must be at least 0",
+        ),
+    ],
+)
+def test_synthetic_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        Synthetic(**arguments)

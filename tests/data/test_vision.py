@@ -1,0 +1,393 @@
+"""Torchvision's sets: tiny files in the publisher's layout, damaged files, and real files."""
+
+import gzip
+import hashlib
+import pickle
+import struct
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from flsuite.data.datasets.medmnist import MedMNIST
+from flsuite.data.datasets.vision import (
+    CIFAR10,
+    CIFAR100,
+    EMNIST,
+    GTSRB,
+    MNIST,
+    SVHN,
+    FashionMNIST,
+)
+from flsuite.data.images import resize_images
+from flsuite.data.spec import PublishedSplits
+from flsuite.errors import FlsuiteError
+from tests.conftest import published
+from tests.data.readers import check, save_image
+
+
+def read_torchvision(name: str, root: Path, download: bool) -> PublishedSplits:
+    kinds = {kind.__name__: kind for kind in (MNIST, FashionMNIST, CIFAR10, CIFAR100, SVHN)}
+    return kinds[name](root=root, download=download).load()
+
+
+def idx(array: np.ndarray) -> bytes:
+    """Encode an array in the format of the MNIST files.
+
+    It is a magic number with the dtype, uint8, and the rank, then big-endian sizes, then the bytes.
+    """
+    return (
+        struct.pack(f">I{array.ndim}I", 0x800 + array.ndim, *array.shape)
+        + array.astype(np.uint8).tobytes()
+    )
+
+
+def write_mnist(
+    root: Path, name: str, rng: np.random.Generator, train: int = 12, test: int = 5
+) -> np.ndarray:
+    """Write four raw files, and return the training images."""
+    raw = root / name / "raw"
+    raw.mkdir(parents=True)
+    images = {
+        part: rng.integers(0, 256, (n, 28, 28)) for part, n in (("train", train), ("t10k", test))
+    }
+    for part, array in images.items():
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(idx(array))
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx(np.arange(len(array)) % 10))
+    return images["train"]
+
+
+@pytest.mark.parametrize("module", [MNIST, FashionMNIST])
+def test_mnist(
+    module: type[MNIST], tmp_path: Path, rng: np.random.Generator, offline: list[str]
+) -> None:
+    images = write_mnist(tmp_path, module.__name__, rng)
+    source = module(root=str(tmp_path)).load()
+    check(source, (1, 28, 28), train=12, test=5)
+    assert np.array_equal(source.train.x[..., 0].numpy(), images)
+    assert source.train.y.tolist() == [*range(10), 0, 1] and source.val is None
+    assert not offline, "files that exist are not downloaded"
+
+
+def test_mnist_unpacks_archives_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, offline: list[str]
+) -> None:
+    from torchvision import datasets
+
+    images, resources = write_mnist(tmp_path, "MNIST", rng), []
+    for file in sorted((tmp_path / "MNIST" / "raw").iterdir()):
+        archive = file.with_name(f"{file.name}.gz")
+        archive.write_bytes(gzip.compress(file.read_bytes()))
+        resources.append((archive.name, hashlib.md5(archive.read_bytes()).hexdigest()))
+        file.unlink()
+    monkeypatch.setattr(datasets.MNIST, "resources", resources)
+    source = read_torchvision("MNIST", tmp_path, download=True)
+    assert np.array_equal(source.train.x[..., 0].numpy(), images) and not offline
+
+
+def test_mnist_truncated(tmp_path: Path, rng: np.random.Generator, offline: list[str]) -> None:
+    write_mnist(tmp_path, "MNIST", rng)
+    for name in ("train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        file = tmp_path / "MNIST" / "raw" / name
+        whole = file.read_bytes()
+        for keep in (0, 3, 9, len(whole) - 1):
+            file.write_bytes(whole[:keep])
+            with pytest.raises(FlsuiteError, match=r"files of MNIST in .*MNIST/raw are damaged"):
+                read_torchvision("MNIST", tmp_path, download=True)
+        file.write_bytes(whole)
+    assert not offline
+
+
+def test_mnist_labels_of_another_file(tmp_path: Path, rng: np.random.Generator) -> None:
+    write_mnist(tmp_path, "MNIST", rng)
+    file = tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte"
+    file.write_bytes(idx(np.zeros(11)))
+    with pytest.raises(FlsuiteError, match=r"damaged .*12 images and 11 labels"):
+        read_torchvision("MNIST", tmp_path, download=False)
+    file.write_bytes(idx(np.full(12, 10)))
+    with pytest.raises(FlsuiteError, match=r"damaged .*from 10 to 10 for 10 classes"):
+        read_torchvision("MNIST", tmp_path, download=False)
+
+
+@pytest.mark.parametrize("module", [MNIST, FashionMNIST, EMNIST, CIFAR10, CIFAR100, SVHN, GTSRB])
+def test_missing(module: type[MNIST], tmp_path: Path, offline: list[str]) -> None:
+    name = module.__name__
+    with pytest.raises(FlsuiteError, match=rf"^{name} is not in {tmp_path} .*data.download"):
+        module(root=str(tmp_path), download=False).load()
+    assert not offline
+    with pytest.raises(FlsuiteError, match=f"^{name} is .*no network in tests") as caught:
+        module(root=str(tmp_path), download=True).load()
+    assert offline and "\n" not in str(caught.value)
+
+
+def write_emnist(
+    root: Path, split: str, labels: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """Write transposed images, as published, and return the upright ones."""
+    raw = root / "EMNIST" / "raw"
+    raw.mkdir(parents=True)
+    upright = rng.integers(0, 256, (len(labels), 28, 28))
+    for part in ("train", "test"):
+        (raw / f"emnist-{split}-{part}-images-idx3-ubyte").write_bytes(
+            idx(upright.transpose(0, 2, 1))
+        )
+        (raw / f"emnist-{split}-{part}-labels-idx1-ubyte").write_bytes(idx(labels))
+    return upright
+
+
+@pytest.mark.parametrize(
+    ("split", "classes"),
+    [
+        ("byclass", 62),
+        ("bymerge", 47),
+        ("balanced", 47),
+        ("letters", 26),
+        ("digits", 10),
+        ("mnist", 10),
+    ],
+)
+def test_emnist(
+    split: str, classes: int, tmp_path: Path, rng: np.random.Generator, offline: list[str]
+) -> None:
+    first = 1 if split == "letters" else 0
+    upright = write_emnist(tmp_path, split, np.arange(classes) + first, rng)
+    source = EMNIST(split, root=str(tmp_path)).load()
+    check(source, (1, 28, 28), train=classes, test=classes)
+    assert np.array_equal(source.train.x[..., 0].numpy(), upright)
+    assert source.train.y.tolist() == list(range(classes))
+    assert source.spec.num_classes == classes
+    assert source.spec.class_names[0] == ("a" if split == "letters" else "0")
+    assert not offline
+
+
+def test_emnist_unknown_split() -> None:
+    from torchvision import datasets
+
+    from flsuite.data.datasets.vision import EMNISTSplit
+
+    assert datasets.EMNIST.splits == get_args(EMNISTSplit)
+    with pytest.raises(FlsuiteError, match=r"EMNIST: split must be one of byclass,"):
+        EMNIST("lettres")
+
+
+CIFAR_FILES = {
+    "CIFAR10": (
+        "cifar-10-batches-py",
+        [f"data_batch_{k}" for k in range(1, 6)],
+        "test_batch",
+        "batches.meta",
+    ),
+    "CIFAR100": ("cifar-100-python", ["train"], "test", "meta"),
+}
+
+
+def write_cifar(
+    root: Path, name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> np.ndarray:
+    """Write pickled batches of four images, and set their checksums.
+
+    Returns all images, those of the test batch last, as ``(n, 3, 32, 32)``.
+    """
+    from torchvision import datasets
+
+    reader = getattr(datasets, name)
+    folder, train, test, meta = CIFAR_FILES[name]
+    (root / folder).mkdir(parents=True)
+    images, sums = [], {}
+
+    def dump(file: str, content: dict[str, Any]) -> None:
+        raw = pickle.dumps(content)
+        (root / folder / file).write_bytes(raw)
+        sums[file] = hashlib.md5(raw).hexdigest()
+
+    for k, file in enumerate([*train, test]):
+        images.append(rng.integers(0, 256, (4, 3 * 32 * 32), dtype=np.uint8))
+        labels = "labels" if name == "CIFAR10" else "fine_labels"
+        dump(file, {"data": images[-1], labels: [k, k + 1, k + 2, k + 3]})
+    dump(
+        meta, {reader.meta["key"]: [f"class {k}" for k in range(10 if name == "CIFAR10" else 100)]}
+    )
+    monkeypatch.setattr(reader, "train_list", [[file, sums[file]] for file in train])
+    monkeypatch.setattr(reader, "test_list", [[test, sums[test]]])
+    monkeypatch.setattr(reader, "meta", reader.meta | {"md5": sums[meta]})
+    return np.concatenate(images).reshape(-1, 3, 32, 32)
+
+
+@pytest.mark.parametrize("module", [CIFAR10, CIFAR100])
+def test_cifar(
+    module: type[CIFAR10],
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    offline: list[str],
+) -> None:
+    images = write_cifar(tmp_path, module.__name__, rng, monkeypatch)
+    source = module(root=str(tmp_path)).load()
+    check(source, (3, 32, 32), train=len(images) - 4, test=4)
+    assert np.array_equal(source.train.x.permute(0, 3, 1, 2).numpy(), images[:-4])
+    assert np.array_equal(source.test.x.permute(0, 3, 1, 2).numpy(), images[-4:])
+    assert source.train.y[:4].tolist() == [0, 1, 2, 3]
+    assert source.spec.class_names[3] == "class 3" and not offline
+
+
+@pytest.mark.parametrize("name", CIFAR_FILES)
+def test_cifar_damaged(
+    name: str,
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    offline: list[str],
+) -> None:
+    write_cifar(tmp_path, name, rng, monkeypatch)
+    folder, _, test, meta = CIFAR_FILES[name]
+    for file in (tmp_path / folder / test, tmp_path / folder / meta):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-7])
+        with pytest.raises(
+            FlsuiteError,
+            match=rf"files of {name} in .*{folder} are damaged",
+        ):
+            read_torchvision(name, tmp_path, download=True)
+        file.write_bytes(whole)
+    assert not offline
+
+
+def test_svhn(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, offline: list[str]
+) -> None:
+    scipy_io = pytest.importorskip("scipy.io")
+    from torchvision import datasets
+
+    images, splits = rng.integers(0, 256, (32, 32, 3, 10), dtype=np.uint8), {}
+    for split in ("train", "test"):
+        file = tmp_path / f"{split}_32x32.mat"
+        scipy_io.savemat(file, {"X": images, "y": np.arange(1, 11, dtype=np.uint8)[:, None]})
+        splits[split] = ["http://nowhere", file.name, hashlib.md5(file.read_bytes()).hexdigest()]
+    monkeypatch.setattr(datasets.SVHN, "split_list", splits)
+    source = SVHN(root=str(tmp_path)).load()
+    check(source, (3, 32, 32), train=10, test=10)
+    assert np.array_equal(source.train.x.numpy(), images.transpose(3, 0, 1, 2))
+    assert source.train.y.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+    assert source.spec.class_names[9] == "9"
+
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(FlsuiteError, match=rf"files of SVHN in {tmp_path} are damaged"):
+        read_torchvision("SVHN", tmp_path, download=True)
+    splits["test"][2] = hashlib.md5(file.read_bytes()).hexdigest()
+    with pytest.raises(FlsuiteError, match=rf"files of SVHN in {tmp_path} are damaged"):
+        read_torchvision("SVHN", tmp_path, download=True)
+    assert not offline
+
+
+def write_gtsrb(root: Path, rng: np.random.Generator) -> None:
+    """Write a flat training image per class, of different sizes, and two test images."""
+    folder = root / "gtsrb" / "GTSRB"
+    for label in range(43):
+        size = (15 + 2 * label, 20 + label, 3)
+        file = folder / "Training" / f"{label:05d}" / "00000_00000.ppm"
+        save_image(file, np.full(size, 5 * label, np.uint8))
+    lines = ["Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"]
+    for row, label in enumerate((42, 7)):
+        pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        save_image(folder / "Final_Test" / "Images" / f"{row:05d}.ppm", pixels)
+        lines.append(f"{row:05d}.ppm;32;32;1;1;30;30;{label}")
+    (root / "gtsrb" / "GT-final_test.csv").write_text("\n".join(lines) + "\n")
+
+
+def test_gtsrb(tmp_path: Path, rng: np.random.Generator, offline: list[str]) -> None:
+    write_gtsrb(tmp_path, rng)
+    source = GTSRB(root=str(tmp_path)).load()
+    check(source, (3, 32, 32), train=43, test=2)
+    assert source.train.y.tolist() == list(range(43)) and source.test.y.tolist() == [42, 7]
+    assert (source.train.x == 5 * torch.arange(43).view(-1, 1, 1, 1)).all()
+    assert source.val is None and source.spec.num_classes == 43
+    assert GTSRB(size=20, root=str(tmp_path)).load().spec.shape == (3, 20, 20)
+    assert not offline
+
+
+def test_gtsrb_resizes_as_all_images_are_resized(tmp_path: Path, rng: np.random.Generator) -> None:
+    write_gtsrb(tmp_path, rng)
+    pixels = rng.integers(0, 256, (75, 51, 3), dtype=np.uint8)
+    save_image(tmp_path / "gtsrb" / "GTSRB" / "Training" / "00003" / "00000_00000.ppm", pixels)
+    ours = resize_images(torch.from_numpy(pixels)[None], 32)
+    theirs = GTSRB(root=str(tmp_path)).load().train.x[3]
+    assert (theirs.int() - ours[0].int()).abs().max() <= 2, "but for PIL's rounding between axes"
+
+
+def test_gtsrb_without_a_class(tmp_path: Path, rng: np.random.Generator) -> None:
+    write_gtsrb(tmp_path, rng)
+    (folder,) = (tmp_path / "gtsrb" / "GTSRB" / "Training").glob("00005")
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(FlsuiteError, match=r"GTSRB is not in .*Training/00005/ is mis"):
+        GTSRB(root=str(tmp_path), download=False).load()
+
+
+def test_gtsrb_damaged(tmp_path: Path, rng: np.random.Generator) -> None:
+    write_gtsrb(tmp_path, rng)
+    file = tmp_path / "gtsrb" / "GTSRB" / "Training" / "00005" / "00000_00000.ppm"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(FlsuiteError, match=r"files of GTSRB in .*gtsrb are damaged"):
+        GTSRB(root=str(tmp_path)).load()
+    with pytest.raises(FlsuiteError, match="GTSRB: size must be at least 1, got 0"):
+        GTSRB(size=0)
+
+
+def test_missing_package(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision import datasets
+
+    def refuse(self: Any) -> None:
+        raise ImportError("No module named 'scipy'")
+
+    write_mnist(tmp_path, "MNIST", rng)
+    monkeypatch.setattr(datasets.MNIST, "_load_data", refuse)
+    with pytest.raises(FlsuiteError, match=r"MNIST needs a package that is not installed"):
+        read_torchvision("MNIST", tmp_path, download=False)
+
+
+def test_root_argument_before_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    write_mnist(tmp_path / "argument", "MNIST", rng, train=3)
+    write_mnist(tmp_path / "environment", "MNIST", rng, train=4)
+    monkeypatch.setenv("FLSUITE_DATA_ROOT", str(tmp_path / "environment"))
+    assert len(MNIST(root=str(tmp_path / "argument"), download=False).load().train) == 3
+    assert len(MNIST(download=False).load().train) == 4
+
+
+@pytest.mark.parametrize(
+    ("module", "folder"),
+    [
+        (MNIST(download=False), ".cache/flsuite"),
+        (MedMNIST("breastmnist", download=False), ".medmnist"),
+    ],
+)
+def test_default_roots(
+    module: Any, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLSUITE_DATA_ROOT", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(FlsuiteError, match=rf"is not in {tmp_path / folder}"):
+        module.load()
+
+
+@pytest.mark.parametrize("name", ["MNIST", "FashionMNIST"])
+def test_real_mnist(name: str) -> None:
+    source = read_torchvision(
+        name, published(f"{name}/raw/train-images-idx3-ubyte"), download=False
+    )
+    check(source, (1, 28, 28), train=60000, test=10000)
+    assert source.spec.task == "multiclass" and source.spec.num_classes == 10
+
+
+@pytest.mark.long
+def test_real_cifar10() -> None:
+    source = read_torchvision(
+        "CIFAR10", published("cifar-10-batches-py/data_batch_1"), download=False
+    )
+    check(source, (3, 32, 32), train=50000, test=10000)
+    assert torch.bincount(source.train.y).tolist() == [5000] * 10
+    assert source.spec.class_names[0] == "airplane"
