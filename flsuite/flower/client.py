@@ -83,8 +83,11 @@ class Site:
         self._follow(request["precision"])
         federation, evaluator = self.run.federation, self.run.evaluator
         evaluator.data = federation.data.at(request["round"])
-        private = _recall(context).get("model", {})
-        state = {**federation.initial, **private, **self._shared(message)}
+        shared, memory = self._shared(message), _recall(context)
+        received = unpack("received", message.content).get("objective", {})
+        objective = federation.aggregator.objective
+        own = objective.own_entries(shared, received, memory.get("objective", {}))
+        state = {**federation.initial, **shared, **memory.get("model", {}), **own}
 
         records = RecordDict()
         for split in _SPLITS:

@@ -65,6 +65,11 @@ class FlowerStrategy(Strategy):
                 "under Flower the clients' models are on their nodes; leave out keep_updates and "
                 "from_updates"
             )
+        if run.options.adapt_epochs or federation.data.unseen:
+            raise FlsuiteError(
+                "under Flower clients do not adapt after the last round, and all of them take "
+                "part; leave out trainer.adapt_epochs and data.unseen_clients"
+            )
         federation.clients = NodeStore(bool(federation.entries.personal))
         self.node_evaluator = NodeEvaluator(run.evaluator)
         if federation.entries.personal:
@@ -166,7 +171,8 @@ class FlowerStrategy(Strategy):
         self.node_evaluator.asked = set(asked)
         precision = run.settings["client"].get("precision")
         request = pack("evaluation", {"round": run.round, "precision": precision})
-        content = {ARRAYS: arrays, **request}
+        received = pack("received", self.federation.aggregator.broadcast(self.federation.server))
+        content = {ARRAYS: arrays, **received, **request}
         mail = Mail(MessageType.EVALUATE, nodes, server_round, config)
         return mail.messages(dict.fromkeys(asked, content))
 

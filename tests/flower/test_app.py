@@ -38,8 +38,8 @@ def test_the_app_is_made_from_a_config(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({}, "the run config names no config: set flsuite-config"),
-        ({"flsuite-config": "nowhere.yaml"}, "nowhere.yaml is neither in the folder of the app"),
+        ({}, "the run config names no config: set"),
+        ({"flsuite-config": "nowhere.yaml"}, "nowhere.yaml is neither in the folder"),
         (
             {"flsuite-config": str(EXAMPLE / "digits.yaml"), "flsuite-args": "--trainer.rundes 3"},
             "unknown key --trainer.rundes",

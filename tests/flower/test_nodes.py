@@ -67,9 +67,9 @@ def raising(app: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"num-partitions": 2}, r"was told of 2 clients \(num-partitions\), but data.clients is 5"),
-        ({"partition-id": 5}, r"is client 5 \(its partition-id\), but data.clients is 5"),
-        ({"partition-id": "0"}, "partition-id must be the number of a client, got '0'"),
+        ({"num-partitions": 2}, r"was told of 2 clients \(num-partitions\)"),
+        ({"partition-id": 5}, r"is client 5 \(its partition-id\)"),
+        ({"partition-id": "0"}, "partition-id must be the number of a client"),
     ],
 )
 def test_nodes_that_are_no_client_are_named(change: dict[str, Any], reason: str) -> None:

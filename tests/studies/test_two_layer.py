@@ -255,6 +255,7 @@ def test_arguments_out_of_range_are_refused(arguments: dict, message: str) -> No
         synthetic_table(**arguments)
 
 
+@pytest.mark.draws
 def test_the_command_writes_the_table_and_the_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,8 @@ from flsuite.flower.records import to_arrays, to_state
 from flsuite.flower.server import serve
 from flsuite.flower.strategy import FlowerStrategy
 from flsuite.schedules import Synchronous
-from tests.conftest import classifier, equal_states, mostly_long, trainer
+from tests.aggregators.test_baseline_methods import EVERY
+from tests.conftest import classifier, equal_states, mostly_long, state, table, trainer
 from tests.flower.grid import (
     Nodes,
     autoencoder,
@@ -46,8 +47,6 @@ from tests.flower.grid import (
     many,
     node_app,
     plain,
-    state,
-    table,
     tasks,
     unscaled,
 )
@@ -105,6 +104,9 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         lambda: DPFedAvg(clip=0.3, noise_multiplier=1.0, quantile=0.5),
         {"rounds": 3, "schedule": Synchronous(3)},
     ),
+} | {
+    name: (convolution if name == "fedbn" else classifier, make, {"max_epochs": 2})
+    for name, make in EVERY.items()
 }
 
 
@@ -118,6 +120,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "bucketing",
         "top_k",
         "dp_fedavg_three_of_five",
+        "ditto",
+        "ifca",
     ),
 )
 def test_the_same_weights_and_scores_as_our_own_engine(

@@ -17,8 +17,8 @@ from flsuite.callbacks import GradientDissimilarity
 from flsuite.errors import FlsuiteError
 from flsuite.flower.records import to_state, unpack
 from flsuite.flower.server import serve
-from tests.conftest import classifier, equal_states, trainer
-from tests.flower.grid import Nodes, bits, both, fused, node_app, state, unscaled
+from tests.conftest import classifier, equal_states, state, trainer
+from tests.flower.grid import Nodes, bits, both, fused, node_app, unscaled
 
 
 def leaves(tree: Any) -> Iterator[Tensor]:

@@ -1,0 +1,175 @@
+"""A Flower strategy for the clients of a Flower app of one's own."""
+
+import logging
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+
+from flsuite.aggregators import Aggregator, Rule
+from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.part import Server, ServerTools
+from flsuite.errors import FlsuiteError, require_instance
+from flsuite.flower.records import to_arrays, to_state
+from flsuite.messages import ClientUpdate
+from flsuite.state import StateLayout, mismatch
+
+log = logging.getLogger("flsuite")
+
+CLASS_COUNTS = "class-counts"
+"""The metric with a client's training samples of each class, a list of whole numbers."""
+
+
+class RuleStrategy(FedAvg):
+    """The server half of an aggregator, for Flower clients that send their arrays.
+
+    The clients are those of Flower's FedAvg: they send the trained arrays, and their number of
+    samples in the metric ``weighted_by_key``, ``num-examples`` by default. They need neither
+    flsuite nor Lightning. Entries that a client keeps, such as a private encoder, are in no
+    message. A rule that reads class counts, such as CMGA, finds them in the metric
+    ``class-counts``. An answer of another shape, or with numbers that are not finite,
+    is left out and named in the log.
+
+    Args:
+        aggregator: An aggregator or a rule that measures and changes nothing on the clients.
+        groups: Names of arrays by parameter group, such as ``prior_mean`` for CMGA.
+        buffers: Names of arrays that are not parameters, such as running statistics.
+        seed: Seed of the rules that draw.
+        kwargs: Arguments of :class:`flwr.serverapp.strategy.FedAvg`.
+
+    Raises:
+        FlsuiteError: If the aggregator has a client half.
+    """
+
+    def __init__(
+        self,
+        aggregator: Aggregator | Rule,
+        groups: Mapping[str, Collection[str]] | None = None,
+        buffers: Collection[str] = (),
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(aggregator, Rule):
+            aggregator = Aggregator(rule=aggregator)
+        require_instance(type(self).__name__, Aggregator, aggregator=aggregator)
+        _refuse_client_half(aggregator)
+        super().__init__(**kwargs)
+        self.aggregator = aggregator
+        self.groups = {name: tuple(names) for name, names in (groups or {}).items()}
+        self.buffers, self.tools = frozenset(buffers), ServerTools(seed=seed)
+        self.server: Server | None = None
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Start a round from these arrays.
+
+        Raises:
+            FlsuiteError: Before the first round, if the aggregator cannot work with them.
+        """
+        state = to_state(arrays)
+        if self.server is None or server_round == 1:
+            names = {name for group in self.groups.values() for name in group} | self.buffers
+            if unknown := sorted(names - state.keys()):
+                raise FlsuiteError(
+                    f"RuleStrategy: groups or buffers name {unknown[0]}, and the arrays are "
+                    f"{', '.join(sorted(state))}"
+                )
+            layout = StateLayout(
+                parameters=tuple(name for name in state if name not in self.buffers),
+                clients=max(1, len(list(grid.get_node_ids()))),
+                groups=self.groups,
+            )
+            self.server = Server(state, layout, self.tools)
+            _refuse_statistics(self.aggregator, self.server)
+            self.aggregator.prepare(self.server)
+        self.server = replace(self.server, state=state, round=server_round)
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the next arrays, and the clients' metrics with those of the aggregator."""
+        assert self.server is not None
+        # In the order of the nodes, so that the sums do not depend on who is first.
+        ordered = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
+        # Without Flower's own check, which ends the run at the first reply that differs.
+        valid, _ = self._check_and_log_replies(ordered, is_train=True, validate=False)
+        updates = {node: read for node, read in enumerate(map(self._read, valid)) if read}
+        if not updates:
+            return None, None
+        self.server.metrics.clear()
+        state = self.aggregator.aggregate(self.server, iter(updates.values()))
+        numbers = _common_numbers([valid[node].content for node in updates])
+        metrics = self.train_metrics_aggr_fn(numbers, self.weighted_by_key)
+        metrics.update(self.server.metrics)
+        return to_arrays(state), metrics
+
+    def _read(self, reply: Message) -> ClientUpdate | None:
+        assert self.server is not None
+        node = reply.metadata.src_node_id
+        try:
+            update = _update(reply.content, node, self.server.round, self.weighted_by_key)
+        except (KeyError, TypeError, ValueError) as error:
+            fault: str | None = f"cannot be read: {error}"
+        else:
+            # Flower's arrays have no order of their own.
+            update.state = {k: update.state[k] for k in self.server.state if k in update.state}
+            different = mismatch(update.state, self.server.state)
+            fault = f"has other arrays: {different}" if different else update.fault()
+        if fault is None:
+            return update
+        log.warning("round %s: the answer of node %s %s", self.server.round, node, fault)
+        return None
+
+
+def _update(content: RecordDict, node: int, round: int, samples: str) -> ClientUpdate:
+    (arrays,) = content.array_records.values()
+    (metrics,) = content.metric_records.values()
+    counts = metrics.get(CLASS_COUNTS, [])
+    return ClientUpdate(
+        client=node,
+        round=round,
+        samples=operator.index(metrics[samples]),  # a TypeError for a float or a list
+        steps=0,
+        class_counts=torch.tensor(counts, dtype=torch.int64),
+        state=to_state(arrays),
+    )
+
+
+def _common_numbers(contents: list[RecordDict]) -> list[RecordDict]:
+    """Return the metrics that all clients have sent, each a single number."""
+    records = [next(iter(content.metric_records.values())) for content in contents]
+    names = [
+        name
+        for name in records[0]
+        if all(isinstance(record.get(name), (int, float)) for record in records)
+    ]
+    return [
+        RecordDict({"metrics": MetricRecord({name: record[name] for name in names})})
+        for record in records
+    ]
+
+
+def _refuse_client_half(aggregator: Aggregator) -> None:
+    # bound() may choose another objective, or entries that stay with the clients.
+    is_plain = type(aggregator).bound is Aggregator.bound
+    is_plain &= type(aggregator.objective) is Objective and not aggregator.transforms
+    if aggregator.pools or aggregator.private or not is_plain:
+        raise FlsuiteError(
+            f"{aggregator.name} acts on the clients, too, and these run code of their own; use "
+            "flsuite.flower.app, whose clients are flsuite's, or another aggregator"
+        )
+
+
+def _refuse_statistics(aggregator: Aggregator, server: Server) -> None:
+    if names := sorted(aggregator.statistics(server.layout, server.state)):
+        raise FlsuiteError(
+            f"{aggregator.name} reads {', '.join(names)}, which clients of flsuite measure; use "
+            "flsuite.flower.app, or another aggregator"
+        )

@@ -1,0 +1,91 @@
+"""FusedSpaceFed scored before and after its encoders are re-aligned.
+
+A run scores a client by its encoder of the end of its last fit and the decoder of the last
+aggregation, which that encoder has not seen. A client's next round would begin with a warm-up that
+aligns the encoder to that decoder. Name the callback in a config or on the command line:
+``--trainer.callbacks+ flsuite.studies.realignment.Realignment``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from flsuite.arguments import NonNegativeInt, Settings
+from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.data.federated import FederatedData
+from flsuite.data.loader import TrainLoader
+from flsuite.errors import FlsuiteError
+from flsuite.models import FusedSpaceFed
+from flsuite.models.fusedspacefed import reconstruction_error
+from flsuite.models.modes import evaluating
+from flsuite.runs.run import Run
+
+_BATCH = 512
+
+
+@dataclass(eq=False)
+class Realignment(FederationCallback, Settings):
+    """Scores all clients' models after a warm-up of their encoders, at the end of a run.
+
+    Logged as ``test/realigned_<epochs>/accuracy``, the mean over the clients' models on the whole
+    test split. The rate is the model's own, without a decay over the rounds.
+
+    Args:
+        epochs: Numbers of epochs of the warm-up. With 0 this is the run's own score.
+    """
+
+    affects: ClassVar[Affects] = "nothing"
+
+    epochs: Sequence[NonNegativeInt] = (1, 3)
+
+    def on_federation_start(self, run: Run) -> None:
+        if not isinstance(model := run.evaluator.model, FusedSpaceFed):
+            raise FlsuiteError(
+                f"Realignment re-aligns FusedSpaceFed's encoders, and {type(model).__name__} has "
+                "none; leave the callback out"
+            )
+
+    def on_round_end(self, run: Run, round: int) -> None:
+        if not run.finished:
+            return
+        clients = range(run.federation.data.clients)
+        for epochs in self.epochs:
+            scores = [accuracy_after(run, client, epochs) for client in clients]
+            run.log_metric(f"realigned_{epochs}/accuracy", sum(scores) / len(scores), split="test")
+
+
+def accuracy_after(run: Run, client: int, epochs: int) -> float:
+    """Return the accuracy of a client's model on the test split after a warm-up."""
+    model, data = run.evaluator.model, run.federation.data.at(run.round)
+    assert isinstance(model, FusedSpaceFed)
+    run.evaluator.load(run.federation.client_state(client))
+    loader = TrainLoader(data, client, run.options.seed, run.round + 1)
+    _warm_up(model, loader, epochs)
+    return _accuracy(model, data)
+
+
+def _warm_up(model: FusedSpaceFed, loader: TrainLoader, epochs: int) -> None:
+    own = list(model.encoder.parameters())
+    optimizer = torch.optim.SGD(
+        own, lr=model.autoencoder_lr, momentum=model.momentum, weight_decay=model.weight_decay
+    )
+    model.train()
+    model.decoder.eval()  # its statistics are the aggregate's
+    for _ in range(epochs):
+        for x, _ in loader:
+            loss = reconstruction_error(model.reconstruct(x), x).mean()
+            for parameter, gradient in zip(own, torch.autograd.grad(loss, own), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _accuracy(model: FusedSpaceFed, data: FederatedData) -> float:
+    rows: Sequence[Tensor] = torch.arange(len(data.test.y)).split(_BATCH)
+    with evaluating(model):
+        right = [(model(x).argmax(1) == y).sum() for x, y in data.batches_of(data.test, rows)]
+    return float(sum(right)) / len(data.test.y)
