@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from flsuite.errors import FederationError, FlsuiteError
     from flsuite.trainer import FederatedTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["FederatedTrainer", "FederationError", "FlsuiteError", "__version__"]
 
 _HOME = {

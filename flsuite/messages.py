@@ -75,6 +75,8 @@ class FitRequest:
             Default: the client trains alone.
         fault: The fault to inject in this fit. Default: none.
         stands_for: Fits of a cohort that this fit replaces.
+        adapts: Epochs in which the client adapts its own model, without the algorithm. The outcome
+            is scored, not aggregated. 0 for an ordinary fit.
     """
 
     number: int
@@ -87,6 +89,7 @@ class FitRequest:
     part: int | None = None
     fault: Fault | None = None
     stands_for: int = 1
+    adapts: int = 0
 
     def failure(
         self, reason: str, details: str = "", before_first_step: bool = False
@@ -126,7 +129,7 @@ class ScoreRequest:
         client: The client's number.
         broadcast: The version of the global model to score with. Its round is the last completed
             one.
-        private: The client's private entries. Empty if the client never trained.
+        own: The entries in which the client's own model differs from the global one.
         split: The split to score on.
         details: Whether to add the accuracy per class.
     """
@@ -134,7 +137,7 @@ class ScoreRequest:
     number: int
     client: int
     broadcast: Broadcast
-    private: State
+    own: State
     split: Split
     details: bool
 
@@ -300,8 +303,11 @@ class ClientResult:
             return fault
         if not isinstance(self.memory, dict):
             return "its memory is not a dict"
-        name = non_finite(self.memory.get("model", {}))
-        return None if name is None else f"its private entry {name} is not finite"
+        kept = (self.memory.get(part, {}) for part in ("model", "objective"))
+        name = next(filter(None, map(non_finite, kept)), None)
+        if name is None:
+            return None
+        return f"its private entry {name} is not finite; lower the learning rate"
 
 
 @dataclass

@@ -51,13 +51,19 @@ def score_name(name: str) -> str:
     return _SPLIT_PREFIX.sub("", name).removesuffix("_epoch") or name
 
 
+def score_of(name: str) -> str:
+    """Return the score of a statistic over clients: ``accuracy_client_mean`` is of ``accuracy``."""
+    return _STATISTIC.sub("", name)
+
+
 def main_scores(names: Iterable[str], monitor: str) -> list[str]:
     """Return the main scores: the monitor first, then the loss, then the rest.
 
-    Scores of single classes, tasks or models, and statistics over clients, are left out.
+    Scores of single classes, tasks or models, and statistics over clients, are left out, unless
+    the monitor is one.
     """
     known = list(dict.fromkeys(names))
-    main = [name for name in known if not _is_detail(name, known)]
+    main = [name for name in known if name == monitor or not _is_detail(name, known)]
     return sorted(main, key=lambda name: (name != monitor, name != "loss"))
 
 
@@ -65,5 +71,5 @@ def _is_detail(name: str, names: Collection[str]) -> bool:
     """Return whether a name is a part or a statistic of another of these names."""
     stem, *part = name.split("/", 1)
     return (bool(part) and (stem in names or part[0] in names)) or (
-        _STATISTIC.sub("", name) in set(names) - {name}
+        score_of(name) in set(names) - {name}
     )

@@ -72,10 +72,14 @@ class FederatedTrainer(ScoringTrainer):
         max_epochs: Local epochs per fit.
         evaluate_every: Rounds between two evaluations. The last round is always evaluated.
         monitor: The validation score that picks a round. Default: accuracy, loss, or a logged one.
+            Where clients have models of their own, its mean over clients.
         max_virtual_seconds: Limit on virtual time. The run ends with the round that reaches it.
         max_client_updates: Limit on aggregated client updates, for comparisons at equal work.
         score_clients: Number of clients that are scored one by one, always the first ones, so that
             rounds can be compared. The last round scores up to 10,000, as ``all_clients/...``.
+        adapt_epochs: Epochs in which each client adapts its model after the last round. The adapted
+            models are scored as ``adapted/...``, and those of clients outside the federation
+            (``data.unseen_clients``) as ``unseen_adapted/...``. They are not kept.
         batchnorm: What happens to BatchNorm statistics: ``average``, ``local`` or ``reset``.
         keep_optimizers: Whether a client keeps the state of its optimizers between its rounds.
         lr_decay: How the clients' learning rates decay over rounds. Default: not at all.
@@ -107,6 +111,7 @@ class FederatedTrainer(ScoringTrainer):
         max_virtual_seconds: float | None = None,
         max_client_updates: int | None = None,
         score_clients: int = 100,
+        adapt_epochs: int = 0,
         batchnorm: BatchNorm = "average",
         keep_optimizers: bool = False,
         lr_decay: LRDecay | None = None,
@@ -159,6 +164,7 @@ class FederatedTrainer(ScoringTrainer):
             evaluate_every=evaluate_every,
             monitor=monitor,
             score_clients=score_clients,
+            adapt_epochs=adapt_epochs,
             batchnorm=batchnorm,
             keep_optimizers=keep_optimizers,
             channels_last=channels_last,
@@ -229,15 +235,16 @@ class FederatedTrainer(ScoringTrainer):
         self.loggers = moved_into(folder.path if self._logs_into_run else None, self.loggers)
 
         evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, self.attack)
-        options = replace(options, monitor=evaluator.monitored(options.monitor))
         federation = make_federation(
             evaluator,
-            with_attack(aggregator, self.attack),
+            with_attack(aggregator.bound(model), self.attack),
             self.schedule,
             folder,
             options,
             self.secure_sum,
         )
+        monitor = evaluator.monitored(options.monitor, bool(federation.entries.personal))
+        options = replace(options, monitor=monitor)
         chosen: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         callbacks = with_task_matrix(chosen, federation.data)
         settings = run_settings(self, options, model, data, callbacks, weights)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -10,22 +10,28 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities import registry
+from matplotlib.figure import Figure
+from PIL import Image
 
-from flsuite.data import Digits, Dirichlet
+from flsuite.data import Digits, Dirichlet, PublishedSplits
 from flsuite.models import MLP, Classifier
+from flsuite.random import seed_cpu
 from flsuite.schedules import Clock, Fit, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.callbacks.wandb_server import WandbServer
 
-# Otherwise each child process of a test would start one thread per core, next to other tests.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Otherwise each test, and each of its child processes, would start one thread per core, next to
+# other tests.
+THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 
 # Helper modules whose asserts pytest rewrites, as in tests.
 pytest.register_assert_rewrite(
     "tests.aggregators.federations",
+    "tests.aggregators.robust",
     "tests.aggregators.stale_updates",
     "tests.commands.command",
     "tests.composition.cells",
+    "tests.data.readers",
     "tests.exchange.compressions",
     "tests.flower.grid",
     "tests.flower.processes",
@@ -35,12 +41,15 @@ pytest.register_assert_rewrite(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests on a cluster of Ray first.
+    """Put the tests on a cluster of Ray first, and then the longest test.
 
     pytest-xdist then runs them in its first process, one after another: its processes take each
-    other's work from the end. Spread over three processes, they start three clusters.
+    other's work from the end. Spread over three processes, the former start three clusters. At the
+    end, the latter would run for minutes alone.
     """
-    items.sort(key=lambda item: item.path.name != "test_ray_cluster.py")
+    first = ("test_ray_cluster.py", "test_a_shipped_sweep_can_be_built[trust]")
+    place = {name: number for number, name in enumerate(first)}
+    items.sort(key=lambda i: min(place.get(i.path.name, 9), place.get(i.name, 9)))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -51,13 +60,45 @@ def _packages_read_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _digits_read_once() -> Iterator[None]:
+    """Read and split the digits once. Most small federations have them, and reading is slow."""
+    load = Digits.load
+    once = cache(lambda: load(Digits()))
+
+    @wraps(load)
+    def load_once(self: Digits) -> PublishedSplits:
+        return once()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Digits, "load", load_once)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread, no seed of another test, and no Weights & Biases account."""
-    torch.set_num_threads(1)
+    """Use the same threads and seed in any order, and no Weights & Biases account."""
+    torch.set_num_threads(THREADS)
+    seed_cpu(0)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+@pytest.fixture(autouse=True)
+def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save pictures of their size, but blank, which is a tenth of the time of the command.
+
+    A test that looks at a picture is marked ``draws``.
+    """
+    if "draws" in request.keywords:
+        return
+
+    def blank(figure: Figure, file: Any, **kwargs: Any) -> None:
+        width, height = (figure.get_size_inches() * figure.dpi).astype(int)
+        Image.new("L", (width, height)).save(file, format="png")
+
+    monkeypatch.setattr(Figure, "savefig", blank)
 
 
 def mostly_long(choices: Mapping[str, Any], *fast: str) -> list[Any]:
@@ -111,6 +152,9 @@ def real_data() -> Path:
 
 
 def digits(clients: int = 5, **kwargs: Any) -> Digits:
+    """Return the digits, a third of them if they are enough for so many clients."""
+    few = {"train_samples": 500} if clients <= 12 else {}
+    kwargs = {**few, **kwargs}
     return Digits(
         clients=clients, partition=kwargs.pop("partition", Dirichlet(0.5)), batch_size=64, **kwargs
     )
@@ -144,6 +188,18 @@ class WithoutOne(Synchronous):
 
 def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def state(made: FederatedTrainer) -> dict[str, torch.Tensor]:
+    """Return the state of the global model."""
+    assert made.federation is not None
+    return made.federation.state
+
+
+def table(made: FederatedTrainer) -> dict[tuple[Any, ...], float]:
+    """Return all numbers of a run but times, by round, scope, split and metric."""
+    timeless = (row for row in made.run.folder.table.rows if not row[7].endswith("seconds"))
+    return {(row[0], *row[5:8]): row[8] for row in timeless}
 
 
 @pytest.fixture

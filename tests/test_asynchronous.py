@@ -1,6 +1,7 @@
 """Federations that do not wait: FedAvg at a limit, equal on every engine and after every kill."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,6 @@ from tests.aggregators.federations import (
 from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 from tests.runs.killing import kill_and_resume, table_of
 from tests.schedules.simulation import PerClient
-
-ROUNDS = 40
 
 
 def stragglers(**settings: Any) -> Asynchronous:
@@ -165,8 +164,9 @@ def test_stale_updates_reach_the_optimum_of_quadratics(speeds: PerClient) -> Non
     # A small step of the server averages over the order of the arrivals.
     aggregator = FedBuff("delta", eta=0.02, staleness="constant")
     schedule = Asynchronous(3, buffer_size=1, speeds=speeds)
-    made = federation(aggregator, 2000, schedule=schedule, evaluate_every=2000, max_epochs=3)
-    made.fit(Quadratic(), Quadratics((1.0, 1.0, 1.0), minima))
+    made = federation(aggregator, 600, schedule=schedule)
+    model = Quadratic(partial(torch.optim.SGD, lr=0.5))
+    made.fit(model, Quadratics((1.0, 1.0, 1.0), minima))
     assert float(made.federation.state["w"]) == pytest.approx(optimum, abs=0.02)
 
 
@@ -262,11 +262,13 @@ def test_fits_that_take_no_time_end_a_run_that_only_time_would_end(schedule: Sch
         made.fit(Quadratic(), Quadratics((1.0,) * 3, (0.0,) * 3))
 
 
-def asynchronous_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> FederatedTrainer:
+def asynchronous_run(
+    folder: str, engine: Any, ckpt_path: str | None = "last", rounds: int = 16
+) -> FederatedTrainer:
     """Fit a federation that needs all that a checkpoint can hold."""
     torch.set_num_threads(1)
     made = trainer(
-        rounds=ROUNDS,
+        rounds=rounds,
         aggregator=FedAvgM(momentum=0.5),
         schedule=stragglers(concurrency=7, buffer_timeout=0.5),
         engine=engine,
@@ -282,6 +284,10 @@ def asynchronous_run(folder: str, engine: Any, ckpt_path: str | None = "last") -
     )
     made.fit(model, Digits(clients=8, partition=Dirichlet(0.5), batch_size=32), ckpt_path=ckpt_path)
     return made
+
+
+def longer_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> FederatedTrainer:
+    return asynchronous_run(folder, engine, ckpt_path, rounds=40)
 
 
 class Ageing(FederationCallback):
@@ -305,19 +311,19 @@ class Ageing(FederationCallback):
 
 
 @pytest.mark.parametrize(
-    ("engine", "kills"),
+    ("run", "engine", "kills"),
     [
-        pytest.param(InProcess(), 2, id="in_process"),
-        pytest.param(InProcess(), 10, id="in_process, often", marks=pytest.mark.long),
-        pytest.param(Processes(workers=2), 3, id="processes", marks=pytest.mark.long),
+        pytest.param(asynchronous_run, InProcess(), 1, id="in_process"),
+        pytest.param(longer_run, InProcess(), 10, id="in_process, often", marks=pytest.mark.long),
+        pytest.param(longer_run, Processes(workers=2), 3, id="processes", marks=pytest.mark.long),
     ],
 )
 def test_killed_with_clients_in_flight_equals_never_stopped(
-    tmp_path: Path, engine: Any, kills: int
+    tmp_path: Path, run: Callable[..., FederatedTrainer], engine: Any, kills: int
 ) -> None:
-    whole = asynchronous_run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
+    whole = run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
     folder = tmp_path / "killed"
-    resumed = kill_and_resume(asynchronous_run, folder, engine, kills, ROUNDS)
+    resumed = kill_and_resume(run, folder, engine, kills, whole.round)
     assert_same_models(whole, resumed)
     assert table_of(folder).equals(table_of(tmp_path / "whole"))
     assert (folder / "timeline.csv").read_text() == (tmp_path / "whole/timeline.csv").read_text()
@@ -350,7 +356,7 @@ def test_a_run_can_be_extended_and_a_missing_version_is_named(tmp_path: Path) ->
 
     for path in (tmp_path / "extended/in_flight").iterdir():
         path.unlink()
-    with pytest.raises(FlsuiteError, match=r"version \d+ of the global model, .* resume with"):
+    with pytest.raises(FlsuiteError, match=r"version \d+ of the global model,"):
         fit(12, "extended", "last")
 
 
@@ -364,7 +370,7 @@ def test_rules_that_merge_whole_models_need_the_current_version(rule: Rule) -> N
 
 
 def test_a_pooled_fit_is_no_client_that_could_be_late() -> None:
-    with pytest.raises(FlsuiteError, match="Asynchronous needs clients, but Centralized trains"):
+    with pytest.raises(FlsuiteError, match="Asynchronous needs clients, but Centralized"):
         fitted(Centralized(), stragglers())
 
 
@@ -466,7 +472,7 @@ def test_a_trace_that_has_changed_is_another_setting(tmp_path: Path) -> None:
     fit(2, tmp_path / "trace.csv", [1, 2, 3])
     (tmp_path / "elsewhere").mkdir()
     fit(3, tmp_path / "elsewhere/trace.csv", [1, 2, 3], "last")
-    with pytest.raises(FlsuiteError, match=r"schedule\.speeds\.path is 'trace\.csv, content "):
+    with pytest.raises(FlsuiteError, match=r"schedule\.speeds\.path is 'trace\.csv"):
         fit(4, tmp_path / "trace.csv", [3, 2, 1], "last")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from flsuite.aggregators import FedAvg
 from flsuite.commands.main import main
 from flsuite.data import (
     CIFAR10,
@@ -23,7 +24,9 @@ from flsuite.data import (
     MedMNIST,
     NBaIoT,
     PublishedSplits,
+    TaskSequence,
 )
+from flsuite.models import ACVAE, Classifier, NFClassifier
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import mostly_long
 
@@ -51,6 +54,7 @@ FIRST = [
     "fusedspacefed/breastmnist.yaml",
     "nf_fisher/fashionmnist.yaml",
     "one_shot/fashionmnist.yaml",
+    "personal/fashionmnist.yaml",
     "trust/quickstart.yaml",
 ]
 
@@ -164,16 +168,27 @@ def fit(path: Path, *more: str) -> None:
     assert exit.value.code == 0
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_config_is_complete(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build all that its first round needs."""
-    prepared = []
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[type]]:
+    """Build all that the first round of a fit needs, in place of the fit.
+
+    Returns:
+        The classes of each fit's model, data and aggregator.
+    """
+    classes: list[list[type]] = []
 
     def prepare(self: FederatedTrainer, *args: Any, **kwargs: Any) -> None:
-        prepared.append(self.prepare(*args, **kwargs))
+        self.prepare(*args, **kwargs)
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        classes.append([*map(type, given), type(self.federation.aggregator)])
 
     monkeypatch.setattr(FederatedTrainer, "fit", prepare)
     monkeypatch.chdir(tmp_path)
+    return classes
+
+
+@pytest.mark.parametrize("path", mostly_long(NAMED, *FIRST))
+def test_a_config_is_complete(path: Path, prepared: list[list[type]]) -> None:
     fit(path)
     assert len(prepared) == 1
 
@@ -183,7 +198,8 @@ def test_a_config_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     # One of each family runs in its own precision: bfloat16 is slow on many CPUs.
     is_first = str(path.relative_to(ROOT / "configs")) in FIRST
-    fit(path, *([] if is_first else ["--trainer.precision", "32-true"]))
+    few = ["--data.clients", "3"] if "MedMNIST" in path.read_text() else []
+    fit(path, *(few if is_first else ["--trainer.precision", "32-true"]))
     assert (tmp_path / "run" / "metrics.csv").read_text().count(",test,accuracy,") >= 1
 
 
@@ -208,65 +224,56 @@ def baseline_lines(path: Path) -> list[list[str]]:
     return [lines[0], *([*lines[0], *more] for more in lines[1:])]
 
 
-@pytest.mark.parametrize("method", [0, 1, 2], ids=["fedavg", "fedprox", "scaffold"])
+METHODS = {"fedavg": (0, "FedAvg"), "fedprox": (1, "FedProx"), "scaffold": (2, "SCAFFOLD")}
+
+
+@pytest.mark.parametrize("method", mostly_long(METHODS, "scaffold"))
 def test_baselines_are_one_line_away(
-    method: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    place, name = method
     (path,) = (path for path in FUSED if path.stem == "retinamnist")
     assert all(baseline_lines(other) == baseline_lines(path) for other in FUSED)
-    with pytest.raises(SystemExit) as exit:
-        main(
-            [
-                "fit",
-                "--config",
-                str(path),
-                *SHORT,
-                *baseline_lines(path)[method],
-                "--run_dir",
-                "run",
-            ]
-        )
-    assert exit.value.code == 0
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    fit(path, *baseline_lines(path)[place], "--trainer.precision", "32-true")
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
     assert config["model"]["class_path"] == "flsuite.models.Classifier"
-    assert config["trainer"]["aggregator"]["class_path"].endswith(
-        ("FedAvg", "FedProx", "SCAFFOLD")[method]
-    )
+    assert config["trainer"]["aggregator"]["class_path"].endswith(name)
 
 
-def test_fedavg_is_one_line_from_cmga(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_fedavg_is_one_line_from_cmga(prepared: list[list[type]]) -> None:
     family = [path for path in CONFIGS if path.parent.name == "cmga"]
     (path,) = (path for path in family if path.stem == "fashionmnist-two-classes")
     assert all(overrides(other) == overrides(path) for other in family)
-    with pytest.raises(SystemExit) as exit:
-        main(["fit", "--config", str(path), *SHORT, *overrides(path)[0], "--run_dir", "run"])
-    assert exit.value.code == 0
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert config["trainer"]["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
-    assert config["model"]["class_path"] == "flsuite.models.ACVAE"
-    assert (tmp_path / "run" / "latent" / "round-0001.png").is_file()
+    fit(path, *overrides(path)[0])
+    assert prepared == [[ACVAE, FashionMNIST, FedAvg]]
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["nf-fedavg", "plain-fedavg"])
-def test_baselines_are_one_line_from_fisher_weights(
-    which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_baselines_are_one_line_from_fisher_weights(which: int, prepared: list[list[type]]) -> None:
     family = [path for path in CONFIGS if path.parent.name == "nf_fisher"]
     (path,) = (path for path in family if path.stem == "fashionmnist")
     assert all(
         [line[:2] for line in overrides(other)] == [line[:2] for line in overrides(path)]
         for other in family
     )
-    with pytest.raises(SystemExit) as exit:
-        main(["fit", "--config", str(path), *SHORT, *overrides(path)[which], "--run_dir", "run"])
-    assert exit.value.code == 0
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert config["trainer"]["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
-    assert (
-        config["model"]["class_path"] == "flsuite.models." + ("NFClassifier", "Classifier")[which]
-    )
-    assert config["data"]["class_path"] == "flsuite.data.TaskSequence"
-    assert (tmp_path / "run" / "tasks.png").is_file()
+    fit(path, *overrides(path)[which])
+    assert prepared == [[(NFClassifier, Classifier)[which], TaskSequence, FedAvg]]
+
+
+@pytest.mark.long
+@pytest.mark.draws
+@pytest.mark.parametrize(
+    ("name", "picture"),
+    [
+        ("cmga/fashionmnist-two-classes", "latent/round-0001.png"),
+        ("nf_fisher/fashionmnist", "tasks.png"),
+    ],
+)
+def test_the_baseline_of_a_config_runs(
+    name: str, picture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / "configs" / f"{name}.yaml"
+    fit(path, *overrides(path)[0])
+    assert Path("run", picture).is_file()

@@ -27,6 +27,7 @@ def test_what_comes_first_imports_nothing_heavy(module: str) -> None:
     assert not imported(f"import {module}") & (HEAVY | LATER)
 
 
+@pytest.mark.long
 def test_a_run_and_its_workers_import_little_beside_lightning() -> None:
     by_lightning = "import lightning.pytorch; known = set(sys.modules)"
     ours = "import flsuite.commands.fit, flsuite.engines.worker"

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from flsuite.lightning_internals import INTERNALS
 PACKAGE = Path(__file__).parents[1] / "flsuite"
 
 
+@cache
 def owner_of(name: str, folder: Path) -> Any:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     makers: dict[str, Callable[[], Any]] = {
@@ -36,10 +38,15 @@ def owner_of(name: str, folder: Path) -> Any:
     return makers[name]()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loggers")
+
+
 @pytest.mark.parametrize("name", INTERNALS)
-def test_it_is_there(name: str, tmp_path: Path) -> None:
+def test_it_is_there(name: str, folder: Path) -> None:
     owner, *path = name.split(".")
-    value = owner_of(owner, tmp_path)
+    value = owner_of(owner, folder)
     for attribute in path:
         if value is LightningCLI and attribute == "_parser":
             assert "_parser" in Path(str(LightningCLI_source())).read_text(), f"{name} is gone"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flsuite import FederatedTrainer
+from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import (
     DENSE,
     PFNM,
@@ -17,6 +17,7 @@ from flsuite.aggregators import (
     FedAvg,
     FedFisher,
     FisherMerge,
+    Mean,
     OTFusion,
     RegMean,
     Rule,
@@ -24,7 +25,7 @@ from flsuite.aggregators import (
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import Processes
-from flsuite.exchange import PairwiseMasks
+from flsuite.exchange import LowRank, PairwiseMasks, Quantize
 from flsuite.models import CNN, MLP, Classifier, ResNet20
 from flsuite.models.backbones import Backbone
 from tests.conftest import mostly_long
@@ -43,7 +44,8 @@ EVERY: dict[str, Callable[[], Aggregator | Rule]] = {
 
 
 def fitted(aggregator: Aggregator | Rule, **kwargs: Any) -> FederatedTrainer:
-    backbone: Backbone = kwargs.pop("backbone", None) or CNN(hidden=(8,))
+    private = kwargs.pop("private", ())
+    backbone: Backbone = kwargs.pop("backbone", None) or CNN(channels=(8, 16), hidden=(8,))
     trainer = FederatedTrainer(
         kwargs.pop("rounds", 1),
         aggregator,
@@ -55,7 +57,7 @@ def fitted(aggregator: Aggregator | Rule, **kwargs: Any) -> FederatedTrainer:
     data = Digits(
         clients=3, partition=Dirichlet(0.5), batch_size=32, server_samples=60, train_samples=300
     )
-    trainer.fit(Classifier(backbone, optimizer=sgd), data)
+    trainer.fit(Classifier(backbone, optimizer=sgd, private=private), data)
     return trainer
 
 
@@ -65,33 +67,43 @@ def assert_equal(a: FederatedTrainer, b: FederatedTrainer) -> None:
     )
 
 
-@pytest.mark.parametrize("make", mostly_long(EVERY, "diag", "otfusion", "dense"))
-def test_workers_and_kept_models_give_the_same_weights(
-    make: Callable[[], Aggregator | Rule], tmp_path: Path
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
+    """Return a run of FedAvg that has kept the clients' models."""
+    folder = str(tmp_path_factory.mktemp("kept"))
+    return fitted(FedAvg(), keep_updates=True, enable_checkpointing=True, run_dir=folder)
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def merged(request: pytest.FixtureRequest) -> tuple[str, FederatedTrainer]:
+    """Return the name of a method, and its run."""
+    return request.param, fitted(EVERY[request.param]())
+
+
+def test_kept_models_give_the_same_weights_and_no_client_half_changes_the_training(
+    merged: tuple[str, FederatedTrainer], kept: FederatedTrainer
 ) -> None:
-    kept = str(tmp_path / "kept")
-    fitted(FedAvg(), keep_updates=True, enable_checkpointing=True, run_dir=kept)
-    here, there = fitted(make()), fitted(make(), engine=Processes(workers=2))
-    reused = fitted(make(), from_updates=kept)
-    assert_equal(here, there)
-    assert_equal(here, reused)
+    name, made = merged
+    losses = [
+        [update.metrics["loss"] for update in run.federation.log.updates] for run in (kept, made)
+    ]
+    assert losses[0] == losses[1]
+    assert_equal(made, fitted(EVERY[name](), from_updates=str(kept.run.folder.path)))
+
+
+@pytest.mark.parametrize("make", mostly_long(EVERY, "diag", "otfusion", "dense"))
+def test_workers_give_the_same_weights(make: Callable[[], Aggregator | Rule]) -> None:
+    assert_equal(fitted(make()), fitted(make(), engine=Processes(workers=2)))
 
 
 @pytest.mark.parametrize("name", ["kfac", "diag", "merge", "regmean"])
 def test_masked_sums_give_nearly_the_same_weights(name: str) -> None:
-    plain, masked = fitted(EVERY[name]()), fitted(EVERY[name](), secure_sum=PairwiseMasks())
+    network = {"backbone": CNN(channels=(4, 8), hidden=(8,))}
+    plain = fitted(EVERY[name](), **network)
+    masked = fitted(EVERY[name](), secure_sum=PairwiseMasks(), **network)
     assert not any(len(update.class_counts) for update in masked.federation.log.updates)
     for entry, value in plain.federation.state.items():
         torch.testing.assert_close(masked.federation.state[entry], value, rtol=0, atol=0.02)
-
-
-@pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
-def test_no_client_half_changes_the_training(make: Callable[[], Aggregator | Rule]) -> None:
-    plain, with_extras = (
-        fitted(aggregator).federation.log.updates for aggregator in (FedAvg(), make())
-    )
-    losses = [[update.metrics["loss"] for update in log] for log in (plain, with_extras)]
-    assert losses[0] == losses[1]
 
 
 def test_the_bytes_of_extras_are_counted() -> None:
@@ -115,7 +127,7 @@ def test_a_grown_network_is_scored_and_written(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], value) for name, value in expanded.state_dict().items())
     rows = (tmp_path / "run" / "metrics.csv").read_text()
     assert ",test,expanded_model/accuracy," in rows
-    assert saved["network.0.weight"].shape[0] >= 32
+    assert saved["network.0.weight"].shape[0] >= 8
 
 
 BATCH_NORM = ["--model.backbone", "ResNet20"]
@@ -125,39 +137,11 @@ KFAC = ["--trainer.aggregator", "FedFisher"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*KFAC, *BATCH_NORM], r"K-FAC covers Linear and Conv2d; .*\(BatchNorm2d\) is neither"),
-        (
-            ["--trainer.aggregator", "OTFusion", *BATCH_NORM],
-            "OTFusion needs a chain of Conv2d and Linear",
-        ),
+        ([*KFAC, *BATCH_NORM], r"K-FAC covers .*\(BatchNorm2d\) is neither"),
         (["--trainer.aggregator", "PFNM", "--trainer.aggregator.grow", "true"], "rounds"),
-        (
-            ["--trainer.compression", "LowRank", "--trainer.secure_sum", "PairwiseMasks", *KFAC],
-            "LowRank needs each update",
-        ),
-        (
-            ["--trainer.aggregator", "OTFusion", "--trainer.secure_sum", "PairwiseMasks"],
-            "OTFusion needs each update",
-        ),
-        (
-            ["--trainer.aggregator", "FisherMerge", "--trainer.schedule", "Asynchronous"],
-            "FisherMerge needs current models",
-        ),
-        (
-            ["--trainer.aggregator", "RegMean", "--trainer.compression", "Quantize"],
-            "RegMean sends Gram matrices, which rounding would make indefinite",
-        ),
         ([*KFAC, "--trainer.compression", "Quantize"], "set trainer.compression to LowRank"),
-        (
-            ["--trainer.compression", "LowRank"],
-            "LowRank needs matrices, but Mean sends none; .*set trainer.compression to Quantize",
-        ),
         (["--trainer.aggregator", "RegMean"], "data.server_samples"),
         ([*KFAC, "--trainer.aggregator.solver", "newton"], "newton"),
-        (
-            ["--model.private", "[network]", "--trainer.aggregator", "FisherMerge"],
-            "FisherMerge: the clients share no parameters",
-        ),
         (["--from_updates", "nowhere"], "is not the folder of a run"),
         (["--model.pretrained", "nowhere.ckpt"], "nowhere.ckpt"),
     ],
@@ -177,6 +161,22 @@ def test_wrong_settings_are_one_line_before_training(
     assert error.startswith("flsuite: error:")
     assert re.search(message, error), error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "arguments", "message"),
+    [
+        (OTFusion(), {"backbone": ResNet20(width=4)}, "OTFusion needs a chain of Conv2d"),
+        (RegMean(), {"compression": Quantize()}, "RegMean sends Gram matrices, which rounding"),
+        (Mean(), {"compression": LowRank()}, "set trainer.compression to Quantize"),
+        (FisherMerge(), {"private": ["network"]}, "FisherMerge: the clients share no parameters"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    rule: Rule, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        fitted(rule, **arguments)
 
 
 def test_few_shot_resumes_exactly(tmp_path: Path) -> None:

@@ -62,10 +62,10 @@ def fitted(
 def test_a_resumed_run_and_worker_processes_end_with_the_same_weights(
     case: str, tmp_path: Path
 ) -> None:
-    whole = fitted(case, rounds=3)
+    whole = fitted(case)
     fitted(case, rounds=1, run_dir=str(tmp_path))
-    resumed = fitted(case, rounds=3, ckpt_path="last", run_dir=str(tmp_path))
-    spread = fitted(case, rounds=3, engine=Processes(workers=2))
+    resumed = fitted(case, ckpt_path="last", run_dir=str(tmp_path))
+    spread = fitted(case, engine=Processes(workers=2))
     assert equal_states(whole.federation.state, resumed.federation.state)
     assert equal_states(whole.federation.state, spread.federation.state)
     assert whole.test() == resumed.test() == spread.test()
@@ -125,8 +125,8 @@ def test_scores_are_those_of_lightnings_own_evaluation(case: str, names: set[str
 
 
 def test_text_and_regression_learn() -> None:
-    assert fitted("text", rounds=6).test()[0]["acc"] > 0.7
-    assert fitted("regression", rounds=10).test()[0]["r2"] > 0.8
+    assert fitted("text", rounds=3, evaluate_every=9).test()[0]["acc"] > 0.7
+    assert fitted("regression", rounds=5, evaluate_every=9).test()[0]["r2"] > 0.8
 
 
 def test_the_monitor_may_be_a_logged_number(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_monitor_may_be_a_logged_number(tmp_path: Path) -> None:
     best = rows.loc[rows["value"].idxmin()]
     assert made.run.summary.best["round"] == best["round"]
     assert made.run.settings["monitor"] == "mae"
-    with pytest.raises(FlsuiteError, match="monitor must be one of r2, mae, got 'accuracy'"):
+    with pytest.raises(FlsuiteError, match="monitor must be one of r2, mae"):
         fitted("regression", monitor="accuracy")
 
 
@@ -252,8 +252,8 @@ class OldStyle(ClientModel):
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        (Lacking, "Lacking cannot be scored; add a test_step and a validation_step that call"),
-        (OldStyle, r"OldStyle cannot be scored; add an evaluation_step\(batch\), a test_step"),
+        (Lacking, "Lacking cannot be scored; add a test_step"),
+        (OldStyle, r"OldStyle cannot be scored"),
         (NoStep, "NoStep has no training_step"),
         (NoOptimizer, "NoOptimizer has no configure_optimizers"),
         (Silent, "test_step of Silent logs nothing"),

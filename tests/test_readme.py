@@ -12,6 +12,7 @@ from flsuite.commands.main import main
 from flsuite.sweeps.plan import fit_arguments, samples_of
 from flsuite.sweeps.reading import read_sweep
 from tests.commands.command import cli
+from tests.conftest import mostly_long
 from tests.docs.generated import KINDS, classes, tables, written
 from tests.docs.pages import (
     NOTEBOOKS,
@@ -32,6 +33,7 @@ README = (ROOT / "README.md").read_text()
 GUIDE = ROOT / "configs" / "guide"
 OWN = GUIDE / "your-own.md"
 RESULTS = ["asynchronous", "cmga", "fusedspacefed", "nf_fisher", "one_shot", "trust"]
+RESULT_PAGES = [*RESULTS, "benchmarks"]
 WITH_CONFIG = ("fit", "validate", "test", "predict", "partition", "schedule")
 
 
@@ -174,7 +176,11 @@ def require_understood(commands: list[list[str]], capsys: pytest.CaptureFixture[
         assert re.search(rf"(flsuite|^ ) {command}\b", help, flags=re.M) and not unknown
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p) and p != OWN], ids=page_id)
+WITH_COMMANDS = {page_id(page): page for page in PAGES if commands(page) and page != OWN}
+GUIDES = [name for name, page in WITH_COMMANDS.items() if page.parent.name not in RESULT_PAGES]
+
+
+@pytest.mark.parametrize("page", mostly_long(WITH_COMMANDS, *GUIDES))
 def test_commands_shown_are_understood(
     page: Path, at_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,7 +241,7 @@ def test_pages_that_the_code_names_exist() -> None:
 # Pages of results
 
 
-@pytest.mark.parametrize("folder", [*RESULTS, "benchmarks"])
+@pytest.mark.parametrize("folder", RESULT_PAGES)
 def test_a_results_page_names_its_configs(folder: str) -> None:
     page = ROOT / "configs" / folder / "README.md"
     named = set(re.findall(r"`([\w-]+\.yaml)`", page.read_text()))
@@ -243,7 +249,7 @@ def test_a_results_page_names_its_configs(folder: str) -> None:
     assert named and all(any((place / n).is_file() for place in places) for n in named)
 
 
-@pytest.mark.parametrize("folder", [*RESULTS, "benchmarks"])
+@pytest.mark.parametrize("folder", RESULT_PAGES)
 def test_a_results_page_opens_with_one_table_and_three_findings(folder: str) -> None:
     page = (ROOT / "configs" / folder / "README.md").read_text()
     opening, appendix = page.split("\n## Appendix\n")

@@ -14,20 +14,17 @@ from tests.conftest import trainer
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
-@pytest.mark.parametrize("name", ["breastmnist", "retinamnist"])
+@pytest.mark.parametrize(
+    "name", ["breastmnist", pytest.param("retinamnist", marks=pytest.mark.long)]
+)
 def test_the_medical_configs_learn(
     name: str, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     short = [
-        "--trainer.rounds",
-        "2",
-        "--trainer.max_epochs",
-        "1",
-        "--run_dir",
-        "run",
-        "--trainer.enable_progress_bar",
-        "false",
+        *("--trainer.rounds", "2", "--trainer.max_epochs", "1", "--trainer.engine", "InProcess"),
+        *("--trainer.enable_progress_bar", "false", "--run_dir", "run"),
+        *("--data.clients", "4"),
     ]
     with pytest.raises(SystemExit) as exit:
         main(["fit", "--config", str(CONFIGS / f"{name}.yaml"), *short])
@@ -47,6 +44,7 @@ def test_the_medical_configs_learn(
     assert list(Path("run/wandb").glob("offline-run-*/*.wandb"))
 
 
+@pytest.mark.long
 def test_lenet_learns_mnist(real_data: Path) -> None:
     # Two rounds: the first mean of three networks has 0.34 to 0.96, as seed and CPU decide (lr
     # 0.05). After the second one, seeds 1, 3, 4 and 5 have 0.9794 to 0.9811 with AVX-512.

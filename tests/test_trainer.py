@@ -142,7 +142,9 @@ def test_the_loss_of_a_warm_up_is_a_number_of_its_own(engine: Any) -> None:
     Losses.seen = []
     made = trainer(rounds=1, max_epochs=2, engine=engine, callbacks=[Losses()])
     model = FusedSpaceFed(warmup_epochs=2, latent_dim=4)
-    made.fit(model, digits(clients=1, partition=IID(), standardize=False, resize=16))
+    made.fit(
+        model, digits(clients=1, partition=IID(), standardize=False, resize=16, train_samples=128)
+    )
     rows = {row[7]: row[8] for row in made.run.folder.table.rows if row[5:7] == ("0", "train")}
     if isinstance(engine, InProcess):
         for name, epochs in (("warmup_loss", (0, 1)), ("loss", (2, 3))):

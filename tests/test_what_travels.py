@@ -120,8 +120,8 @@ def test_private_and_shared_are_two_ways_to_say_the_same() -> None:
 @pytest.mark.parametrize(
     ("declared", "line"),
     [
-        ({"shared": ("head.",)}, "model.shared: 'head.' matches no entry of Said; it has body.0"),
-        ({"private": ("head.",)}, "model.private: 'head.' matches no entry of Said"),
+        ({"shared": ("head.",)}, "model.shared: 'head.' matches no entry"),
+        ({"private": ("head.",)}, "model.private: 'head.' matches no entry"),
         ({"private": ("body.",), "shared": ("body.",)}, "has both shared and private"),
     ],
 )
@@ -162,17 +162,24 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_all_parts_agree_on_what_travels(name: str) -> None:
+def trained(**kwargs: Any) -> Any:
     torch.manual_seed(0)
-    model = PlainSGD()
-    made = fit(model, points(), max_epochs=5, **CHOICES[name])
+    return fit(PlainSGD(), points(), max_epochs=2, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    torch.set_num_threads(1)
+    return trained()
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_all_parts_agree_on_what_travels(name: str, alone: Any) -> None:
+    made = trained(**CHOICES[name])
     assert set(made.federation.state) == {"body.2.weight", "body.2.bias"}
     assert made.test()[0]["accuracy"] > 0.4
     if name in ("processes", "local buffers"):
-        torch.manual_seed(0)
-        here = fit(PlainSGD(), points(), max_epochs=5)
-        assert equal_states(made.federation.state, here.federation.state)
+        assert equal_states(made.federation.state, alone.federation.state)
 
 
 class PlainSGD(FrozenBody):

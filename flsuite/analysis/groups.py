@@ -198,7 +198,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             "of flsuite wrote it; name other folders, or run it again"
         )
     try:
-        content = read_yaml(path.read_text())
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlsuiteError(f"{path} is not valid YAML ({one_line(error)})") from error
     if not isinstance(content, dict) or not _is_seed(content.get("seed")):

@@ -20,7 +20,7 @@ _WORDS = dict.fromkeys(("scope", "split", "metric"), "category")  # few distinct
 
 def is_metrics(path: Path) -> bool:
     """Return whether a file has the columns of a run's ``metrics.csv``."""
-    with path.open(errors="replace") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         return tuple(file.readline().strip().split(",")) in (_COLUMNS, _EARLIER_COLUMNS)
 
 

@@ -89,7 +89,9 @@ class GradientDissimilarity(FederationCallback, Settings):
         with isolate_rng(), _untouched(model), torch.enable_grad():
             model.train(self.batch_norm == "train")
             for client in self._measured(data.clients, seed):
-                evaluator.load(federation.client_state(client))
+                # Not the client's own model, which may differ in shared entries.
+                private = federation.clients.private(client)
+                evaluator.load({**federation.client_state(None), **private})
                 # Dropout and sampling must not depend on what was measured before.
                 torch.manual_seed(seed_for(seed, "dissimilarity", round, client))
                 batches = gradient_batches(data, client, seed, round, self.batches)

@@ -255,7 +255,7 @@ def _read_rows(folder: Path) -> list[dict[str, float]]:
     if not path.is_file():
         return []
     rows = []
-    with path.open(newline="", errors="replace") as file:
+    with path.open(encoding="utf-8", newline="", errors="replace") as file:
         whole = [line for line in file if line.endswith("\n")]  # a kill truncates the last one
         for cells in csv.DictReader(whole):
             row = {}

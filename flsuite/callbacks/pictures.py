@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from flsuite.metrics import score_of
 from flsuite.runs.predictions import predict
 from flsuite.runs.run import Run
 from flsuite.server.evaluation import GLOBAL
@@ -28,7 +29,8 @@ def final_pictures(run: Run) -> dict[str, "Figure"]:
     matrix on test data.
     """
     pictures = {}
-    for metric in (run.summary.monitor, "accuracy", "loss"):  # the first that clients have
+    # The first of these that clients have.
+    for metric in (score_of(run.summary.monitor), "accuracy", "loss"):
         scores = client_rounds(run, metric)
         if not scores.empty:
             title = f"test {metric.replace('_', ' ')}"

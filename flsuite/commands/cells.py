@@ -128,7 +128,7 @@ def _checked_in_fork(sweep: Sweep, folder: Path) -> dict[str, Any]:
     read, write = os.pipe()
     child = fork(lambda: _answer(sweep, folder, write))
     os.close(write)
-    with open(read) as file:
+    with open(read, encoding="utf-8") as file:
         answer = file.read()
     os.waitpid(child, 0)
     return json.loads(answer) if answer else {"error": "the check of the methods was killed"}
@@ -144,7 +144,7 @@ def _answer(sweep: Sweep, folder: Path, descriptor: int) -> int:
         answer = {"error": one_line(error)}
     except Exception as error:  # from a user's own class
         answer = {"error": f"{type(error).__name__}: {with_place(error)}"}
-    with open(descriptor, "w") as file:
+    with open(descriptor, "w", encoding="utf-8") as file:
         json.dump(answer, file)
     return 0
 

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command in ("-h", "--help", "help"):
         print(HELP, end="")
     elif command == "--version":
-        print(f"flsuite {__version__}")
+        print(_versions())
     elif command in HELPS and {"-h", "--help"} & set(args):
         print(HELPS[command], end="")
     elif command in COMMANDS and (topic := help_topic(args)) is not None:
@@ -112,6 +112,14 @@ def run_command(command: str, args: list[str]) -> int:
                 return _complain(f"terminated{how}", TERMINATED)
             return _complain(f"interrupted{how}", 130)
     return 0
+
+
+def _versions() -> str:
+    """Return the versions of flsuite, torch and Lightning in one line, without importing them."""
+    from importlib.metadata import version
+
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning"))
+    return f"flsuite {__version__} ({packages})"
 
 
 def _help(command: str, topic: str) -> int:

@@ -30,7 +30,8 @@ def new(args: list[str]) -> None:
     make_folder(folder)
     template = files("flsuite.commands.template")
     for name in _FILES:
-        (folder / name).write_text((template / name).read_text())
+        text = (template / name).read_text(encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-8")
 
     print(f"wrote {', '.join(str(folder / name) for name in _FILES)}")
     print("next:")

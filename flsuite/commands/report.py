@@ -236,7 +236,7 @@ def _write(
     folder = make_folder(Path(request.output))
     written = ["report.csv", "report.md", "report.png"]
     table.to_csv(folder / "report.csv", index=False)
-    (folder / "report.md").write_text(report_markdown(table, **target))
+    (folder / "report.md").write_text(report_markdown(table, **target), encoding="utf-8")
     for metric in request.metric:
         for line in apart(groups, metric, request.split, request.x):
             console.print(line)

@@ -51,7 +51,7 @@ def _shown(matrix: pd.DataFrame, title: str) -> Table:
 
 def _write(table: pd.DataFrame, metrics: Sequence[str], folder: Path) -> None:
     table.to_csv(folder / "cross.csv", index=False)
-    (folder / "cross.md").write_text(cross_markdown(table))
+    (folder / "cross.md").write_text(cross_markdown(table), encoding="utf-8")
     written = ["cross.csv", "cross.md"]
     for metric in metrics:
         name = f"cross-{metric.replace('/', '-')}.png"

@@ -27,7 +27,7 @@ def read_config(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise FlsuiteError(f"there is no config file {path}")
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlsuiteError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):

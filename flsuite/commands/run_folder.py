@@ -66,7 +66,7 @@ def _read(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlsuiteError(f"{path} is not valid YAML; restore it") from error
 

@@ -14,6 +14,7 @@ from flsuite.score_names import (
     main_scores,
     require_score,
     score_name,
+    score_of,
 )
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "main_scores",
     "require_score",
     "score_name",
+    "score_of",
     "scores",
     "summary",
 ]

@@ -184,8 +184,8 @@ class RunFolder:
         self.timeline.create(overwrite=True)
         self._written = [self.path / name for name in _FILES]
         self.write_request(config, settings)
-        (self.path / "versions.txt").write_text(_versions())
-        with (self.path / "partition.csv").open("w", newline="") as file:
+        (self.path / "versions.txt").write_text(_versions(), encoding="utf-8")
+        with (self.path / "partition.csv").open("w", encoding="utf-8", newline="") as file:
             write_partition(file, data)
         if isinstance(data, TaskData):
             task_table(data).to_csv(self.path / "tasks.csv", index=False)
@@ -230,7 +230,7 @@ class RunFolder:
         path = self.table.path
         if path is None or not path.is_file():
             return
-        with path.open(errors="replace") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             firsts = {line.split(",", 1)[0] for line in file}
         rounds = max((int(cell) for cell in firsts if cell.isdecimal()), default=0)
         if rounds > 1:
@@ -260,7 +260,7 @@ class RunFolder:
 
 
 def _write_text(path: Path, text: str) -> None:
-    replace_file(lambda temporary: temporary.write_text(text), path, flush=True)
+    replace_file(lambda temporary: temporary.write_text(text, encoding="utf-8"), path, flush=True)
 
 
 def _versions() -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flsuite.arguments import PositiveFloat, PositiveInt, Settings
+from flsuite.arguments import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from flsuite.client.entries import BatchNorm
 from flsuite.client.lr_decay import LRDecay
 from flsuite.schedules import Clock
@@ -68,6 +68,7 @@ class RunOptions(Settings):
     evaluate_every: PositiveInt = 1
     monitor: str | None = None
     score_clients: PositiveInt = 100
+    adapt_epochs: NonNegativeInt = 0
     batchnorm: BatchNorm = "average"
     keep_optimizers: bool = False
     channels_last: bool = True

@@ -122,7 +122,7 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
     Classes are numbers. For multi-label samples, the cells list the labels that are set.
     """
     path = make_folder(folder) / "predictions.csv"
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         columns = [f"p_{c}" for c in range(data.spec.num_classes)]
         writer.writerow(["sample", "target", "prediction", *columns])

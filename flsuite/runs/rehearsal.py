@@ -30,7 +30,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         run: A run that has not been opened. Nothing is written, and its model does not change.
 
     Raises:
-        FlsuiteError: If the times of the schedule are measured while clients train.
+        FlsuiteError: If times or clients of the schedule are known only while clients train.
         FederationError: If the schedule reaches a point after which no client is available.
     """
     federation, clock = run.federation, run.federation.clock
@@ -40,6 +40,12 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         raise FlsuiteError(
             f"the times of {type(schedule).__name__} are measured while clients train; set "
             f"trainer.schedule.{inner}speeds, for example to Stragglers"
+        )
+
+    if schedule.declarations.sees_updates:
+        raise FlsuiteError(
+            "the clients of a round depend on what others have sent before, so that there is no "
+            "schedule without training; set trainer.schedule.sampling to uniform"
         )
 
     awaited: set[int] = set()

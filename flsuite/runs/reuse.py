@@ -36,7 +36,7 @@ _DECIDE_TRAINING = (
 )
 
 
-_NOT_FROM_TRAINING = ("algorithm",)  # parts of a client's memory that its algorithm writes
+_FROM_TRAINING = ("model", "optimizers")  # parts of a client's memory that its algorithm leaves
 
 
 class UpdateStore:
@@ -54,7 +54,7 @@ class UpdateStore:
         update, memory = result.update, result.memory
         content = {
             "state": update.state,
-            "memory": {k: v for k, v in memory.items() if k not in _NOT_FROM_TRAINING},
+            "memory": {k: v for k, v in memory.items() if k in _FROM_TRAINING},
             "steps": update.steps,
             "metrics": result.training,
             "seconds": update.seconds - update.metrics.get("after_fit_seconds", 0.0),
@@ -157,7 +157,7 @@ class Reuse:
                 "--trainer.keep_updates true"
             )
 
-        theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text()))
+        theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text(encoding="utf-8")))
         ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # tuples become lists, as in a file
         now, then = ({name: s.get(name) for name in _DECIDE_TRAINING} for s in (ours, theirs))
         refuse_mismatch(now, then, run_dir)

@@ -18,6 +18,7 @@ from flsuite.runs.reuse import Reuse
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.table import timeline_rows
 from flsuite.schedules import Fit
+from flsuite.server.adaptation import adapted_scores
 from flsuite.server.evaluation import GLOBAL, Evaluator
 from flsuite.server.federation import Federation
 from flsuite.state import State, clone
@@ -173,6 +174,8 @@ class Run:
             self.folder.table.note(GLOBAL, "test", by_class)
         if self.finished and self.federation.data.clients > self.options.score_clients:
             self._score_all_clients()
+        if self.finished:
+            self._score_adapted()
         for name, network in self.federation.server.artifacts.items():
             self._record_artifact(name, network)
 
@@ -244,6 +247,23 @@ class Run:
                     numbers = {f"all_clients/{name}": value for name, value in numbers.items()}
                 if scope == GLOBAL or int(scope) >= compared:
                     self.folder.table.note(scope, split, numbers)
+
+    def _score_adapted(self) -> None:
+        """Score the clients' models after an adaptation, and clients outside the federation."""
+        federation, epochs = self.federation, self.options.adapt_epochs
+        seen, unseen = federation.data.clients, federation.data.unseen
+        few = range(min(self.options.score_clients, seen))
+        outside = range(seen, seen + min(self.options.score_clients, unseen))
+        groups = {"unseen": self.evaluator.scores(federation, "test", outside)} if unseen else {}
+        if epochs:
+            groups["adapted"] = adapted_scores(self.evaluator, federation, few, epochs)
+        if epochs and unseen:
+            groups["unseen_adapted"] = adapted_scores(self.evaluator, federation, outside, epochs)
+
+        for group, scores in groups.items():
+            for scope, numbers in scores.items():
+                named = {f"{group}/{name}": value for name, value in numbers.items()}
+                self.folder.table.note(scope, "test", named)
 
     def _refuse_standstill(self) -> None:
         """Stop a run that would never end because its fits take no virtual time."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from flsuite.metrics import lower_is_better, main_scores
+from flsuite.metrics import lower_is_better, main_scores, score_of
 from flsuite.server.arrivals import RoundLog
 
 log = logging.getLogger("flsuite")
@@ -26,6 +26,7 @@ _LABELS = {
     "backward_transfer": "backward transfer",
     "forward_transfer": "forward transfer",
 }
+_ADAPTED = {"adapted": "adapted", "unseen": "unseen", "unseen_adapted": "unseen+adapted"}
 _GUARANTEES = {"epsilon": "epsilon of a client", "sample_epsilon": "epsilon of a sample, largest"}
 
 
@@ -145,6 +146,7 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
 
 def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
     """Return a mapping from row labels to score names, with the monitor first."""
+    monitor = score_of(monitor)  # its statistics over clients have rows of their own
     main = main_scores((name for name in names if name != "round"), monitor)
     rows: dict[str, tuple[str, ...]] = {_LABELS.get(n, f"global {n}"): (n,) for n in main}
     for name in [name for name in main if name in (monitor, "accuracy", "loss")]:
@@ -152,6 +154,9 @@ def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
         rows[f"clients' {name}, mean/worst"] = statistics
         rows[f"models' {name}, worst"] = (f"{name}_worst",)
         rows[f"models' {name}, first five"] = (f"{name}_first_five",)
+    for group, label in _ADAPTED.items():
+        stem = f"{group}/{monitor}_client"
+        rows[f"{label} {monitor}, mean/worst"] = f"{stem}_mean", f"{stem}_worst"
     return rows | {
         f"all clients: global {monitor}": (f"all_clients/{monitor}",),
         f"all clients: models' {monitor}, worst": (f"all_clients/{monitor}_worst",),

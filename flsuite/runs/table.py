@@ -36,7 +36,7 @@ class AppendedTable:
             FileExistsError: If the file exists, unless ``overwrite`` allows replacing it.
         """
         if self.path is not None:
-            with self.path.open("w" if overwrite else "x") as file:
+            with self.path.open("w" if overwrite else "x", encoding="utf-8") as file:
                 file.write(",".join(self.columns) + "\n")
 
     def resume(self, size: int) -> None:
@@ -54,7 +54,7 @@ class AppendedTable:
                 f"{self.path} has {current} bytes, but had {size} when the checkpoint was "
                 "written; restore the file, or start a new run"
             )
-        with self.path.open(errors="replace") as file:
+        with self.path.open(encoding="utf-8", errors="replace") as file:
             header = file.readline().strip()
         if header != ",".join(self.columns):
             raise FlsuiteError(
@@ -73,7 +73,7 @@ class AppendedTable:
         if self._cut_at is not None:  # later rows belong to rounds that are repeated
             os.truncate(self.path, self._cut_at)
             self._cut_at = None
-        with self.path.open("a", newline="") as file:
+        with self.path.open("a", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(self._unwritten)
         self._unwritten = []
         return self.path.stat().st_size

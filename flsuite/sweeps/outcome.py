@@ -38,7 +38,7 @@ class Outcome:
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
     """Mark a cell as done."""
     text = json.dumps(asdict(outcome)) + "\n"
-    replace_file(lambda path: path.write_text(text), run_dir / DONE, flush=True)
+    replace_file(lambda path: path.write_text(text, encoding="utf-8"), run_dir / DONE, flush=True)
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
@@ -49,7 +49,7 @@ def read_outcome(run_dir: Path) -> Outcome | None:
     """
     path = run_dir / DONE
     try:
-        return Outcome(**json.loads(path.read_text()))
+        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError) as error:
@@ -81,7 +81,9 @@ def seconds_so_far(run_dir: Path) -> float:
     """Return the seconds that a run has trained, from its table."""
     table = run_dir / "metrics.csv"
     # Damaged bytes are ignored here, because the fit reports them.
-    lines = table.read_text(errors="replace").splitlines() if table.is_file() else []
+    lines = (
+        table.read_text(encoding="utf-8", errors="replace").splitlines() if table.is_file() else []
+    )
     if len(lines) < 2:
         return 0.0
     row = dict(zip(lines[0].split(","), lines[-1].split(","), strict=False))
@@ -94,7 +96,9 @@ def seconds_so_far(run_dir: Path) -> float:
 def _monitor(config: Path) -> str:
     """Return the score that picks a run's round, from its config."""
     try:
-        return str(yaml.safe_load(config.read_text())["trainer"].get("monitor", "accuracy"))
+        return str(
+            yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"].get("monitor", "accuracy")
+        )
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise FlsuiteError(
             f"{config} is damaged; delete its folder to run the cell again"

@@ -169,14 +169,14 @@ class Queue:
     def fail(self, cell: Cell, line: str) -> None:
         """Mark a claimed cell as failed, with the reason in one line."""
         path = self.run_dir(cell) / _FAILED
-        replace_file(lambda temporary: temporary.write_text(f"{line}\n"), path)
+        replace_file(lambda temporary: temporary.write_text(f"{line}\n", encoding="utf-8"), path)
         if cell.is_trial:
             self.note_tuning()
 
     def reason(self, cell: Cell) -> str:
         """Return the reason why a cell failed."""
         try:
-            return (self.run_dir(cell) / _FAILED).read_text().strip()
+            return (self.run_dir(cell) / _FAILED).read_text(encoding="utf-8").strip()
         except OSError:  # another process tries it again
             return ""
 

@@ -116,7 +116,7 @@ class _Reader:
         if not path.is_file():
             raise FlsuiteError(f"there is no file {path}")
         try:
-            content = yaml.load(path.read_text(), _UniqueLoader)
+            content = yaml.load(path.read_text(encoding="utf-8"), _UniqueLoader)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise FlsuiteError(f"{path} is not valid YAML: {one_line(error)}") from error
         if not isinstance(content, dict):

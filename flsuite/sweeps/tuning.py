@@ -134,7 +134,7 @@ def write_tuning(
             shown = "" if score is None else f"{score:.6g}"
             name = contest.method, label_of(contest.point)
             writer.writerow([*name, trial.number, values, shown, trial is best])
-    replace_file(lambda temporary: temporary.write_text(text.getvalue()), path)
+    replace_file(lambda temporary: temporary.write_text(text.getvalue(), encoding="utf-8"), path)
 
 
 def _trials(sweep: Sweep, method: str, point: Overrides) -> list[Trial]:

@@ -172,8 +172,8 @@ def _fit_in_log(fit: Fit, arguments: list[str], log: Path) -> int:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     print("$ flsuite fit", shlex.join(arguments))
     return fit(arguments)
 
@@ -183,7 +183,11 @@ def _reason(status: int, log: Path) -> str:
     if status < 0:
         name = signal.Signals(-status).name
         return f"it was killed by {name}" + (", perhaps out of memory" * (name == "SIGKILL"))
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     errors = [line for line in lines if line.startswith(_ERROR)]
     last = errors[-1].removeprefix(_ERROR) if errors else lines[-1] if lines else ""
     return f"{last[:400]} ({log})"

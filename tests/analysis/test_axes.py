@@ -28,7 +28,7 @@ def test_a_run_of_an_earlier_version_is_read_without_its_work(tmp_path: Path) ->
 
 def test_a_table_of_something_else_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("epoch,step,loss\n1,2,3\n")
-    with pytest.raises(FlsuiteError, match="lacks the columns round, virtual_s, wall_s, scope"):
+    with pytest.raises(FlsuiteError, match="lacks the columns round"):
         read_metrics(tmp_path)
 
 

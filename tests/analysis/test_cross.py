@@ -144,10 +144,11 @@ def test_wrong_settings_are_refused(runs: Path, rows: str, columns: str, message
 
 
 def test_a_score_that_no_run_has_is_refused(runs: Path) -> None:
-    with pytest.raises(FlsuiteError, match="no run has the test score 'f2'; there are accuracy"):
+    with pytest.raises(FlsuiteError, match="no run has the test score 'f2'"):
         table_of(runs, rows="aggregator", columns="attack", metrics=["f2"])
 
 
+@pytest.mark.draws
 def test_the_command_prints_and_writes_the_tables(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

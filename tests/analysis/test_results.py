@@ -156,9 +156,9 @@ def test_curves_are_means_in_a_band_by_partition(results: Results) -> None:
 
 
 def test_a_score_that_no_run_has_is_named(results: Results) -> None:
-    with pytest.raises(FlsuiteError, match="no run has the global test score 'f1'; there are acc"):
+    with pytest.raises(FlsuiteError, match="the global test score 'f1'"):
         curves_figure(results, ["f1"])
-    with pytest.raises(FlsuiteError, match="no run has the client val score 'loss'; there are acc"):
+    with pytest.raises(FlsuiteError, match="the client val score 'loss'"):
         clients_figure(results, "loss", "val")
     with pytest.raises(FlsuiteError, match="this DataFrame lacks the columns run, method"):
         curves_figure(pd.DataFrame({"value": [1]}))
@@ -184,9 +184,7 @@ def test_gains_by_hand(results: Results) -> None:
 
 
 def test_gains_need_a_method_to_compare_with(results: Results) -> None:
-    with pytest.raises(
-        FlsuiteError, match=r"no run of 'Alone' .* the methods are FedAvg, LocalOnly"
-    ):
+    with pytest.raises(FlsuiteError, match=r"'Alone' .* are FedAvg, LocalOnly"):
         gain_figure(results, over="Alone")
     apart = results[(results["method"] == "FedAvg") ^ (results["seed"] == 1)]
     with pytest.raises(FlsuiteError, match="run both with the same seeds"):

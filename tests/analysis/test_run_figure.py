@@ -41,6 +41,11 @@ def regression(folder: Path, seed: int = 1, **others: Any) -> Path:
             ["task_accuracy", "pixels_worst"],
         ),
         ([], "accuracy", []),
+        (
+            ["accuracy", "accuracy_client_mean", "accuracy_std", "loss"],
+            "accuracy_client_mean",
+            ["accuracy_client_mean", "loss", "accuracy"],
+        ),
     ],
 )
 def test_main_scores_are_no_details_of_others(

@@ -31,6 +31,7 @@ from flsuite.attacks import (
     ScaledUpdate,
     SignFlip,
 )
+from flsuite.commands.fit import build
 from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.exchange import PairwiseMasks, Quantize, TopK
@@ -39,8 +40,8 @@ from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, Stragglers, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import Updates
-from tests.commands.command import QUICKSTART, cli, refused
-from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
+from tests.commands.command import QUICKSTART, refused
+from tests.conftest import classifier, digits, equal_states, mostly_long, table, trainer
 from tests.runs.killing import kill_and_resume, table_of
 
 WHO = [1, 3]
@@ -102,6 +103,7 @@ def long_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> Federa
     return made
 
 
+@pytest.mark.long
 def test_killed_and_resumed_equals_never_stopped(tmp_path: Path) -> None:
     from flsuite.engines import InProcess
 
@@ -244,7 +246,7 @@ def test_models_with_private_parts_score_their_backdoor_client_by_client() -> No
 
 def test_nodes_of_flower_may_be_attackers() -> None:
     pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
-    from tests.flower.grid import both, table
+    from tests.flower.grid import both
 
     attack = FreeRider(WHO, last_change=True, noise=0.01)
     ours, theirs, _ = both(classifier, FedAvg, attack=attack)
@@ -298,11 +300,11 @@ def test_a_resume_with_another_attack_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SignFlip(), "SignFlip: give either clients, such as .* or fraction"),
+        (lambda: SignFlip(), "SignFlip: give either clients"),
         (lambda: SignFlip([0], fraction=0.2), "SignFlip: give either clients"),
         (lambda: GaussianNoise(fraction=1.5), "fraction must be from 0 to 1, got 1.5"),
         (lambda: LabelFlip(fraction=-0.1), "fraction must be from 0 to 1, got -0.1"),
-        (lambda: FreeRider([5]), "FreeRider: clients names 5, but the clients are 0 to 4"),
+        (lambda: FreeRider([5]), "FreeRider: clients names 5"),
         (lambda: FreeRider([-1]), "FreeRider: clients must be at least 0"),
         (lambda: InnerProduct([1, 1]), "names a client twice"),
         (lambda: SignFlip(fraction=0.05), "a fraction of 0.05 of 5 clients is 0 clients"),
@@ -331,7 +333,7 @@ def test_attackers_that_cannot_be_are_refused_before_training(
         (
             InnerProduct(WHO),
             {"aggregator": FedBuff(), "schedule": Asynchronous(concurrency=2)},
-            "InnerProduct needs current models, but Asynchronous .*; change .*trainer.attack",
+            "InnerProduct needs current models",
         ),
         (
             InnerProduct(WHO),
@@ -346,7 +348,7 @@ def test_attackers_that_cannot_be_are_refused_before_training(
         (
             SignFlip(WHO),
             {"aggregator": LocalOnly()},
-            "SignFlip needs shared parameters, but the model keeps",
+            "SignFlip needs shared parameters",
         ),
         (
             InnerProduct(WHO),
@@ -375,18 +377,13 @@ def test_the_command_takes_an_attack_by_its_short_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     attack = ["--trainer.attack", "LabelFlip", "--trainer.attack.fraction", "0.2"]
-    fit = ["fit", "--config", QUICKSTART, "--trainer.rounds", "1", *attack]
-    assert cli(*fit, "--trainer.attack.pairs", "{0: 6}", "--run_dir", "run") == 0
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["attack"]
-    assert config["class_path"] == "flsuite.attacks.LabelFlip"
-    assert config["init_args"]["pairs"] == {"0": 6}
-    again = ("fit", "--config", "run/config.yaml", "--ckpt_path", "last")
-    assert cli(*again, "--trainer.rounds", "2") == 0
+    fit = ["--config", QUICKSTART, "--run_dir", "run", *attack]
+    made = build([*fit, "--trainer.attack.pairs", "{0: 6}"])[0]
+    assert isinstance(made.attack, LabelFlip)
+    assert (made.attack.fraction, made.attack.pairs) == (0.2, {0: 6})
 
-    line = refused(capsys, *fit, "--trainer.attack.pairs", "{0: 16}")
-    assert "LabelFlip: pairs names class 16, but the classes are 0 to 9" in line
-    line = refused(capsys, *fit, "--trainer.attack.fraction", "2")
-    assert "LabelFlip: fraction must be from 0 to 1, got 2.0" in line
+    line = refused(capsys, "fit", *fit, "--trainer.attack.pairs", "{0: 16}")
+    assert "LabelFlip: pairs names class 16" in line
     line = refused(capsys, "fit", "--config", QUICKSTART, "--trainer.attack", "SignFlop")
     assert "SignFlop" in line
 

@@ -284,6 +284,6 @@ def test_a_rule_under_attack_passes_on_what_it_needs_and_withholds() -> None:
 def test_attackers_that_collude_would_escape_a_clip_on_the_server(part: Transform) -> None:
     attack = with_attackers(InnerProduct([1]), table_data(clients=3))
     attacked = with_attack(Aggregator(Mean("uniform"), transforms=[part]), attack)
-    message = "InnerProduct needs plain updates, but .* clips .*; change trainer.attack or"
+    message = "InnerProduct needs plain updates"
     with pytest.raises(FlsuiteError, match=message):
         refuse_conflicts(attacked.named_parts())

@@ -328,7 +328,7 @@ def test_a_model_without_class_scores_has_no_success_rate() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.flatten(1)[:, :4])
 
-    with pytest.raises(FlsuiteError, match="Flat has no class scores to measure backdoor_success"):
+    with pytest.raises(FlsuiteError, match="Flat has no class scores to measure"):
         trainer(rounds=1, attack=PixelBackdoor([0])).fit(
             Flat(), FromDataset(images, images, clients=2)
         )

@@ -40,6 +40,7 @@ def test_distances_by_hand() -> None:
     assert numbers["prior_distance_mean"] == pytest.approx((5 + 1 + 18**0.5) / 3)
 
 
+@pytest.mark.draws
 def test_every_round_is_measured_and_some_are_drawn(tmp_path: Path) -> None:
     made = fit(
         [LatentSpace(every=2, clients=2, samples=50)], rounds=3, run_dir=str(tmp_path / "run")

@@ -169,6 +169,7 @@ def test_the_table_has_a_row_of_the_matrix_after_each_task() -> None:
     assert numbers == pytest.approx(expected)
 
 
+@pytest.mark.draws
 def test_the_picture_lies_in_the_runs_folder(tmp_path: Path) -> None:
     fit(run_dir=str(tmp_path), rounds=3)
     assert np.ptp(imread(tmp_path / "tasks.png")[..., :3]) > 0.5

@@ -71,6 +71,10 @@ def dropout() -> Classifier:
     )
 
 
+def fused() -> FusedSpaceFed:
+    return FusedSpaceFed(warmup_epochs=1, latent_dim=4, backbone=MLP(hidden=(8,)))
+
+
 def fits(
     model: ClientModel, lean: bool, aggregator: Aggregator, **kwargs: Any
 ) -> tuple[list[ClientResult], list[Any], bool]:
@@ -94,7 +98,7 @@ def fits(
         (dropout, FedAvg, {"max_steps": 3}),
         (dropout, FedAvg, {"accumulate_grad_batches": 2}),
         (dropout, FedAvg, {"limit_train_batches": 1}),
-        (lambda: FusedSpaceFed(warmup_epochs=1, latent_dim=4), FedAvg, {"max_epochs": 1}),
+        (fused, FedAvg, {"max_epochs": 1}),
         (lambda: Accumulates(MLP(hidden=(8,))), FedAvg, {}),
     ],
     ids=[

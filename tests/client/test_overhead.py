@@ -36,7 +36,7 @@ def test_a_small_client_costs_little_more_than_its_step() -> None:
     )
 
     ours, theirs = [], []
-    for _ in range(8):
+    for _ in range(4):
         theirs.append(seconds(lambda: loop.round(clients)))
         ours.append(seconds(lambda: runner.answer(requests)))
     assert min(ours) < 3 * MEASURED * min(theirs)

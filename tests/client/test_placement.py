@@ -47,7 +47,7 @@ def test_the_argument_devices_keeps_its_meaning(
     [
         (4, "devices 4 needs GPUs beyond the visible ones"),
         ([0, 3], r"devices \[0, 3\] needs GPUs beyond"),
-        ("all", "devices must be a number of GPUs or a list of their numbers, got 'all'"),
+        ("all", "devices must be a number of GPUs or a list"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(devices: Any, message: str) -> None:
@@ -103,7 +103,7 @@ def test_a_worker_keeps_its_number_when_it_is_replaced(monkeypatch: pytest.Monke
 
 def test_several_gpus_need_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    message = r"devices 2 names several GPUs, .* set devices to 1, or engine to Processes"
+    message = r"devices 2 names several GPUs"
     with pytest.raises(FlsuiteError, match=message):
         require_one_gpu({"devices": 2})
     for devices in (None, "auto", -1, 1, [1]):

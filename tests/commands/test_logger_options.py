@@ -15,7 +15,10 @@ from tests.commands.command import QUICKSTART, cli, refused
 SHORT = ("fit", "--config", QUICKSTART, "--trainer.rounds", "1", "--run_dir", "run")
 
 
-@pytest.mark.parametrize("path", ["CSVLogger", "lightning.pytorch.loggers.CSVLogger"])
+BY_PATH = pytest.param("lightning.pytorch.loggers.CSVLogger", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("path", ["CSVLogger", BY_PATH])
 def test_csv_by_name_writes_into_the_runs_folder(path: str, tmp_path: Path) -> None:
     assert cli(*SHORT, "--trainer.logger", path) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -33,6 +36,7 @@ def test_a_folder_of_the_user_stays(tmp_path: Path) -> None:
     assert list((tmp_path / "mine").glob("lightning_logs/version_0/metrics.csv"))
 
 
+@pytest.mark.long
 def test_loggers_in_yaml(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     config = yaml.safe_load(Path(QUICKSTART).read_text())
@@ -57,6 +61,7 @@ def test_loggers_in_yaml(tmp_path: Path) -> None:
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.long
 def test_mlflow_by_name_writes_a_database(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
@@ -167,9 +172,7 @@ def test_without_the_extra_the_command_names_it(
 
 
 def test_a_workspace_of_no_project_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "workspace: the following arguments are required: --project" in refused(
-        capsys, "workspace"
-    )
+    assert "arguments are required: --project" in refused(capsys, "workspace")
 
 
 @pytest.mark.long
@@ -178,4 +181,4 @@ def test_a_server_that_is_not_there_is_one_line(
 ) -> None:
     server.close()
     line = refused(capsys, "workspace", "--project", "p", "--entity", "lab")
-    assert "W&B: no answer to the request for the workspace" in line
+    assert "W&B: no answer to the request" in line

@@ -117,9 +117,7 @@ def test_csv_is_for_other_programs(runs: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_nothing_to_list_is_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no run has method Krum; there are: FedAdam, FedAvg" in refused(
-        capsys, "ls", "--method", "Krum"
-    )
+    assert "no run has method Krum" in refused(capsys, "ls", "--method", "Krum")
     assert "no run below nowhere" in refused(capsys, "ls", "nowhere")
     assert "invalid choice: 'done'" in refused(capsys, "ls", "--state", "done")
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,7 @@ def test_a_run_of_the_command_can_be_opened_in_python(finished: Path) -> None:
     )
 
 
+@pytest.mark.draws
 def test_partition_draws_the_split_of_a_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,10 +215,11 @@ def test_the_older_name_of_batchnorm_is_read(
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["flsuite", "--version"])
     runpy.run_module("flsuite", run_name="__main__")
-    assert capsys.readouterr().out == f"flsuite {__version__}\n"
+    installed = f"torch {metadata.version('torch')}, lightning {metadata.version('lightning')}"
+    assert capsys.readouterr().out == f"flsuite {__version__} ({installed})\n"
 
 
-@pytest.mark.parametrize("args", [("--help",), ("fit", "--help"), ("partition", "--help")])
+@pytest.mark.parametrize("args", [("--help",), ("--version",), ("fit", "--help")])
 def test_help_is_there_at_once(args: tuple[str, ...]) -> None:
     began = time.monotonic()
     done = subprocess.run(
@@ -227,7 +230,7 @@ def test_help_is_there_at_once(args: tuple[str, ...]) -> None:
         timeout=60,
     )
     assert time.monotonic() - began < 2
-    assert "usage: flsuite" in done.stdout
+    assert done.stdout.startswith(("flsuite ", "usage: flsuite "))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "flsuite.commands.main" in imported
     assert not imported & {"torch", "lightning", "numpy", "matplotlib", "jsonargparse"}

@@ -40,7 +40,7 @@ def test_what_it_writes_runs(
 def test_it_overwrites_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli("new", "project") == 0
     (project / "exp.yaml").unlink()
-    assert "project already has my_model.py, my_data.py; name" in refused(capsys, "new", "project")
+    assert "already has my_model.py, my_data.py" in refused(capsys, "new", "project")
 
 
 def test_a_folder_with_other_files_is_fine(tmp_path: Path) -> None:

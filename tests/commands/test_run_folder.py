@@ -67,9 +67,7 @@ def test_the_nearest_runs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         assert (
             "did you mean runs/quickstart/2026010" in line and "runs/quickstart/20260101-1" in line
         )
-    assert "nowhere is not a run, it is not a folder; see flsuite ls" in refused(
-        capsys, "resume", "nowhere"
-    )
+    assert "nowhere is not a run, it is not a folder" in refused(capsys, "resume", "nowhere")
 
 
 def test_a_fit_of_a_run_is_a_resume(capsys: pytest.CaptureFixture[str]) -> None:

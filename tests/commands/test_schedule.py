@@ -93,6 +93,7 @@ def test_the_fits_are_those_of_the_run(
     assert f"left out │ {counts.get('late', 0)} │" in said
 
 
+@pytest.mark.long
 def test_runs_in_which_every_kind_of_fit_ends_are_compared(tmp_path: Path) -> None:
     outcomes = set()
     for config, options in RUNS.values():
@@ -101,6 +102,7 @@ def test_runs_in_which_every_kind_of_fit_ends_are_compared(tmp_path: Path) -> No
     assert outcomes == {"merged", "dropped", "late"}
 
 
+@pytest.mark.draws
 def test_a_table_that_is_there_is_replaced(tmp_path: Path) -> None:
     for updates in ("60", "20"):
         options = ("--trainer.max_client_updates", updates, "--output", "drawn")

@@ -42,7 +42,11 @@ from flsuite.aggregators import (
     RegMean,
     TrimmedMean,
 )
+from flsuite.aggregators.ditto import PulledModel
+from flsuite.aggregators.fedexp import ExtrapolatedMean
+from flsuite.aggregators.fednova import NormalizedMean
 from flsuite.aggregators.part import Named, refuse_conflicts
+from flsuite.aggregators.qfedavg import FairMean
 from flsuite.data import Dirichlet, FederatedDataModule, Synthetic
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.engines import Engine
@@ -61,6 +65,7 @@ CHOICES: dict[str, dict[str, Callable[[], Any]]] = {
         "none": lambda: None,
         "Proximal": lambda: Proximal(0.1),
         "ControlVariates": lambda: ControlVariates("mean_gradient"),
+        "PulledModel": lambda: PulledModel(0.1),
     },
     "transforms": {
         "none": list,
@@ -76,6 +81,9 @@ CHOICES: dict[str, dict[str, Callable[[], Any]]] = {
         "Mean": lambda: Mean("uniform"),
         "MixedMean": MixedMean,
         "Mixing": Mixing,
+        "NormalizedMean": NormalizedMean,
+        "ExtrapolatedMean": ExtrapolatedMean,
+        "FairMean": FairMean,
         "CoordinateMedian": CoordinateMedian,
         "TrimmedMean": lambda: TrimmedMean(1),
         "Krum": lambda: Krum(1),
@@ -172,6 +180,39 @@ def pair(one: str, first: str, other: str, second: str) -> dict[str, str]:
     # LowRank packs matrices, which the plain rule has none of.
     rule = "RegMean" if "LowRank" in chosen.values() else PLAIN["rule"]
     return {**PLAIN, "rule": rule, **chosen}
+
+
+def covering() -> list[Cell]:
+    """Return combinations of which each pair that runs is part of at least one.
+
+    Each pair that is still missing starts a combination. Each other dimension then takes the
+    choice that adds most missing pairs, and that is refused with none of the choices before it.
+    """
+    of_two = [
+        (frozenset({(one, first), (other, second)}), conflict(pair(one, first, other, second)))
+        for one, other in combinations(CHOICES, 2)
+        for first, second in product(CHOICES[one], CHOICES[other])
+    ]
+    running = {two for two, reason in of_two if reason is None}
+    missing = dict.fromkeys(sorted(running, key=sorted))  # a set that keeps its order
+
+    cells: list[Cell] = []
+    while missing:
+        cell = dict(next(iter(missing)))
+        for dimension in (other for other in CHOICES if other not in tuple(cell)):
+            cell[dimension] = max(
+                (c for c in CHOICES[dimension] if _pairs_of(cell, dimension, c) <= running),
+                key=lambda choice: len(_pairs_of(cell, dimension, choice) & missing.keys()),
+            )
+        cells.append({dimension: cell[dimension] for dimension in CHOICES})
+        for one, other in combinations(cell.items(), 2):
+            missing.pop(frozenset({one, other}), None)
+    return cells
+
+
+def _pairs_of(cell: Cell, dimension: str, choice: str) -> set[frozenset[tuple[str, str]]]:
+    """Return the pairs that a further choice adds to a cell."""
+    return {frozenset({chosen, (dimension, choice)}) for chosen in cell.items()}
 
 
 def name(cell: Cell) -> str:

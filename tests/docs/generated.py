@@ -15,11 +15,11 @@ from flsuite.aggregators import Aggregator, Objective, Rule, Staleness, Transfor
 from flsuite.attacks import Attack
 from flsuite.callbacks import FederationCallback
 from flsuite.client.lr_decay import LRDecay
-from flsuite.data import Augment, FederatedDataModule, Partition
+from flsuite.data import Augment, FederatedDataModule, Partition, Skew
 from flsuite.engines import Engine
 from flsuite.exchange import SecureAggregation
 from flsuite.models import Backbone, ClientModel
-from flsuite.schedules import Availability, Schedule, Speeds
+from flsuite.schedules import Availability, Schedule, Selection, Speeds
 from tests.composition.table import pairs_table, summary_table
 from tests.docs.pages import PAGES
 
@@ -36,12 +36,14 @@ KINDS: dict[str, tuple[type, Sequence[str]]] = {  # what its classes extend, and
     "schedules": (Schedule, ["schedules"]),
     "speeds": (Speeds, ["schedules"]),
     "availability": (Availability, ["schedules"]),
+    "selections": (Selection, ["schedules"]),
     "engines": (Engine, ["engines"]),
     "learning rates over rounds": (LRDecay, ["client.lr_decay"]),
     "models": (ClientModel, ["models"]),
     "backbones": (Backbone, ["models"]),
     "data": (FederatedDataModule, ["data"]),
     "partitions": (Partition, ["data"]),
+    "skews": (Skew, ["data"]),
     "augmentation": (Augment, ["data"]),
     "callbacks": (FederationCallback, ["callbacks"]),
 }
@@ -49,9 +51,9 @@ INSIDE = {  # the rows of the README's table
     "algorithms": ["aggregators"],
     "their parts": ["rules", "objectives", "transforms", "server optimizers"],
     "trust": ["robust rules", "attacks", "secure sums"],
-    "time": ["schedules", "speeds", "availability", "staleness weights"],
+    "time": ["schedules", "selections", "speeds", "availability", "staleness weights"],
     "models": ["models", "backbones"],
-    "data": ["data", "partitions", "augmentation"],
+    "data": ["data", "partitions", "skews", "augmentation"],
     "runs": ["engines", "learning rates over rounds", "callbacks"],
 }
 PASSED_ON = {"parts", "kwargs", "params"}  # to a base class

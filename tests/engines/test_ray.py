@@ -16,11 +16,8 @@ from flsuite.messages import (
     Broadcast,
     FitRequest,
 )
-from tests.engines.test_engines import (
-    TENSORS,
-    same,
-    worker_setup,
-)
+from tests.engines.test_processes import worker_setup
+from tests.engines.test_wire import TENSORS, same
 
 ray: Any = pytest.importorskip("ray", reason="needs the extra: pip install 'flsuite[ray]'")
 

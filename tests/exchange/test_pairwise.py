@@ -138,10 +138,7 @@ def test_below_the_threshold_the_round_fails_in_words(count: int) -> None:
     parties = masks.begin(CLIENTS)
     for client in CLIENTS[:count]:
         parties.hold(client, contribution(client))
-    with pytest.raises(
-        FederationError,
-        match=f"secure aggregation: {count} of 5 clients came back, but 3 are needed",
-    ):
+    with pytest.raises(FederationError, match=f"{count} of 5 clients came back"):
         masks.finish(parties, CLIENTS[:count])
 
 
@@ -174,7 +171,7 @@ def test_clients_that_are_gone_after_masking_are_in_the_sum() -> None:
     parties = configured().begin(CLIENTS)
     for client in CLIENTS:
         parties.hold(client, contribution(client))
-    with pytest.raises(FederationError, match="2 of 5 clients revealed their shares, but 3 are"):
+    with pytest.raises(FederationError, match="2 of 5 clients revealed their shares, but 3"):
         configured().finish(parties, CLIENTS, gone=CLIENTS[2:])
 
 
@@ -311,9 +308,7 @@ def test_contributions_that_cannot_be_summed_are_refused_on_the_client() -> None
     ):
         with pytest.raises(ValueError, match=match):
             parties.hold(0, bad)
-    with pytest.raises(
-        FederationError, match="client 0 refuses to go on: it holds no contribution"
-    ):
+    with pytest.raises(FederationError, match="client 0 refuses to go on"):
         parties._devices[0].masked((1.0, 1.0, 1.0))
 
 
@@ -397,9 +392,7 @@ def test_the_server_refuses_messages_of_another_form() -> None:
     for client in survivors[1:]:
         reply = devices[client].reveal(survivors)
         server.receive(dataclasses.replace(reply, keys={11: (5).to_bytes(33, "big")}))
-    with pytest.raises(
-        FederationError, match="secure aggregation: the shares of client 11 are wrong"
-    ):
+    with pytest.raises(FederationError, match="secure aggregation: the shares of client 11"):
         server.total()
 
 
@@ -454,7 +447,7 @@ def test_a_threshold_out_of_bounds_is_refused(threshold: float) -> None:
 
 
 def test_cohorts_that_the_threshold_does_not_fit_are_refused() -> None:
-    with pytest.raises(FlsuiteError, match=r"threshold 2 is not a majority of 4 .* at least 3"):
+    with pytest.raises(FlsuiteError, match=r"threshold 2 is not a majority of 4"):
         configured(4, threshold=2)
     with pytest.raises(FlsuiteError, match="2 clients take part, but 3 are needed"):
         configured(2, threshold=3)
@@ -470,7 +463,7 @@ def test_cohorts_that_the_threshold_does_not_fit_are_refused() -> None:
 def test_ranges_that_do_not_fit_the_contributions_are_refused() -> None:
     with pytest.raises(FlsuiteError, match="no pattern of ranges matches fisher/w"):
         configured(ranges={"state": 1.0})
-    with pytest.raises(FlsuiteError, match=r"'typo' of ranges matches no entry; there are state"):
+    with pytest.raises(FlsuiteError, match=r"'typo' of ranges matches no entry"):
         configured(ranges={"*": 1.0, "typo": 1.0})
     for bad in (0.0, -1.0, float("inf")):
         with pytest.raises(FlsuiteError, match=r"ranges\['w'\] must be positive"):

@@ -104,6 +104,14 @@ def check(federation: Any, outcome: Any) -> None:
     record.updates, record.failures = [], []
 
 
+def test_an_update_without_a_round_is_refused(
+    federation: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = good_update(federation) | {"round": None}
+    check(federation, ClientResult(ClientUpdate(**fields), None))  # type: ignore[arg-type]
+    assert "round None: client 1 failed" in caplog.text
+
+
 @fuzzed(150)
 @given(st.data())
 def test_an_altered_update_is_recorded_or_refused(federation: Any, data: Any) -> None:

@@ -22,7 +22,7 @@ from flsuite.data import (
 from flsuite.data.rows import RaggedIndex
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import RunningDissimilarity
-from flsuite.models import MLP, Backbone, Classifier, ClientModel, FusedSpaceFed, ResNet20
+from flsuite.models import CNN, MLP, Backbone, Classifier, ClientModel, FusedSpaceFed, ResNet20
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, equal_states, trainer
 
@@ -52,7 +52,7 @@ class Images(FederatedDataModule):
 
 
 def fused(**kwargs: Any) -> FusedSpaceFed:
-    return FusedSpaceFed(backbone=ResNet20(width=4), latent_dim=4, **kwargs)
+    return FusedSpaceFed(backbone=CNN(channels=(2, 4), hidden=(8,)), latent_dim=4, **kwargs)
 
 
 def fit(

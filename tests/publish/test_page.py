@@ -73,7 +73,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_is_small_and_loads_nothing(page: Path) -> None:
     assert page.stat().st_size < 2e6
-    parsed = Page(page.read_text())
+    parsed = Page(page.read_text(encoding="utf-8"))
     for tag, attributes in parsed.elements:
         assert tag not in ("link", "iframe", "img", "object", "embed", "base")
         assert not {"src", "srcset", "data", "poster", "action"} & set(attributes)
@@ -90,7 +90,7 @@ def test_it_is_small_and_loads_nothing(page: Path) -> None:
 
 
 def test_all_charts_are_there_and_each_choice_can_be_drawn(page: Path) -> None:
-    specs = Page(page.read_text()).specs()
+    specs = Page(page.read_text(encoding="utf-8")).specs()
     assert set(specs) == CHARTS
     for name, spec in specs.items():
         assert marks(spec) > 2, name
@@ -109,7 +109,7 @@ def marks(spec: dict[str, Any]) -> int:
 
 
 def test_the_curves_are_those_of_the_runs(page: Path) -> None:
-    spec = Page(page.read_text()).specs()["curves"]
+    spec = Page(page.read_text(encoding="utf-8")).specs()["curves"]
     params = {param["name"]: param for param in spec["params"]}
     assert params["metric"]["bind"]["options"] == ["test accuracy", "test loss"]
     assert params["axis"]["value"] == "bytes"
@@ -122,7 +122,9 @@ def test_the_curves_are_those_of_the_runs(page: Path) -> None:
 
 
 def test_the_tables_have_the_numbers(page: Path) -> None:
-    cells = [text.strip() for tag, text in Page(page.read_text()).texts if tag == "td"]
+    cells = [
+        text.strip() for tag, text in Page(page.read_text(encoding="utf-8")).texts if tag == "td"
+    ]
     assert "0.520 ± 0.010" in cells and "0.320 ± 0.010" in cells
     assert "0 of 3" in cells and "+0.2000" in cells
     assert "Dirichlet(alpha=0.05)" in cells
@@ -137,7 +139,7 @@ def texts(spec: dict[str, Any], **chosen: str) -> list[str]:
 
 
 def test_axes_have_titles_and_rounds_are_whole(page: Path) -> None:
-    specs = Page(page.read_text()).specs()
+    specs = Page(page.read_text(encoding="utf-8")).specs()
     shown = texts(specs["curves"], axis="round", metric="test loss")
     assert "round" in shown and "test loss" in shown
     assert {"1", "2", "3"} <= set(shown) and not {"1.0", "1.5", "2.0"} & set(shown)
@@ -153,7 +155,7 @@ def test_a_legend_and_a_target_are_those_of_the_partition(tmp_path: Path) -> Non
     low = [("global", "test", "accuracy", [0.1, 0.2, 0.3])]
     for seed in (1, 2):
         made_run(root / f"low-{seed}", settings("FedAdam", seed, 0.9), low)
-    parsed = Page(written(root).read_text())
+    parsed = Page(written(root).read_text(encoding="utf-8"))
     specs = parsed.specs()
     sharp, mild, last = (f"Dirichlet(alpha={alpha})" for alpha in (0.05, 0.3, 0.9))
     legends = {
@@ -203,7 +205,7 @@ def test_the_headline_names_no_winner_where_the_interval_holds_zero(
 def test_a_table_that_is_too_wide_says_so_until_its_end_is_in_view() -> None:
     """Run the page's own function on a box of 100 pixels with a table of 300."""
     engine = MiniRacer()
-    engine.eval(f"const module = {{}}; {SCRIPT.read_text()}")
+    engine.eval(f"const module = {{}}; {SCRIPT.read_text(encoding='utf-8')}")
     engine.eval("""
 const classes = {}, listeners = {};
 const scroll = { scrollWidth: 300, clientWidth: 100, scrollLeft: 0,
@@ -222,7 +224,7 @@ scroll.clientWidth = 300; scroll.scrollLeft = 0; listeners.scroll(); seen.push({
 
 
 def test_each_row_says_how_to_run_it_again(page: Path) -> None:
-    blocks = [text for tag, text in Page(page.read_text()).texts if tag == "pre"]
+    blocks = [text for tag, text in Page(page.read_text(encoding="utf-8")).texts if tag == "pre"]
     loops = [text for text in blocks if text.startswith("for seed in 1 2 3; do\n")]
     assert len(loops) == len(METHODS) * 2
     assert all(
@@ -233,7 +235,7 @@ def test_each_row_says_how_to_run_it_again(page: Path) -> None:
 
 def test_a_chart_without_data_is_left_out(tmp_path: Path) -> None:
     made_run(tmp_path / "runs", settings("FedAvg", 1), [("global", "test", "accuracy", [0.5, 0.6])])
-    parsed = Page(written(tmp_path / "runs").read_text())
+    parsed = Page(written(tmp_path / "runs").read_text(encoding="utf-8"))
     assert set(parsed.specs()) == {"curves", "targets", "mix"}
     assert not any(tag == "option" for tag, _ in parsed.texts), "one partition needs no menu"
 
@@ -243,7 +245,7 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     rows = [("global", "test", "accuracy", [0.5, 0.6])]
     for method in (name, "FedAvg"):
         made_run(tmp_path / "runs" / str(len(method)), settings(method, 1), rows)
-    text = written(tmp_path / "runs").read_text()
+    text = written(tmp_path / "runs").read_text(encoding="utf-8")
     assert name not in text and "&lt;/script&gt;&lt;b&gt;&amp;" in text
     assert name in json.dumps(Page(text).specs()["curves"]["layer"][0]["encoding"]["color"])
 
@@ -261,7 +263,7 @@ def test_the_missing_extra_is_named(
 def test_a_heading_sorts_numbers_and_words() -> None:
     """Run the page's own function on rows of cells; an empty cell is last either way."""
     engine = MiniRacer()
-    engine.eval(f"const module = {{}}; {SCRIPT.read_text()}")
+    engine.eval(f"const module = {{}}; {SCRIPT.read_text(encoding='utf-8')}")
     engine.eval("""
 const cell = (text, value) =>
   ({ textContent: text, dataset: value === undefined ? {} : { value } });

@@ -14,12 +14,10 @@ import yaml
 from flsuite.client import precision as module
 from flsuite.client.precision import cpu_has_bf16, resolve_precision
 from flsuite.commands.main import run_command
-from flsuite.flower.server import serve
 from flsuite.runs.preparation import worker_setup
 from flsuite.trainer import FederatedTrainer
 from tests.commands.command import QUICKSTART
-from tests.conftest import classifier, digits, equal_states, trainer
-from tests.flower.grid import Nodes, autoencoder, node_app, state, table, unscaled
+from tests.conftest import classifier, digits, equal_states, state, table, trainer
 
 
 def on_cpu(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
@@ -172,17 +170,3 @@ def test_a_precision_that_a_cpu_emulates_is_one_warning(
     on_cpu(monkeypatch, True)
     fitted(precision=precision)
     assert not [line for line in caplog.messages if precision in line]
-
-
-@pytest.mark.parametrize("model", [classifier, autoencoder])
-def test_nodes_of_flower_follow_the_server(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train and score in the server's precision, also where a node would take another one."""
-    kwargs = {"precision": "auto", "rounds": 1}
-    on_cpu(monkeypatch, True)
-    ours, theirs = trainer(**kwargs), trainer(**kwargs)
-    ours.fit(model(), unscaled())
-    on_cpu(monkeypatch, False)
-    nodes = Nodes(5, node_app(model, **kwargs))
-    on_cpu(monkeypatch, True)
-    serve(nodes, theirs, model(), unscaled())
-    assert equal_states(state(ours), state(theirs)) and table(ours) == table(theirs)

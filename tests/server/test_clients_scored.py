@@ -41,7 +41,7 @@ def test_the_score_of_every_round_is_of_the_same_clients(split: str, tmp_path: P
 
 def test_the_picked_round_is_the_best_of_the_compared_scores(tmp_path: Path) -> None:
     made = fit(("network.3",), tmp_path)
-    validation = numbers(made, "global", "val", "accuracy")
+    validation = numbers(made, "global", "val", "accuracy_client_mean")
     picked = max(validation, key=lambda n: (validation[n], -n))
     assert made.run.summary.best["round"] == picked
     test = numbers(made, "global", "test", "accuracy")

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flsuite.aggregators import Aggregator, FedPer, LocalOnly
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
+from flsuite.data.rows import RaggedIndex
+from flsuite.errors import FlsuiteError
 from flsuite.metrics import scores
 from flsuite.models import MLP, Classifier
 from flsuite.server.evaluation import GLOBAL, Evaluator
@@ -164,3 +167,37 @@ def test_without_validation_data_there_are_no_scores() -> None:
     assert (
         made.data.val is None and made.shared(clone(made.model.state_dict()), "val", range(4)) == {}
     )
+
+
+def picked(made: FederatedTrainer, statistic: str) -> int:
+    """Return the round in which the validation score is the highest, the first on a tie."""
+    rows = made.results
+    best = rows[f"val/{statistic}"].dropna()
+    return int(best.index[int(best.to_numpy().argmax())])
+
+
+@pytest.mark.parametrize("aggregator", [LocalOnly(), FedPer()], ids=lambda a: type(a).__name__)
+def test_models_of_ones_own_are_picked_by_the_clients_validation_samples(
+    aggregator: Aggregator,
+) -> None:
+    made = trainer(rounds=4, aggregator=aggregator)
+    made.fit(classifier(), digits(clients=4, val_fraction=0.3))
+    assert made.run.settings["monitor"] == "accuracy_client_mean"
+    assert made.run.summary.best["round"] == picked(made, "accuracy_client_mean")
+
+
+def test_the_worst_client_may_pick_the_round() -> None:
+    made = trainer(rounds=4, monitor="accuracy_client_worst")
+    made.fit(classifier(), digits(clients=4, val_fraction=0.3))
+    assert made.run.summary.best["round"] == picked(made, "accuracy_client_worst")
+
+
+def test_one_model_is_picked_by_its_accuracy() -> None:
+    made = evaluator(digits(clients=4))
+    assert made.monitored(None) == "accuracy"
+    assert made.monitored(None, has_own_models=True) == "accuracy_client_mean"
+    assert made.data.val is not None
+    made.data.val.rows = RaggedIndex.of([])  # a published split, which belongs to no client
+    assert made.monitored(None, has_own_models=True) == "accuracy"
+    with pytest.raises(FlsuiteError, match="monitor must be one of accuracy"):
+        made.monitored("accuracy_client_mean")

@@ -112,5 +112,5 @@ def test_samples_have_each_value_once() -> None:
 def test_two_methods_that_are_the_same_experiment_are_refused() -> None:
     require_distinct(SWEEP)
     twice = replace(SWEEP, methods={**SWEEP.methods, "copy": dict(SWEEP.methods["FedProx"])})
-    with pytest.raises(FlsuiteError, match="methods FedProx and copy are the same experiment"):
+    with pytest.raises(FlsuiteError, match="FedProx and copy are the same"):
         require_distinct(twice)

@@ -234,7 +234,7 @@ def test_a_method_without_a_score_has_no_results(tmp_path: Path) -> None:
     assert len(run_all(queue)) == 2 * 2 + 4 + 2  # the other point's trials, and the results
     assert queue.is_over_for_now() and not queue.is_complete()
     assert queue.counts()["failed"] == 4 + 2
-    assert "failed: B alpha=0.1: none of its trials has a score" in failures(queue)
+    assert any("none of its trials has a score" in line for line in failures(queue))
 
 
 def test_more_trials_begin_with_the_same_draws() -> None:

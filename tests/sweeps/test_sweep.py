@@ -4,7 +4,6 @@ import csv
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -44,15 +43,20 @@ def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Run the shipped quickstart, shortened, in two sweeps at a time on one folder."""
+    """Run the shipped quickstart, shortened."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("sweep"))
-        both = [start("--config", QUICKSTART, *SHORT, "--workers", "1") for _ in range(2)]
-        for process in both:
-            out, _ = process.communicate(timeout=600)
-            assert process.returncode == 0, out
-            assert "8 of 8 cells are done; compare them: flsuite report runs/quickstart" in out
+        out, _ = (process := start("--config", write_quickstart(), *SHORT)).communicate(timeout=600)
+        assert process.returncode == 0, out
+        assert "4 of 4 cells are done" in out
         yield Path.cwd() / "runs" / "quickstart"
+
+
+def write_quickstart(alphas: str = "[0.1]") -> str:
+    """Write the shipped quickstart with this grid, and return the file's name."""
+    text = Path(QUICKSTART).read_text().replace("../", f"{SWEEPS.parent}/")
+    Path("quickstart.yaml").write_text(text.replace("[0.1, 1.0]", alphas))
+    return "quickstart.yaml"
 
 
 @pytest.fixture
@@ -61,28 +65,34 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "runs" / "quickstart"))
 
 
-def test_two_sweeps_on_one_folder_run_each_cell_once(finished: Path) -> None:
-    logs = [log.read_text() for log in finished.rglob("log.txt")]
-    assert [log.count("$ flsuite fit") for log in logs] == [1] * 8
-    assert len(list(finished.rglob("done.json"))) == 8
+@pytest.mark.long
+def test_two_sweeps_on_one_folder_run_each_cell_once(tmp_path: Path) -> None:
+    name = write_quickstart()
+    both = [start("--config", name, *SHORT, "--workers", "1") for _ in range(2)]
+    for process in both:
+        out, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, out
+    logs = [log.read_text() for log in tmp_path.rglob("log.txt")]
+    assert [log.count("$ flsuite fit") for log in logs] == [1] * 4
+    assert len(list(tmp_path.rglob("done.json"))) == 4
 
 
 @pytest.mark.long
 def test_a_sweep_killed_three_times_equals_the_unbroken_one(finished: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "quickstart"
+    folder, name = tmp_path / "runs" / "quickstart", write_quickstart()
     for more in (1, 4, 7):
-        process = start("--config", QUICKSTART, *SHORT)
+        process = start("--config", name, *SHORT)
         signal_after_progress(process, folder, more, signal.SIGKILL)
-        assert len(list(folder.rglob("done.json"))) < 8
-    process = start("--config", QUICKSTART, *SHORT)
+        assert len(list(folder.rglob("done.json"))) < 4
+    process = start("--config", name, *SHORT)
     out = signal_after_progress(process, folder, 1, signal.SIGTERM)
     assert process.returncode == 143
-    assert "terminated; the same command continues the sweep" in out
+    assert "terminated; the same command" in out
     assert not list(folder.rglob("failed.txt"))
-    assert cli("sweep", "--config", QUICKSTART, *SHORT) == 0
+    assert cli("sweep", "--config", name, *SHORT) == 0
 
     ours, theirs = results_of(folder), results_of(finished)
-    assert len(ours) == 8 and ours.keys() == theirs.keys()
+    assert len(ours) == 4 and ours.keys() == theirs.keys()
     for run, (weights, table) in ours.items():
         assert equal_states(weights, theirs[run][0]), run
         assert table.equals(theirs[run][1]), run
@@ -91,7 +101,7 @@ def test_a_sweep_killed_three_times_equals_the_unbroken_one(finished: Path, tmp_
 
 
 def test_a_cell_is_what_flsuite_fit_makes_of_its_arguments(finished: Path, tmp_path: Path) -> None:
-    sweep = read_sweep(QUICKSTART, {"trainer.rounds": 3, "trainer.max_epochs": 1})
+    sweep = read_sweep(write_quickstart(), {"trainer.rounds": 3, "trainer.max_epochs": 1})
     cell = Queue(sweep, finished).known()[1]
     assert cell.method == "FedProx"
     assert cli("fit", *fit_arguments(sweep, cell, tmp_path)) == 0
@@ -104,29 +114,21 @@ def test_a_cell_is_what_flsuite_fit_makes_of_its_arguments(finished: Path, tmp_p
 
 
 def test_an_unchanged_sweep_does_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, began = files(folder), time.monotonic()
-    assert cli("sweep", "--config", QUICKSTART, *SHORT) == 0
-    assert "nothing to do: 8 of 8 cells are done" in capsys.readouterr().out
+    before = files(folder)
+    assert cli("sweep", "--config", write_quickstart(), *SHORT) == 0
+    assert "nothing to do: 4 of 4 cells are done" in capsys.readouterr().out
     assert files(folder) == before
-    assert time.monotonic() - began < 2  # nothing heavy is imported
 
 
 def test_status_shows_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(next(folder.glob("FedAvg-alpha=0.1-*")) / "seed-2")
     before = files(folder)
-    assert cli("sweep", "--config", QUICKSTART, *SHORT, "--status") == 0
+    assert cli("sweep", "--config", write_quickstart(), *SHORT, "--status") == 0
     out = capsys.readouterr().out
-    assert "7 of 8 cells are done, 1 waiting" in out and "time left: about 0:00:0" in out
+    assert "3 of 4 cells are done, 1 waiting" in out and "time left: about 0:00:0" in out
     (row,) = (line for line in out.splitlines() if "FedAvg alpha=0.1" in line)
     assert "waiting" in row and "0." in row.split("│")[2]
     assert files(folder) == before
-
-
-def edited_quickstart() -> str:
-    """Write the quickstart with another value in its grid, and return the file's name."""
-    text = Path(QUICKSTART).read_text().replace("../", f"{SWEEPS.parent}/")
-    Path("quickstart.yaml").write_text(text.replace("[0.1, 1.0]", "[0.1, 10.0]"))
-    return "quickstart.yaml"
 
 
 @pytest.mark.long
@@ -134,14 +136,14 @@ def test_an_edited_sweep_runs_the_new_cells_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(folder)
-    assert cli("sweep", "--config", edited_quickstart(), *SHORT) == 0
+    assert cli("sweep", "--config", write_quickstart("[10.0]"), *SHORT) == 0
     captured = capsys.readouterr()
-    assert "8 of 8 cells are done" in captured.out
-    assert "4 runs in the folder do not belong to the sweep" in captured.out
+    assert "4 of 4 cells are done" in captured.out
+    assert "4 runs in the folder do not belong" in captured.out
     assert "FedAvg alpha=10.0 seed 1" in captured.err and "alpha=0.1" not in captured.err
     after = files(folder)
     assert {name: after[name] for name in before} == before
-    assert sum(name.endswith("done.json") for name in after) == 12
+    assert sum(name.endswith("done.json") for name in after) == 8
 
 
 def test_a_dry_run_lists_cells_and_time_and_runs_nothing(
@@ -153,7 +155,7 @@ def test_a_dry_run_lists_cells_and_time_and_runs_nothing(
 
     monkeypatch.setattr(command, "_CellProcess", in_this_process)
     before = files(folder)
-    assert cli("sweep", "--config", edited_quickstart(), *SHORT, "--dry-run") == 0
+    assert cli("sweep", "--config", write_quickstart("[0.1, 10.0]"), *SHORT, "--dry-run") == 0
     out = capsys.readouterr().out
     assert "4 of 8 cells are done, 4 waiting" in out and "time left: about" in out
     assert "FedAvg-alpha=10.0-" in out and files(folder) == before
@@ -182,7 +184,7 @@ def test_tuning_and_failures_end_to_end(tmp_path: Path, capsys: pytest.CaptureFi
     # A cell that fails is named at the end, and the others are done.
     (line,) = (line for line in captured.out.splitlines() if line.startswith("failed: "))
     assert line.startswith("failed: C seed 1: ") and "log.txt" in line
-    assert "1 of 5 cells are not done; the same command retries them" in captured.err
+    assert "1 of 5 cells are not done" in captured.err
     assert len(list(folder.rglob("done.json"))) == 4
 
     # Trials are no results: their seed is not one of the report's runs.
@@ -254,7 +256,7 @@ def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixt
     methods = "{FedAvg: {}, FedProx: {trainer.aggregator: FedProxx}}"
     name = write_sweep("s.yaml", methods)
     line = refused(capsys, "sweep", "--config", name)
-    assert "method FedProx: --trainer.aggregator: there is no " in line
+    assert "method FedProx: --trainer.aggregator" in line
     assert "FedProxx (did you mean FedProx?)" in line
     Path(name).write_text("config: x.yaml\nseed: [1]\nmethods: {A: {}}\n")
     assert "did you mean seeds?" in refused(capsys, "sweep", "--config", name)

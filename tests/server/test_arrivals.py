@@ -1,9 +1,11 @@
-"""Extras that clients send are checked before an aggregator sees them."""
+"""What arrives from clients is checked before an aggregator sees it."""
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -13,14 +15,18 @@ from flsuite.aggregators import (
     Aggregator,
     ControlVariates,
     FedAvg,
+    FedBuff,
     FisherAveraging,
     Mean,
     Rule,
     Statistic,
 )
 from flsuite.errors import FederationError, FlsuiteError
+from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, NFClassifier
+from flsuite.schedules import Asynchronous
 from tests.conftest import WithoutOne, classifier, digits, equal_states, trainer
+from tests.schedules.simulation import PerClient
 
 CHANGES = {
     "no_extras": (lambda e: e.clear(), r"extras lacks control_change"),
@@ -130,3 +136,37 @@ def test_a_rule_is_a_part_and_not_a_method_of_an_aggregator() -> None:
     for name in ("aggregate", "contribution"):
         with pytest.raises(FlsuiteError, match=rf"Own overrides Aggregator.{name}; write a Linear"):
             type("Own", (FedAvg,), {name: lambda *args: None})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.pop("w"), "lacks w"),
+        (lambda s: s.update(extra=torch.zeros(1)), "unknown entries extra"),
+        (lambda s: s.update(w=torch.zeros(3)), r"w has shape \(3,\); \(2,\) is expected"),
+        (lambda s: s.update(w=torch.zeros(2, dtype=torch.float64)), "w has dtype torch.float64"),
+        (lambda s: s.update(w=torch.tensor([0.0, float("inf")])), "w is not finite"),
+    ],
+)
+def test_updates_are_checked_on_arrival(change: Any, words: str) -> None:
+    state = {"w": torch.zeros(2)}
+    update = ClientUpdate(
+        client=0, round=1, samples=4, steps=1, class_counts=torch.zeros(2), state=dict(state)
+    )
+    assert update.mismatch(state, {}) is None and update.fault() is None
+    change(update.state)
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(update.mismatch(state, {}) or update.fault())
+
+
+def test_staleness_counts_the_aggregations_since_the_start_of_a_fit(tmp_path: Path) -> None:
+    """Two clients of 1.0 and 2.5 seconds: the second one starts at 0 s, and arrives third."""
+    schedule = Asynchronous(concurrency=2, buffer_size=1, speeds=PerClient(1.0, 2.5))
+    made = trainer(run_dir=tmp_path, rounds=4, aggregator=FedBuff(), schedule=schedule)
+    made.fit(classifier(), digits(clients=2))
+
+    table = pd.read_csv(tmp_path / "metrics.csv", dtype={"scope": str})
+    rows = table[(table["metric"] == "staleness") & (table["scope"] != "global")]
+    arrived = list(zip(rows["round"], rows["scope"], rows["value"], strict=True))
+    # The first client's third fit starts at 2.0 s from version 2, and arrives after version 3.
+    assert arrived == [(1, "0", 0.0), (2, "0", 0.0), (3, "1", 2.0), (4, "0", 1.0)]

@@ -280,4 +280,4 @@ def test_a_picture_that_cannot_be_stored_ends_no_run(
     monkeypatch.setattr(TensorBoardLink, "show", refuse)
     made = fit(tmp_path / "run", TensorBoard(tmp_path / "log").make())
     assert made.run.status == "success"
-    assert "TensorBoardLogger: no partition (no space left)" in caplog.text
+    assert "no partition (no space left)" in caplog.text

@@ -181,9 +181,7 @@ def test_what_cannot_be_vectorized_is_named_and_may_go_by_batches() -> None:
             return total
 
     batches = [(torch.ones(3, 2), torch.ones(3))]
-    with pytest.raises(
-        FlsuiteError, match=r"InPlace.log_likelihood cannot be vectorized.*estimator to batch"
-    ):
+    with pytest.raises(FlsuiteError, match=r"InPlace.log_likelihood cannot be vectorized"):
         fisher_diagonal(InPlace(), ["mean"], batches, "exact")
     assert fisher_diagonal(InPlace(), ["mean"], batches, "batch")["mean"].tolist() == [1.0, 1.0]
 

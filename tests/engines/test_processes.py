@@ -1,12 +1,10 @@
 """An engine decides where clients train, and never affects the results."""
 
 import gc
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +22,7 @@ from flsuite.client.setup import WorkerSetup
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
 from flsuite.engines import Engine, InProcess, Processes
 from flsuite.engines.forkserver import prepare_workers
-from flsuite.engines.wire import dump_shared, dumps, load_shared, receive, send
+from flsuite.engines.wire import dumps
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Broadcast, ClientResult, FitRequest, Outcome
 from flsuite.models import Backbone, Classifier
@@ -128,8 +126,8 @@ def reference() -> dict[int, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     "engine",
-    [InProcess(threads=1), *(Processes(workers=n) for n in (1, 2, 4))],
-    ids=["in_process", "one", "two", "four"],
+    [InProcess(threads=1), *(Processes(workers=n) for n in (1, 4))],
+    ids=["in_process", "one", "four"],
 )
 def test_outcomes_are_the_same_bit_for_bit_and_in_order(
     engine: Engine, reference: dict[int, dict[str, Tensor]]
@@ -149,7 +147,7 @@ def test_outcomes_are_the_same_bit_for_bit_and_in_order(
 
 def test_federations_end_with_the_same_weights() -> None:
     states = []
-    for engine in (InProcess(), Processes(workers=1), Processes(workers=2), Processes(workers=4)):
+    for engine in (InProcess(), Processes(workers=1), Processes(workers=3)):
         made = trainer(rounds=2, engine=engine)
         made.fit(model(), images())
         assert made.federation is not None
@@ -176,92 +174,6 @@ def test_a_second_round_gets_its_own_state() -> None:
         finally:
             engine.stop()
     assert all(equal_states(a, b) for a, b in zip(*results, strict=True))
-
-
-# The wire
-
-TENSORS = {
-    "float32": torch.randn(3, 4),
-    "float64": torch.randn(5, dtype=torch.float64),
-    "float16": torch.randn(5).half(),
-    "bfloat16": torch.randn(2, 3).bfloat16(),
-    "bool": torch.tensor([True, False, True]),
-    "int64": torch.tensor([-(2**62), 2**62]),
-    "int32": torch.arange(4, dtype=torch.int32),
-    "uint8": torch.arange(256).to(torch.uint8),
-    "no_dimension": torch.tensor(3.5),
-    "counter": torch.tensor(7),
-    "empty": torch.zeros(0, 3),
-    "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-    "transposed": torch.randn(3, 4).T,
-    "strided": torch.randn(10)[::3],
-    "expanded": torch.randn(1, 4).expand(3, 4),
-    "not_finite": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0]),
-}
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
-    )
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors_survive_the_wire(name: str) -> None:
-    tensor = TENSORS[name].clone()
-    ours, theirs = multiprocessing.Pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        send(ours, {"state": {"w": TENSORS[name]}, "rest": [1, "two", None]})
-        got = receive(theirs)
-        ours.close()
-        with pytest.raises(EOFError):
-            receive(theirs)
-    assert got["rest"] == [1, "two", None]
-    assert same(got["state"]["w"], TENSORS[name])
-    got["state"]["w"].zero_()  # a copy of its own, and writable
-    assert same(TENSORS[name], tensor) and got["state"]["w"].count_nonzero() == 0
-
-
-def test_parameters_and_modules_survive_the_wire() -> None:
-    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    ours, theirs = multiprocessing.Pipe()
-    send(ours, net)
-    got = receive(theirs)
-    assert equal_states(got.state_dict(), net.state_dict())
-    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in got.parameters())
-
-
-def test_shared_tensors_are_not_copied() -> None:
-    descriptor, head, places = dump_shared({"tensors": TENSORS, "name": "data"})
-    stored = sum(t.numel() * t.element_size() for t in TENSORS.values())
-    assert (
-        stored <= places[-1][1] and len(head) < 4000 and all(start % 64 == 0 for start, _ in places)
-    )
-    first, second = (
-        load_shared(descriptor, head, places),
-        load_shared(descriptor, bytes(head), places),
-    )
-    os.close(descriptor)
-    assert first["name"] == "data" and all(
-        same(first["tensors"][name], t) for name, t in TENSORS.items()
-    )
-    starts = [t.data_ptr() for t in first["tensors"].values() if t.numel()]
-    assert [start - starts[0] for start in starts] == [start for start, _ in places], (
-        "all within one mapping"
-    )
-    first["tensors"]["float32"].zero_()
-    assert same(second["tensors"]["float32"], TENSORS["float32"]), (
-        "who writes gets pages of their own"
-    )
-
-
-def test_an_object_without_tensors_is_shared_too() -> None:
-    descriptor, head, places = dump_shared([1, 2])
-    os.close(descriptor)
-    assert places == [] and load_shared(-1, head, places) == [1, 2]
 
 
 class Maps(Callback):
@@ -381,8 +293,7 @@ def _refuse(home: int) -> None:
         raise ValueError("made of glass")
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("part", ["model", "data"])
+@pytest.mark.parametrize(("part", "workers"), [("model", 3), ("data", 1)])
 def test_a_worker_that_cannot_start_ends_the_run(part: str, workers: int) -> None:
     made, state = worker_setup()
     if part == "model":

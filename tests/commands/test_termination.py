@@ -17,7 +17,7 @@ from flsuite.commands import main
 from flsuite.commands.termination import ending_on_sigterm
 from flsuite.errors import FlsuiteError, one_line
 from tests.commands.command import QUICKSTART, cli
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 from tests.runs.killing import rounds_on_disk
 
 ROUNDS = 12
@@ -71,7 +71,8 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.mark.usefixtures("_in_folder")
-@pytest.mark.parametrize("engine", [pytest.param("InProcess", marks=pytest.mark.long), "Processes"])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["InProcess", "Processes"])
 def test_sigterm_keeps_the_rounds_done_and_has_a_status_of_its_own(
     engine: str, tmp_path: Path
 ) -> None:
@@ -133,7 +134,7 @@ def race(places: list[str], name: str, ckpt_path: str | None) -> None:
         (place / f"end-{name}").write_text(end)
 
 
-@pytest.mark.parametrize("ckpt_path", [None, "last"], ids=["new", "last"])
+@pytest.mark.parametrize("ckpt_path", mostly_long({"new": None, "last": "last"}, "new"))
 def test_of_two_processes_that_start_in_one_folder_one_runs(
     ckpt_path: str | None, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.messages import ClientFailure, ClientUpdate
+from flsuite.messages import ClientFailure
 from flsuite.models import Classifier, ResNet20
 from tests.conftest import WithoutOne, classifier, digits, equal_states, trainer
 
@@ -84,9 +84,7 @@ def test_the_round_goes_on_without_a_failed_client(
 
 def test_all_clients_failing_keeps_the_last_good_state(tmp_path: Path) -> None:
     broken = trainer(rounds=4, run_dir=tmp_path, callbacks=[Breaks("raise", tuple(range(5)), (3,))])
-    with pytest.raises(
-        FederationError, match="round 3: all 5 clients failed, client 0 with: RuntimeError"
-    ):
+    with pytest.raises(FederationError, match="round 3: all 5 clients failed, client 0"):
         broken.fit(classifier(), digits())
     good = trainer(rounds=2)
     good.fit(classifier(), digits())
@@ -104,27 +102,6 @@ def test_an_aggregator_that_diverges_is_named() -> None:
 
     with pytest.raises(FederationError, match="round 1: Explodes returned a faulty state"):
         trainer(rounds=1, aggregator=Explodes()).fit(classifier(), digits())
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda s: s.pop("w"), "lacks w"),
-        (lambda s: s.update(extra=torch.zeros(1)), "unknown entries extra"),
-        (lambda s: s.update(w=torch.zeros(3)), r"w has shape \(3,\); \(2,\) is expected"),
-        (lambda s: s.update(w=torch.zeros(2, dtype=torch.float64)), "w has dtype torch.float64"),
-        (lambda s: s.update(w=torch.tensor([0.0, float("inf")])), "w is not finite"),
-    ],
-)
-def test_updates_are_checked_on_arrival(change: Any, words: str) -> None:
-    state = {"w": torch.zeros(2)}
-    update = ClientUpdate(
-        client=0, round=1, samples=4, steps=1, class_counts=torch.zeros(2), state=dict(state)
-    )
-    assert update.mismatch(state, {}) is None and update.fault() is None
-    change(update.state)
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(update.mismatch(state, {}) or update.fault())
 
 
 class TinyImages(FederatedDataModule):
@@ -160,3 +137,14 @@ def test_a_model_of_another_kind_is_refused() -> None:
         trainer().fit(model, digits())
     with pytest.raises(FlsuiteError, match="5000 clients cannot share"):
         trainer().fit(classifier(), digits(clients=5000, partition=IID()))
+
+
+def test_a_clients_model_has_the_servers_running_statistics() -> None:
+    made = trainer(rounds=1)
+    made.fit(Classifier(ResNet20(width=4)), digits(clients=2))
+    federation = made.federation
+    means = [name for name in federation.state if name.endswith("running_mean")]
+    assert not any(torch.equal(federation.state[n], federation.initial[n]) for n in means)
+    for client in (None, 0):
+        whole = federation.client_state(client)
+        assert equal_states({name: whole[name] for name in federation.state}, federation.state)

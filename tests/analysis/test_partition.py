@@ -15,6 +15,7 @@ from tests.conftest import classifier, trainer
 COLUMNS = ["client", "task", "first_round", "class", "samples"]
 
 
+@pytest.mark.draws
 def test_a_run_says_who_meets_what_when_and_the_command_says_it_beforehand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

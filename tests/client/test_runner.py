@@ -6,12 +6,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torchmetrics import SumMetric
 
 from flsuite.aggregators import Aggregator, FedAvg, Objective
 from flsuite.data import IID
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
+from flsuite.messages import Broadcast, FitRequest
 from flsuite.models import CNN, MLP, Classifier
+from flsuite.state import clone
+from tests.client.workers import outcome, runner
 from tests.conftest import classifier, digits, equal_states, trainer
 
 
@@ -69,6 +73,18 @@ class Collects(Classifier):
         self.losses.clear()
 
 
+class Metered(Classifier):
+    """Counts its steps in a metric."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counted = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.counted.update(1.0)
+        return super().training_step(batch, batch_idx)
+
+
 def fit(engine: Any, model: Any = Classifier, aggregator: Aggregator | None = None) -> Any:
     made = trainer(rounds=2, max_epochs=2, engine=engine, aggregator=aggregator)
     net = model(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
@@ -89,11 +105,11 @@ def fit(engine: Any, model: Any = Classifier, aggregator: Aggregator | None = No
 def test_what_one_client_changes_does_not_reach_the_next(model: Any, aggregator: Any) -> None:
     """With four workers, no client follows another one in the first round."""
     states = []
-    for engine in (InProcess(), Processes(workers=2), Processes(workers=4)):
+    for engine in (InProcess(), Processes(workers=4)):
         made = fit(engine, model, aggregator())
         assert not made.federation.log.failures
         states.append(made.federation.state)
-    assert equal_states(states[0], states[1]) and equal_states(states[0], states[2])
+    assert equal_states(*states)
 
 
 def test_a_list_of_the_model_starts_empty_in_every_fit() -> None:
@@ -102,6 +118,62 @@ def test_a_list_of_the_model_starts_empty_in_every_fit() -> None:
         for update in made.federation.log.updates:
             per_epoch = update.steps / 2
             assert update.metrics["total"] < 2.5 * per_epoch, "of one epoch, not of an aborted fit"
+
+
+def test_the_next_fit_of_a_worker_does_not_change_an_update() -> None:
+    made = runner(classifier(), FedAvg(), lean=True)
+    update = outcome(made, 0).update
+    sent = clone(update.state)
+    assert not equal_states(sent, outcome(made, 1).update.state)
+    assert equal_states(sent, update.state)
+
+
+def test_a_metric_of_the_model_starts_anew_in_every_fit() -> None:
+    made = runner(Metered(MLP((4,)), lambda p: torch.optim.SGD(p, lr=0.1)), FedAvg(), lean=True)
+    for client in range(3):
+        steps = outcome(made, client).update.steps
+        assert made.model.counted.compute() == steps
+
+
+class _Draws(Callback):
+    """Logs a random number, such as a dropout draws."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.client.metrics["drawn"] = float(torch.rand(()))
+
+
+def test_fits_of_a_client_from_one_version_draw_anew() -> None:
+    made = runner(classifier(), Aggregator(objective=_Half(_Draws)), lean=True)
+    broadcast = Broadcast(1, made.setup.initial, {})
+    drawn = [
+        made.run(FitRequest(0, 0, broadcast, {}, repeat=repeat)).update.metrics["drawn"]
+        for repeat in (0, 1, 2, 0)
+    ]
+    assert drawn[0] == drawn[3]
+    assert len(set(drawn)) == 3
+
+
+class _Counts(Callback):
+    """Counts a client's fits in its memory."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.client.memory["fits"].append(self.client.round)
+
+
+def test_a_fit_leaves_the_stored_memory_of_its_client_alone() -> None:
+    """A refused update, or a second try, starts from the memory before the fit."""
+    made = runner(classifier(), Aggregator(objective=_Half(_Counts)), lean=True)
+    memory = {"objective": {"fits": [7]}}
+    broadcast = Broadcast(1, made.setup.initial, {})
+    done = made.run(FitRequest(0, 0, broadcast, memory))
+    assert done.memory["objective"] == {"fits": [7, 1]}
+    assert memory == {"objective": {"fits": [7]}}
 
 
 def test_the_users_model_is_not_left_frozen() -> None:

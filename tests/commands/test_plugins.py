@@ -109,7 +109,10 @@ def test_clients_and_partition_of_a_plain_data_module(capsys: pytest.CaptureFixt
         ),
         (OWN[:2], "there is no data; add data to the config, or give --data"),
         ((*OWN, "--model.widht", "3"), "did you mean --model.width?"),
-        ((*OWN, "--trainer.monitor", "acc"), "trainer: monitor must be one of loss, got 'acc'"),
+        (
+            (*OWN, "--trainer.monitor", "acc"),
+            "monitor must be one of loss, loss_client_mean, loss_client_worst, got 'acc'",
+        ),
     ],
 )
 def test_a_missing_piece_is_one_line(

@@ -1,0 +1,335 @@
+"""Ways to break the core by one line, each of which the fast tests must notice.
+
+    python -m tests.benchmarks.mutations              # all, in about half an hour
+    python -m tests.benchmarks.mutations staleness    # those with this word in their name or file
+
+A copy of the tree is broken, not the tree itself. The exit status is 1 if a change stays unnoticed.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change of the source.
+
+    Attributes:
+        name: What it breaks.
+        path: The file, relative to the package.
+        old: The text, which the file has exactly once.
+        new: The text in its place.
+        tests: Where to look first, relative to the tests. The whole suite follows.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = [
+    Mutation(
+        "samples do not weigh",
+        "aggregators/rules/mean.py",
+        'return float(update.samples) if self.weighting == "samples" else 1.0',
+        "return 1.0",
+        "aggregators/test_fedavg.py",
+    ),
+    Mutation(
+        "staleness does not damp",
+        "aggregators/rules/mean.py",
+        "damped = weight * staleness_weight(self.staleness, update.staleness)",
+        "damped = weight",
+        "aggregators/test_fedbuff.py",
+    ),
+    Mutation(
+        "a damped buffer moves the model in full",
+        "aggregators/rules/mean.py",
+        "rate *= total / undamped",
+        "rate *= 1.0",
+        "aggregators/test_fedbuff.py",
+    ),
+    Mutation(
+        "buffers overshoot with a rate above 1",
+        "aggregators/rules/mean.py",
+        "min(rate, 1.0)",
+        "rate",
+        "aggregators/test_fedbuff.py aggregators/test_limits.py",
+    ),
+    Mutation(
+        "counters take the minimum",
+        "aggregators/rules/mean.py",
+        "torch.maximum(old, new)",
+        "torch.minimum(old, new)",
+        "aggregators/test_fedavg.py",
+    ),
+    Mutation(
+        "polynomial staleness is off by one",
+        "aggregators/staleness.py",
+        "float(tau + 1) ** -self.p",
+        "float(max(tau, 1)) ** -self.p",
+        "aggregators/test_staleness.py",
+    ),
+    Mutation(
+        "late updates are rebased with the wrong sign",
+        "aggregators/staleness.py",
+        "value.double() + (now.double() - base.double())",
+        "value.double() - (now.double() - base.double())",
+        "aggregators/test_staleness.py",
+    ),
+    Mutation(
+        "the staleness of arrivals is off by one",
+        "server/arrivals.py",
+        "update.staleness = record.round - start.broadcast.round",
+        "update.staleness = max(record.round - start.broadcast.round - 1, 0)",
+        "server/test_arrivals.py",
+    ),
+    Mutation(
+        "logged means ignore the samples",
+        "server/arrivals.py",
+        "weighted = sum(update.samples * update.metrics[name] for update in have)",
+        "weighted = sum(have[0].samples * update.metrics[name] for update in have)",
+        "server/test_arrivals.py server callbacks/test_logging.py",
+    ),
+    Mutation(
+        "reset buffers of late clients are measured from the old version",
+        "server/federation.py",
+        "return {**broadcast.state, **{name: self.state[name] for name in reset}}",
+        "return broadcast.state",
+        "server/test_federation.py test_asynchronous.py runs/test_resume.py",
+    ),
+    Mutation(
+        "initial entries override the server's",
+        "server/federation.py",
+        "return {**self.initial, **self.state, **own}",
+        "return {**self.state, **own, **self.initial}",
+        "server/test_federation.py models/test_modes.py client/test_runner.py",
+    ),
+    Mutation(
+        "a model that is not finite becomes the next version",
+        "server/federation.py",
+        "if fault is None and (bad := non_finite(state)):",
+        "if fault is None and (bad := None):",
+        "server/test_federation.py",
+    ),
+    Mutation(
+        "a resume forgets the clients' memories",
+        "server/federation.py",
+        '"clients": dict(self.clients.versions),',
+        '"clients": {},',
+        "runs/test_resume.py models/test_fusedspacefed.py",
+    ),
+    Mutation(
+        "old memories are removed before the new checkpoint is in place",
+        "runs/checkpoint.py",
+        "            publish_checkpoint(path, is_best, needed)\n"
+        "            clients.remove_unused(*used)\n",
+        "            clients.remove_unused(*used)\n"
+        "            publish_checkpoint(path, is_best, needed)\n",
+        "runs/test_crash_points.py",
+    ),
+    Mutation(
+        "an update is not a copy",
+        "client/runner.py",
+        "state=clone(shared),",
+        "state=shared,",
+        "client/test_runner.py engines/test_pool.py",
+    ),
+    Mutation(
+        "a fit changes its client's stored memory",
+        "client/runner.py",
+        'memory=copy.deepcopy(request.memory.get("objective", {})),',
+        'memory=request.memory.get("objective", {}),',
+        "client/test_runner.py server/test_federation.py aggregators/test_scaffold.py",
+    ),
+    Mutation(
+        "buffers of earlier clients are not reset",
+        "client/runner.py",
+        "load_(resident, {name: initial[name] for name in self.entries.reset})",
+        "pass",
+        "models/test_classifier.py client/test_runner.py runs/test_resume.py",
+    ),
+    Mutation(
+        "private entries of another client stay",
+        "client/runner.py",
+        "load_(resident, {k: initial[k] for k in initial.keys() - shared.keys() - private.keys()})",
+        "pass",
+        "client/test_runner.py models/test_fusedspacefed.py",
+    ),
+    Mutation(
+        "a second fit from one version repeats the first one's draws",
+        "client/runner.py",
+        'stream = f"fit/{request.repeat}" if request.repeat else "fit"',
+        'stream = "fit"',
+        "client/test_runner.py test_asynchronous.py",
+    ),
+    Mutation(
+        "metrics of a model leak into the next client",
+        "client/resident.py",
+        "metric.reset()",
+        "pass",
+        "client/test_runner.py",
+    ),
+    Mutation(
+        "SCAFFOLD corrects with the wrong sign",
+        "aggregators/objectives/control_variates.py",
+        "parameter.grad.add_(self.corrections[name])",
+        "parameter.grad.sub_(self.corrections[name])",
+        "aggregators/test_scaffold.py",
+    ),
+    Mutation(
+        "SCAFFOLD's server variate ignores the share of the cohort",
+        "aggregators/objectives/control_variates.py",
+        "updates / server.layout.clients",
+        "1.0",
+        "aggregators/test_scaffold.py",
+    ),
+    Mutation(
+        "the proximal term pushes away",
+        "aggregators/objectives/proximal.py",
+        "parameter.detach() - self.anchors[name]",
+        "self.anchors[name] - parameter.detach()",
+        "aggregators/test_fedprox.py",
+    ),
+    Mutation(
+        "the server steps uphill",
+        "aggregators/server_optimizers/step.py",
+        "parameter - model[name].to(torch.float64)",
+        "model[name].to(torch.float64) - parameter",
+        "aggregators/test_server_optimizers.py",
+    ),
+    Mutation(
+        "the server's momentum is forgotten",
+        "aggregators/server_optimizers/step.py",
+        "if server.memory:",
+        "if not server:",
+        "aggregators/test_server_optimizers.py",
+    ),
+    Mutation(
+        "the adaptive second moment starts at zero",
+        "aggregators/server_optimizers/adaptive.py",
+        'torch.full_like(parameter, group["tau"] ** 2)',
+        "torch.zeros_like(parameter)",
+        "aggregators/test_server_optimizers.py",
+    ),
+    Mutation(
+        "transforms are undone in the order in which they were applied",
+        "aggregators/chain.py",
+        "for place in reversed(range(len(self.transforms))):",
+        "for place in range(len(self.transforms)):",
+        "exchange/test_compressed_federations.py engines/test_parts.py",
+    ),
+    Mutation(
+        "the server trusts the clients to clip",
+        "aggregators/transforms/gaussian.py",
+        'payload, _ = clipped(payload, received["clip"])',
+        "",
+        "aggregators/test_dp_fedavg.py",
+    ),
+    Mutation(
+        "of two arrivals at one time, the later start comes first",
+        "schedules/asynchronous.py",
+        "(fit.ended, fit.started, fit.client, fit)",
+        "(fit.ended, -fit.started, fit.client, fit)",
+        "schedules/test_asynchronous.py",
+    ),
+    Mutation(
+        "each update restarts the buffer's timeout",
+        "schedules/asynchronous.py",
+        "if self._buffer == {fit.number}:",
+        "if self._buffer:",
+        "schedules/test_asynchronous.py",
+    ),
+    Mutation(
+        "all draws from one version are the same",
+        "schedules/launcher.py",
+        'numpy_generator(self._seed, "cohort", clock.round + 1, attempt)',
+        'numpy_generator(self._seed, "cohort", clock.round + 1, 0)',
+        "schedules/test_launcher.py",
+    ),
+    Mutation(
+        "a last batch of one sample is trained on",
+        "data/loader.py",
+        "samples - starts[-1] == 1:",
+        "samples - starts[-1] == 0:",
+        "data/test_module.py",
+    ),
+    Mutation(
+        "counters are summed over clients",
+        "state.py",
+        "torch.maximum(sums[name], value) if name in sums",
+        "sums[name] + value if name in sums",
+        "test_state.py",
+    ),
+    Mutation(
+        "draws do not depend on the round",
+        "random.py",
+        "zlib.crc32(stream.encode()), round, client + 1]",
+        "zlib.crc32(stream.encode()), 0, client + 1]",
+        "test_random.py",
+    ),
+    Mutation(
+        "the cross term of gamma counts once",
+        "metrics/dissimilarity.py",
+        "2 * self._cross / self._plain.count",
+        "self._cross / self._plain.count",
+        "metrics/test_dissimilarity.py",
+    ),
+]
+
+
+def main(word: str = "") -> int:
+    """Break a copy of the tree by each change, and print the test that notices."""
+    unnoticed = 0
+    for mutation in MUTATIONS:
+        if word not in mutation.name and word not in mutation.path:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            failed = first_failure(mutation, Path(folder))
+        unnoticed += failed is None
+        print(f"{mutation.name} ({mutation.path}): {failed or 'NOT NOTICED'}", flush=True)
+    return int(unnoticed > 0)
+
+
+def first_failure(mutation: Mutation, folder: Path) -> str | None:
+    """Return the first fast test that fails on a broken copy of the tree, or ``None``."""
+    for name in ("flsuite", "tests", "configs", "notebooks", "pyproject.toml", "README.md"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        copy(ROOT / name, folder / name)
+    path = folder / "flsuite" / mutation.path
+    path.write_text(broken(path.read_text(), mutation))
+    return _first_failure(folder, mutation.tests.split()) or _first_failure(folder, [])
+
+
+def broken(source: str, mutation: Mutation) -> str:
+    """Return a file with the change."""
+    assert source.count(mutation.old) == 1, f"{mutation.path} has not one {mutation.old!r}"
+    return source.replace(mutation.old, mutation.new)
+
+
+def _first_failure(folder: Path, places: list[str]) -> str | None:
+    known = [f"tests/{place}" for place in places if (folder / "tests" / place).exists()]
+    if places and not known:
+        return None
+    tests = known or ["tests", "-n", "2"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode not in (0, 1, 2) or (done.returncode and not found):
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return found and found[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))

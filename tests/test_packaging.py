@@ -1,0 +1,32 @@
+"""What a wheel holds, beyond the Python files."""
+
+from pathlib import Path
+
+import pytest
+
+import flsuite
+
+tomllib = pytest.importorskip("tomllib", reason="the reader of pyproject.toml is in Python 3.11")
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_file_that_is_not_python_is_package_data() -> None:
+    source = ROOT / "flsuite"
+    ((package, globs),) = PROJECT["tool"]["setuptools"]["package-data"].items()
+    shipped = {path for glob in globs for path in source.glob(glob)}
+    files = {path for path in source.rglob("*") if path.is_file()}
+    assert package == "flsuite"
+    assert {f for f in files - shipped if f.suffix not in (".md", ".py", ".pyc")} == set()
+
+
+def test_the_readme_names_this_version() -> None:
+    readme = (ROOT / PROJECT["project"]["readme"]).read_text()
+    assert f"\n**{flsuite.__version__}**\n" in readme
+    assert f"version = {{{flsuite.__version__}}}" in readme
+
+
+def test_dev_has_every_optional_dependency() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    dev = {requirement.partition(";")[0].strip() for requirement in extras.pop("dev")}
+    assert {requirement for extra in extras.values() for requirement in extra} <= dev
