@@ -297,4 +297,4 @@ def test_a_wandb_sweep_gives_commands_that_are_understood(
 def test_samples_of_a_shipped_sweep_run_in_the_folder_of_the_method() -> None:
     sweep = read_sweep(SWEEPS / "asynchronous.yaml")
     names = [sample.folder.parent.name.rpartition("-")[0] for sample in samples_of(sweep)]
-    assert names == ["FedBuff", "FedAsync", "FedAvg", "FedAvg-over-selection"]
+    assert names == list(sweep.methods)
