@@ -71,7 +71,8 @@ def cell(
     sweep: Sweep, method: str, tuned: Overrides, point: Overrides, seed: int, is_trial: bool
 ) -> Cell:
     """Return the cell of a method at a grid point, with its tuned values."""
-    changes = {**sweep.methods[method], **point, **tuned}
+    of_trials = sweep.tuning.overrides if sweep.tuning and is_trial else {}
+    changes = {**sweep.methods[method], **point, **tuned, **of_trials}
     folder = "-".join(filter(None, (method, _file_name(label_of(point)), _digest(sweep, changes))))
     place = Path("tuning", folder) if is_trial else Path(folder)
     overrides = {**sweep.shared, **changes}

@@ -15,7 +15,7 @@ Overrides = dict[str, Any]
 """A mapping from dotted keys of a config, without ``init_args``, to values."""
 
 _KEYS = ("config", "seeds", "methods", "grid", "tune", "overrides", "workers")
-_TUNING_KEYS = ("trials", "seeds", "seed", "common")
+_TUNING_KEYS = ("trials", "seeds", "seed", "common", "overrides")
 # The sweep itself sets these keys, one value per run.
 _SWEEP_KEYS = ("config", "seed_everything", "run_dir", "ckpt_path", "trainer.run_dir")
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
@@ -30,12 +30,14 @@ class Tuning:
         seeds: Seeds of the trials. They differ from the seeds of the results.
         seed: Determines which trials are drawn.
         choices: The values that a trial may draw, by method and key.
+        overrides: Changes of the trials alone, such as fewer rounds.
     """
 
     trials: int
     seeds: tuple[int, ...]
     seed: int
     choices: dict[str, dict[str, list[Any]]]
+    overrides: Overrides = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,8 @@ class _Reader:
                 "tune", "has no choices for any method; list values per method or in common"
             )
         seed = self.whole(content.get("seed", 0), "tune.seed", 0)
-        return Tuning(trials, own_seeds, seed, choices)
+        overrides = self.overrides(content.get("overrides"), "tune.overrides")
+        return Tuning(trials, own_seeds, seed, choices, overrides)
 
     def require_one_value(
         self,
@@ -237,6 +240,7 @@ class _Reader:
         places["overrides"] = shared
         if tuning is not None:
             places |= {f"tune.{name}": keys for name, keys in tuning.choices.items()}
+            places["tune.overrides"] = tuning.overrides
         for place, keys in places.items():
             if both := [key for key in grid if key in keys]:
                 raise self.error(f"grid.{both[0]}", f"is set by {place} too; remove one of them")

@@ -109,6 +109,16 @@ def test_samples_have_each_value_once() -> None:
         assert {own["data.partition.alpha"] for own in values} == set(many)
 
 
+def test_changes_of_the_trials_stay_out_of_the_results() -> None:
+    tuning = Tuning(1, (9,), 0, {"FedAvg": {}, "FedProx": {}}, {"trainer.rounds": 1})
+    short = replace(SWEEP, tuning=tuning)
+    point = grid_points(SWEEP)[0]
+    trial, result = (cell(short, "FedAvg", {}, point, 9, is_trial) for is_trial in (True, False))
+    assert trial.overrides == {**result.overrides, "trainer.rounds": 1}
+    assert result == cell(SWEEP, "FedAvg", {}, point, 9, False)
+    assert trial.folder != cell(SWEEP, "FedAvg", {}, point, 9, True).folder
+
+
 def test_two_methods_that_are_the_same_experiment_are_refused() -> None:
     require_distinct(SWEEP)
     twice = replace(SWEEP, methods={**SWEEP.methods, "copy": dict(SWEEP.methods["FedProx"])})
