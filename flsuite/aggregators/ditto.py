@@ -23,10 +23,11 @@ class Ditto(FedAvg):
     own optimizer settings: ``v_k <- v_k - eta (grad F_k(v_k) + lam (v_k - w))`` (eq. 2), where
     ``w`` is the global model that the client received. The client is scored by ``v_k``.
 
-    A fit costs about two fits of FedAvg. The bytes are the same.
+    The personal model starts from the global model of the client's first fit, and its optimizer
+    anew in every fit. A fit costs about two fits of FedAvg. The bytes are the same.
 
     Args:
-        lam: Weight of the pull, ``lambda``. With 0, the personal model trains alone.
+        lam: Weight of the pull, ``lambda``. With 0, the personal model trains alone from its start.
         kwargs: See FedAvg.
     """
 

@@ -85,9 +85,9 @@ class FeatureTerm(Callback, ABC):
 
     def _look(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if self._only_looks:
-            self._seen = inputs[0].detach()
+            self._seen = inputs[0].detach().clone()
         elif inputs[0].requires_grad:
-            features = inputs[0].detach()
+            features = inputs[0].detach().clone()  # the head may change its input in place
             inputs[0].register_hook(lambda gradient: gradient + self._at(features))
 
     def _at(self, features: Tensor) -> Tensor:

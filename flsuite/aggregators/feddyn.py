@@ -18,7 +18,7 @@ from flsuite.aggregators.rules import Mean, Weighting
 from flsuite.aggregators.rules.base import withheld_by
 from flsuite.arguments import PositiveFloat, Settings
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, Tree, clone
+from flsuite.state import State, Tree, clone, load_
 
 
 class FedDyn(Aggregator):
@@ -63,7 +63,8 @@ class _Regularizer(Callback):
         start, kept = self.client.global_state, self.client.memory.get("gradient", {})
         named = {k: p for k, p in pl_module.named_parameters() if k in start}
         self.w_t = {k: start[k].to(p.device) for k, p in named.items()}
-        self.g = {k: torch.zeros_like(p).copy_(kept.get(k, p * 0)) for k, p in named.items()}
+        self.g = {k: torch.zeros_like(p) for k, p in named.items()}
+        load_(self.g, kept)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -91,7 +92,7 @@ class DynamicMean(Mean):
     weighting: Weighting = "uniform"
     alpha: PositiveFloat = 0.1
 
-    needs = frozenset({"current models"})
+    needs = frozenset({"current models", "exact changes"})
     withholds = withheld_by()
 
     def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:

@@ -49,7 +49,7 @@ class ExtrapolatedMean(Mean):
 
     eps: PositiveFloat = 1e-3
 
-    needs = frozenset({"current models"})
+    needs = frozenset({"current models", "exact changes"})
     withholds = withheld_by("the size of its change")
 
     def callbacks(self, client: ClientContext) -> list[Callback]:

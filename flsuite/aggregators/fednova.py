@@ -16,12 +16,12 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives import Objective, Proximal
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
-from flsuite.aggregators.rules.mean import mixed
+from flsuite.aggregators.rules.mean import mixed, split_buffers
 from flsuite.aggregators.second_model import base_rate, optimizer_for
 from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.lightning_internals import skips_step
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Tree, scaled
+from flsuite.state import State, StateLayout, Tree, clone, divided, scaled
 
 
 class FedNova(Aggregator):
@@ -66,8 +66,14 @@ class NormalizedMean(LinearRule, Settings):
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         p, a = self.weight(update), float(update.extras["plain_steps"])
         per_step = p / a if a > 0 else 0.0
-        model = scaled(update.state, per_step)
-        return {"weight": p, "steps": p * a, "per_step": per_step, "model": model}
+        model, buffers = split_buffers(update.state, layout)
+        return {
+            "weight": p,
+            "steps": p * a,
+            "per_step": per_step,
+            "model": scaled(model, per_step),
+            "buffers": scaled(buffers, p),
+        }
 
     def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
         if sums["per_step"] <= 0:
@@ -75,16 +81,10 @@ class NormalizedMean(LinearRule, Settings):
         tau_eff = sums["steps"] / sums["weight"]
         server.metrics["tau_eff"] = tau_eff
         # sum_k p_k (w_k - w) / |a_k|, as a step towards a mean with the weights p_k / |a_k|.
-        mean = {
-            name: value / sums["per_step"] if value.is_floating_point() else value
-            for name, value in sums["model"].items()
-        }
         rate = tau_eff * sums["per_step"] / sums["weight"]
-        parameters = frozenset(server.layout.parameters)
-        return {
-            name: mixed(value, mean[name], rate if name in parameters else min(rate, 1.0))
-            for name, value in server.state.items()
-        }
+        mean = divided(sums["model"], sums["per_step"])
+        model = {name: mixed(server.state[name], value, rate) for name, value in mean.items()}
+        return model | divided(sums["buffers"], sums["weight"])
 
 
 class _Worth(Callback):
@@ -104,12 +104,23 @@ class _Worth(Callback):
             self.number = torch.zeros(1, dtype=torch.float64, requires_grad=True)
             first = optimizer.param_groups[0]
             self.optimizer = optimizer_for(optimizer, {id(first["params"][0]): self.number})
+            if _goes_on(optimizer):
+                kept = clone(self.client.memory.get("optimizer", {}))
+                self.optimizer.state[self.number].update(kept)
             self.rate = base_rate(optimizer)
         for own, other in zip(self.optimizer.param_groups, optimizer.param_groups, strict=True):
-            own |= {"lr": other["lr"], "weight_decay": 0.0}
+            own |= {key: value for key, value in other.items() if key != "params"}
+            own["weight_decay"] = 0.0
         self.number.grad = 1.0 + self.mu * self.number.detach()
         self.optimizer.step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         moved = 0.0 if self.optimizer is None else -float(self.number.detach()) / self.rate
         self.client.extras["plain_steps"] = moved
+        if self.optimizer is not None and (state := self.optimizer.state.get(self.number)):
+            self.client.memory["optimizer"] = clone(state)
+
+
+def _goes_on(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer was kept from the last fit, such as its momentum."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())

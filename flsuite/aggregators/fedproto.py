@@ -53,7 +53,7 @@ class FedProto(HeadAware):
                 f"FedProto reads the inputs of {head}, whose first layer must be linear; set head"
             )
         shape = linear[-1].out_features, linear[0].in_features
-        return self.changed(["*"], objective=Prototypes(head, self.lam, shape))
+        return self.with_objective(Prototypes(head, self.lam, shape), ["*"])
 
 
 @dataclass(frozen=True)

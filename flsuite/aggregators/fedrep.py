@@ -39,7 +39,7 @@ class FedRep(HeadAware):
 
     def bound(self, model: LightningModule) -> Aggregator:
         head = self.head_of(model)
-        return self.changed([head], objective=HeadThenBody(head, self.head_epochs))
+        return self.with_objective(HeadThenBody(head, self.head_epochs), [head])
 
 
 class FedBABU(HeadAware):
@@ -55,7 +55,7 @@ class FedBABU(HeadAware):
 
     def bound(self, model: LightningModule) -> Aggregator:
         head = self.head_of(model)
-        return self.changed([head], objective=HeadThenBody(head, 0))
+        return self.with_objective(HeadThenBody(head, 0), [head])
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class FedRoD(HeadAware):
         names = [name for name in model.state_dict() if name.startswith(head)]
         if any(name in own_entries(model) or matches(name, self.private) for name in names):
             raise FlsuiteError(f"FedRoD averages {head}; leave it out of the private entries")
-        return self.changed(objective=TwoHeads(head))
+        return self.with_objective(TwoHeads(head))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _PersonalHead(Callback):
 
     def _balance(self, layer: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
         self.seen = inputs[0].detach(), logits.detach()
-        return logits + self.log_counts.to(logits.dtype)
+        return logits.float() + self.log_counts
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

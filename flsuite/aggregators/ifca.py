@@ -101,13 +101,15 @@ def _others(server: Server, clusters: int) -> dict[str, State]:
 
 def _shuffled(server: Server, cluster: int) -> State:
     generator = torch_generator(server.tools.seed, f"ifca/{cluster}")
-    parameters = frozenset(server.layout.parameters)
-    return {
-        name: value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
-        if name in parameters
-        else value
-        for name, value in server.state.items()
-    }
+    new: State = dict(server.state)
+    for name in (name for name in server.layout.parameters if name in new):
+        value = server.state[name]
+        order = torch.randperm(value.numel(), generator=generator)
+        # Tied weights stay tied: equal tensors take the order of the first.
+        equal = (k for k in new if k != name and new[k] is not server.state[k])
+        first = next((k for k in equal if torch.equal(server.state[k], value)), None)
+        new[name] = value.flatten()[order].view_as(value) if first is None else new[first]
+    return new
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,12 @@ from flsuite.state import State
 
 
 def loss_at(
-    trainer: Trainer, module: LightningModule, weights: Mapping[str, Tensor], batch: Any, index: int
+    trainer: Trainer,
+    module: LightningModule,
+    weights: Mapping[str, Tensor],
+    batch: Any,
+    index: int,
+    in_full: bool = False,
 ) -> Tensor:
     """Return the loss of a model's training step at other weights, a scalar with gradients.
 
@@ -32,6 +37,7 @@ def loss_at(
         weights: Entries of its state dict. The others keep their own values.
         batch: A batch on the model's device.
         index: Its number in the epoch.
+        in_full: Whether to compute in the precision of the weights, without autocast.
 
     Raises:
         FlsuiteError: If the training step does not return a loss.
@@ -49,7 +55,7 @@ def loss_at(
         _silent(module),
         _unchanged(module),
         _same_draws(module),
-        trainer.precision_plugin.train_step_context(),
+        nullcontext() if in_full else trainer.precision_plugin.train_step_context(),
     ):
         step = {f"module.{name}": value for name, value in named.items()}
         loss: Tensor = torch.func.functional_call(_Step(module), step, (batch, index))

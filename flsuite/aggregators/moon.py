@@ -50,7 +50,7 @@ class MOON(HeadAware):
 
     def bound(self, model: LightningModule) -> Aggregator:
         head = self.head_of(model)
-        return self.changed(objective=Contrast(head, self.mu, self.temperature))
+        return self.with_objective(Contrast(head, self.mu, self.temperature))
 
 
 @dataclass(frozen=True)

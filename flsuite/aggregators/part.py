@@ -22,6 +22,7 @@ Capability = Literal[
     "rounded matrices",
     "matrices",
     "dense changes",
+    "exact changes",
     "secure aggregation",
     "clients",
     "shared parameters",

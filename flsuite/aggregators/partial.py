@@ -1,5 +1,6 @@
 """Methods that keep a part of the model on each client: FedPer, LG-FedAvg and FedBN."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -7,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.fedavg import FedAvg
+from flsuite.aggregators.objectives import Objective
 from flsuite.errors import FlsuiteError
 from flsuite.models.declarations import head_of
 from flsuite.state import matches
@@ -31,6 +33,19 @@ class HeadAware(FedAvg):
             FlsuiteError: If neither the config nor the model names the head.
         """
         return head_of(model, self.head)
+
+    def with_objective(self, objective: Objective, private: Sequence[str] = ()) -> Aggregator:
+        """Return a copy with the method's objective, and with more private entries.
+
+        Raises:
+            FlsuiteError: If the config sets another objective.
+        """
+        if type(self.objective) is not Objective:
+            raise FlsuiteError(
+                f"trainer.aggregator.objective: {self.name} has an objective of its own; leave "
+                f"{type(self.objective).__name__} out"
+            )
+        return self.changed(private, objective=objective)
 
 
 class FedPer(HeadAware):

@@ -29,8 +29,8 @@ class PerFedAvg(FedAvg):
     Batches come in pairs. On the first one, ``w~ = w - alpha grad F(w)`` (line 7). On the second
     one, the model's optimizer steps from ``w`` with the gradient at ``w~`` (line 8). If a fit has
     an odd number of batches, the last one serves as both. The rate ``beta`` of the paper is the
-    optimizer's. Set ``trainer.adapt_epochs`` to score clients after an
-    adaptation.
+    optimizer's. Clients are scored by the global model. Set ``trainer.adapt_epochs`` to score them
+    after an adaptation, too, which takes whole epochs of the model's optimizer.
 
     Args:
         alpha: Rate of the adaptation step. With 0 this is FedAvg on every second batch.
@@ -74,6 +74,11 @@ class _Pairs(Callback):
             raise FlsuiteError(
                 "PerFedAvg steps on pairs of batches, without a gradient scaler; set "
                 "trainer.precision to bf16-mixed, and leave out accumulate_grad_batches"
+            )
+        if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
+            raise FlsuiteError(
+                "PerFedAvg needs one optimizer that Lightning steps; choose another model or "
+                "aggregator"
             )
 
     def on_train_batch_start(
@@ -120,20 +125,25 @@ class _Pairs(Callback):
         own: dict[str, Parameter],
         gradient: State,
     ) -> State:
-        """Return the Hessian times the gradient, by a central difference."""
+        """Return the Hessian times the gradient, by a central difference.
+
+        Rounding to half precision would be larger than the difference.
+        """
         delta = self.settings.delta
         plus, minus = (
             {k: torch.add(p.detach(), gradient[k], alpha=sign) for k, p in own.items()}
             for sign in (delta, -delta)
         )
-        a, b = self._gradient(trainer, module, plus), self._gradient(trainer, module, minus)
+        a, b = (self._gradient(trainer, module, at, in_full=True) for at in (plus, minus))
         return {k: (a[k] - b[k]) / (2 * delta) for k in own}
 
-    def _gradient(self, trainer: Trainer, module: LightningModule, at: State) -> State:
+    def _gradient(
+        self, trainer: Trainer, module: LightningModule, at: State, in_full: bool = False
+    ) -> State:
         """Return the gradient of the loss on the current batch at other weights."""
         with torch.enable_grad():
             leaves = [value.requires_grad_() for value in at.values()]
-            loss = loss_at(trainer, module, at, *self.batch)
+            loss = loss_at(trainer, module, at, *self.batch, in_full=in_full)
             gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
         return dict(zip(at, gradients, strict=True))
 

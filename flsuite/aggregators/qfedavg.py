@@ -14,12 +14,12 @@ from flsuite.aggregators.fedexp import SquaredChange
 from flsuite.aggregators.losses import mean_loss
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
-from flsuite.aggregators.rules.mean import mixed
+from flsuite.aggregators.rules.mean import mixed, split_buffers
 from flsuite.aggregators.second_model import base_rate
 from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Tree, scaled
+from flsuite.state import State, StateLayout, Tree, divided, scaled
 
 
 class QFedAvg(Aggregator):
@@ -50,7 +50,7 @@ class FairMean(LinearRule, Settings):
 
     q: NonNegativeFloat = 1.0
 
-    needs = frozenset({"current models"})
+    needs = frozenset({"current models", "exact changes"})
     withholds = withheld_by("its loss")
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
@@ -66,16 +66,22 @@ class FairMean(LinearRule, Settings):
         squared = inverse**2 * update.extras["squared_change"]
         h = self.q * loss ** (self.q - 1) * squared + inverse * loss**self.q
         weight = inverse * loss**self.q
-        return {"h": h, "weight": weight, "model": scaled(update.state, weight)}
+        model, buffers = split_buffers(update.state, layout)
+        return {
+            "h": h,
+            "weight": weight,
+            "model": scaled(model, weight),
+            "buffers": scaled(buffers, 1.0),
+        }
 
     def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
         # w - sum L F^q (w - w_k) / sum h, as a step towards the mean with the weights L F^q.
+        if sums["h"] <= 0:  # with a large q, if all losses are zero
+            return server.state
         rate = sums["weight"] / sums["h"]
-        mean = {
-            name: value / sums["weight"] if value.is_floating_point() else value
-            for name, value in sums["model"].items()
-        }
-        return {name: mixed(value, mean[name], rate) for name, value in server.state.items()}
+        mean = divided(sums["model"], sums["weight"])
+        model = {name: mixed(server.state[name], value, rate) for name, value in mean.items()}
+        return model | divided(sums["buffers"], len(updates))
 
 
 class _ReceivedLoss(Callback):

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from flsuite.aggregators.losses import loss_at
 from flsuite.errors import FlsuiteError
@@ -20,7 +20,7 @@ from flsuite.state import State, clone
 class SecondModel:
     """Weights that a client trains next to its model's, with a copy of the model's optimizers.
 
-    The optimizers start anew in every fit.
+    The optimizers start anew in every fit, also with ``trainer.keep_optimizers``.
 
     Args:
         trainer: The Trainer of the fit, which has started.
@@ -162,7 +162,15 @@ def optimizer_for(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> Optim
     Args:
         optimizer: The original.
         replaced: The new tensors by the ``id`` of the original parameter. Others are left out.
+
+    Raises:
+        FlsuiteError: If its steps compute the loss themselves.
     """
+    if isinstance(optimizer, LBFGS):
+        raise FlsuiteError(
+            "this aggregator steps on one gradient per batch, and LBFGS computes more; choose "
+            "another optimizer"
+        )
     new = copy.copy(optimizer)  # leaves out attributes of a subclass
     own = {k: v for k, v in vars(optimizer).items() if k not in vars(new) and not callable(v)}
     vars(new).update(own)

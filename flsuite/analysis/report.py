@@ -21,6 +21,8 @@ def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -
     logged on all splits are left out.
     """
     monitors = list(dict.fromkeys(group.monitor for group in groups))
+    # Where some methods have personal models, the clients' own test data come first.
+    monitors.sort(key=lambda name: not name.endswith("_client_mean"))
     tables = [table for group in groups for table in group.runs.values()]
     known = [logged_scores(tables, monitors[0], [split]) for split in splits]
     shared = [name for name in known[0] if all(name in names for names in known)]

@@ -219,13 +219,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         # A published validation split is the default, and an explicit fraction replaces it.
         default_fraction = 0.1 if val is None else 0.0
         fraction = default_fraction if self.val_fraction is None else self.val_fraction
-        share = self.unseen_clients
-        unseen = max(1, int(share * self.clients + 0.5)) if share else 0
-        if unseen >= self.clients:
-            raise FlsuiteError(
-                f"data.unseen_clients: {share} of {self.clients} clients leaves none "
-                "in the federation; lower it, or set more data.clients"
-            )
+        unseen = self._number_unseen()
         inside = self.clients - unseen
         train_rows, val_rows = hold_out(rows[:inside], fraction, self.partition_seed)
         if unseen:
@@ -233,8 +227,9 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         is_held_out = val is None or self.val_fraction is not None
         if self.skew is not None:
             # Held-out rows are in the training split too, but their labels are not changed.
-            train = skewed(train, train_rows, self.skew, published.spec, self.partition_seed, True)
-            train = skewed(train, val_rows, self.skew, published.spec, self.partition_seed, False)
+            of_data = self.skew, published.spec, self.partition_seed
+            train = skewed(train, train_rows, *of_data, "train")
+            train = skewed(train, val_rows, *of_data, "val")
         if is_held_out:
             held_out = replace(train, rows=RaggedIndex.of(val_rows)).owned()
             val = held_out if len(held_out) else None
@@ -246,9 +241,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         else:
             test_labels = partition_labels(test.classes.numpy())
             test_rows = split_test_like_train(labels, train_rows, test_labels, self.partition_seed)
-
         if self.skew is not None:
-            test = skewed(test, test_rows, self.skew, published.spec, self.partition_seed, False)
+            test = skewed(test, test_rows, *of_data, "test")
 
         scaling, shape = self._scaling(train, published.spec)
         return FederatedData(
@@ -262,6 +256,17 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             server=server,
             unseen=unseen,
         )
+
+    def _number_unseen(self) -> int:
+        """Return the number of clients outside the federation."""
+        share = self.unseen_clients
+        unseen = max(1, int(share * self.clients + 0.5)) if share else 0
+        if unseen >= self.clients:
+            raise FlsuiteError(
+                f"data.unseen_clients: {share} of {self.clients} clients leaves none "
+                "in the federation; lower it, or set more data.clients"
+            )
+        return unseen
 
     def _scaling(self, train: DataSplit, spec: DataSpec) -> tuple[Scaling, tuple[int, ...]]:
         """Return one scaling for all clients, and the resulting shape of a sample."""

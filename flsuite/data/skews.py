@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,20 +19,32 @@ from flsuite.random import torch_generator
 class Skew(PlainArguments, ABC):
     """A change of each client's own samples, drawn once per client by the seed of the data."""
 
-    def change_train(self, x: Tensor, y: Tensor, spec: DataSpec, g: torch.Generator) -> None:
+    def change_train(self, x: Tensor, y: Tensor, spec: DataSpec, draws: "Draws") -> None:
         """Change a client's training samples in place.
 
         Args:
             x: Its samples, as stored.
             y: Their targets.
             spec: The data.
-            g: The client's own randomness.
+            draws: The randomness of the client, and of these samples.
         """
-        self.change(x, y, spec, g)
+        self.change(x, y, spec, draws)
 
     @abstractmethod
-    def change(self, x: Tensor, y: Tensor, spec: DataSpec, g: torch.Generator) -> None:
+    def change(self, x: Tensor, y: Tensor, spec: DataSpec, draws: "Draws") -> None:
         """Change a client's samples of any split in place. The arguments are the same."""
+
+
+class Draws(NamedTuple):
+    """Random generators of a client.
+
+    Attributes:
+        client: The same draws for all splits, because a client has one camera.
+        samples: Other draws for each split, because no two images have the same noise.
+    """
+
+    client: torch.Generator
+    samples: torch.Generator
 
 
 def skewed(
@@ -40,7 +53,7 @@ def skewed(
     skew: Skew,
     spec: DataSpec,
     seed: int,
-    is_train: bool,
+    name: Literal["train", "val", "test"],
 ) -> DataSplit:
     """Return a split in which the rows of each client are changed. Others stay.
 
@@ -50,7 +63,7 @@ def skewed(
         skew: The change.
         spec: The data.
         seed: The seed of the partition.
-        is_train: Whether clients train on these rows.
+        name: What these rows are for.
     """
     if not isinstance(split.x, Tensor):
         raise FlsuiteError(
@@ -60,9 +73,11 @@ def skewed(
     for client, own in enumerate(rows):
         index = torch.from_numpy(np.asarray(own))
         x, y = split.x[index], split.y[index]
-        # The same draws for every split: a client has one camera.
-        generator = torch_generator(seed, "skew", client=client)
-        (skew.change_train if is_train else skew.change)(x, y, spec, generator)
+        draws = Draws(
+            torch_generator(seed, "skew", client=client),
+            torch_generator(seed, f"skew/{name}", client=client),
+        )
+        (skew.change_train if name == "train" else skew.change)(x, y, spec, draws)
         split.x[index], split.y[index] = x, y
     return split
 
@@ -92,14 +107,24 @@ class FeatureSkew(Skew, Settings):
     inverted: Share = 0.0
     noise: NonNegativeFloat = 0.0
 
-    def change(self, x: Tensor, y: Tensor, spec: DataSpec, g: torch.Generator) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not any(vars(self).values()):
+            raise FlsuiteError(
+                "data.skew: FeatureSkew changes nothing; set one of rotation, blur, contrast, "
+                "brightness, inverted and noise, or leave data.skew out"
+            )
+
+    def change(self, x: Tensor, y: Tensor, spec: DataSpec, draws: Draws) -> None:
         if x.dtype != torch.uint8 or x.ndim != 4:
             raise FlsuiteError("data.skew: FeatureSkew changes images, and these are none")
         # Late, because most runs do not need torchvision, whose import takes a second.
         from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional as T
 
-        angle, blur, contrast, brightness, inverted, noise = torch.rand(6, generator=g).tolist()
+        angle, blur, contrast, brightness, inverted, noise = torch.rand(
+            6, generator=draws.client
+        ).tolist()
         images = x.permute(0, 3, 1, 2)
         if self.rotation:
             degrees = (2 * angle - 1) * self.rotation
@@ -118,7 +143,8 @@ class FeatureSkew(Skew, Settings):
         if inverted < self.inverted:
             pixels = 255 - pixels
         if self.noise:
-            pixels = pixels + 255 * noise * self.noise * torch.randn(pixels.shape, generator=g)
+            strength = 255 * noise * self.noise
+            pixels = pixels + strength * torch.randn(pixels.shape, generator=draws.samples)
         x.copy_(pixels.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1))
 
 
@@ -135,13 +161,13 @@ class LabelNoise(Skew, Settings):
 
     rate: Share = 0.4
 
-    def change_train(self, x: Tensor, y: Tensor, spec: DataSpec, g: torch.Generator) -> None:
+    def change_train(self, x: Tensor, y: Tensor, spec: DataSpec, draws: Draws) -> None:
         if y.ndim != 1 or spec.num_classes < 2 or spec.task == "other":
             raise FlsuiteError("data.skew: LabelNoise needs one class per sample; leave it out")
-        rate = self.rate * torch.rand((), generator=g)
-        is_wrong = torch.rand(len(y), generator=g) < rate
-        shift = torch.randint(1, spec.num_classes, (len(y),), generator=g)
+        rate = self.rate * torch.rand((), generator=draws.client)
+        is_wrong = torch.rand(len(y), generator=draws.samples) < rate
+        shift = torch.randint(1, spec.num_classes, (len(y),), generator=draws.samples)
         y.copy_(torch.where(is_wrong, (y + shift) % spec.num_classes, y))
 
-    def change(self, x: Tensor, y: Tensor, spec: DataSpec, g: torch.Generator) -> None:
+    def change(self, x: Tensor, y: Tensor, spec: DataSpec, draws: Draws) -> None:
         return

@@ -250,7 +250,8 @@ class TaskSequence(FederatedDataModule):
                 f"{needed} classes, but the data has {classes}; lower tasks or classes_per_task"
             )
 
-        sequences = self._sequences(classes, data.clients)
+        # One per client outside the federation, too.
+        sequences = self._sequences(classes, len(data.train.rows))
         _check_samples(data, sequences)
         starts = tuple(accumulate(self._lengths()[:-1], initial=1))
         return TaskData.of(data, sequences, starts)

@@ -95,6 +95,10 @@ def head_of(model: LightningModule, given: str | None = None) -> str:
             f"trainer.aggregator.head: {kind} has no module {name!r}; it has "
             f"{', '.join(list(modules)[1:])[:300]}"
         )
+    if not any(k for k, p in model.named_parameters() if not k.startswith(f"{name}.")):
+        raise FlsuiteError(
+            f"trainer.aggregator.head: {name} has all parameters of {kind}; name a part of it"
+        )
     return f"{name}."
 
 

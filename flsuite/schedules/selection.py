@@ -29,8 +29,8 @@ class Selection(ABC):
     Attributes:
         last: By client, what its last valid update showed: its mean training loss, its samples, its
             round, and the virtual seconds of its fit (0 if they were measured).
-        silent: Clients that were chosen and have not sent a valid update since. The schedule adds
-            those that it starts.
+        silent: Clients whose last fit failed, and the version that it started from. The schedule
+            adds those that it starts, and removes those that are late.
     """
 
     def configure(self, sizes: Sequence[int], cohort: int) -> None:
@@ -45,7 +45,7 @@ class Selection(ABC):
         """
         self.sizes = np.asarray(sizes, dtype=np.float64)
         self.last: dict[int, tuple[float, int, int, float]] = {}
-        self.silent: set[int] = set()
+        self.silent: dict[int, int] = {}
 
     @abstractmethod
     def choose(self, number: int, clock: Clock, launcher: Launcher, attempt: int) -> list[int]:
@@ -64,17 +64,17 @@ class Selection(ABC):
         # A fit without a loss says nothing, so the client is as good as any.
         loss = loss if math.isfinite(loss) else 0.0
         self.last[update.client] = (loss, update.samples, update.round, seconds)
-        self.silent.discard(update.client)
+        self.silent.pop(update.client, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resume needs, as plain data."""
         last = {client: list(seen) for client, seen in self.last.items()}
-        return {"last": last, "silent": sorted(self.silent)}
+        return {"last": last, "silent": dict(self.silent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.last = {client: tuple(seen) for client, seen in state["last"].items()}
-        self.silent = set(state["silent"])
+        self.silent = dict(state["silent"])
 
 
 def _rounded_up(number: float) -> int:
@@ -140,14 +140,15 @@ class Oort(Selection, Settings):
     penalty: NonNegativeFloat = 2.0
 
     def choose(self, number: int, clock: Clock, launcher: Launcher, attempt: int) -> list[int]:
-        tried = self.last.keys() | self.silent
+        tried = self.last.keys() | self.silent.keys()
         known = launcher.available(sorted(tried), clock)
         new = len(self.sizes) - len(tried)
         wanted = min(new, max(_rounded_up(self.exploration * number), number - len(known)))
         explored = launcher.draw(wanted, clock, attempt, busy=tried) if wanted else []
 
         utilities = self._utilities(known, clock.round + 1)
-        best = sorted(known, key=lambda client: (-utilities[client], client))
+        # Of those that failed, the one that was chosen longest ago comes first.
+        best = sorted(known, key=lambda c: (-utilities[c], self.silent.get(c, -1), c))
         return sorted([*explored, *best[: number - len(explored)]])
 
     def _utilities(self, clients: Sequence[int], round: int) -> dict[int, float]:

@@ -215,7 +215,7 @@ class Synchronous(Schedule, Settings):
     def _choose(self, number: int, clock: Clock) -> list[int]:
         if isinstance(self.sampling, Selection):
             chosen = self.sampling.choose(number, clock, self._launcher, self._lost)
-            self.sampling.silent |= set(chosen)
+            self.sampling.silent |= dict.fromkeys(chosen, clock.round)
             return chosen
         return self._launcher.draw(number, clock, self._lost, weights=self._weights)
 
@@ -259,6 +259,8 @@ class Synchronous(Schedule, Settings):
             # Fits that have not ended by now are ignored.
             if fit.outcome == "late" or fit.ended > clock.seconds:
                 fit.ended, fit.outcome = clock.seconds, "late"
+                if isinstance(self.sampling, Selection):  # it has not failed
+                    self.sampling.silent.pop(fit.client, None)
         self._ended += sorted(self._cohort, key=lambda fit: (_end(fit), fit.client))
         self._cohort, self._arrived = [], {}
 

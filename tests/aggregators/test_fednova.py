@@ -1,5 +1,7 @@
 """FedNova without bias at unequal steps, FedAvg at equal ones, and the worth of a step."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -67,3 +69,29 @@ def test_the_worth_of_a_fits_steps(momentum: float, mu: float) -> None:
         factors = (1 - np.array([momentum**k for k in range(steps, 0, -1)])) / (1 - momentum)
         assert by_hand == pytest.approx(factors.sum())
     assert made.federation.log.server["tau_eff"] == pytest.approx(by_hand)
+
+
+def test_a_kept_momentum_counts_in_the_next_fit() -> None:
+    """The worth of a fit goes on from the momentum, as the model's own steps do."""
+    data = Synthetic(samples=60, clients=1, batch_size=1000)
+    model = table_model(lr=0.1, momentum=0.9)
+    made = run(FedNova(), 2, data, model=model, max_epochs=3, keep_optimizers=True)
+    moved, velocity, worth = 0.0, 0.0, []
+    for step in range(6):
+        velocity = 0.9 * velocity + 1.0
+        moved += velocity
+        if step in (2, 5):
+            worth.append(moved)
+            moved = 0.0
+    assert made.federation.log.server["tau_eff"] == pytest.approx(worth[1])
+
+
+def test_a_schedule_may_change_the_momentum() -> None:
+    class Cycled(type(table_model())):  # type: ignore[misc]
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.optimizers[0].param_groups[0]["momentum"] = 0.0
+
+    plain = table_model(lr=0.1, momentum=0.9)
+    data = Synthetic(samples=60, clients=1, batch_size=1000)
+    made = run(FedNova(), 1, data, model=Cycled(plain.backbone, plain.optimizer), max_epochs=4)
+    assert made.federation.log.server["tau_eff"] == pytest.approx(4.0)

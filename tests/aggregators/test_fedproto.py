@@ -5,6 +5,7 @@ import torch
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import FedProto, LocalOnly
+from flsuite.aggregators.fedproto import Prototypes, _Distance
 from flsuite.data import Pathological, Synthetic
 from tests.aggregators.federations import run
 
@@ -67,3 +68,27 @@ def test_the_term_brings_features_of_clients_together() -> None:
 def test_a_head_without_a_linear_layer_is_refused() -> None:
     with pytest.raises(FlsuiteError, match="must be linear"):
         run(FedProto(head="network.2"))
+
+
+def test_a_prototype_stays_where_no_client_of_the_round_has_the_class() -> None:
+    made = run(FedProto(), 1, data())
+    memory = made.federation.server.memory["objective"]
+    before = memory["prototypes"].clone()
+    rule = made.federation.aggregator.objective
+    only = {"classes": torch.tensor([0.0, 1.0, 0.0]), "features": torch.full((3, 8), 2.0)}
+    rule.conclude(made.federation.server.of("objective"), only, 1)
+    after = made.federation.server.memory["objective"]["prototypes"]
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+    assert torch.equal(after[1], torch.full((8,), 2.0))
+
+
+def test_a_class_without_a_prototype_pulls_nothing() -> None:
+    settings = Prototypes("network.3.", 1.0, (3, 8))
+    distance = _Distance(None, settings)  # type: ignore[arg-type]
+    distance.prototypes, distance.known = torch.zeros(3, 8), torch.tensor([0.0, 1.0, 0.0])
+    distance.batch = (torch.zeros(2, 5), torch.tensor([0, 1])), 0
+    features = torch.ones(2, 8, requires_grad=True)
+    distance.term(features).backward()
+    assert features.grad is not None
+    assert torch.equal(features.grad[0], torch.zeros(8))
+    assert (features.grad[1] > 0).all()

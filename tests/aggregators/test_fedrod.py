@@ -55,7 +55,7 @@ def test_clients_with_few_classes_gain_by_their_own_head() -> None:
 
 def test_a_head_of_several_layers_is_refused() -> None:
     with pytest.raises(FlsuiteError, match="needs a linear head"):
-        run(FedRoD(head="network"))
+        run(FedRoD(head="network.1"))
 
 
 def test_a_private_head_is_refused() -> None:

@@ -4,12 +4,15 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from flsuite.aggregators import IFCA, FedAvg
+from flsuite.aggregators import IFCA, FedAvg, Server
+from flsuite.aggregators.ifca import _shuffled
+from flsuite.aggregators.part import ServerTools
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.models import MLP, Classifier
-from tests.aggregators.federations import assert_same_models, federation, run
+from flsuite.state import StateLayout, clone, scaled
+from tests.aggregators.federations import assert_equal, assert_same_models, federation, run
 
 
 class Opposite(FederatedDataModule):
@@ -53,3 +56,26 @@ def test_bytes_down_are_all_models_and_bytes_up_one() -> None:
     assert three.bytes_down == pytest.approx(3 * one.bytes_down, rel=0.01)
     assert three.bytes_up == pytest.approx(one.bytes_up, rel=0.02)
     assert_same_models(run(IFCA(3), 2), run(IFCA(3), 2))
+
+
+def test_a_cluster_without_clients_keeps_its_model() -> None:
+    made = run(IFCA(3), 1)
+    server = made.federation.server.of("rule")
+    before = {c: clone(m) for c, m in server.memory["models"].items()}
+    rule = made.federation.aggregator.rule
+    sums = {
+        "weights": {"0": 2.0, "1": 0.0, "2": 0.0},
+        "models": {c: scaled(made.federation.state, 2.0) for c in "012"},
+    }
+    rule.result(server, sums, [])
+    for c, model in before.items():
+        assert_equal(model, server.memory["models"][c])
+
+
+def test_tied_weights_stay_tied_in_every_cluster() -> None:
+    state = {"a": torch.arange(6.0), "b": torch.arange(6.0), "c": torch.rand(6)}
+    layout = StateLayout(("a", "b", "c"), clients=2)
+    shuffled = _shuffled(Server(state, layout, ServerTools()), "1")
+    assert torch.equal(shuffled["a"], shuffled["b"])
+    assert not torch.equal(shuffled["a"], state["a"])
+    assert torch.equal(shuffled["a"].sort().values, state["a"])

@@ -1,14 +1,21 @@
 """MOON without its term is FedAvg, and its gradient is that of the loss with the term."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD
 
-from flsuite.aggregators import MOON, FedAvg
+from flsuite import FlsuiteError
+from flsuite.aggregators import MOON, FedAvg, FedProto, FedRep, FedRoD
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.features import FeatureTerm
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives import Objective, Proximal
+from flsuite.data import Synthetic
+from flsuite.models import MLP, Classifier
+from flsuite.models.backbones import Backbone
 from tests.aggregators.federations import assert_same_models, run, table_model
 
 
@@ -37,6 +44,11 @@ class _OfFeatures(Objective):
         return [_Squares("network.3.")]
 
 
+class _OfInputs(Objective):
+    def callbacks(self, client):  # type: ignore[no-untyped-def]
+        return [_Squares("network.2.")]
+
+
 def test_a_term_of_the_features_acts_like_a_loss_with_it() -> None:
     class WithTerm(type(table_model())):  # type: ignore[misc]
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -62,3 +74,41 @@ def test_similar_features_cost_less() -> None:
     near, far = (float(term.term(torch.tensor([z]))) for z in ([1.0, 0.0], [0.0, 1.0]))
     assert near == pytest.approx(2.0 * float(torch.log1p(torch.exp(torch.tensor(-2.0)))))
     assert far == pytest.approx(near + 2.0 * 2.0)
+
+
+def test_the_term_counts_once_when_batches_are_accumulated() -> None:
+    """Two accumulated batches are one step with the mean of their gradients."""
+    made = [
+        run(
+            Aggregator(objective=objective),
+            1,
+            Synthetic(
+                features=5, classes=3, samples=60, clients=1, batch_size=size, val_fraction=0.0
+            ),
+            model=Classifier(MLP((8,)), partial(SGD, lr=0.05)),
+            accumulate_grad_batches=batches,
+        )
+        for size, batches, objective in ((24, 2, _OfInputs()), (48, 1, _OfInputs()))
+    ]
+    for name, value in made[0].federation.state.items():
+        torch.testing.assert_close(made[1].federation.state[name], value)
+
+
+def test_a_head_may_change_its_input_in_place() -> None:
+    def end(inplace: bool) -> dict[str, Tensor]:
+        class Net(Backbone):
+            def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+                head = nn.Sequential(nn.ReLU(inplace), nn.Linear(8, outputs))
+                return nn.Sequential(nn.Linear(shape[0], 8), head)
+
+        model = Classifier(Net(), partial(SGD, lr=0.05))
+        return run(MOON(mu=5.0, head="network.1"), 3, model=model).federation.state
+
+    out_of_place, in_place = end(False), end(True)
+    assert all(torch.equal(v, in_place[k]) for k, v in out_of_place.items())
+
+
+@pytest.mark.parametrize("make", [MOON, FedProto, FedRep, FedRoD])
+def test_an_objective_of_the_config_is_not_dropped(make: type[Aggregator]) -> None:
+    with pytest.raises(FlsuiteError, match="an objective of its own; leave Proximal out"):
+        run(make(objective=Proximal(1.0)), 1, max_epochs=2)

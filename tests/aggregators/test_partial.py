@@ -40,3 +40,9 @@ def test_without_batchnorm_there_is_nothing_to_keep() -> None:
 def test_a_model_that_does_not_name_its_head_is_told_how() -> None:
     with pytest.raises(FlsuiteError, match="does not name its head"):
         run(FedPer(), 1, Quadratics((1.0, 2.0), (0.0, 1.0)), model=Quadratic())
+
+
+@pytest.mark.parametrize("make", [FedPer, LGFedAvg])
+def test_a_head_of_the_whole_network_is_refused(make: type[FedAvg]) -> None:
+    with pytest.raises(FlsuiteError, match="network has all parameters"):
+        run(make(head="network"), 1)

@@ -5,7 +5,7 @@ import torch
 from torch.optim import SGD
 
 from flsuite.aggregators import FedAvg, QFedAvg
-from tests.aggregators.federations import Quadratic, Quadratics, federation, run
+from tests.aggregators.federations import Quadratic, Quadratics, federation, optimum, run
 
 
 def test_with_q_zero_it_is_fedavg_with_uniform_weights() -> None:
@@ -36,3 +36,7 @@ def test_a_larger_q_makes_losses_more_alike() -> None:
         return abs(0.5 * w**2 - 5 * (w - 1) ** 2)
 
     assert gap(5.0) < gap(1.0) < gap(0.0)
+
+
+def test_losses_of_zero_leave_the_model() -> None:
+    assert optimum(QFedAvg(40.0), Quadratics((1.0, 1.0), (0.0, 0.0)), 2) == 0.0

@@ -21,7 +21,28 @@ import psutil
 import torch
 from lightning.pytorch import Callback
 
-from flsuite.aggregators import FedAvg, FedBuff
+from flsuite.aggregators import (
+    APFL,
+    IFCA,
+    MOON,
+    Aggregator,
+    Ditto,
+    FedALA,
+    FedAvg,
+    FedBABU,
+    FedBuff,
+    FedDyn,
+    FedExP,
+    FedNova,
+    FedPer,
+    FedProto,
+    FedRep,
+    FedRoD,
+    LGFedAvg,
+    PerFedAvg,
+    PFedMe,
+    QFedAvg,
+)
 from flsuite.callbacks import FederationCallback
 from flsuite.callbacks.base import Affects
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
@@ -29,6 +50,7 @@ from flsuite.engines import Engine, InProcess, Processes
 from flsuite.metrics.fisher import fisher_diagonal, measuring
 from flsuite.models import (
     ACVAE,
+    CNN,
     Classifier,
     ClientModel,
     FusedSpaceFed,
@@ -529,6 +551,32 @@ def robust(rounds: int) -> None:
     measure_rules(max(3, rounds // 3))
 
 
+PERSONAL: tuple[type[Aggregator], ...] = (
+    FedAvg, FedPer, LGFedAvg, FedBABU, FedRoD, FedALA, FedProto, Ditto, APFL, PFedMe, PerFedAvg,
+    FedDyn, FedNova, MOON, FedExP, QFedAvg, IFCA, FedRep,
+)  # fmt: skip
+
+
+def personal(rounds: int) -> None:
+    """Compare the personal and corrected methods with FedAvg, in alternating blocks of rounds."""
+    module = RandomImages(3200, (1, 28, 28), clients=16)
+    module.batch_size = 20
+    seconds: dict[str, list[float]] = {method.__name__: [] for method in PERSONAL}
+    for _ in range(3):
+        for method in PERSONAL:
+            clock = Clock()
+            # One of FedRep's two epochs trains the head alone.
+            epochs = 2 if method is FedRep else 1
+            federation(
+                module, CNN(channels=(8, 16), hidden=(64,), padding=False), max(4, rounds // 3),
+                InProcess(), clock, aggregator=method(), max_epochs=epochs,
+            )  # fmt: skip
+            seconds[method.__name__] += clock.seconds[1:]
+    report("CNN, 16 clients x 200, batches of 20", **seconds)
+    for name, times in seconds.items():
+        print(f"    {name} takes {ratio(times, seconds['FedAvg']):.2f} x as long as FedAvg")
+
+
 def _mlp() -> Backbone:
     from flsuite.models import MLP
 
@@ -565,6 +613,7 @@ CASES = {
     "fused": fused,
     "fisher": fisher,
     "robust": robust,
+    "personal": personal,
 }
 LONG = {"soak": soak}  # only by name
 

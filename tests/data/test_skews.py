@@ -88,9 +88,7 @@ def test_wrong_labels_are_in_training_alone_and_more_on_some_clients() -> None:
     assert noisy.train.y.max() < 10
 
 
-def test_no_skew_is_bit_for_bit_as_before_and_a_run_resumes(tmp_path: Path) -> None:
-    assert torch.equal(split(FeatureSkew()).train.x, split(None).train.x)
-
+def test_a_run_resumes(tmp_path: Path) -> None:
     def data() -> Digits:
         return Digits(clients=3, train_samples=200, skew=FeatureSkew(rotation=45.0))
 
@@ -105,3 +103,15 @@ def test_a_table_has_no_images() -> None:
     module = Synthetic(clients=3, skew=FeatureSkew(rotation=10.0))
     with pytest.raises(FlsuiteError, match="changes images"):
         module.setup()
+
+
+def test_the_noise_of_a_clients_splits_differs() -> None:
+    plain, skewed = split(None), split(FeatureSkew(noise=0.3))
+    noise = [images(skewed, 0, name)[:5] - images(plain, 0, name)[:5] for name in ("train", "test")]
+    apart = [(one.abs() > 0).float() for one in noise]
+    assert not torch.equal(*apart)
+
+
+def test_a_skew_that_changes_nothing_is_refused() -> None:
+    with pytest.raises(FlsuiteError, match="changes nothing; set one of rotation"):
+        FeatureSkew()

@@ -12,6 +12,7 @@ from flsuite.data import (
     IID,
     DataSpec,
     DataSplit,
+    Digits,
     Dirichlet,
     FederatedData,
     FederatedDataModule,
@@ -397,3 +398,12 @@ def test_several_labels_per_sample_are_refused() -> None:
         match="TaskSequence needs one class per sample",
     ):
         task_data(Labels(clients=2, partition=IID()), tasks=1, classes_per_task=2)
+
+
+def test_clients_outside_the_federation_have_tasks_too() -> None:
+    data = Digits(clients=5, unseen_clients=0.4)
+    module = TaskSequence(data, tasks=2, classes_per_task=5, rounds_per_task=1)
+    module.setup()
+    view = module.federated.at(1)
+    assert view.clients == 3 and view.unseen == 2
+    assert all(len(view.train.rows[client]) for client in range(5))

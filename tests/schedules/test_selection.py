@@ -87,10 +87,10 @@ def test_a_client_that_fails_comes_last_until_it_answers() -> None:
     selection, launcher = configured(PowerOfChoice(1.0))
     tell(selection, [0.1, 0.2, 0.3])
     assert selection.choose(2, Clock(1), launcher, 0) == [3, 4], "new clients come first"
-    selection.silent |= {3, 4}
+    selection.silent |= {3: 1, 4: 1}
     tell(selection, [0.1, 0.2, 0.3, 0.4])
     assert selection.choose(2, Clock(2), launcher, 0) == [3, 5], "client 4 has failed"
-    selection.silent |= {3, 5}
+    selection.silent |= {3: 2, 5: 2}
     again, _ = configured(PowerOfChoice(1.0))
     again.load_state_dict(selection.state_dict())
     assert again.choose(3, Clock(3), launcher, 0) == [0, 1, 2]
@@ -188,3 +188,17 @@ def test_a_guarantee_of_privacy_needs_another_draw() -> None:
 def test_fewer_candidates_than_clients_per_round_are_refused() -> None:
     with pytest.raises(FlsuiteError, match="set candidates between them"):
         run(FedAvg(), schedule=Synchronous(3, sampling=PowerOfChoice(2)))
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_a_late_client_has_not_failed(make: Callable[[], Selection]) -> None:
+    schedule = Synchronous(2, sampling=make(), over_selection=1.5, speeds=LogNormal())
+    made = run(FedAvg(), 6, table_data(6), schedule=schedule)
+    assert made.schedule.metrics()["late"] > 0
+    assert made.schedule.sampling.silent == {}
+
+
+def test_of_those_that_failed_the_one_chosen_longest_ago_comes_first() -> None:
+    oort, launcher = configured(Oort(exploration=0.0))
+    oort.silent = {0: 4, 1: 2, 2: 3, 3: 4, 4: 4, 5: 4}
+    assert oort.choose(2, Clock(5), launcher, 0) == [1, 2]

@@ -96,3 +96,10 @@ def mixed(old: Tensor, new: Tensor, rate: float) -> Tensor:
     if rate in (0.0, 1.0):
         return new if rate else old
     return torch.lerp(old.double(), new.double(), rate)
+
+
+def split_buffers(state: State, layout: StateLayout) -> tuple[State, State]:
+    """Return a state's parameters and its buffers, whose mean takes no step of a rule."""
+    parameters = frozenset(layout.parameters)
+    buffers = {name: value for name, value in state.items() if name not in parameters}
+    return {name: state[name] for name in state if name in parameters}, buffers

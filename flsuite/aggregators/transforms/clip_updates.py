@@ -23,7 +23,10 @@ class ClipUpdates(Transform, Settings):
     norm: Radius = 1.0
 
     needs = frozenset({"dense changes"})
-    withholds = {"plain updates": "clips every update that arrives"}
+    withholds = {
+        "plain updates": "clips every update that arrives",
+        "exact changes": "shortens them",
+    }
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         payload, fit.metrics["update_norm"] = clipped(payload, self.norm)
