@@ -285,6 +285,63 @@ MUTATIONS = [
         "self._cross / self._plain.count",
         "metrics/test_dissimilarity.py",
     ),
+    Mutation(
+        "FedDyn divides by the cohort",
+        "aggregators/feddyn.py",
+        "share = self.alpha * len(updates) / server.layout.clients",
+        "share = self.alpha",
+        "aggregators/test_twins.py",
+    ),
+    Mutation(
+        "MOON pushes features from the global model's",
+        "aggregators/moon.py",
+        "log_softmax(1)[:, 0]",
+        "log_softmax(1)[:, 1]",
+        "aggregators/test_twins.py",
+    ),
+    Mutation(
+        "FedALA forgets its weights",
+        "aggregators/fedala.py",
+        'notes["weights"] = clone(weights)',
+        "clone(weights)",
+        "aggregators/test_twins.py",
+    ),
+    Mutation(
+        "FedRep trains the body with the head",
+        "aggregators/fedrep.py",
+        "parameter.requires_grad_(name.startswith(self.settings.head) == self.is_for_head)",
+        "parameter.requires_grad_(True)",
+        "aggregators/test_twins.py",
+    ),
+    Mutation(
+        "Ditto pulls to the model that was just trained",
+        "aggregators/ditto.py",
+        "self.w = {name: w[name].to(v.device) for name, v in self.personal.parameters.items()}",
+        "self.w = {k: v for k, v in pl_module.named_parameters() if k in self.personal.parameters}",
+        "aggregators/test_twins.py",
+    ),
+    Mutation(
+        "APFL's local gradient lacks the factor alpha",
+        "aggregators/apfl.py",
+        "{name: self.alpha * value for name, value in gradient.items()}",
+        "gradient",
+        "aggregators/test_twins.py",
+    ),
+    Mutation(
+        "pFedMe starts anew for every batch",
+        "aggregators/pfedme.py",
+        "        w = self._own(pl_module)\n        for _",
+        "        w = self._own(pl_module)\n"
+        "        [v.data.copy_(w[k]) for k, v in self.theta.parameters.items()]\n        for _",
+        "aggregators/test_twins.py",
+    ),
+    Mutation(
+        "clients outside the federation take part in pooled training",
+        "data/federated.py",
+        "return rows.values[: int(rows.offsets[self.clients])]",
+        "return rows.values",
+        "data/test_module.py",
+    ),
 ]
 
 

@@ -478,3 +478,12 @@ def test_impossible_numbers_are_refused(kwargs: dict[str, int]) -> None:
         FlsuiteError, match=f"Images: {next(iter(kwargs))} must be at least 1, got 0"
     ):
         Images(**kwargs)
+
+
+def test_pooled_training_leaves_out_clients_outside_the_federation() -> None:
+    module = Digits(clients=5, unseen_clients=0.4)
+    module.setup()
+    data = module.federated
+    inside = [row for client in range(3) for row in data.train_rows(client).tolist()]
+    assert sorted(data.train_rows(POOLED).tolist()) == sorted(inside)
+    assert data.samples(POOLED) == len(inside)
