@@ -173,8 +173,8 @@ def _last(path: object) -> str:
 
 def _owners(key: str) -> list[str]:
     """Return the paths of the classes that a setting may belong to."""
-    if key == "monitor":  # another model logs other scores
-        return ["model"]
+    if key == "monitor":  # its default depends on the scores, and on who has a model of its own
+        return ["model", "model.private", "aggregator", "data.val_fraction"]
     parts = key.split(".")
     owners = [".".join(parts[:n]) for n in range(1, len(parts))]
     # A digest tells data of one class apart. Another class has other content anyway.

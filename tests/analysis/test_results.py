@@ -98,6 +98,13 @@ def test_a_method_is_named_by_what_differs(tmp_path: Path) -> None:
     assert set(load(tmp_path / "a", tmp_path / "b")["partition"]) == {MILD}
 
 
+def test_the_default_monitor_of_personal_models_is_no_difference(tmp_path: Path) -> None:
+    for method, monitor in (("FedAvg", "accuracy"), ("LocalOnly", "accuracy_client_mean")):
+        rows = [("global", "test", monitor, [0.5])]
+        made_run(tmp_path / method, settings(method, 1, monitor=monitor), rows)
+    assert set(load(tmp_path)["method"]) == {"FedAvg", "LocalOnly"}
+
+
 def test_a_sweep_names_methods_and_its_trials_are_no_results(tmp_path: Path) -> None:
     """Tuned values differ from grid point to grid point, and the method is still one."""
     rows = [("global", "test", "accuracy", [0.5])]
