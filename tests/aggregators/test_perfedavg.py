@@ -58,3 +58,11 @@ def test_a_single_batch_serves_as_both(order: Order) -> None:
 def test_batches_that_make_one_step_together_are_refused() -> None:
     with pytest.raises(FlsuiteError, match="leave out accumulate_grad_batches"):
         run(PerFedAvg(), 1, accumulate_grad_batches=2)
+
+
+def test_the_difference_of_gradients_is_not_rounded_to_half_precision() -> None:
+    full, mixed = (
+        run(PerFedAvg(1.0, "hessian_free"), 1, precision=precision, max_epochs=2).federation.state
+        for precision in ("32-true", "bf16-mixed")
+    )
+    assert (full["network.0.weight"] - mixed["network.0.weight"]).abs().max() < 0.02

@@ -307,3 +307,9 @@ def test_other_models_than_the_first_are_not_stepped_or_clipped() -> None:
         IFCA(server_optimizer=partial(SGD, lr=0.1))
     with pytest.raises(FlsuiteError, match="one of several models"):
         run(IFCA(transforms=[ClipUpdates(1.0)]))
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused() -> None:
+    model = Classifier(Normalised(), optimizer=torch.optim.LBFGS)
+    with pytest.raises(FlsuiteError, match="choose another optimizer"):
+        run(Ditto(), 1, model=model)

@@ -99,7 +99,7 @@ def mixed(old: Tensor, new: Tensor, rate: float) -> Tensor:
 
 
 def split_buffers(state: State, layout: StateLayout) -> tuple[State, State]:
-    """Return a state's parameters and its buffers, whose mean takes no step of a rule."""
+    """Split a state into its parameters, which a rule steps, and its buffers, which it averages."""
     parameters = frozenset(layout.parameters)
     buffers = {name: value for name, value in state.items() if name not in parameters}
     return {name: state[name] for name in state if name in parameters}, buffers
