@@ -361,6 +361,26 @@ def wide(state: Mapping[str, Tensor]) -> State:
     }
 
 
+def shuffled(state: State, names: Iterable[str], generator: torch.Generator) -> State:
+    """Return a state whose named entries have their values in another order. Others are shared.
+
+    Tied weights stay tied: equal tensors take the order of the first.
+
+    Args:
+        state: A state.
+        names: The entries to shuffle. Names that it lacks are passed over.
+        generator: Source of randomness.
+    """
+    new = dict(state)
+    for name in (name for name in names if name in new):
+        order = torch.randperm(state[name].numel(), generator=generator)
+        done = (k for k in new if k != name and new[k] is not state[k])
+        first = next((k for k in done if torch.equal(state[k], state[name])), None)
+        mixed = state[name].flatten()[order].view_as(state[name])
+        new[name] = mixed if first is None else new[first]
+    return new
+
+
 def cast(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
     """Return the values of ``state`` in the dtypes and order of ``like``, for its entries only."""
     return {name: state[name].to(value.dtype, copy=True) for name, value in like.items()}

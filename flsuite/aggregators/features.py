@@ -29,6 +29,22 @@ def classes_of(batch: Any, method: str) -> Tensor:
     )
 
 
+def shape_of(model: LightningModule, head: str) -> tuple[int, int]:
+    """Return a head's numbers of outputs and of inputs.
+
+    Raises:
+        FlsuiteError: If its first layer is not linear.
+    """
+    parts = list(model.get_submodule(head.rstrip(".")).modules())
+    layers = [layer for layer in parts if any(True for _ in layer.parameters(recurse=False))]
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if linear and linear[0] is layers[0]:
+        return linear[-1].out_features, linear[0].in_features
+    raise FlsuiteError(
+        f"this aggregator reads the inputs of {head}, whose first layer must be linear; set head"
+    )
+
+
 class FeatureTerm(Callback, ABC):
     """Adds a term of the features to the loss of every training step.
 

@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives import Objective
-from flsuite.aggregators.second_model import SecondModel
+from flsuite.aggregators.second_model import SecondModel, at_least_two
 from flsuite.arguments import Fraction, NonNegativeFloat, PositiveInt, Settings
 from flsuite.messages import ClientContext
 from flsuite.state import State, clone, load_
@@ -80,31 +77,22 @@ class _Start(Callback):
         weights |= {k: value.to(device) for k, value in notes.get("weights", {}).items()}
 
         passes = 1 if "weights" in notes else _MOST_PASSES
-        self._learn(trainer, model, weights, v, w_up, passes)
+        self._learn(model, weights, v, w_up, passes)
         load_(pl_module.state_dict(), {k: v[k].lerp(w_up[k], weights[k]) for k in names})
         notes["weights"] = clone(weights)
 
-    def _learn(
-        self,
-        trainer: Trainer,
-        model: SecondModel,
-        weights: State,
-        v: State,
-        w: State,
-        passes: int,
-    ) -> None:
+    def _learn(self, model: SecondModel, weights: State, v: State, w: State, passes: int) -> None:
         """Descend along ``W``: its gradient is the model's times ``w - v`` (eq. 5)."""
-        loader: Any = trainer.train_dataloader
+        loader: Any = model.trainer.train_dataloader
         samples = max(1, round(self.settings.samples * self.client.samples))
         before = float("inf")
         for _ in range(passes):
             total = 0.0
             for index, batch in enumerate(loader.plain_batches(samples, loader.data.batch_size)):
                 start = {k: v[k].lerp(w[k], weights[k]) for k in weights}
-                batch = _of_two(trainer.strategy.batch_to_device(batch))
-                loss, gradient = model.loss_and_gradient(
-                    batch, index, {**model.parameters, **start}
-                )
+                batch = at_least_two(model.trainer.strategy.batch_to_device(batch))
+                at = {**model.parameters, **start}
+                loss, gradient = model.loss_and_gradient(batch, index, at)
                 total += float(loss)
                 for k, slope in gradient.items():
                     if k in weights:
@@ -126,10 +114,3 @@ class _Start(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own = pl_module.state_dict()
         self.client.memory["local"] = clone({k: own[k] for k in self.client.global_state})
-
-
-def _of_two(batch: Any) -> Any:
-    """Return a batch of one sample as two of them, because BatchNorm cannot train on one."""
-    if extract_batch_size(batch) > 1:
-        return batch
-    return apply_to_collection(batch, Tensor, lambda part: torch.cat([part, part]))

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.features import FeatureTerm, classes_of
+from flsuite.aggregators.features import FeatureTerm, classes_of, shape_of
 from flsuite.aggregators.objectives import Objective
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.partial import HeadAware
 from flsuite.arguments import NonNegativeFloat, Settings
-from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.models.modes import evaluating
 from flsuite.state import State, StateLayout, Tree
@@ -45,15 +44,7 @@ class FedProto(HeadAware):
 
     def bound(self, model: LightningModule) -> Aggregator:
         head = self.head_of(model)
-        parts = list(model.get_submodule(head.rstrip(".")).modules())
-        layers = [layer for layer in parts if any(True for _ in layer.parameters(recurse=False))]
-        linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-        if not linear or linear[0] is not layers[0]:
-            raise FlsuiteError(
-                f"FedProto reads the inputs of {head}, whose first layer must be linear; set head"
-            )
-        shape = linear[-1].out_features, linear[0].in_features
-        return self.with_objective(Prototypes(head, self.lam, shape), ["*"])
+        return self.with_objective(Prototypes(head, self.lam, shape_of(model, head)), ["*"])
 
 
 @dataclass(frozen=True)
@@ -113,13 +104,9 @@ class _Distance(FeatureTerm):
         self.known = received["known"].to(pl_module.device)
 
     def term(self, features: Tensor) -> Tensor:
-        y = self.labels()
+        y = classes_of(self.batch[0], "FedProto")
         distance = (features - self.prototypes[y]).square().mean(1)
         return self.settings.lam * (distance * self.known[y]).mean()
-
-    def labels(self) -> Tensor:
-        """Return the classes of the current batch, ``(n,)``."""
-        return classes_of(self.batch[0], "FedProto")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send the sums of the trained model's features by class, per sample of the client."""
@@ -129,7 +116,7 @@ class _Distance(FeatureTerm):
         with evaluating(pl_module):
             for index, batch in enumerate(loader.plain_batches()):
                 self.batch = trainer.strategy.batch_to_device(batch), index
-                y = self.labels().cpu()
+                y = classes_of(self.batch[0], "FedProto").cpu()
                 sums.index_add_(0, y, self.features_at({}).cpu())
                 counts += torch.bincount(y, minlength=classes)
         super().on_train_end(trainer, pl_module)

@@ -20,7 +20,7 @@ from flsuite.arguments import PositiveInt, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.random import torch_generator
-from flsuite.state import State, StateLayout, Tree, cast, divided, load_, scaled
+from flsuite.state import State, StateLayout, Tree, cast, divided, load_, scaled, shuffled
 
 
 class IFCA(Aggregator):
@@ -96,20 +96,9 @@ def _others(server: Server, clusters: int) -> dict[str, State]:
     """Return the models of the clusters but the first, in another order at first."""
     if kept := server.memory.get("models"):
         return kept
-    return {str(c): _shuffled(server, c) for c in range(1, clusters)}
-
-
-def _shuffled(server: Server, cluster: int) -> State:
-    generator = torch_generator(server.tools.seed, f"ifca/{cluster}")
-    new: State = dict(server.state)
-    for name in (name for name in server.layout.parameters if name in new):
-        value = server.state[name]
-        order = torch.randperm(value.numel(), generator=generator)
-        # Tied weights stay tied: equal tensors take the order of the first.
-        equal = (k for k in new if k != name and new[k] is not server.state[k])
-        first = next((k for k in equal if torch.equal(server.state[k], value)), None)
-        new[name] = value.flatten()[order].view_as(value) if first is None else new[first]
-    return new
+    draws = {c: torch_generator(server.tools.seed, f"ifca/{c}") for c in range(1, clusters)}
+    parameters = server.layout.parameters
+    return {str(c): shuffled(server.state, parameters, draw) for c, draw in draws.items()}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The loss of a model's training step at weights that are not its own."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -60,6 +60,53 @@ def loss_at(
         step = {f"module.{name}": value for name, value in named.items()}
         loss: Tensor = torch.func.functional_call(_Step(module), step, (batch, index))
     return loss
+
+
+def loss_and_gradient(
+    trainer: Trainer,
+    module: LightningModule,
+    parameters: Mapping[str, Tensor],
+    batch: Any,
+    index: int,
+    buffers: Mapping[str, Tensor] | None = None,
+    in_full: bool = False,
+) -> tuple[Tensor, State]:
+    """Return the loss of a training step at other weights, and its gradient.
+
+    Parameters that the loss does not depend on have no gradient, as in a training step. The other
+    arguments are those of :func:`loss_at`.
+
+    Args:
+        parameters: What the gradient is with respect to.
+        buffers: Other entries of the state dict.
+    """
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+        at = {**(buffers or {}), **leaves}
+        loss = loss_at(trainer, module, at, batch, index, in_full=in_full)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    used = zip(leaves, gradients, strict=True)
+    return loss.detach(), {name: value for name, value in used if value is not None}
+
+
+def hessian_product(
+    gradient_at: Callable[[State], State], at: Mapping[str, Tensor], vector: State, delta: float
+) -> State:
+    """Return the Hessian times a vector, by a central difference of gradients.
+
+    Rounding to half precision would be larger than the difference.
+
+    Args:
+        gradient_at: Returns the gradient at given weights, in full precision.
+        at: The weights at which the Hessian is taken.
+        vector: One tensor per entry of the weights.
+        delta: Step of the difference, as a multiple of the vector.
+    """
+    plus, minus = (
+        gradient_at({k: torch.add(p.detach(), vector[k], alpha=sign) for k, p in at.items()})
+        for sign in (delta, -delta)
+    )
+    return {k: (plus[k] - minus[k]) / (2 * delta) for k in at}
 
 
 def mean_loss(trainer: Trainer, module: LightningModule, weights: State) -> float:

@@ -4,23 +4,21 @@ Personalized Federated Learning: A Meta-Learning Approach, arXiv:2002.07948.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.losses import loss_at
+from flsuite.aggregators.losses import hessian_product, loss_and_gradient
 from flsuite.aggregators.objectives import Objective
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import scaler_of
 from flsuite.messages import ClientContext
-from flsuite.state import State
-
-Order = Literal["first", "hessian_free"]
+from flsuite.state import State, load_
 
 
 class PerFedAvg(FedAvg):
@@ -35,8 +33,7 @@ class PerFedAvg(FedAvg):
     Args:
         alpha: Rate of the adaptation step. With 0 this is FedAvg on every second batch.
         order: ``first`` leaves out the Hessian, as in FO-MAML. ``hessian_free`` approximates its
-            product with the gradient by a difference of gradients, on the second batch (eq. 9).
-            That takes two more gradients per pair.
+            product with the gradient by a difference of two more, on the second batch (eq. 9).
         delta: Step of the difference.
         kwargs: See FedAvg.
     """
@@ -44,7 +41,7 @@ class PerFedAvg(FedAvg):
     def __init__(
         self,
         alpha: NonNegativeFloat = 0.01,
-        order: Order = "first",
+        order: Literal["first", "hessian_free"] = "first",
         delta: PositiveFloat = 1e-3,
         **kwargs: Any,
     ) -> None:
@@ -57,7 +54,7 @@ class MetaGradient(Objective, Settings):
     """The gradient of the loss after one step of adaptation. See :class:`PerFedAvg`."""
 
     alpha: NonNegativeFloat = 0.01
-    order: Order = "first"
+    order: Literal["first", "hessian_free"] = "first"
     delta: PositiveFloat = 1e-3
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
@@ -70,15 +67,11 @@ class _Pairs(Callback):
         self.start: State = {}  # w, while the model holds w~
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if scaler_of(trainer) is not None or trainer.accumulate_grad_batches != 1:
+        is_simple = pl_module.automatic_optimization and len(trainer.optimizers) == 1
+        if not is_simple or scaler_of(trainer) or trainer.accumulate_grad_batches != 1:
             raise FlsuiteError(
-                "PerFedAvg steps on pairs of batches, without a gradient scaler; set "
-                "trainer.precision to bf16-mixed, and leave out accumulate_grad_batches"
-            )
-        if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
-            raise FlsuiteError(
-                "PerFedAvg needs one optimizer that Lightning steps; choose another model or "
-                "aggregator"
+                "PerFedAvg steps once per two batches, with one optimizer and no scaler; set "
+                "precision to bf16-mixed, leave out accumulate_grad_batches, or change the model"
             )
 
     def on_train_batch_start(
@@ -105,7 +98,8 @@ class _Pairs(Callback):
                 gradient[name].copy_(value)
 
         if self.settings.order == "hessian_free" and self.settings.alpha:
-            product = self._hessian_product(trainer, pl_module, own, gradient)
+            full = partial(self._gradient, trainer, pl_module, in_full=True)
+            product = hessian_product(full, own, gradient, self.settings.delta)
             for name, value in gradient.items():
                 value.sub_(product[name], alpha=self.settings.alpha)
 
@@ -113,42 +107,18 @@ class _Pairs(Callback):
         self._back_to_start(pl_module)  # of a pair that was cut off
 
     def _back_to_start(self, module: LightningModule) -> None:
-        for name, parameter in module.named_parameters():
-            if name in self.start:
-                parameter.data.copy_(self.start[name])
+        load_(module.state_dict(), self.start)
         self.start = {}
-
-    def _hessian_product(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        own: dict[str, Parameter],
-        gradient: State,
-    ) -> State:
-        """Return the Hessian times the gradient, by a central difference.
-
-        Rounding to half precision would be larger than the difference.
-        """
-        delta = self.settings.delta
-        plus, minus = (
-            {k: torch.add(p.detach(), gradient[k], alpha=sign) for k, p in own.items()}
-            for sign in (delta, -delta)
-        )
-        a, b = (self._gradient(trainer, module, at, in_full=True) for at in (plus, minus))
-        return {k: (a[k] - b[k]) / (2 * delta) for k in own}
 
     def _gradient(
         self, trainer: Trainer, module: LightningModule, at: State, in_full: bool = False
     ) -> State:
         """Return the gradient of the loss on the current batch at other weights."""
-        with torch.enable_grad():
-            leaves = [value.requires_grad_() for value in at.values()]
-            loss = loss_at(trainer, module, at, *self.batch, in_full=in_full)
-            gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        return dict(zip(at, gradients, strict=True))
+        _, used = loss_and_gradient(trainer, module, at, *self.batch, in_full=in_full)
+        return {name: used.get(name, torch.zeros_like(value)) for name, value in at.items()}
 
 
 def _is_last_step(trainer: Trainer) -> bool:
     is_last_epoch = trainer.current_epoch + 1 >= (trainer.max_epochs or 1)
-    is_last_batch = trainer.is_last_batch and is_last_epoch
-    return is_last_batch or trainer.global_step + 1 == trainer.max_steps
+    is_last = trainer.is_last_batch and is_last_epoch
+    return is_last or trainer.global_step + 1 == trainer.max_steps

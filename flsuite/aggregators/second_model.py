@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import LBFGS, Optimizer
 
-from flsuite.aggregators.losses import loss_at
+from flsuite.aggregators.losses import loss_and_gradient
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.state import State, clone
@@ -56,19 +58,14 @@ class SecondModel:
     ) -> tuple[Tensor, State]:
         """Return the loss on a batch, and its gradient.
 
-        Parameters that the loss does not depend on have no gradient, as in a training step.
-
         Args:
             batch: A batch on the model's device.
             index: Its number in the epoch.
             at: Other values of the parameters. Default: their own.
         """
         weights = self.parameters if at is None else at
-        leaves = {name: weights[name].detach().requires_grad_() for name in self.parameters}
-        loss = loss_at(self.trainer, self.module, {**self._buffers, **leaves}, batch, index)
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        used = zip(leaves, gradients, strict=True)
-        return loss.detach(), {name: value for name, value in used if value is not None}
+        own = {name: weights[name] for name in self.parameters}
+        return loss_and_gradient(self.trainer, self.module, own, batch, index, self._buffers)
 
     def step(self, gradient: State) -> None:
         """Take one step of the optimizers, with the present settings of the model's own.
@@ -140,6 +137,13 @@ def pulled(gradient: State, pull: State, weight: float) -> State:
         name: gradient[name].add(own, alpha=weight) if name in gradient else weight * own
         for name, own in pull.items()
     }
+
+
+def at_least_two(batch: Any) -> Any:
+    """Return a batch of one sample as two of them, because BatchNorm cannot train on one."""
+    if extract_batch_size(batch) > 1:
+        return batch
+    return apply_to_collection(batch, Tensor, lambda part: torch.cat([part, part]))
 
 
 def base_rate(optimizer: Optimizer) -> float:

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from flsuite.aggregators import IFCA, FedAvg, Server
-from flsuite.aggregators.ifca import _shuffled
-from flsuite.aggregators.part import ServerTools
+from flsuite.aggregators import IFCA, FedAvg
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.models import MLP, Classifier
-from flsuite.state import StateLayout, clone, scaled
+from flsuite.random import torch_generator
+from flsuite.state import clone, scaled, shuffled
 from tests.aggregators.federations import assert_equal, assert_same_models, federation, run
 
 
@@ -74,8 +73,7 @@ def test_a_cluster_without_clients_keeps_its_model() -> None:
 
 def test_tied_weights_stay_tied_in_every_cluster() -> None:
     state = {"a": torch.arange(6.0), "b": torch.arange(6.0), "c": torch.rand(6)}
-    layout = StateLayout(("a", "b", "c"), clients=2)
-    shuffled = _shuffled(Server(state, layout, ServerTools()), "1")
-    assert torch.equal(shuffled["a"], shuffled["b"])
-    assert not torch.equal(shuffled["a"], state["a"])
-    assert torch.equal(shuffled["a"].sort().values, state["a"])
+    mixed = shuffled(state, ["a", "b", "c", "of another model"], torch_generator(0, "ifca"))
+    assert torch.equal(mixed["a"], mixed["b"])
+    assert not torch.equal(mixed["a"], state["a"])
+    assert torch.equal(mixed["a"].sort().values, state["a"])

@@ -1,6 +1,6 @@
 """Per-FedAvg without an inner step is FedAvg on its second batches, and its gradient is exact."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from torch.optim import SGD
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import FedAvg, PerFedAvg
-from flsuite.aggregators.perfedavg import Order
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,
@@ -36,7 +35,7 @@ def test_without_an_inner_step_it_is_fedavg_on_the_second_batches() -> None:
 
 
 @pytest.mark.parametrize("order", ["first", "hessian_free"])
-def test_the_gradient_on_a_quadratic_is_exact(order: Order) -> None:
+def test_the_gradient_on_a_quadratic_is_exact(order: Literal["first", "hessian_free"]) -> None:
     """At ``w``: ``a (w~ - m)`` with ``w~ = w - alpha a (w - m)``, times ``1 - alpha a``."""
     a, m, alpha, rate = 3.0, 2.0, 0.1, 0.05
     made = federation(PerFedAvg(alpha, order, delta=1e-2), 1, max_epochs=2)
@@ -47,7 +46,7 @@ def test_the_gradient_on_a_quadratic_is_exact(order: Order) -> None:
 
 
 @pytest.mark.parametrize("order", ["first", "hessian_free"])
-def test_a_single_batch_serves_as_both(order: Order) -> None:
+def test_a_single_batch_serves_as_both(order: Literal["first", "hessian_free"]) -> None:
     a, m, alpha, rate = 3.0, 2.0, 0.1, 0.05
     made = federation(PerFedAvg(alpha, order, delta=1e-2), 1, max_epochs=1)
     made.fit(Quadratic(lambda p: SGD(p, lr=rate)), Quadratics((a,), (m,)))
@@ -58,6 +57,13 @@ def test_a_single_batch_serves_as_both(order: Order) -> None:
 def test_batches_that_make_one_step_together_are_refused() -> None:
     with pytest.raises(FlsuiteError, match="leave out accumulate_grad_batches"):
         run(PerFedAvg(), 1, accumulate_grad_batches=2)
+
+
+def test_a_model_that_steps_itself_is_refused() -> None:
+    model = table_model()
+    model.automatic_optimization = False
+    with pytest.raises(FlsuiteError, match="change the model"):
+        run(PerFedAvg(), 1, model=model)
 
 
 def test_the_difference_of_gradients_is_not_rounded_to_half_precision() -> None:
