@@ -37,6 +37,7 @@ class Cell:
         overrides: All changes of the run to the sweep's config.
         folder: The run's folder, relative to the folder of the sweep.
         is_trial: Whether it is a trial of the tuning instead of a result.
+        source: The cell whose trained client models it merges, if it does not train its own.
     """
 
     method: str
@@ -45,6 +46,7 @@ class Cell:
     overrides: Overrides
     folder: Path
     is_trial: bool
+    source: "Cell | None" = None
 
     # Two cells are the same run if they have the same folder. Overrides cannot be hashed.
     def __eq__(self, other: object) -> bool:
@@ -76,7 +78,9 @@ def cell(
     folder = "-".join(filter(None, (method, _file_name(label_of(point)), _digest(sweep, changes))))
     place = Path("tuning", folder) if is_trial else Path(folder)
     overrides = {**sweep.shared, **changes}
-    return Cell(method, label_of(point), seed, overrides, place / f"seed-{seed}", is_trial)
+    trains = sweep.updates_from in (None, method)
+    source = None if trains else cell(sweep, str(sweep.updates_from), {}, point, seed, False)
+    return Cell(method, label_of(point), seed, overrides, place / f"seed-{seed}", is_trial, source)
 
 
 def fit_arguments(sweep: Sweep, cell: Cell, folder: Path) -> list[str]:
@@ -91,6 +95,10 @@ def fit_arguments(sweep: Sweep, cell: Cell, folder: Path) -> list[str]:
     keys = sorted(cell.overrides, key=lambda key: key.count("."))
     changes = [f"--{key}={_text(cell.overrides[key])}" for key in keys]
     place = ["--run_dir", str(folder / cell.folder), "--ckpt_path", "last"]
+    if sweep.updates_from:
+        place.append(f"--trainer.keep_updates={_text(cell.source is None)}")
+    if cell.source:
+        place.append(f"--trainer.from_updates={folder / cell.source.folder}")
     return ["--config", str(sweep.config), "--seed_everything", str(cell.seed), *changes, *place]
 
 

@@ -138,7 +138,8 @@ class Queue:
     def claim(self) -> Iterator[Cell | None]:
         """Claim and lock the next free cell, or yield ``None`` if there is none at the moment."""
         for candidate in self.known():
-            if self.has_ended(candidate):
+            source = candidate.source
+            if self.has_ended(candidate) or (source and not self.has_ended(source)):
                 continue
             with locked(self._lock(candidate)) as is_ours:
                 # Another process may have finished it between the check and the lock.

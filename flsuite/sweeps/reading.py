@@ -14,7 +14,7 @@ from flsuite.errors import FlsuiteError, one_line
 Overrides = dict[str, Any]
 """A mapping from dotted keys of a config, without ``init_args``, to values."""
 
-_KEYS = ("config", "seeds", "methods", "grid", "tune", "overrides", "workers")
+_KEYS = ("config", "seeds", "methods", "grid", "tune", "overrides", "workers", "updates_from")
 _TUNING_KEYS = ("trials", "seeds", "seed", "common", "overrides")
 # The sweep itself sets these keys, one value per run.
 _SWEEP_KEYS = ("config", "seed_everything", "run_dir", "ckpt_path", "trainer.run_dir")
@@ -54,6 +54,8 @@ class Sweep:
         shared: The changes of all cells to the config.
         workers: Cells that run at the same time.
         tuning: How methods are tuned, if they are.
+        updates_from: The method that trains the clients' models for all. The others merge the same
+            models, of its cell with the same seed and grid point.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Sweep:
     shared: Overrides = field(default_factory=dict)
     workers: int = 1
     tuning: Tuning | None = None
+    updates_from: str | None = None
 
 
 def read_sweep(
@@ -98,11 +101,14 @@ def read_sweep(
     seeds = reader.seeds(content["seeds"], "seeds")
     tuning = reader.tuning(content.get("tune"), methods, seeds)
     reader.require_one_value(methods, grid, shared, tuning)
+    updates_from = reader.updates_from(content.get("updates_from"), methods, tuning)
 
     requested = content.get("workers", 1) if workers is None else workers
     workers = reader.whole(requested, "workers", 1)
     base = reader.load(config)
-    return Sweep(path.stem, config, base, seeds, methods, grid, shared, workers, tuning)
+    return Sweep(
+        path.stem, config, base, seeds, methods, grid, shared, workers, tuning, updates_from
+    )
 
 
 class _Reader:
@@ -227,6 +233,17 @@ class _Reader:
         seed = self.whole(content.get("seed", 0), "tune.seed", 0)
         overrides = self.overrides(content.get("overrides"), "tune.overrides")
         return Tuning(trials, own_seeds, seed, choices, overrides)
+
+    def updates_from(
+        self, content: Any, methods: Mapping[str, Overrides], tuning: Tuning | None
+    ) -> str | None:
+        if content is None:
+            return None
+        if content not in methods:
+            raise self.error("updates_from", f"must be one of the methods, got {content!r}")
+        if tuning is not None:
+            raise self.error("updates_from", "cannot be combined with tune; leave one of them out")
+        return str(content)
 
     def require_one_value(
         self,

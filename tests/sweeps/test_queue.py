@@ -58,6 +58,13 @@ def test_every_cell_is_claimed_once(tmp_path: Path) -> None:
     assert mine.counts()["waiting"] == 8  # nobody has finished them
 
 
+def test_models_are_merged_after_they_are_trained(tmp_path: Path) -> None:
+    queue = Queue(replace(SWEEP, updates_from="B"), tmp_path)
+    finished = run_all(queue)
+    assert len(finished) == 8
+    assert all(c.source in finished[: finished.index(c)] for c in finished if c.method == "A")
+
+
 def test_processes_never_share_a_cell(tmp_path: Path) -> None:
     read, write = os.pipe()
     workers = []

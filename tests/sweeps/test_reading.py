@@ -67,6 +67,8 @@ WRONG = {
     "tune: {trials: 2, FedAvg: {a.b: [1]}}": "tune.seeds is missing",
     "tune: {trials: 0, seeds: [9], FedAvg: {a.b: [1]}}": "tune.trials must be a whole number",
     "tune: {trials: 2, seeds: [9], FedAvgg: {a.b: [1]}}": "did you mean FedAvg?",
+    "updates_from: FedNova": "updates_from must be one of the methods, got 'FedNova'",
+    "updates_from: FedAvg\ntune: {trials: 2, seeds: [9], FedAvg: {a.b: [1]}}": "leave one of them",
     "grid: {a.b: [1]}\ntune: {trials: 2, seeds: [9], FedAvg: {a.b: [1]}}": "set by tune.FedAvg too",
 }
 

@@ -113,6 +113,24 @@ def test_a_cell_is_what_flsuite_fit_makes_of_its_arguments(finished: Path, tmp_p
     assert config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.1
 
 
+@pytest.mark.long
+def test_models_are_trained_once_for_all_methods(tmp_path: Path) -> None:
+    methods = "{FisherMerge: {trainer.aggregator: FisherMerge}, FedAvg: {}}"
+    write_sweep("once.yaml", methods, "updates_from: FedAvg\nworkers: 2")
+    write_sweep("each.yaml", methods)
+    for name in ("once", "each"):
+        out, _ = (process := start("--config", f"{name}.yaml")).communicate(timeout=300)
+        assert process.returncode == 0, out
+    once, each = results_of(Path("runs/once")), results_of(Path("runs/each"))
+    assert once.keys() == each.keys()
+    for cell, (state, _) in once.items():
+        assert equal_states(state, each[cell][0])
+    kept = [path.parent.parent.name for path in Path("runs").glob("*/*/seed-1/updates")]
+    assert [name.partition("-")[0] for name in kept] == ["FedAvg"]
+    log = next(Path("runs/once").glob("FisherMerge*/seed-1/log.txt")).read_text()
+    assert "from_updates" in log and "keep_updates=false" in log
+
+
 def test_an_unchanged_sweep_does_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(folder)
     assert cli("sweep", "--config", write_quickstart(), *SHORT) == 0
