@@ -74,7 +74,9 @@ def cell(
 ) -> Cell:
     """Return the cell of a method at a grid point, with its tuned values."""
     of_trials = sweep.tuning.overrides if sweep.tuning and is_trial else {}
-    changes = {**sweep.methods[method], **point, **tuned, **of_trials}
+    # An earlier cell without kept models must not count as this one.
+    kept = {"trainer.keep_updates": True} if sweep.updates_from == method else {}
+    changes = {**sweep.methods[method], **point, **tuned, **of_trials, **kept}
     folder = "-".join(filter(None, (method, _file_name(label_of(point)), _digest(sweep, changes))))
     place = Path("tuning", folder) if is_trial else Path(folder)
     overrides = {**sweep.shared, **changes}
@@ -95,10 +97,9 @@ def fit_arguments(sweep: Sweep, cell: Cell, folder: Path) -> list[str]:
     keys = sorted(cell.overrides, key=lambda key: key.count("."))
     changes = [f"--{key}={_text(cell.overrides[key])}" for key in keys]
     place = ["--run_dir", str(folder / cell.folder), "--ckpt_path", "last"]
-    if sweep.updates_from:
-        place.append(f"--trainer.keep_updates={_text(cell.source is None)}")
     if cell.source:
         place.append(f"--trainer.from_updates={folder / cell.source.folder}")
+        place.append("--trainer.keep_updates=false")
     return ["--config", str(sweep.config), "--seed_everything", str(cell.seed), *changes, *place]
 
 
