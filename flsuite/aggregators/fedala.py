@@ -62,6 +62,8 @@ class LocalAggregation(Objective, Settings):
 
 
 class _Start(Callback):
+    supports_stack = True
+
     def __init__(self, client: ClientContext, settings: LocalAggregation) -> None:
         self.client, self.settings = client, settings
 

@@ -56,6 +56,8 @@ class Dynamic(Objective, Settings):
 
 
 class _Regularizer(Callback):
+    supports_stack = True
+
     def __init__(self, client: ClientContext, alpha: float) -> None:
         self.client, self.alpha = client, alpha
 

@@ -80,6 +80,8 @@ def _stepped(state: State, change: State, step: float) -> State:
 class SquaredChange(Callback):
     """Sends the squared norm of a client's change of the shared parameters."""
 
+    supports_stack = True
+
     def __init__(self, client: ClientContext) -> None:
         self.client = client
 

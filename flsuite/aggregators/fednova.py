@@ -90,6 +90,8 @@ class NormalizedMean(LinearRule, Settings):
 class _Worth(Callback):
     """Finds ``|a_k|``: how far the optimizer moves a number whose gradient is always one."""
 
+    supports_stack = True
+
     def __init__(self, client: ClientContext, mu: float) -> None:
         self.client, self.mu = client, mu
         self.optimizer: Optimizer | None = None

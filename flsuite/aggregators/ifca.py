@@ -113,6 +113,8 @@ class ClusterModel(Objective, Settings):
 class _Choice(Callback):
     """Chooses the model with the lowest loss on the client's samples, and starts from it."""
 
+    supports_stack = True
+
     def __init__(self, client: ClientContext) -> None:
         self.client = client
 

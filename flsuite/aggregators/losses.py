@@ -51,13 +51,32 @@ def loss_at(
     # Tied weights have one name here, and functional_call gives them the same tensor.
     own = {name: weights[name] for name, _ in module.named_parameters() if name in weights}
     named = buffers | own | {name: weights[name] for name in buffers if name in weights}
-    with (
-        _silent(module),
-        _unchanged(module),
-        _same_draws(module),
-        nullcontext() if in_full else trainer.precision_plugin.train_step_context(),
-    ):
-        step = {f"module.{name}": value for name, value in named.items()}
+    precision = nullcontext() if in_full else trainer.precision_plugin.train_step_context()
+    with _same_draws(module), precision:
+        return step_loss(module, named, batch, index)
+
+
+def step_loss(
+    module: LightningModule,
+    tensors: Mapping[str, Tensor],
+    batch: Any,
+    index: int,
+    log: Callable[..., None] | None = None,
+) -> Tensor:
+    """Return the loss of a model's training step with other tensors. Its attributes stay.
+
+    Args:
+        module: The model.
+        tensors: Parameters and buffers by name. Buffers change as in a training step.
+        batch: A batch on the device of the tensors.
+        index: Its number in the epoch.
+        log: Receives what the model logs. Default: it is dropped.
+
+    Raises:
+        FlsuiteError: If the training step does not return a loss.
+    """
+    with _logging_to(module, log or (lambda *args, **kwargs: None)), _unchanged(module):
+        step = {f"module.{name}": value for name, value in tensors.items()}
         loss: Tensor = torch.func.functional_call(_Step(module), step, (batch, index))
     return loss
 
@@ -175,15 +194,13 @@ def _unchanged(module: LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def _silent(module: LightningModule) -> Iterator[None]:
-    """Let ``self.log`` do nothing: a loss at other weights is not the model's."""
-    before = {name: vars(module).get(name) for name in ("log", "log_dict")}
-    for name in before:
-        setattr(module, name, lambda *args, **kwargs: None)
+def _logging_to(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    """Replace ``self.log``, which ``self.log_dict`` calls: the loss is not the model's own."""
+    before = vars(module).get("log")
+    module.log = log  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for name, method in before.items():
-            delattr(module, name)
-            if method is not None:
-                setattr(module, name, method)
+        del module.log
+        if before is not None:
+            module.log = before  # type: ignore[method-assign]

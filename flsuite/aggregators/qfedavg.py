@@ -87,6 +87,8 @@ class FairMean(LinearRule, Settings):
 class _ReceivedLoss(Callback):
     """Sends the mean loss of the received model on the client's samples."""
 
+    supports_stack = True
+
     def __init__(self, client: ClientContext) -> None:
         self.client = client
 

@@ -67,7 +67,7 @@ class LocalLoop:
         trainer, module, precision = self.trainer, self.module, self.trainer.precision_plugin
         return (
             module.automatic_optimization
-            and _takes_a_batch(module)
+            and takes_a_batch(module)
             and len(trainer.optimizers) == 1
             and _steps_without_closure(trainer.optimizers[0])
             and not trainer.lr_scheduler_configs
@@ -80,7 +80,7 @@ class LocalLoop:
             and not trainer.min_epochs
             and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
             and type(precision) in (Precision, MixedPrecision)
-            and not any(implements(module, LightningModule, name) for name in _STEP_METHODS)
+            and not step_methods_of(module)
             and all(map(supports_local_loop, trainer.callbacks))  # type: ignore[attr-defined]
         )
 
@@ -205,13 +205,24 @@ def implements(obj: Any, base: type, hook: str) -> bool:
     return getattr(method, "__func__", method) is not getattr(base, hook)
 
 
+def step_methods_of(module: LightningModule) -> list[str]:
+    """Return the methods of a step that a model has overridden."""
+    return [name for name in _STEP_METHODS if implements(module, LightningModule, name)]
+
+
+def hooks_of(module: LightningModule) -> list[str]:
+    """Return the hooks and methods of a fit that a model has overridden."""
+    own = (name for name in _HOOKS if implements(module, LightningModule, name))
+    return [*step_methods_of(module), *own]
+
+
 def supports_local_loop(callback: Callback) -> bool:
     """Return whether a callback is known to work with :class:`LocalLoop`."""
     kind = type(callback)
     return kind.__module__.startswith("flsuite.") or getattr(kind, "supports_local_loop", False)
 
 
-def _takes_a_batch(module: LightningModule) -> bool:
+def takes_a_batch(module: LightningModule) -> bool:
     """Return whether Lightning calls ``training_step`` with a batch and its index."""
     step = module.training_step
     return is_param_in_hook_signature(step, "batch_idx", min_args=2) and not (

@@ -8,7 +8,7 @@ import copy
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
-from flsuite.client.entries import entries_of
+from flsuite.client.entries import Entries, entries_of
 from flsuite.client.faults import carry_out
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
@@ -67,6 +67,8 @@ class ClientRunner:
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
         self._counted: tuple[Broadcast, int] | None = None
+        # Fits that a stack has trained, by their number. They only have to end here.
+        self.stacked: dict[int, StackedFit] = {}
 
     def run(self, request: FitRequest) -> Outcome:
         """Train one client.
@@ -154,7 +156,7 @@ class ClientRunner:
         """
         self._resident.restore()
         try:
-            trainer, _ = self._rewound_trainer([])
+            trainer, _ = self.rewound_trainer([])
             data = self.setup.data.at(request.broadcast.round)
             device, precision = trainer.strategy.root_device, trainer.precision_plugin
             scorer = Scorer(
@@ -175,42 +177,34 @@ class ClientRunner:
         started = time.perf_counter()
         setup, broadcast = self.setup, request.broadcast
         view = setup.data.at(broadcast.round)
-        client = ClientContext(
-            id=request.client,
-            round=broadcast.round,
-            samples=view.samples(request.client),
-            class_counts=view.class_counts(request.client),
-            global_state=broadcast.state,
-            received=broadcast.extras.get("objective", {}),
-            memory=copy.deepcopy(request.memory.get("objective", {})),
-            layout=setup.layout,
-        )
+        stacked = self.stacked.get(request.number)
+        client = stacked.own_client() if stacked else context_of(setup, request)
 
         # Only an initialized device can be seeded.
         self._started_trainer()
         # Before any draw, so the fit depends only on the seed, round, client and repeat.
         stream = f"fit/{request.repeat}" if request.repeat else "fit"
         seed_process(setup.seed, stream, client.round, client.id)
-        self._swap_in(broadcast.state, request.memory.get("model", {}))
+        load_(self.model.state_dict(), start_of(setup, self.entries, request))
         self._resident.mark()
         if view.stage is not None:
             declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
         keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
         callbacks = self._callbacks(request, client, keeper, loss, skips)
-        trainer, data = self._rewound_trainer(callbacks, request.adapts)
+        trainer, data = self.rewound_trainer(callbacks, request.adapts)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         view = data.at(broadcast.round)
         loader = TrainLoader(
             view, client.id, setup.seed, client.round, request.batches, request.repeat
         )
-        if request.trained is None:
+        trained = stacked.trained if stacked else request.trained
+        if trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()
             steps = steps_taken(trainer) - skips.skipped
             numbers = _training_numbers(trainer, loss, skips, steps)
             trained = TrainedFit({}, {"optimizers": keeper.states}, steps, numbers, seconds=0.0)
         else:
-            trained = request.trained
             self._measure(trained, trainer, callbacks, loader)
         return self._result(request, client, started - trained.seconds, trained)
 
@@ -316,20 +310,7 @@ class ClientRunner:
                 callback.on_fit_start(trainer, self.model)
                 callback.measure(self.model, loader)
 
-    def _swap_in(self, shared: State, private: State) -> None:
-        """Load this client's entries into the resident model.
-
-        A client without private entries starts from the initial ones.
-        """
-        resident, initial = self.model.state_dict(), self.setup.initial
-        # In order of precedence: initial entries, then the server's, then the client's.
-        load_(resident, {k: initial[k] for k in initial.keys() - shared.keys() - private.keys()})
-        load_(resident, shared)
-        load_(resident, private)
-        # Last, because the shared state includes these buffers.
-        load_(resident, {name: initial[name] for name in self.entries.reset})
-
-    def _rewound_trainer(
+    def rewound_trainer(
         self, callbacks: list[Callback], epochs: int = 0
     ) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer rewound for some epochs, or for its own, and the data on its device.
@@ -358,6 +339,56 @@ class ClientRunner:
     def _has_no_callbacks_of_its_own(self) -> bool:
         method = type(self.model).configure_callbacks
         return method.__module__.startswith(("flsuite.", "lightning."))
+
+
+@dataclass
+class StackedFit:
+    """A fit that has been trained in a stack of clients.
+
+    Attributes:
+        client: The client's view of the round, as its algorithm has left it.
+        trained: The outcome of the training.
+    """
+
+    client: ClientContext
+    trained: TrainedFit
+
+    def own_client(self) -> ClientContext:
+        """Return the view for one run of the fit's end, which adds to it and may be repeated."""
+        client = self.client
+        return replace(
+            client,
+            memory=dict(client.memory),
+            extras=dict(client.extras),
+            metrics=dict(client.metrics),
+        )
+
+
+def context_of(setup: WorkerSetup, request: FitRequest) -> ClientContext:
+    """Return a client's view of the round at the start of its fit."""
+    broadcast = request.broadcast
+    view = setup.data.at(broadcast.round)
+    return ClientContext(
+        id=request.client,
+        round=broadcast.round,
+        samples=view.samples(request.client),
+        class_counts=view.class_counts(request.client),
+        global_state=broadcast.state,
+        received=broadcast.extras.get("objective", {}),
+        memory=copy.deepcopy(request.memory.get("objective", {})),
+        layout=setup.layout,
+    )
+
+
+def start_of(setup: WorkerSetup, entries: Entries, request: FitRequest) -> State:
+    """Return the entries that a client's fit starts from.
+
+    A client without private entries starts from the initial ones.
+    """
+    private = request.memory.get("model", {})
+    # Last, the initial ones again, because the shared state includes these buffers.
+    reset = {name: setup.initial[name] for name in entries.reset}
+    return {**setup.initial, **request.broadcast.state, **private, **reset}
 
 
 def _training_numbers(

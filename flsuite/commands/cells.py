@@ -78,14 +78,14 @@ def _make_ready(sweep: Sweep, cell: Cell) -> int:
     """
     # Lightning takes a while to import.
     from flsuite.commands.fit import build
-    from flsuite.runs.session import require_survival
+    from flsuite.runs.session import require_engine
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = fit_arguments(sweep, cell, Path(folder))
         import_plugins(arguments)
         trainer, model, data = build(arguments)
         run = trainer.prepare(model, data)
-        require_survival(run, trainer.engine)
+        require_engine(run, trainer.engine)
     return getattr(trainer.engine, "workers", None) or 1
 
 

@@ -69,21 +69,32 @@ class TrainLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
+        generator = self._next_epoch()
+        for batch_rows in self._passes(generator):
+            yield from self._batches(batch_rows, generator)
+
+    def rows(self) -> Iterator[Tensor]:
+        """Yield the rows of each batch of the next epoch, int64, without reading them."""
+        for batch_rows in self._passes(self._next_epoch()):
+            yield from batch_rows
+
+    def _next_epoch(self) -> torch.Generator:
+        """Return the randomness of the next epoch."""
         # The seed contains the epoch, so a resumed run has the same batches.
         epoch, self.epoch = self.epoch, self.epoch + 1
         stream = f"batches/{epoch}/{self.repeat}" if self.repeat else f"batches/{epoch}"
-        generator = torch_generator(self.seed, stream, self.round, self.client)
+        return torch_generator(self.seed, stream, self.round, self.client)
 
+    def _passes(self, generator: torch.Generator) -> Iterator[list[Tensor]]:
+        """Yield the rows of all batches, pass by pass over the samples."""
         if self.is_poisson:
-            yield from self._batches(self._poisson_rows(generator), generator)
+            yield self._poisson_rows(generator)
             return
-
         left = self._length
         while left > 0:
             order = self._rows[torch.randperm(len(self._rows), generator=generator)]
             # The last pass may end early.
-            batch_rows = [order[start:stop] for start, stop in self._bounds[:left]]
-            yield from self._batches(batch_rows, generator)
+            yield [order[start:stop] for start, stop in self._bounds[:left]]
             left -= len(self._bounds)
 
     def _batches(

@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from flsuite.engines.base import Engine, InProcess
     from flsuite.engines.processes import Processes
     from flsuite.engines.ray import Ray
+    from flsuite.engines.vectorized import Vectorized
 
-__all__ = ["Engine", "InProcess", "Processes", "Ray"]
+__all__ = ["Engine", "InProcess", "Processes", "Ray", "Vectorized"]
 
 _HOME = {
     "Engine": "flsuite.engines.base",
     "InProcess": "flsuite.engines.base",
     "Processes": "flsuite.engines.processes",
     "Ray": "flsuite.engines.ray",
+    "Vectorized": "flsuite.engines.vectorized",
 }
 
 

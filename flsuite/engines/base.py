@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 
@@ -20,7 +21,12 @@ class Engine(ABC):
 
     The engine does not affect results. The same requests give the same outcomes on every engine, in
     any order of collection.
+
+    Attributes:
+        decides: Whether it rounds in a way of its own, so that it is a setting of the result.
     """
+
+    decides: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, setup: WorkerSetup) -> None:
@@ -102,7 +108,7 @@ class InProcess(Engine, Settings):
         job = self._jobs.pop(number)
         if number not in self._outcomes:
             # Sums depend on the number of threads, so it is set here instead of by torch.
-            with _threads(self.threads):
+            with threads_set(self.threads):
                 outcomes = self._runner.answer(job)
             self._outcomes.update(zip((r.number for r in job), outcomes, strict=True))
         return self._outcomes.pop(number)
@@ -127,7 +133,7 @@ def jobs_of(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[F
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def threads_set(number: int) -> Iterator[None]:
     """Set torch's number of threads, and restore it on exit."""
     before = torch.get_num_threads()
     if before == number:

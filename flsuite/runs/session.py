@@ -63,9 +63,9 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
     """Start the engine, which trains and scores the clients, and stop it at the end.
 
     Raises:
-        FlsuiteError: If the schedule injects faults that the engine does not survive.
+        FlsuiteError: If the engine cannot serve the schedule.
     """
-    require_survival(run, engine)
+    require_engine(run, engine)
     run.evaluator.engine = engine
     try:
         engine.start(setup)
@@ -75,13 +75,20 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
         run.evaluator.engine = None
 
 
-def require_survival(run: Run, engine: Engine) -> None:
-    """Refuse injected faults that would end the engine and with it the run.
+def require_engine(run: Run, engine: Engine) -> None:
+    """Refuse an engine that cannot serve the schedule.
 
     Raises:
-        FlsuiteError: If there are any.
+        FlsuiteError: If injected faults would end it and with it the run, or clients come back in
+            an order that a resumed run cannot group again.
     """
-    faults = run.federation.schedule.declarations.faults
+    declared = run.federation.schedule.declarations
+    if engine.decides and declared.is_asynchronous:
+        raise FlsuiteError(
+            f"trainer.engine: {type(engine).__name__} groups the clients of a round, and "
+            f"{declared.name} has none; set trainer.engine to Processes"
+        )
+    faults = declared.faults
     if fatal := [fault for fault in faults if fault not in engine.survives]:
         raise FlsuiteError(
             f"Faults: {type(engine).__name__} does not survive {' and '.join(fatal)} with these "

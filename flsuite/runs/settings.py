@@ -62,6 +62,7 @@ def run_settings(
         "data": describe_data(data),
         "client": describe_chosen(trainer.client_kwargs, Trainer),
         **{name: describe(getattr(trainer, name)) for name in _OF_TRAINER},
+        **({"engine": describe(trainer.engine)} if trainer.engine.decides else {}),
         # They may be drawn from the seed, so the description of the attack does not contain them.
         "attackers": None if trainer.attack is None else describe(trainer.attack.attackers),
         **describe_callbacks(callbacks),

@@ -78,6 +78,8 @@ class ControlVariates(Objective, Settings):
 class _LocalSteps(Callback):
     """The client half, lines 7 to 14."""
 
+    supports_stack = True
+
     def __init__(self, client: ClientContext, control: Control) -> None:
         self.client = client
         self.plain = control == "displacement"

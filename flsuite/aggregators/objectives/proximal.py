@@ -38,6 +38,8 @@ class Proximal(Objective, Settings):
 class _ProximalTerm(Callback):
     """The client half. It adds the term's gradient to the parameters that are about to step."""
 
+    supports_stack = True
+
     def __init__(self, mu: float, global_state: State) -> None:
         self.mu = mu
         self.global_state = global_state

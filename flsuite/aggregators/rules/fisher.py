@@ -284,6 +284,8 @@ class FisherMerge(FisherMean):
 class _EmpiricalPass(Callback):
     """The client half: a pass over the training batches after the fit."""
 
+    supports_stack = True
+
     def __init__(
         self, client: ClientContext, names: Sequence[str], estimator: Estimator, batches: int | None
     ) -> None:
@@ -316,6 +318,8 @@ class _EmpiricalPass(Callback):
 
 class _TrainingGradients(Callback):
     """The client half without a pass: the squared gradients of the fit's own steps."""
+
+    supports_stack = True
 
     def __init__(self, client: ClientContext, names: Sequence[str]) -> None:
         self.client = client

@@ -1,0 +1,314 @@
+"""Trains many clients as one batched program: their tensors lie along a first axis."""
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map
+
+from flsuite.aggregators.losses import step_loss
+from flsuite.aggregators.second_model import optimizer_for
+from flsuite.client.runner import ClientRunner, StackedFit, context_of, start_of
+from flsuite.client.stackable import optimizer_of, stackable_callbacks
+from flsuite.client.trainer import ClientTrainer
+from flsuite.data.federated import FederatedData
+from flsuite.data.loader import TrainLoader
+from flsuite.data.map_style import StoredSplit
+from flsuite.messages import ClientContext, FitRequest, TrainedFit
+from flsuite.models import declarations
+from flsuite.random import seed_process
+from flsuite.state import State, clone
+
+
+@dataclass
+class _Member:
+    """One client of a stack.
+
+    Attributes:
+        client: Its view of the round.
+        loader: Its batches.
+        epochs: Epochs of its fit.
+        callbacks: What its algorithm does to its gradients.
+        module: A model whose parameters are this client's part of the stack, for the callbacks.
+        optimizer: The model's optimizer over them, for the callbacks. It takes no step.
+        trainer: The Trainer that its callbacks see.
+    """
+
+    client: ClientContext
+    loader: TrainLoader
+    epochs: int
+    callbacks: list[Callback]
+    module: LightningModule
+    optimizer: Optimizer
+    trainer: Any
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of the fit."""
+        return self.epochs * len(self.loader)
+
+
+class _TrainerOfOne:
+    """The Trainer of the worker, with one client's optimizer and batches."""
+
+    def __init__(self, trainer: ClientTrainer, optimizer: Optimizer, loader: TrainLoader) -> None:
+        self._trainer = trainer
+        self.optimizers, self.train_dataloader = [optimizer], loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+class Stack:
+    """Trains the fits of several clients at the same time.
+
+    Each client takes exactly the steps that it takes alone, on the same batches. Batched kernels
+    round differently, so the weights differ in the last digits.
+
+    Args:
+        runner: Runs the end of each fit. Its model gives the structure.
+    """
+
+    def __init__(self, runner: ClientRunner) -> None:
+        self.runner, self.model = runner, runner.model
+        self._modules: list[LightningModule] = []
+        self._used: list[str] | None = None
+
+    def train(self, requests: Sequence[FitRequest]) -> dict[int, StackedFit]:
+        """Train clients that start in the same round, and return their fits by number."""
+        began = time.perf_counter()
+        setup, first = self.runner.setup, requests[0]
+        trainer, data = self.runner.rewound_trainer([], first.adapts)
+        view = data.at(first.broadcast.round)
+        # What a model draws in its steps, as for dropout, depends on who is in the stack.
+        seed_process(setup.seed, "stack", first.broadcast.round, first.client)
+        self.model.to(trainer.strategy.root_device).train()
+        if view.stage is not None:
+            declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
+
+        starts = [start_of(setup, self.runner.entries, request) for request in requests]
+        tensors = self._tensors(starts, trainer.strategy.root_device)
+        members = [self._member(i, r, view, trainer, tensors) for i, r in enumerate(requests)]
+        ends = _Steps(self, trainer, view, tensors, members).run()
+        seconds = (time.perf_counter() - began) / len(members)
+        return {
+            request.number: StackedFit(
+                member.client, TrainedFit(state, {}, member.steps, metrics, seconds)
+            )
+            for request, member, (state, metrics) in zip(requests, members, ends, strict=True)
+        }
+
+    def used(self, trainer: ClientTrainer, start: State, batch: Any) -> list[str]:
+        """Return the trainable parameters that the loss depends on. The others take no step."""
+        if self._used is None:
+            names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            leaves = {k: v.detach().clone() for k, v in start.items()}
+            wanted = [leaves[name].requires_grad_() for name in names]
+            with torch.random.fork_rng(), trainer.precision_plugin.train_step_context():
+                loss = step_loss(self.model, leaves, batch, 0)
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+            self._used = [k for k, g in zip(names, gradients, strict=True) if g is not None]
+        return self._used
+
+    def _tensors(self, starts: Sequence[State], device: torch.device) -> dict[str, Tensor]:
+        """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {
+            name: torch.stack([start.get(name, value.detach()).to(device) for start in starts])
+            for name, value in own.items()
+        }
+
+    def _member(
+        self,
+        place: int,
+        request: FitRequest,
+        view: FederatedData,
+        trainer: ClientTrainer,
+        tensors: Mapping[str, Tensor],
+    ) -> _Member:
+        setup, round = self.runner.setup, request.broadcast.round
+        if place == len(self._modules):
+            self._modules.append(copy.deepcopy(self.model))
+        module = self._modules[place]
+        for name, own in chain(module.named_parameters(), module.named_buffers()):
+            own.data, own.grad = tensors[name][place], None
+
+        optimizer = optimizer_of(module)
+        for group in optimizer.param_groups:
+            group["lr"] *= setup.lr_decay.factor(round) if setup.lr_decay else 1.0
+        client = context_of(setup, request)
+        callbacks = [] if request.adapts else stackable_callbacks(setup, client) or []
+        loader = TrainLoader(view, client.id, setup.seed, round, request.batches, request.repeat)
+        epochs = trainer.fit_loop.max_epochs or 1
+        own_trainer = _TrainerOfOne(trainer, optimizer, loader)
+        return _Member(client, loader, epochs, callbacks, module, optimizer, own_trainer)
+
+
+class _Steps:
+    """The steps of one stack.
+
+    Args:
+        stack: The stack.
+        trainer: Gives the device, the precision and the clipping.
+        view: The samples in this round.
+        tensors: All tensors of the models, each ``(clients, ...)``. They change in place.
+        members: The clients.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        trainer: ClientTrainer,
+        view: FederatedData,
+        tensors: dict[str, Tensor],
+        members: list[_Member],
+    ) -> None:
+        self.model, self.trainer, self.view, self.members = stack.model, trainer, view, members
+        self.tensors, self.device = tensors, trainer.strategy.root_device
+        # The batches of a step are read at once, unless each has randomness of its own.
+        self.reads_rows = view.augment is None and not isinstance(view.train, StoredSplit)
+
+        some = self._read([next(self._batches(copy.copy(members[0].loader), 1))])
+        start = {name: value[0] for name, value in tensors.items()}
+        names = stack.used(trainer, start, tree_map(lambda part: part[0], some))
+        self.parameters = {name: tensors[name] for name in names}
+        self.others = {name: value for name, value in tensors.items() if name not in names}
+        self.buffers = [n for n, _ in self.model.named_buffers()]
+        self.gradients = {k: torch.zeros_like(v) for k, v in self.parameters.items()}
+        self.losses = torch.zeros(len(members), device=self.device)
+        self.logged: list[dict[str, float]] = [{} for _ in members]
+
+        own = dict(members[0].module.named_parameters())
+        replaced = {id(own[name]): value for name, value in self.parameters.items()}
+        self.optimizer = optimizer_for(members[0].optimizer, replaced)
+
+    def run(self) -> list[tuple[State, dict[str, float]]]:
+        """Take all steps, and return each client's state and metrics."""
+        batches = [self._batches(member.loader, member.epochs) for member in self.members]
+        ends: list[State] = [{} for _ in self.members]
+        for place, member in enumerate(self.members):
+            for name, parameter in member.module.named_parameters():
+                if member.callbacks and name in self.gradients:
+                    parameter.grad = self.gradients[name][place]
+            for callback in member.callbacks:
+                callback.on_fit_start(member.trainer, member.module)
+                callback.on_train_start(member.trainer, member.module)
+
+        for step in range(max(member.steps for member in self.members)):
+            left = [i for i, member in enumerate(self.members) if step < member.steps]
+            self._step(step, {i: next(batches[i]) for i in left})
+            for i in left:
+                if step + 1 == self.members[i].steps:
+                    ends[i] = self._end(i)
+        return [(ends[i], self._metrics(i)) for i in range(len(ends))]
+
+    def _step(self, step: int, batches: Mapping[int, Any]) -> None:
+        """Take one step of the clients that have a batch left.
+
+        The others move on too, without an effect: their results have been read.
+        """
+        of_size: dict[Any, list[int]] = {}
+        for place, batch in batches.items():
+            sizes = tuple(part.shape for part in tree_flatten(batch)[0])
+            of_size.setdefault(sizes, []).append(place)
+        for places in of_size.values():
+            self._add_gradients(step, places, self._read([batches[i] for i in places]))
+
+        for place in batches:
+            member = self.members[place]
+            for callback in member.callbacks:
+                callback.on_before_optimizer_step(member.trainer, member.module, member.optimizer)
+        self._clip()
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.gradients[name]
+        self.optimizer.step()
+
+    def _add_gradients(self, step: int, places: list[int], batch: Any) -> None:
+        """Compute the gradients of the clients at these places, on batches of the same size."""
+        is_all = len(places) == len(self.members)
+        at: Any = slice(None) if is_all else torch.tensor(places, device=self.device)
+        parameters = {name: value[at].detach() for name, value in self.parameters.items()}
+        others = {name: value[at] for name, value in self.others.items()}
+        one = torch.func.grad_and_value(partial(self._loss, step=step), has_aux=True)
+        with self.trainer.precision_plugin.train_step_context():
+            # A cached cast would belong to one level of the transforms.
+            torch.set_autocast_cache_enabled(False)
+            together = torch.vmap(one, randomness="different")
+            gradients, (loss, (buffers, logged)) = together(parameters, others, batch)
+
+        self.losses[at] += loss.float()
+        for name, value in gradients.items():
+            self.gradients[name][at] = value
+        for name, value in buffers.items():
+            self.others[name][at] = value
+        self._log(step, places, logged)
+
+    def _loss(
+        self, parameters: State, others: State, batch: Any, step: int
+    ) -> tuple[Tensor, tuple[State, State]]:
+        """Return one client's loss, its buffers after the step, and what it logs."""
+        buffers = {name: others[name].clone() for name in self.buffers}
+        logged: State = {}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            logged[name] = torch.as_tensor(value, device=self.device).detach().float()
+
+        tensors = {**others, **buffers, **parameters}
+        return step_loss(self.model, tensors, batch, step, log), (buffers, logged)
+
+    def _log(self, step: int, places: list[int], logged: Mapping[str, Tensor]) -> None:
+        """Add what the clients log to the means over their last epochs."""
+        for name, values in logged.items():
+            for place, value in zip(places, values.tolist(), strict=True):
+                member, means = self.members[place], self.logged[place]
+                batches = len(member.loader)
+                if step >= member.steps - batches:
+                    means[name] = means.get(name, 0.0) + value / batches
+
+    def _clip(self) -> None:
+        """Clip each client's gradients by their own norm, as the Trainer does."""
+        if not (limit := self.trainer.gradient_clip_val):
+            return
+        if self.trainer.gradient_clip_algorithm == "value":
+            for gradient in self.gradients.values():
+                gradient.clamp_(-float(limit), float(limit))
+            return
+        norms = [gradient.flatten(1).norm(dim=1) for gradient in self.gradients.values()]
+        factors = (float(limit) / (torch.stack(norms).norm(dim=0) + 1e-6)).clamp(max=1.0)
+        for gradient in self.gradients.values():
+            gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
+
+    def _end(self, place: int) -> State:
+        """End a client's fit, and return its state, under all names of tied weights."""
+        member = self.members[place]
+        for callback in member.callbacks:
+            callback.on_train_end(member.trainer, member.module)
+        firsts = {id(p): name for name, p in self.model.named_parameters()}
+        own = {**dict(self.model.named_parameters(remove_duplicate=False))}
+        names = {k: firsts[id(own[k])] if k in own else k for k in self.model.state_dict()}
+        return clone({name: self.tensors[first][place] for name, first in names.items()})
+
+    def _metrics(self, place: int) -> dict[str, float]:
+        loss = float(self.losses[place]) / self.members[place].steps
+        return {"loss": loss, **self.logged[place]}
+
+    def _batches(self, loader: TrainLoader, epochs: int) -> Iterator[Any]:
+        """Yield a client's batches, or only their rows where they are read at once."""
+        for _ in range(epochs):
+            yield from loader.rows() if self.reads_rows else loader
+
+    def _read(self, batches: Sequence[Any]) -> Any:
+        """Return batches of the same size as one, ``(clients, batch, ...)``."""
+        if not self.reads_rows:
+            moved = map(self.trainer.strategy.batch_to_device, batches)
+            return tree_map(lambda *parts: torch.stack(parts), *moved)
+        (batch,) = self.view.batches_of(self.view.train, [torch.cat(list(batches))])
+        return tree_map(lambda part: part.unflatten(0, (len(batches), -1)), batch)

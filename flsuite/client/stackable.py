@@ -1,0 +1,121 @@
+"""Which models, settings and algorithms can train as a stack of clients."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.client.loop import hooks_of, takes_a_batch
+from flsuite.client.runner import context_of
+from flsuite.client.setup import WorkerSetup
+from flsuite.errors import FlsuiteError
+from flsuite.messages import Broadcast, ClientContext, FitRequest
+
+_ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
+_ONE_BY_ONE = {  # arguments of Lightning's Trainer, and the value that a stack can train with
+    "accumulate_grad_batches": (None, 1),
+    "limit_train_batches": (None, 1.0),
+    "max_steps": (None, -1),
+    "min_steps": (None, 0),
+    "min_epochs": (None, 0),
+    "overfit_batches": (None, 0.0),
+    "fast_dev_run": (None, False),
+    "precision": (None, "32-true", "32", 32, "bf16-mixed", "bf16"),
+    "plugins": (None,),
+}
+
+
+def require_stackable(setup: WorkerSetup) -> None:
+    """Refuse a run whose clients can only train one by one.
+
+    Raises:
+        FlsuiteError: If it is one. The message names the reason.
+    """
+    reason = next(_reasons(setup), None)
+    if reason is None:
+        optimizer_of(setup.model)
+    else:
+        raise FlsuiteError(
+            f"Vectorized cannot train clients as one batched program: {reason}; set "
+            "trainer.engine to Processes"
+        )
+
+
+def can_stack(setup: WorkerSetup, request: FitRequest) -> bool:
+    """Return whether a client trains in a stack. Attackers and known models do not.
+
+    Raises:
+        FlsuiteError: If the user's callbacks need a fit of their own.
+    """
+    if request.broadcast.callbacks:
+        kind = type(request.broadcast.callbacks[0]).__name__
+        raise FlsuiteError(
+            f"Vectorized trains many clients in one step, but {kind} is a callback of a single "
+            "fit; leave it out of trainer.callbacks, or set trainer.engine to Processes"
+        )
+    if request.trained is not None:
+        return False
+    return (
+        bool(request.adapts) or stackable_callbacks(setup, context_of(setup, request)) is not None
+    )
+
+
+def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callback] | None:
+    """Return what an algorithm does in a client's fit, or ``None`` if a stack cannot do it.
+
+    A callback that a stack can call has ``supports_stack = True``. Of the steps, it sees the
+    gradients before the optimizer's, ``on_before_optimizer_step``, and neither batches nor the
+    forward pass. Measurements of the trained model are left out: they come after the fit.
+    """
+    attacks = setup.attack.callbacks(client) if setup.attack else []
+    callbacks = [*attacks, *setup.aggregator.callbacks(client)]
+    steps = [callback for callback in callbacks if not isinstance(callback, AfterFit)]
+    able = all(getattr(callback, "supports_stack", False) for callback in steps)
+    return steps if able else None
+
+
+def optimizer_of(model: LightningModule) -> Optimizer:
+    """Return the optimizer that a model configures.
+
+    Raises:
+        FlsuiteError: If there are several, or it has a scheduler or steps of another kind.
+    """
+    made: Any = model.configure_optimizers()
+    if isinstance(made, (list, tuple)) and len(made) == 1:
+        made = made[0]
+    if isinstance(made, dict) and set(made) == {"optimizer"}:
+        made = made["optimizer"]
+    if type(made) in _ELEMENTWISE:
+        return made
+    names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+    raise FlsuiteError(
+        f"Vectorized needs one optimizer without a scheduler, one of {names}; set trainer.engine "
+        "to Processes"
+    )
+
+
+def _reasons(setup: WorkerSetup) -> Iterator[str]:
+    """Yield why a run cannot be stacked."""
+    model, name = setup.model, type(setup.model).__name__
+    if not model.automatic_optimization or not takes_a_batch(model):
+        yield f"{name} has manual optimization, or a training_step without (batch, batch_idx)"
+    if getattr(model, "extra_epochs", 0):
+        yield f"{name} has a warm-up"
+    if own := hooks_of(model):
+        yield f"{name} has {own[0]}"
+    if any(p.is_sparse or p.is_complex() for p in model.parameters()):
+        yield f"{name} has sparse or complex parameters"
+    for argument, values in _ONE_BY_ONE.items():
+        if (value := setup.trainer_kwargs.get(argument)) not in values:
+            yield f"trainer.{argument} is {value!r}"
+    if setup.keep_optimizers:
+        yield "trainer.keep_optimizers is set"
+    if stackable_callbacks(setup, _some_client(setup)) is None:
+        yield f"{setup.aggregator.name} does more in a client's steps than see its gradients"
+
+
+def _some_client(setup: WorkerSetup) -> ClientContext:
+    """Return the view of a client, to ask the algorithm what it does."""
+    return context_of(setup, FitRequest(0, 0, Broadcast(1, setup.initial, {}), {}))

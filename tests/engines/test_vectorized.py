@@ -1,0 +1,309 @@
+"""A stack of clients takes the steps that each takes alone, but for the rounding of its kernels."""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, RMSprop
+
+from flsuite import FederatedTrainer, FlsuiteError
+from flsuite.aggregators import IFCA, MOON, Aggregator, FedALA, FedAvg, FedDyn, FedProx
+from flsuite.attacks import LabelFlip
+from flsuite.client.lr_decay import CosineDecay
+from flsuite.client.stack import Stack
+from flsuite.data import CropFlip, FederatedDataModule, Natural
+from flsuite.engines import InProcess, Vectorized
+from flsuite.models import Backbone, Classifier
+from flsuite.schedules import Asynchronous, Synchronous
+from tests.aggregators.federations import (
+    CURVATURES,
+    MINIMA,
+    Quadratic,
+    Quadratics,
+    assert_same_models,
+    federation,
+    optimum,
+    table_data,
+    table_model,
+)
+from tests.composition.cells import Cell, covering, name, problem, trainer_of
+from tests.conftest import equal_states, mostly_long
+from tests.engines.test_processes import Images
+
+STACKED = [
+    cell
+    for cell in covering()
+    if cell["schedule"] != "Asynchronous" and cell["objective"] != "PulledModel"
+]
+
+
+class InDouble(Backbone):
+    """A network in float64, with a convolution and GroupNorm."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return nn.Sequential(
+            _ToDouble(),
+            nn.Conv2d(shape[0], 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(4 * shape[1] * shape[2], outputs),
+        ).double()
+
+
+class _ToDouble(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+def fitted(
+    engine: Any,
+    aggregator: Aggregator | None = None,
+    model: Any = None,
+    data: FederatedDataModule | None = None,
+    **kwargs: Any,
+) -> FederatedTrainer:
+    kwargs = {"max_epochs": 2, **kwargs}
+    made = federation(aggregator or FedAvg(), kwargs.pop("rounds", 3), engine=engine, **kwargs)
+    ckpt_path = "last" if "run_dir" in kwargs else None
+    # A copy, because a used model would be the start of the next federation.
+    made.fit(copy.deepcopy(model or table_model()), data or table_data(), ckpt_path=ckpt_path)
+    return made
+
+
+def images(**kwargs: Any) -> Images:
+    return Images(clients=6, partition=Natural(), batch_size=8, val_fraction=0.0, **kwargs)
+
+
+def distance(a: FederatedTrainer, b: FederatedTrainer) -> float:
+    """Return the largest relative distance of two tensors of the same name."""
+    x, y = a.federation.state, b.federation.state
+    assert x.keys() == y.keys()
+    return max(
+        float((x[k].double() - y[k].double()).norm() / x[k].double().norm().clamp(min=1e-9))
+        for k in x
+    )
+
+
+@pytest.fixture
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the size of each stack that has trained."""
+    sizes: list[int] = []
+    train = Stack.train
+
+    def counted(self: Stack, requests: Sequence[Any]) -> Any:
+        fits = train(self, requests)
+        sizes.append(len(requests))
+        return fits
+
+    monkeypatch.setattr(Stack, "train", counted)
+    return sizes
+
+
+def close(stacks: list[int], bound: float, *args: Any, **kwargs: Any) -> None:
+    """Compare a federation with the one that trains its clients one by one."""
+    alone = fitted(InProcess(), *args, **kwargs)
+    assert not stacks
+    assert distance(alone, fitted(Vectorized(clients=4), *args, **kwargs)) < bound
+    assert stacks
+
+
+@pytest.mark.parametrize("cells", mostly_long({str(k): STACKED[k::12] for k in range(12)}, "0"))
+def test_each_combination_of_parts_trains_as_alone(cells: Sequence[Cell]) -> None:
+    for cell in cells:
+        alone, stacked = trainer_of(cell), trainer_of(cell, engine=Vectorized(clients=4))
+        for made in (alone, stacked):
+            made.fit(*problem(cell))
+        assert distance(alone, stacked) < 1e-5, name(cell)
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "SGD": partial(SGD, lr=0.1),
+    "momentum": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": partial(Adam, lr=0.01, amsgrad=True),
+    "AdamW": partial(AdamW, lr=0.01),
+    "RMSprop": partial(RMSprop, lr=0.01, momentum=0.5),
+    "Adagrad": partial(Adagrad, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_in_double_precision_nothing_differs(optimizer: Any, stacks: list[int]) -> None:
+    """Clients have 3 to 40 images, so their steps and the sizes of their batches differ."""
+    close(stacks, 1e-12, None, Classifier(InDouble(), optimizer), images())
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clipping by norm": {"gradient_clip_val": 0.05},
+    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "a falling rate": {"lr_decay": CosineDecay(rounds=3)},
+    "half of the clients": {"schedule": Synchronous(0.5), "rounds": 4},
+    "private entries": {"aggregator": FedProx(mu=0.1, private=["network.3."])},
+    "own statistics": {"batchnorm": "local"},
+    "augmentation": {
+        "data": images(augment=CropFlip(padding=1)),
+        "model": Classifier(InDouble(), OPTIMIZERS["SGD"]),
+    },
+    "clusters": {"aggregator": IFCA(2)},
+    "what is taken from the global model": {"aggregator": FedALA()},
+    "the dynamic regularizer": {"aggregator": FedDyn()},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_each_setting_is_that_of_a_single_fit(settings: dict[str, Any], stacks: list[int]) -> None:
+    close(stacks, 1e-5, **settings)
+
+
+def test_scores_steps_and_losses_are_those_of_single_fits(stacks: list[int]) -> None:
+    made = [fitted(e, evaluate_every=1, adapt_epochs=2) for e in (InProcess(), Vectorized())]
+    tables = [{(row[0], *row[5:8]): row[8] for row in m.run.folder.table.rows} for m in made]
+    assert tables[0].keys() == tables[1].keys()
+    for key, value in tables[0].items():
+        if not key[-1].endswith("seconds"):
+            assert tables[1][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    assert any(key[-1].startswith("adapted/") for key in tables[0])
+
+
+def test_two_quadratic_clients_reach_the_optimum_of_their_sum() -> None:
+    class Pure(Quadratic):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            a, m = batch[0].unbind(1)
+            return (a / 2 * (self.w - m).square()).mean()
+
+    a, m = torch.tensor(CURVATURES), torch.tensor(MINIMA)
+    data, kwargs = Quadratics(CURVATURES, MINIMA), {"model": Pure(), "engine": Vectorized()}
+    reached = optimum(FedDyn(alpha=1.0), data, 40, steps=30, **kwargs)
+    assert reached == pytest.approx(float((a * m).sum() / a.sum()), abs=1e-3)
+
+
+def test_the_same_seed_gives_the_same_bits_and_a_resumed_run_too(tmp_path: Path) -> None:
+    def run(folder: str, rounds: int) -> FederatedTrainer:
+        drops = Classifier(Dropping(), partial(SGD, lr=0.1, momentum=0.5))
+        path = str(tmp_path / folder)
+        return fitted(Vectorized(clients=3), model=drops, rounds=rounds, run_dir=path)
+
+    whole = run("whole", 4)
+    run("parts", 2)
+    assert_same_models(whole, run("parts", 4))
+
+
+class Dropping(Backbone):
+    """A network with dropout, which draws from the global generator."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(shape[0], 8), nn.Dropout(0.5), nn.Linear(8, outputs))
+
+
+def test_the_stack_is_a_setting_of_the_record(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    made = fitted(Vectorized(clients=3), rounds=1, run_dir=path)
+    assert made.run.settings["engine"]["init_args"]["clients"] == 3
+    for other in (Vectorized(clients=2), InProcess()):
+        with pytest.raises(FlsuiteError, match="engine"):
+            fitted(other, rounds=2, run_dir=path)
+
+
+def test_attackers_train_alone(stacks: list[int]) -> None:
+    close(stacks, 1e-5, attack=LabelFlip(clients=[1]))
+    assert stacks == [3, 3, 3]
+
+
+def test_a_client_without_finite_weights_is_refused_alone(stacks: list[int]) -> None:
+    class Infinite(Quadratic):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            a, m = batch[0].unbind(1)
+            return (a / 2 * (self.w - m).square()).mean()
+
+    data = Quadratics((1.0, float("inf"), 2.0, 1.0), (1.0, 1.0, 2.0, 3.0))
+    made = fitted(Vectorized(), model=Infinite(), data=data, rounds=1)
+    assert stacks == [4]
+    assert made.federation.state["w"].isfinite()
+
+
+def test_a_client_that_raises_is_named_and_the_others_train(
+    stacks: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Quadratics((1.0, -1.0, 2.0, 1.0), (1.0, 1.0, 2.0, 3.0))
+    with caplog.at_level(logging.WARNING):
+        alone = fitted(InProcess(), model=Quadratic(), data=data)
+        caplog.clear()
+        made = fitted(Vectorized(), model=Quadratic(), data=data)
+    assert equal_states(alone.federation.state, made.federation.state)
+    assert not stacks  # its training step looks at the numbers
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("each trains by itself" in message for message in messages) == 1
+    assert any("client 1 failed: RuntimeError: no minimum" in message for message in messages)
+
+
+def test_what_the_model_logs_is_a_mean_of_the_last_epoch(stacks: list[int]) -> None:
+    class Logging(type(table_model())):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("own", loss, on_step=False, on_epoch=True)
+            return loss
+
+    def model() -> Any:
+        plain = table_model()
+        return Logging(plain.backbone, plain.optimizer)
+
+    data = table_data()
+    data.batch_size = 1000  # one batch, so that the weights of batches do not matter
+    alone = fitted(InProcess(), model=model(), data=data)
+    stacked = fitted(Vectorized(), model=model(), data=data)
+    own = [
+        [row[8] for row in made.run.folder.table.rows if row[7] == "own"]
+        for made in (alone, stacked)
+    ]
+    assert own[0] and own[1] == pytest.approx(own[0], rel=1e-5)
+
+
+class Seeing(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        return None
+
+
+class Manual(Classifier):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+
+class Watching(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        return None
+
+
+class Scheduled(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+PLAIN = table_model()
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "manual": ({"model": Manual(PLAIN.backbone, PLAIN.optimizer)}, "manual optimization"),
+    "hooks": ({"model": Watching(PLAIN.backbone, PLAIN.optimizer)}, "on_train_batch_start"),
+    "a scheduler": ({"model": Scheduled(PLAIN.backbone, PLAIN.optimizer)}, "without a scheduler"),
+    "LBFGS": ({"model": Classifier(PLAIN.backbone, LBFGS)}, "one of SGD, Adam"),
+    "MOON": ({"aggregator": MOON()}, "MOON does more"),
+    "kept optimizers": ({"keep_optimizers": True}, "keep_optimizers"),
+    "accumulation": ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
+    "limits": ({"limit_train_batches": 0.5}, "limit_train_batches"),
+    "callbacks": ({"callbacks": [Seeing()]}, "callback of a single fit"),
+    "asynchronous": ({"schedule": Asynchronous(concurrency=2)}, "groups the clients of a round"),
+}
+
+
+@pytest.mark.parametrize(("settings", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_stacked_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FlsuiteError, match=reason) as error:
+        fitted(Vectorized(), **settings)
+    assert "Processes" in str(error.value)
