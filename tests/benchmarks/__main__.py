@@ -46,7 +46,7 @@ from flsuite.aggregators import (
 from flsuite.callbacks import FederationCallback
 from flsuite.callbacks.base import Affects
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
-from flsuite.engines import Engine, InProcess, Processes
+from flsuite.engines import Engine, InProcess, Processes, Vectorized
 from flsuite.metrics.fisher import fisher_diagonal, measuring
 from flsuite.models import (
     ACVAE,
@@ -357,7 +357,9 @@ def by_registered(
         for split in filter(None, (data.train, data.val, data.test)):
             split.rows.offsets = split.rows.offsets[: clients + 1]
         clock = Clock()
-        made = federation(module, _mlp(), rounds, InProcess(), clock, schedule=schedule(), **kwargs)
+        made = federation(
+            module, _mlp(32), rounds, InProcess(), clock, schedule=schedule(), **kwargs
+        )
         seconds[clients] += clock.seconds[1:]
         megabytes[clients] = process.memory_info().rss / 1e6
         del made, module, data, split
@@ -577,10 +579,54 @@ def personal(rounds: int) -> None:
         print(f"    {name} takes {ratio(times, seconds['FedAvg']):.2f} x as long as FedAvg")
 
 
-def _mlp() -> Backbone:
+def vectorized(rounds: int) -> None:
+    """Compare stacks of clients with the loop, one client at a time and two workers."""
+    works: dict[str, tuple[RandomImages, Backbone, int, int, int]] = {
+        "MLP 64-64-10, 50 clients x 28, batches of 16, 5 epochs": (
+            RandomImages(1400, (1, 8, 8), clients=50), _mlp(64), 16, 5, 50,
+        ),
+        "MLP 784-64-10, 1000 clients x 60, 100 a round, batches of 20": (
+            RandomImages(60_000, (1, 28, 28), clients=1000), _mlp(64), 20, 1, 100,
+        ),
+        "linear, 784-10, 1000 clients x 60, 100 a round, batches of 20": (
+            RandomImages(60_000, (1, 28, 28), clients=1000), _mlp(), 20, 1, 100,
+        ),
+        "LeNet-5, 20 clients x 600, batches of 64": (
+            RandomImages(12_000, (1, 28, 28), clients=20), LeNet5(), 64, 1, 20,
+        ),
+    }  # fmt: skip
+    for name, (module, backbone, batch, epochs, cohort) in works.items():
+        module.batch_size = batch
+        loop = loop_for(module, backbone)
+        loop.batch = batch
+        # As many steps as in so many epochs.
+        loop.clients = [rows.repeat(epochs) for rows in loop.clients]
+        sides: dict[str, Engine] = {
+            "alone": InProcess(),
+            "two_workers": Processes(2),
+            "stack": Vectorized(clients=cohort),
+            "stack_two": Vectorized(threads=2, clients=cohort),
+        }
+        seconds: dict[str, list[float]] = {side: [] for side in (*sides, "loop")}
+        for _ in range(3):
+            for side, engine in sides.items():
+                torch.set_num_threads(1)
+                clock = Clock(loop.round if side == "alone" else None)
+                federation(
+                    module, backbone, max(4, rounds // 3), engine, clock,
+                    schedule=Synchronous(cohort), max_epochs=epochs,
+                )  # fmt: skip
+                seconds[side] += clock.seconds[1:]
+                seconds["loop"] += clock.other[1:]
+        report(name, **seconds)
+        for side in (*sides, "loop"):
+            print(f"    {side} takes {ratio(seconds[side], seconds['loop']):.2f} x the loop")
+
+
+def _mlp(*hidden: int) -> Backbone:
     from flsuite.models import MLP
 
-    return MLP(hidden=(32,))
+    return MLP(hidden=hidden)
 
 
 def has_amx() -> bool:
@@ -614,6 +660,7 @@ CASES = {
     "fisher": fisher,
     "robust": robust,
     "personal": personal,
+    "vectorized": vectorized,
 }
 LONG = {"soak": soak}  # only by name
 
