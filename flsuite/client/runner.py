@@ -179,6 +179,9 @@ class ClientRunner:
         view = setup.data.at(broadcast.round)
         stacked = self.stacked.get(request.number)
         client = stacked.own_client() if stacked else context_of(setup, request)
+        if stacked and not stacked.measures:
+            whole = stacked.trained
+            return self._result(request, client, started - whole.seconds, whole, whole.state)
 
         # Only an initialized device can be seeded.
         self._started_trainer()
@@ -206,7 +209,8 @@ class ClientRunner:
             trained = TrainedFit({}, {"optimizers": keeper.states}, steps, numbers, seconds=0.0)
         else:
             self._measure(trained, trainer, callbacks, loader)
-        return self._result(request, client, started - trained.seconds, trained)
+        state = self.model.state_dict()
+        return self._result(request, client, started - trained.seconds, trained, state)
 
     def _callbacks(
         self,
@@ -239,18 +243,23 @@ class ClientRunner:
         ]
 
     def _result(
-        self, request: FitRequest, client: ClientContext, started: float, trained: TrainedFit
+        self,
+        request: FitRequest,
+        client: ClientContext,
+        started: float,
+        trained: TrainedFit,
+        state: State,
     ) -> ClientResult:
-        """Return the outcome of a fit from the resident model: the update and the client's memory.
+        """Return the outcome of a fit: the update and the client's memory.
 
         Args:
             request: The request.
             client: The client's view of the round.
             started: Start of the fit, in seconds of ``time.perf_counter``.
-            trained: The outcome of the training. Its state is the resident model's.
+            trained: The outcome of the training, without its state.
+            state: All entries of the trained model.
         """
         setup, broadcast = self.setup, request.broadcast
-        state = self.model.state_dict()
         shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
         update = ClientUpdate(
             client=client.id,
@@ -347,11 +356,13 @@ class StackedFit:
 
     Attributes:
         client: The client's view of the round, as its algorithm has left it.
-        trained: The outcome of the training.
+        trained: The outcome of the training, with all entries of the model.
+        measures: Whether the algorithm measures the trained model.
     """
 
     client: ClientContext
     trained: TrainedFit
+    measures: bool
 
     def own_client(self) -> ClientContext:
         """Return the view for one run of the fit's end, which adds to it and may be repeated."""

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
 from flsuite.aggregators.losses import step_loss
+from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.second_model import optimizer_for
 from flsuite.client.runner import ClientRunner, StackedFit, context_of, start_of
 from flsuite.client.stackable import optimizer_of, stackable_callbacks
@@ -45,10 +46,10 @@ class _Member:
     client: ClientContext
     loader: TrainLoader
     epochs: int
-    callbacks: list[Callback]
-    module: LightningModule
-    optimizer: Optimizer
-    trainer: Any
+    callbacks: list[Callback] = field(default_factory=list)
+    module: LightningModule = field(init=False)
+    optimizer: Optimizer = field(init=False)
+    trainer: Any = field(init=False)
 
     @property
     def steps(self) -> int:
@@ -99,9 +100,11 @@ class Stack:
         members = [self._member(i, r, view, trainer, tensors) for i, r in enumerate(requests)]
         ends = _Steps(self, trainer, view, tensors, members).run()
         seconds = (time.perf_counter() - began) / len(members)
+        after = setup.aggregator.callbacks(members[0].client)
+        measures = not first.adapts and any(isinstance(c, AfterFit) for c in after)
         return {
             request.number: StackedFit(
-                member.client, TrainedFit(state, {}, member.steps, metrics, seconds)
+                member.client, TrainedFit(state, {}, member.steps, metrics, seconds), measures
             )
             for request, member, (state, metrics) in zip(requests, members, ends, strict=True)
         }
@@ -120,11 +123,13 @@ class Stack:
 
     def _tensors(self, starts: Sequence[State], device: torch.device) -> dict[str, Tensor]:
         """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""
-        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return {
-            name: torch.stack([start.get(name, value.detach()).to(device) for start in starts])
-            for name, value in own.items()
-        }
+        stacked = {}
+        for name, own in chain(self.model.named_parameters(), self.model.named_buffers()):
+            parts = [start.get(name, own.detach()) for start in starts]
+            is_same = all(part is parts[0] for part in parts)
+            whole = parts[0].expand(len(parts), *own.shape) if is_same else torch.stack(parts)
+            stacked[name] = whole.to(device).contiguous()
+        return stacked
 
     def _member(
         self,
@@ -135,21 +140,28 @@ class Stack:
         tensors: Mapping[str, Tensor],
     ) -> _Member:
         setup, round = self.runner.setup, request.broadcast.round
-        if place == len(self._modules):
+        client = context_of(setup, request)
+        loader = TrainLoader(view, client.id, setup.seed, round, request.batches, request.repeat)
+        member = _Member(client, loader, trainer.fit_loop.max_epochs or 1)
+        member.callbacks = [] if request.adapts else stackable_callbacks(setup, client) or []
+        if member.callbacks or place == 0:  # the first one's optimizer is the stack's
+            self._give_model(member, place, trainer, tensors)
+        return member
+
+    def _give_model(
+        self, member: _Member, place: int, trainer: ClientTrainer, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Give a client a model whose tensors are its part of the stack."""
+        while len(self._modules) <= place:
             self._modules.append(copy.deepcopy(self.model))
-        module = self._modules[place]
+        member.module = module = self._modules[place]
         for name, own in chain(module.named_parameters(), module.named_buffers()):
             own.data, own.grad = tensors[name][place], None
 
-        optimizer = optimizer_of(module)
-        for group in optimizer.param_groups:
-            group["lr"] *= setup.lr_decay.factor(round) if setup.lr_decay else 1.0
-        client = context_of(setup, request)
-        callbacks = [] if request.adapts else stackable_callbacks(setup, client) or []
-        loader = TrainLoader(view, client.id, setup.seed, round, request.batches, request.repeat)
-        epochs = trainer.fit_loop.max_epochs or 1
-        own_trainer = _TrainerOfOne(trainer, optimizer, loader)
-        return _Member(client, loader, epochs, callbacks, module, optimizer, own_trainer)
+        member.optimizer, decay = optimizer_of(module), self.runner.setup.lr_decay
+        for group in member.optimizer.param_groups:
+            group["lr"] *= decay.factor(member.client.round) if decay else 1.0
+        member.trainer = _TrainerOfOne(trainer, member.optimizer, member.loader)
 
 
 class _Steps:
@@ -189,14 +201,18 @@ class _Steps:
         own = dict(members[0].module.named_parameters())
         replaced = {id(own[name]): value for name, value in self.parameters.items()}
         self.optimizer = optimizer_for(members[0].optimizer, replaced)
+        firsts = {id(p): name for name, p in self.model.named_parameters()}
+        tied = dict(self.model.named_parameters(remove_duplicate=False))
+        entries = self.model.state_dict()
+        self.entries = {k: firsts[id(tied[k])] if k in tied else k for k in entries}
 
     def run(self) -> list[tuple[State, dict[str, float]]]:
         """Take all steps, and return each client's state and metrics."""
         batches = [self._batches(member.loader, member.epochs) for member in self.members]
         ends: list[State] = [{} for _ in self.members]
         for place, member in enumerate(self.members):
-            for name, parameter in member.module.named_parameters():
-                if member.callbacks and name in self.gradients:
+            for name, parameter in member.module.named_parameters() if member.callbacks else ():
+                if name in self.gradients:
                     parameter.grad = self.gradients[name][place]
             for callback in member.callbacks:
                 callback.on_fit_start(member.trainer, member.module)
@@ -217,8 +233,8 @@ class _Steps:
         """
         of_size: dict[Any, list[int]] = {}
         for place, batch in batches.items():
-            sizes = tuple(part.shape for part in tree_flatten(batch)[0])
-            of_size.setdefault(sizes, []).append(place)
+            parts = [batch] if self.reads_rows else tree_flatten(batch)[0]
+            of_size.setdefault(tuple(part.shape for part in parts), []).append(place)
         for places in of_size.values():
             self._add_gradients(step, places, self._read([batches[i] for i in places]))
 
@@ -291,10 +307,7 @@ class _Steps:
         member = self.members[place]
         for callback in member.callbacks:
             callback.on_train_end(member.trainer, member.module)
-        firsts = {id(p): name for name, p in self.model.named_parameters()}
-        own = {**dict(self.model.named_parameters(remove_duplicate=False))}
-        names = {k: firsts[id(own[k])] if k in own else k for k in self.model.state_dict()}
-        return clone({name: self.tensors[first][place] for name, first in names.items()})
+        return clone({name: self.tensors[first][place] for name, first in self.entries.items()})
 
     def _metrics(self, place: int) -> dict[str, float]:
         loss = float(self.losses[place]) / self.members[place].steps
