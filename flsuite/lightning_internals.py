@@ -186,6 +186,16 @@ def leave_hooks(module: LightningModule) -> None:
 
 
 @contextmanager
+def attached(module: LightningModule, trainer: Any) -> Iterator[None]:
+    """Let the module have this object as its Trainer, and restore its own on exit."""
+    before, module._trainer = module._trainer, trainer
+    try:
+        yield
+    finally:
+        module._trainer = before
+
+
+@contextmanager
 def detached(module: LightningModule) -> Iterator[None]:
     """Detach the module from its Trainer, so it cannot log.
 

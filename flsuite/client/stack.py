@@ -23,6 +23,7 @@ from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.data.map_style import StoredSplit
+from flsuite.lightning_internals import attached
 from flsuite.messages import ClientContext, FitRequest, TrainedFit
 from flsuite.models import declarations
 from flsuite.random import seed_process
@@ -68,6 +69,16 @@ class _TrainerOfOne:
         return getattr(self._trainer, name)
 
 
+class _NoTrainer:
+    """Refuses a training step that reads its Trainer, because the clients' epochs differ."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{self._model} reads trainer.{name}, which differs between clients")
+
+
 class Stack:
     """Trains the fits of several clients at the same time.
 
@@ -98,7 +109,8 @@ class Stack:
         starts = [start_of(setup, self.runner.entries, request) for request in requests]
         tensors = self._tensors(starts, trainer.strategy.root_device)
         members = [self._member(i, r, view, trainer, tensors) for i, r in enumerate(requests)]
-        ends = _Steps(self, trainer, view, tensors, members).run()
+        with attached(self.model, _NoTrainer(type(self.model).__name__)):
+            ends = _Steps(self, trainer, view, tensors, members).run()
         seconds = (time.perf_counter() - began) / len(members)
         after = setup.aggregator.callbacks(members[0].client)
         measures = not first.adapts and any(isinstance(c, AfterFit) for c in after)
@@ -254,11 +266,8 @@ class _Steps:
         parameters = {name: value[at].detach() for name, value in self.parameters.items()}
         others = {name: value[at] for name, value in self.others.items()}
         one = torch.func.grad_and_value(partial(self._loss, step=step), has_aux=True)
-        with self.trainer.precision_plugin.train_step_context():
-            # A cached cast would belong to one level of the transforms.
-            torch.set_autocast_cache_enabled(False)
-            together = torch.vmap(one, randomness="different")
-            gradients, (loss, (buffers, logged)) = together(parameters, others, batch)
+        together = torch.vmap(one, randomness="different")
+        gradients, (loss, (buffers, logged)) = together(parameters, others, batch)
 
         self.losses[at] += loss.float()
         for name, value in gradients.items():
@@ -278,7 +287,12 @@ class _Steps:
             logged[name] = torch.as_tensor(value, device=self.device).detach().float()
 
         tensors = {**others, **buffers, **parameters}
-        return step_loss(self.model, tensors, batch, step, log), (buffers, logged)
+        # As in Lightning, the backward pass is outside.
+        with self.trainer.precision_plugin.train_step_context():
+            # A cached cast would belong to one level of the transforms.
+            torch.set_autocast_cache_enabled(False)
+            loss = step_loss(self.model, tensors, batch, step, log)
+        return loss, (buffers, logged)
 
     def _log(self, step: int, places: list[int], logged: Mapping[str, Tensor]) -> None:
         """Add what the clients log to the means over their last epochs."""

@@ -10,7 +10,7 @@ from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.client.loop import hooks_of, takes_a_batch
 from flsuite.client.runner import context_of
 from flsuite.client.setup import WorkerSetup
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast, ClientContext, FitRequest
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
@@ -33,10 +33,7 @@ def require_stackable(setup: WorkerSetup) -> None:
     Raises:
         FlsuiteError: If it is one. The message names the reason.
     """
-    reason = next(_reasons(setup), None)
-    if reason is None:
-        optimizer_of(setup.model)
-    else:
+    if reason := next(_reasons(setup), None):
         raise FlsuiteError(
             f"Vectorized cannot train clients as one batched program: {reason}; set "
             "trainer.engine to Processes"
@@ -114,6 +111,10 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
         yield "trainer.keep_optimizers is set"
     if stackable_callbacks(setup, _some_client(setup)) is None:
         yield f"{setup.aggregator.name} does more in a client's steps than see its gradients"
+    try:
+        optimizer_of(model)
+    except (RuntimeError, AttributeError) as error:
+        yield f"{name}.configure_optimizers needs a Trainer ({one_line(error)})"
 
 
 def _some_client(setup: WorkerSetup) -> ClientContext:

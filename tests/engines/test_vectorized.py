@@ -18,7 +18,7 @@ from flsuite.aggregators import IFCA, MOON, Aggregator, FedALA, FedAvg, FedDyn, 
 from flsuite.attacks import LabelFlip
 from flsuite.client.lr_decay import CosineDecay
 from flsuite.client.stack import Stack
-from flsuite.data import CropFlip, FederatedDataModule, Natural
+from flsuite.data import CropFlip, FederatedDataModule, Natural, TaskSequence
 from flsuite.engines import InProcess, Vectorized
 from flsuite.models import Backbone, Classifier
 from flsuite.schedules import Asynchronous, Synchronous
@@ -37,6 +37,7 @@ from tests.composition.cells import Cell, covering, name, problem, trainer_of
 from tests.conftest import equal_states, mostly_long
 from tests.engines.test_processes import Images
 
+PLAIN = table_model()
 STACKED = [
     cell
     for cell in covering()
@@ -76,6 +77,26 @@ def fitted(
     # A copy, because a used model would be the start of the next federation.
     made.fit(copy.deepcopy(model or table_model()), data or table_data(), ckpt_path=ckpt_path)
     return made
+
+
+class Tied(Backbone):
+    """Two layers with one weight, and a layer that nothing reads."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        layers = nn.Sequential(
+            nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, outputs), _Unread()
+        )
+        layers[2].weight = layers[0].weight
+        return layers
+
+
+class _Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 def images(**kwargs: Any) -> Images:
@@ -151,6 +172,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "data": images(augment=CropFlip(padding=1)),
         "model": Classifier(InDouble(), OPTIMIZERS["SGD"]),
     },
+    "tied weights and decay": {
+        "model": Classifier(Tied(), partial(SGD, lr=0.1, weight_decay=0.1)),
+        "aggregator": FedProx(mu=0.1),
+    },
+    "tasks": {"data": TaskSequence(table_data(), 3, classes_per_task=1, rounds_per_task=1)},
     "clusters": {"aggregator": IFCA(2)},
     "what is taken from the global model": {"aggregator": FedALA()},
     "the dynamic regularizer": {"aggregator": FedDyn()},
@@ -160,6 +186,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_each_setting_is_that_of_a_single_fit(settings: dict[str, Any], stacks: list[int]) -> None:
     close(stacks, 1e-5, **settings)
+
+
+def test_half_precision_differs_by_its_rounding(stacks: list[int]) -> None:
+    model = Classifier(Tied(), OPTIMIZERS["SGD"])
+    close(stacks, 2e-3, model=model, precision="bf16-mixed")
 
 
 def test_scores_steps_and_losses_are_those_of_single_fits(stacks: list[int]) -> None:
@@ -265,6 +296,17 @@ def test_what_the_model_logs_is_a_mean_of_the_last_epoch(stacks: list[int]) -> N
     assert own[0] and own[1] == pytest.approx(own[0], rel=1e-5)
 
 
+def test_a_step_that_reads_its_trainer_trains_alone(stacks: list[int]) -> None:
+    class Warming(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (1 + self.current_epoch)
+
+    model = Warming(PLAIN.backbone, PLAIN.optimizer)
+    alone, other = (fitted(engine, model=model) for engine in (InProcess(), Vectorized()))
+    assert_same_models(alone, other)
+    assert not stacks
+
+
 class Seeing(Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         return None
@@ -281,17 +323,23 @@ class Watching(Classifier):
         return None
 
 
+class Reading(Classifier):
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.max_epochs
+        return super().configure_optimizers()
+
+
 class Scheduled(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-PLAIN = table_model()
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "manual": ({"model": Manual(PLAIN.backbone, PLAIN.optimizer)}, "manual optimization"),
     "hooks": ({"model": Watching(PLAIN.backbone, PLAIN.optimizer)}, "on_train_batch_start"),
     "a scheduler": ({"model": Scheduled(PLAIN.backbone, PLAIN.optimizer)}, "without a scheduler"),
+    "a Trainer": ({"model": Reading(PLAIN.backbone, PLAIN.optimizer)}, "needs a Trainer"),
     "LBFGS": ({"model": Classifier(PLAIN.backbone, LBFGS)}, "one of SGD, Adam"),
     "MOON": ({"aggregator": MOON()}, "MOON does more"),
     "kept optimizers": ({"keep_optimizers": True}, "keep_optimizers"),
