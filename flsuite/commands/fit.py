@@ -14,6 +14,7 @@ import flsuite.client.lr_decay
 import flsuite.data
 import flsuite.engines.processes
 import flsuite.engines.ray
+import flsuite.engines.vectorized
 import flsuite.models
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
 from flsuite.arguments import renamed

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from jsonargparse._typehints import get_all_subclass_paths
 
-import flsuite.commands.fit  # noqa: F401  (imports what has a short name)
+import flsuite.commands.fit  # (imports what has a short name)
+import flsuite.engines
 from flsuite.commands.main import work_here
 from flsuite.commands.parsing import OneLineParser
 from flsuite.commands.static.first_keys import TRAINER
@@ -231,6 +232,12 @@ BASES = (
     pytest.param("torch.optim.Optimizer", marks=pytest.mark.long),
     pytest.param("torch.optim.lr_scheduler.LRScheduler", marks=pytest.mark.long),
 )
+
+
+def test_every_engine_goes_by_its_short_name() -> None:
+    paths = get_all_subclass_paths(flsuite.engines.Engine)
+    names = {path.rpartition(".")[2] for path in paths if path.startswith("flsuite.")}
+    assert names == set(flsuite.engines.__all__) - {"Engine"}
 
 
 @pytest.mark.parametrize("path", BASES)
