@@ -342,6 +342,56 @@ MUTATIONS = [
         "return rows.values",
         "data/test_module.py",
     ),
+    Mutation(
+        "a stack is clipped by the norm of all its clients",
+        "client/stack.py",
+        "factors = (float(limit) / (torch.stack(norms).norm(dim=0) + 1e-6)).clamp(max=1.0)",
+        "factors = (float(limit) / (torch.stack(norms).norm().expand(len(norms[0])) + 1e-6))"
+        ".clamp(max=1.0)",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "the statistics of a stack stay",
+        "client/stack.py",
+        "self.others[name][at] = value",
+        "pass",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "a stack decays what its loss does not depend on",
+        "client/stack.py",
+        "if g is not None]",
+        "]",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "a client of a stack trains on after its last step",
+        "client/stack.py",
+        "if step + 1 == self.members[i].steps:",
+        "if step + 1 == max(member.steps for member in self.members):",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "the rate of a stack does not fall",
+        "client/stack.py",
+        'group["lr"] *= decay.factor(member.client.round) if decay else 1.0',
+        'group["lr"] *= 1.0',
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "the end of a stacked fit is not the algorithm's",
+        "client/stack.py",
+        "callback.on_train_end(member.trainer, member.module)",
+        "pass",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "the engine is not a setting of the record",
+        "engines/vectorized.py",
+        "decides = True",
+        "decides = False",
+        "engines/test_vectorized.py",
+    ),
 ]
 
 
