@@ -8,7 +8,8 @@ import copy
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
-from flsuite.client.entries import Entries, entries_of
+from flsuite.client.entries import entries_of
 from flsuite.client.faults import carry_out
+from flsuite.client.fits import StackedFit, context_of, start_of
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
 from flsuite.client.resident import Resident
 from flsuite.client.scorer import Scorer
 from flsuite.client.setup import WorkerSetup
+from flsuite.client.stack import Stack
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
@@ -67,8 +70,8 @@ class ClientRunner:
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
         self._counted: tuple[Broadcast, int] | None = None
-        # Fits that a stack has trained, by their number. They only have to end here.
-        self.stacked: dict[int, StackedFit] = {}
+        self._stack = Stack(self.model, self.entries, setup) if setup.stack > 1 else None
+        self._stacked: dict[int, StackedFit] = {}
 
     def run(self, request: FitRequest) -> Outcome:
         """Train one client.
@@ -100,13 +103,23 @@ class ClientRunner:
     def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
         """Return the answers to the requests of a job, which are all of one kind.
 
-        The models of several clients are summed. A faulty update keeps its model and is excluded
-        from the sum, so the server can refuse it by name. The model of a single client is sent
-        unchanged.
+        The models of a part of the cohort are summed. A faulty update keeps its model and is
+        excluded from the sum, so the server can refuse it by name. The model of a single client is
+        sent unchanged.
         """
         fits = [request for request in job if isinstance(request, FitRequest)]
-        if len(fits) < 2:
+        if len(fits) < len(job):
             return [self.run(r) if isinstance(r, FitRequest) else self.score(r) for r in job]
+        if self._stack is not None:
+            trainer, data = self.rewound_trainer([], fits[0].adapts)
+            self._stacked = self._stack.train_all(fits, trainer, data)
+        parts = groupby(fits, key=lambda request: request.part)
+        return [outcome for part, members in parts for outcome in self._part(part, list(members))]
+
+    def _part(self, part: int | None, fits: Sequence[FitRequest]) -> list[Outcome]:
+        """Return the outcomes of a part of the cohort."""
+        if part is None or len(fits) < 2 or not self.setup.sums_parts:
+            return [self.run(request) for request in fits]
 
         # NaN and infinity propagate to the sum, so checking the sum is enough. If it fails, run the
         # same fits again to find the client.
@@ -177,7 +190,7 @@ class ClientRunner:
         started = time.perf_counter()
         setup, broadcast = self.setup, request.broadcast
         view = setup.data.at(broadcast.round)
-        stacked = self.stacked.get(request.number)
+        stacked = self._stacked.get(request.number)
         client = stacked.own_client() if stacked else context_of(setup, request)
         if stacked and not stacked.measures:
             whole = stacked.trained
@@ -348,58 +361,6 @@ class ClientRunner:
     def _has_no_callbacks_of_its_own(self) -> bool:
         method = type(self.model).configure_callbacks
         return method.__module__.startswith(("flsuite.", "lightning."))
-
-
-@dataclass
-class StackedFit:
-    """A fit that has been trained in a stack of clients.
-
-    Attributes:
-        client: The client's view of the round, as its algorithm has left it.
-        trained: The outcome of the training, with all entries of the model.
-        measures: Whether the algorithm measures the trained model.
-    """
-
-    client: ClientContext
-    trained: TrainedFit
-    measures: bool
-
-    def own_client(self) -> ClientContext:
-        """Return the view for one run of the fit's end, which adds to it and may be repeated."""
-        client = self.client
-        return replace(
-            client,
-            memory=dict(client.memory),
-            extras=dict(client.extras),
-            metrics=dict(client.metrics),
-        )
-
-
-def context_of(setup: WorkerSetup, request: FitRequest) -> ClientContext:
-    """Return a client's view of the round at the start of its fit."""
-    broadcast = request.broadcast
-    view = setup.data.at(broadcast.round)
-    return ClientContext(
-        id=request.client,
-        round=broadcast.round,
-        samples=view.samples(request.client),
-        class_counts=view.class_counts(request.client),
-        global_state=broadcast.state,
-        received=broadcast.extras.get("objective", {}),
-        memory=copy.deepcopy(request.memory.get("objective", {})),
-        layout=setup.layout,
-    )
-
-
-def start_of(setup: WorkerSetup, entries: Entries, request: FitRequest) -> State:
-    """Return the entries that a client's fit starts from.
-
-    A client without private entries starts from the initial ones.
-    """
-    private = request.memory.get("model", {})
-    # Last, the initial ones again, because the shared state includes these buffers.
-    reset = {name: setup.initial[name] for name in entries.reset}
-    return {**setup.initial, **request.broadcast.state, **private, **reset}
 
 
 def _training_numbers(

@@ -60,6 +60,7 @@ class WorkerSetup:
         sums_parts: Whether a worker sends the sums over a part of the cohort instead of each
             update.
         attack: The attack by some clients. Default: none.
+        stack: Clients that a worker trains as one batched program. With 1, each trains by itself.
     """
 
     model: LightningModule
@@ -76,6 +77,7 @@ class WorkerSetup:
     lr_decay: LRDecay | None = None
     sums_parts: bool = False
     attack: Attack | None = None
+    stack: int = 1
 
 
 def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Trains many clients as one batched program: their tensors lie along a first axis."""
 
 import copy
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +18,22 @@ from torch.utils._pytree import tree_flatten, tree_map
 from flsuite.aggregators.losses import step_loss
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.second_model import optimizer_for
-from flsuite.client.runner import ClientRunner, StackedFit, context_of, start_of
-from flsuite.client.stackable import optimizer_of, stackable_callbacks
+from flsuite.client.entries import Entries
+from flsuite.client.fits import StackedFit, context_of, start_of
+from flsuite.client.setup import WorkerSetup
+from flsuite.client.stackable import can_stack, optimizer_of, stackable_callbacks
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.data.map_style import StoredSplit
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import attached
 from flsuite.messages import ClientContext, FitRequest, TrainedFit
 from flsuite.models import declarations
 from flsuite.random import seed_process
 from flsuite.state import State, clone
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -86,19 +92,56 @@ class Stack:
     round differently, so the weights differ in the last digits.
 
     Args:
-        runner: Runs the end of each fit. Its model gives the structure.
+        model: The structure. Its weights are not used.
+        entries: The ownership of its entries.
+        setup: The setup of the worker.
     """
 
-    def __init__(self, runner: ClientRunner) -> None:
-        self.runner, self.model = runner, runner.model
+    def __init__(self, model: LightningModule, entries: Entries, setup: WorkerSetup) -> None:
+        self.model, self.entries, self.setup = model, entries, setup
         self._modules: list[LightningModule] = []
         self._used: list[str] | None = None
+        self._level = logging.WARNING
 
-    def train(self, requests: Sequence[FitRequest]) -> dict[int, StackedFit]:
-        """Train clients that start in the same round, and return their fits by number."""
+    def train_all(
+        self, requests: Sequence[FitRequest], trainer: ClientTrainer, data: FederatedData
+    ) -> dict[int, StackedFit]:
+        """Train the clients of a job that can be stacked, and return their fits by number.
+
+        Clients of a stack that cannot train are left out, to train by themselves.
+
+        Args:
+            requests: Fits of one round, with as many epochs each.
+            trainer: The Trainer, rewound for them.
+            data: The samples, on its device.
+
+        Raises:
+            FlsuiteError: If no client can train with the settings of the run.
+        """
+        able = [request for request in requests if can_stack(self.setup, request)]
+        fits: dict[int, StackedFit] = {}
+        for first in range(0, len(able), self.setup.stack):
+            members = able[first : first + self.setup.stack]
+            if len(members) < 2:  # a stack of one would only be slower
+                continue
+            try:
+                fits |= self.train(members, trainer, data)
+            except FlsuiteError:
+                raise
+            except Exception as error:
+                # Which client it is shows when each trains by itself.
+                level, self._level = self._level, logging.DEBUG  # said once
+                names = type(error).__name__, one_line(error, longest=160)
+                text = "a stack of %d clients could not train, so each trains by itself (%s: %s)"
+                log.log(level, text, len(members), *names)
+        return fits
+
+    def train(
+        self, requests: Sequence[FitRequest], trainer: ClientTrainer, data: FederatedData
+    ) -> dict[int, StackedFit]:
+        """Train one stack. The arguments are those of :meth:`train_all`."""
         began = time.perf_counter()
-        setup, first = self.runner.setup, requests[0]
-        trainer, data = self.runner.rewound_trainer([], first.adapts)
+        setup, first = self.setup, requests[0]
         view = data.at(first.broadcast.round)
         # What a model draws in its steps, as for dropout, depends on who is in the stack.
         seed_process(setup.seed, "stack", first.broadcast.round, first.client)
@@ -106,7 +149,7 @@ class Stack:
         if view.stage is not None:
             declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
 
-        starts = [start_of(setup, self.runner.entries, request) for request in requests]
+        starts = [start_of(setup, self.entries, request) for request in requests]
         tensors = self._tensors(starts, trainer.strategy.root_device)
         members = [self._member(i, r, view, trainer, tensors) for i, r in enumerate(requests)]
         with attached(self.model, _NoTrainer(type(self.model).__name__)):
@@ -151,7 +194,7 @@ class Stack:
         trainer: ClientTrainer,
         tensors: Mapping[str, Tensor],
     ) -> _Member:
-        setup, round = self.runner.setup, request.broadcast.round
+        setup, round = self.setup, request.broadcast.round
         client = context_of(setup, request)
         loader = TrainLoader(view, client.id, setup.seed, round, request.batches, request.repeat)
         member = _Member(client, loader, trainer.fit_loop.max_epochs or 1)
@@ -170,7 +213,7 @@ class Stack:
         for name, own in chain(module.named_parameters(), module.named_buffers()):
             own.data, own.grad = tensors[name][place], None
 
-        member.optimizer, decay = optimizer_of(module), self.runner.setup.lr_decay
+        member.optimizer, decay = optimizer_of(module), self.setup.lr_decay
         for group in member.optimizer.param_groups:
             group["lr"] *= decay.factor(member.client.round) if decay else 1.0
         member.trainer = _TrainerOfOne(trainer, member.optimizer, member.loader)

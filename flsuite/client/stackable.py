@@ -7,8 +7,8 @@ from lightning.pytorch import Callback, LightningModule
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.client.fits import context_of
 from flsuite.client.loop import hooks_of, takes_a_batch
-from flsuite.client.runner import context_of
 from flsuite.client.setup import WorkerSetup
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast, ClientContext, FitRequest
@@ -40,11 +40,11 @@ def require_stackable(setup: WorkerSetup) -> None:
         )
 
 
-def can_stack(setup: WorkerSetup, request: FitRequest) -> bool:
-    """Return whether a client trains in a stack. Attackers and known models do not.
+def refuse_callbacks(request: FitRequest) -> None:
+    """Refuse the user's callbacks, which need a fit of their own.
 
     Raises:
-        FlsuiteError: If the user's callbacks need a fit of their own.
+        FlsuiteError: If there are any.
     """
     if request.broadcast.callbacks:
         kind = type(request.broadcast.callbacks[0]).__name__
@@ -52,6 +52,10 @@ def can_stack(setup: WorkerSetup, request: FitRequest) -> bool:
             f"Vectorized trains many clients in one step, but {kind} is a callback of a single "
             "fit; leave it out of trainer.callbacks, or set trainer.engine to Processes"
         )
+
+
+def can_stack(setup: WorkerSetup, request: FitRequest) -> bool:
+    """Return whether a client trains in a stack. Attackers and known models do not."""
     if request.trained is not None:
         return False
     return (

@@ -23,10 +23,11 @@ class Engine(ABC):
     any order of collection.
 
     Attributes:
-        decides: Whether it rounds in a way of its own, so that it is a setting of the result.
+        decides: Names of the arguments that affect the rounding of results, which are settings of
+            the record. Default: none.
     """
 
-    decides: ClassVar[bool] = False
+    decides: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def start(self, setup: WorkerSetup) -> None:
@@ -93,11 +94,11 @@ class InProcess(Engine, Settings):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         require_one_gpu(setup.trainer_kwargs)
-        self._sums_parts = setup.sums_parts
+        self._sums_parts, self._clients = setup.sums_parts, setup.stack
         self._runner = ClientRunner(setup)
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
-        for job in jobs_of(requests, self._sums_parts):
+        for job in jobs_of(requests, self._sums_parts, self._clients):
             self._jobs.update((request.number, job) for request in job)
 
     @property
@@ -118,13 +119,29 @@ class InProcess(Engine, Settings):
         self._outcomes: dict[int, Outcome] = {}
 
 
-def jobs_of(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:
-    """Yield the jobs of workers: a part of the cohort, or one client.
+def jobs_of(
+    requests: Iterable[FitRequest], sums_parts: bool, stack: int = 1
+) -> Iterator[list[FitRequest]]:
+    """Yield the jobs of workers: a part of the cohort, or one client, or as many as a stack has.
 
     Args:
         requests: The requests. Requests of one part are adjacent.
         sums_parts: Whether a worker should sum the models of a part.
+        stack: Clients that a worker trains at the same time.
     """
+    job: list[FitRequest] = []
+    for unit in _units_of(requests, sums_parts):
+        is_alike = job and (job[0].adapts, job[0].broadcast) == (unit[0].adapts, unit[0].broadcast)
+        if job and (not is_alike or len(job) + len(unit) > stack):
+            yield job
+            job = []
+        job += unit
+    if job:
+        yield job
+
+
+def _units_of(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:
+    """Yield what one worker must train: a part of the cohort, or one client."""
     for part, members in groupby(requests, key=lambda request: request.part):
         if sums_parts and part is not None:
             yield list(members)

@@ -148,6 +148,7 @@ class Pool(Engine):
     timeout: float | None
     _backlog: Backlog
     _sums_parts: bool
+    _clients: int
 
     @property
     def survives(self) -> frozenset[Fault]:
@@ -156,7 +157,9 @@ class Pool(Engine):
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
         # With a timeout, a slow client must not take down others, so jobs have one client.
-        self._backlog.submit(jobs_of(requests, self._sums_parts and self.timeout is None))
+        self._backlog.submit(
+            jobs_of(requests, self._sums_parts and self.timeout is None, self._clients)
+        )
         self._hand_out()
 
     @property

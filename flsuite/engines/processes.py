@@ -76,7 +76,7 @@ class Processes(Pool, Settings):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         prepare_workers()
-        self._sums_parts = setup.sums_parts
+        self._sums_parts, self._clients = setup.sums_parts, setup.stack
         with self._sendable("the model, the aggregator or the data"):
             descriptor, head, places = dump_shared((setup.data, dump_without_data(setup)))
         self._payload = (descriptor, bytes(head), places)

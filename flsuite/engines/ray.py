@@ -121,7 +121,7 @@ class Ray(Pool, Settings):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         refuse_hidden_gpus(setup, self.gpus_per_worker)
-        self._sums_parts = setup.sums_parts
+        self._sums_parts, self._clients = setup.sums_parts, setup.stack
         with self._sendable("the model, the aggregator or the data"):
             payload = pack((setup.data, dump_without_data(setup)))
 

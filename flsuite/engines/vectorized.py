@@ -1,23 +1,19 @@
 """The engine that trains many clients as one batched program."""
 
-import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from flsuite.arguments import PositiveInt
+from flsuite.arguments import PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
-from flsuite.client.stack import Stack
-from flsuite.client.stackable import can_stack, require_stackable
-from flsuite.engines.base import InProcess, threads_set
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.messages import FitRequest, Outcome
-
-log = logging.getLogger(__name__)
+from flsuite.client.stackable import refuse_callbacks, require_stackable
+from flsuite.engines.base import Engine, InProcess
+from flsuite.engines.processes import Processes
+from flsuite.messages import Fault, FitRequest, Outcome, ScoreRequest
 
 
 @dataclass(eq=False)
-class Vectorized(InProcess):
+class Vectorized(Engine, Settings):
     """Trains clients in stacks: their weights lie along a first axis, and one program steps all.
 
     Small networks train several times as fast as one after another, because a step of the whole
@@ -27,65 +23,53 @@ class Vectorized(InProcess):
 
     It takes models with one of torch's elementwise optimizers, and algorithms that see no more of a
     client's steps than gradients, such as FedProx and SCAFFOLD. It refuses others before the first
-    round. Attackers train one by one. A step's ``batch_idx`` counts over the whole fit, and what a
-    model logs is its mean over the last epoch.
+    round. Attackers train one by one, and so do the clients of a worker that has died. A step's
+    ``batch_idx`` counts over the whole fit, and what a model logs is its mean over the last epoch.
 
     Args:
-        threads: torch threads for training.
         clients: Clients per stack.
+        workers: Number of worker processes, each with a stack. With 1, this process trains. It does
+            not affect the weights.
+        threads: torch threads per worker.
     """
 
-    decides = True
+    decides = ("clients",)
 
     clients: PositiveInt = 64
+    workers: PositiveInt = 1
+    threads: Threads = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._engine: Engine = (
+            InProcess(self.threads)
+            if self.workers == 1
+            else Processes(workers=self.workers, threads=self.threads)
+        )
 
     def start(self, setup: WorkerSetup) -> None:
         require_stackable(setup)
-        super().start(setup)
-        self._stack, self._level = Stack(self._runner), logging.WARNING
+        self._engine.start(replace(setup, stack=self.clients))
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
         requests = list(requests)
-        super().submit(requests)
-        able = [r for r in requests if can_stack(self._runner.setup, r)]
-        for _, alike in groupby(able, key=lambda r: (r.broadcast.round, r.adapts)):
-            members = list(alike)
-            for first in range(0, len(members), self.clients):
-                stack = members[first : first + self.clients]
-                # A stack of one would only be slower.
-                if len(stack) > 1:
-                    self._waiting.update((request.number, stack) for request in stack)
+        for request in requests:
+            refuse_callbacks(request)
+        self._engine.submit(requests)
+
+    @property
+    def pending(self) -> Sequence[int]:
+        return self._engine.pending
 
     def collect(self, number: int) -> Outcome:
-        for request in self._jobs.get(number, ()):
-            self._train(request.number)
-        outcome = super().collect(number)
-        self._runner.stacked.pop(number, None)
-        return outcome
+        return self._engine.collect(number)
+
+    def score(self, requests: Iterable[ScoreRequest]) -> Any:
+        return self._engine.score(requests)
+
+    @property
+    def survives(self) -> frozenset[Fault]:
+        return self._engine.survives
 
     def stop(self) -> None:
-        super().stop()
-        self._waiting: dict[int, list[FitRequest]] = {}
-
-    def _train(self, number: int) -> None:
-        """Train the stack of a fit, unless it has been."""
-        stack = self._waiting.get(number, [])
-        for request in stack:
-            del self._waiting[request.number]
-        if not stack:
-            return
-        try:
-            with threads_set(self.threads):
-                self._runner.stacked.update(self._stack.train(stack))
-        except FlsuiteError:
-            raise
-        except Exception as error:
-            # Which client it is shows when each trains by itself.
-            level, self._level = self._level, logging.DEBUG  # said once
-            log.log(
-                level,
-                "a stack of %d clients could not train, so each trains by itself (%s: %s)",
-                len(stack),
-                type(error).__name__,
-                one_line(error, longest=160),
-            )
+        self._engine.stop()

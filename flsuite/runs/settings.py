@@ -62,12 +62,20 @@ def run_settings(
         "data": describe_data(data),
         "client": describe_chosen(trainer.client_kwargs, Trainer),
         **{name: describe(getattr(trainer, name)) for name in _OF_TRAINER},
-        **({"engine": describe(trainer.engine)} if trainer.engine.decides else {}),
+        **_described_engine(trainer.engine),
         # They may be drawn from the seed, so the description of the attack does not contain them.
         "attackers": None if trainer.attack is None else describe(trainer.attack.attackers),
         **describe_callbacks(callbacks),
         **{name: weights_digest(model) if name == weights else None for name in WEIGHTS},
     }
+
+
+def _described_engine(engine: Any) -> dict[str, Any]:
+    """Return an engine's class and the arguments that decide the result, if any do."""
+    if not engine.decides:
+        return {}
+    arguments = {name: describe(getattr(engine, name)) for name in engine.decides}
+    return {"engine": {"class_path": class_name(type(engine)), "init_args": arguments}}
 
 
 def class_name(cls: type) -> str:

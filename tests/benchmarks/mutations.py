@@ -388,8 +388,8 @@ MUTATIONS = [
     Mutation(
         "the engine is not a setting of the record",
         "engines/vectorized.py",
-        "decides = True",
-        "decides = False",
+        'decides = ("clients",)',
+        "decides = ()",
         "engines/test_vectorized.py",
     ),
 ]

@@ -119,8 +119,8 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     train = Stack.train
 
-    def counted(self: Stack, requests: Sequence[Any]) -> Any:
-        fits = train(self, requests)
+    def counted(self: Stack, requests: Sequence[Any], *args: Any) -> Any:
+        fits = train(self, requests, *args)
         sizes.append(len(requests))
         return fits
 
@@ -240,6 +240,18 @@ def test_the_stack_is_a_setting_of_the_record(tmp_path: Path) -> None:
     for other in (Vectorized(clients=2), InProcess()):
         with pytest.raises(FlsuiteError, match="engine"):
             fitted(other, rounds=2, run_dir=path)
+
+
+def test_the_number_of_workers_does_not_matter(tmp_path: Path) -> None:
+    def run(folder: str, workers: int, rounds: int) -> FederatedTrainer:
+        path = str(tmp_path / folder)
+        return fitted(
+            Vectorized(clients=2, workers=workers), FedProx(), run_dir=path, rounds=rounds
+        )
+
+    one = run("one", 1, 3)
+    run("two", 2, 2)
+    assert_same_models(one, run("two", 1, 3))
 
 
 def test_attackers_train_alone(stacks: list[int]) -> None:
