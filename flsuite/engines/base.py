@@ -131,7 +131,8 @@ def jobs_of(
     """
     job: list[FitRequest] = []
     for unit in _units_of(requests, sums_parts):
-        is_alike = job and (job[0].adapts, job[0].broadcast) == (unit[0].adapts, unit[0].broadcast)
+        # A job has one broadcast, which is sent once.
+        is_alike = job and job[0].adapts == unit[0].adapts and job[0].broadcast is unit[0].broadcast
         if job and (not is_alike or len(job) + len(unit) > stack):
             yield job
             job = []

@@ -27,8 +27,16 @@ from flsuite.aggregators.rules.base import sum_by_parts
 from flsuite.aggregators.uplink import part_size
 from flsuite.callbacks import FederationCallback, RoundProgress
 from flsuite.engines import InProcess, Processes, Ray
+from flsuite.engines.base import jobs_of
 from flsuite.exchange import Quantize
-from flsuite.messages import ClientContext, ClientResult, ClientUpdate, Outcome
+from flsuite.messages import (
+    Broadcast,
+    ClientContext,
+    ClientResult,
+    ClientUpdate,
+    FitRequest,
+    Outcome,
+)
 from flsuite.runs.preparation import worker_setup
 from flsuite.state import State, StateLayout, mean_of
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -264,3 +272,16 @@ def test_ray_sums_as_this_process_does() -> None:
     here, there = fit(callbacks=[Spoils()]), fit(callbacks=[Spoils()], engine=Ray(workers=2))
     assert equal_states(here.federation.state, there.federation.state)
     assert [f.client for f in there.federation.log.failures] == [3, 8]
+
+
+def test_a_stack_has_whole_parts_of_one_broadcast() -> None:
+    state = {"w": torch.zeros(3)}
+    first, second = Broadcast(1, state, {}), Broadcast(1, state, {})
+    requests = [
+        FitRequest(n, n, first if n < 7 else second, {}, part=n // 2 if n < 6 else None)
+        for n in range(9)
+    ]
+    jobs = [[request.number for request in job] for job in jobs_of(requests, True, stack=5)]
+    assert jobs == [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
+    alone = [[request.number for request in job] for job in jobs_of(requests, True)]
+    assert alone == [[0, 1], [2, 3], [4, 5], [6], [7], [8]]
