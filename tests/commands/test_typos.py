@@ -236,8 +236,8 @@ BASES = (
 
 def test_every_engine_goes_by_its_short_name() -> None:
     paths = get_all_subclass_paths(flsuite.engines.Engine)
-    names = {path.rpartition(".")[2] for path in paths if path.startswith("flsuite.")}
-    assert names == set(flsuite.engines.__all__) - {"Engine"}
+    names = {path.rpartition(".")[2] for path in paths}
+    assert names >= set(flsuite.engines.__all__) - {"Engine"}
 
 
 @pytest.mark.parametrize("path", BASES)
