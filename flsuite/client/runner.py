@@ -112,9 +112,13 @@ class ClientRunner:
             return [self.run(r) if isinstance(r, FitRequest) else self.score(r) for r in job]
         if self._stack is not None:
             trainer, data = self.rewound_trainer([], fits[0].adapts)
+            self._resident.restore()
             self._stacked = self._stack.train_all(fits, trainer, data)
+            self._resident.release()
         parts = groupby(fits, key=lambda request: request.part)
-        return [outcome for part, members in parts for outcome in self._part(part, list(members))]
+        outcomes = [o for part, members in parts for o in self._part(part, list(members))]
+        self._stacked = {}
+        return outcomes
 
     def _part(self, part: int | None, fits: Sequence[FitRequest]) -> list[Outcome]:
         """Return the outcomes of a part of the cohort."""

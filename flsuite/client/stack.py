@@ -100,7 +100,6 @@ class Stack:
     def __init__(self, model: LightningModule, entries: Entries, setup: WorkerSetup) -> None:
         self.model, self.entries, self.setup = model, entries, setup
         self._modules: list[LightningModule] = []
-        self._used: list[str] | None = None
         self._level = logging.WARNING
 
     def train_all(
@@ -148,6 +147,7 @@ class Stack:
         self.model.to(trainer.strategy.root_device).train()
         if view.stage is not None:
             declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
+            self._modules = []  # copies of the model in its last task
 
         starts = [start_of(setup, self.entries, request) for request in requests]
         tensors = self._tensors(starts, trainer.strategy.root_device)
@@ -166,15 +166,14 @@ class Stack:
 
     def used(self, trainer: ClientTrainer, start: State, batch: Any) -> list[str]:
         """Return the trainable parameters that the loss depends on. The others take no step."""
-        if self._used is None:
-            names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-            leaves = {k: v.detach().clone() for k, v in start.items()}
-            wanted = [leaves[name].requires_grad_() for name in names]
-            with torch.random.fork_rng(), trainer.precision_plugin.train_step_context():
-                loss = step_loss(self.model, leaves, batch, 0)
-            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-            self._used = [k for k, g in zip(names, gradients, strict=True) if g is not None]
-        return self._used
+        # Anew for each stack, because a model may use other layers in another task or round.
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        leaves = {k: v.detach().clone() for k, v in start.items()}
+        wanted = [leaves[name].requires_grad_() for name in names]
+        with torch.random.fork_rng(), trainer.precision_plugin.train_step_context():
+            loss = step_loss(self.model, leaves, batch, 0)
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return [k for k, g in zip(names, gradients, strict=True) if g is not None]
 
     def _tensors(self, starts: Sequence[State], device: torch.device) -> dict[str, Tensor]:
         """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""

@@ -215,6 +215,29 @@ def test_two_quadratic_clients_reach_the_optimum_of_their_sum() -> None:
     assert reached == pytest.approx(float((a * m).sum() / a.sum()), abs=1e-3)
 
 
+def test_each_task_trains_the_layers_that_it_uses(stacks: list[int]) -> None:
+    class Heads(Classifier):
+        def build(self, spec: Any) -> None:
+            super().build(spec)
+            self.heads = nn.ModuleList(nn.Linear(spec.num_classes, spec.num_classes) for _ in "123")
+            self.task = 0
+
+        def begin_task(self, task: int, seen: Sequence[int], past: Sequence[int]) -> None:
+            self.task = task
+
+        def logits(self, x: Tensor) -> Tensor:
+            out: Tensor = self.heads[self.task](super().logits(x))
+            return out
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.logits(batch[0]), batch[1])
+
+    data = TaskSequence(table_data(), 3, classes_per_task=1, rounds_per_task=1)
+    for aggregator in (FedAvg(), IFCA(2)):
+        stacks.clear()
+        close(stacks, 1e-5, aggregator, Heads(PLAIN.backbone, PLAIN.optimizer), data)
+
+
 def test_the_same_seed_gives_the_same_bits_and_a_resumed_run_too(tmp_path: Path) -> None:
     def run(folder: str, rounds: int) -> FederatedTrainer:
         drops = Classifier(Dropping(), partial(SGD, lr=0.1, momentum=0.5))
