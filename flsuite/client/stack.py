@@ -26,7 +26,7 @@ from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.data.map_style import StoredSplit
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import one_line
 from flsuite.lightning_internals import attached
 from flsuite.messages import ClientContext, FitRequest, TrainedFit
 from flsuite.models import declarations
@@ -98,7 +98,8 @@ class Stack:
     """
 
     def __init__(self, model: LightningModule, entries: Entries, setup: WorkerSetup) -> None:
-        self.model, self.entries, self.setup = model, entries, setup
+        self.entries, self.setup = entries, setup
+        self.model = self._original = model
         self._modules: list[LightningModule] = []
         self._level = logging.WARNING
 
@@ -113,9 +114,6 @@ class Stack:
             requests: Fits of one round, with as many epochs each.
             trainer: The Trainer, rewound for them.
             data: The samples, on its device.
-
-        Raises:
-            FlsuiteError: If no client can train with the settings of the run.
         """
         able = [request for request in requests if can_stack(self.setup, request)]
         fits: dict[int, StackedFit] = {}
@@ -125,8 +123,6 @@ class Stack:
                 continue
             try:
                 fits |= self.train(members, trainer, data)
-            except FlsuiteError:
-                raise
             except Exception as error:
                 # Which client it is shows when each trains by itself.
                 level, self._level = self._level, logging.DEBUG  # said once
@@ -144,7 +140,8 @@ class Stack:
         view = data.at(first.broadcast.round)
         # What a model draws in its steps, as for dropout, depends on who is in the stack.
         seed_process(setup.seed, "stack", first.broadcast.round, first.client)
-        self.model.to(trainer.strategy.root_device).train()
+        # A copy, because a step may leave a tensor of the transforms in the model.
+        self.model = copy.deepcopy(self._original).to(trainer.strategy.root_device).train()
         if view.stage is not None:
             declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
             self._modules = []  # copies of the model in its last task
@@ -164,14 +161,14 @@ class Stack:
             for request, member, (state, metrics) in zip(requests, members, ends, strict=True)
         }
 
-    def used(self, trainer: ClientTrainer, start: State, batch: Any) -> list[str]:
+    def used(self, trainer: ClientTrainer, start: State, batch: Any, index: int) -> list[str]:
         """Return the trainable parameters that the loss depends on. The others take no step."""
         # Anew for each stack, because a model may use other layers in another task or round.
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         leaves = {k: v.detach().clone() for k, v in start.items()}
         wanted = [leaves[name].requires_grad_() for name in names]
         with torch.random.fork_rng(), trainer.precision_plugin.train_step_context():
-            loss = step_loss(self.model, leaves, batch, 0)
+            loss = step_loss(self.model, leaves, batch, index)
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
         return [k for k, g in zip(names, gradients, strict=True) if g is not None]
 
@@ -242,9 +239,12 @@ class _Steps:
         # The batches of a step are read at once, unless each has randomness of its own.
         self.reads_rows = view.augment is None and not isinstance(view.train, StoredSplit)
 
+        self.stack, self._seen = stack, dict[Any, list[str]]()
+        own = dict(members[0].module.named_parameters())
+        groups = members[0].optimizer.param_groups
+        self._stepping = {id(p) for group in groups for p in group["params"]}
         some = self._read([next(self._batches(copy.copy(members[0].loader), 1))])
-        start = {name: value[0] for name, value in tensors.items()}
-        names = stack.used(trainer, start, tree_map(lambda part: part[0], some))
+        names = [name for name in self._used(0, some) if id(own[name]) in self._stepping]
         self.parameters = {name: tensors[name] for name in names}
         self.others = {name: value for name, value in tensors.items() if name not in names}
         self.buffers = [n for n, _ in self.model.named_buffers()]
@@ -252,7 +252,6 @@ class _Steps:
         self.losses = torch.zeros(len(members), device=self.device)
         self.logged: list[dict[str, float]] = [{} for _ in members]
 
-        own = dict(members[0].module.named_parameters())
         replaced = {id(own[name]): value for name, value in self.parameters.items()}
         self.optimizer = optimizer_for(members[0].optimizer, replaced)
         firsts = {id(p): name for name, p in self.model.named_parameters()}
@@ -303,6 +302,8 @@ class _Steps:
 
     def _add_gradients(self, step: int, places: list[int], batch: Any) -> None:
         """Compute the gradients of the clients at these places, on batches of the same size."""
+        if self._used(step, batch) != next(iter(self._seen.values())):
+            raise RuntimeError("the loss depends on other parameters in some of the steps")
         is_all = len(places) == len(self.members)
         at: Any = slice(None) if is_all else torch.tensor(places, device=self.device)
         parameters = {name: value[at].detach() for name, value in self.parameters.items()}
@@ -317,6 +318,18 @@ class _Steps:
         for name, value in buffers.items():
             self.others[name][at] = value
         self._log(step, places, logged)
+
+    def _used(self, step: int, batch: Any) -> list[str]:
+        """Return the parameters that the loss depends on, found once per size of batch.
+
+        The first step is apart, because a model may do something else at ``batch_idx`` 0.
+        """
+        key = (step == 0, *(part.shape[1:] for part in tree_flatten(batch)[0]))
+        if key not in self._seen:
+            start = {name: value[0] for name, value in self.tensors.items()}
+            first = tree_map(lambda part: part[0], batch)
+            self._seen[key] = self.stack.used(self.trainer, start, first, step)
+        return self._seen[key]
 
     def _loss(
         self, parameters: State, others: State, batch: Any, step: int
@@ -333,8 +346,8 @@ class _Steps:
         with self.trainer.precision_plugin.train_step_context():
             # A cached cast would belong to one level of the transforms.
             torch.set_autocast_cache_enabled(False)
-            loss = step_loss(self.model, tensors, batch, step, log)
-        return loss, (buffers, logged)
+            loss = step_loss(self.model, tensors, batch, step, log, ends := dict[str, Tensor]())
+        return loss, ({name: ends[name] for name in self.buffers}, logged)
 
     def _log(self, step: int, places: list[int], logged: Mapping[str, Tensor]) -> None:
         """Add what the clients log to the means over their last epochs."""

@@ -238,6 +238,67 @@ def test_each_task_trains_the_layers_that_it_uses(stacks: list[int]) -> None:
         close(stacks, 1e-5, aggregator, Heads(PLAIN.backbone, PLAIN.optimizer), data)
 
 
+class Aux(Classifier):
+    """A classifier with a layer that only some losses use."""
+
+    def build(self, spec: Any) -> None:
+        super().build(spec)
+        self.aux = nn.Linear(spec.num_classes, spec.num_classes)
+        self.register_buffer("factor", torch.ones(()))
+
+    def loss(self, batch: Any, aux: bool) -> Tensor:
+        logits = self.logits(batch[0])
+        return nn.functional.cross_entropy(self.aux(logits) if aux else logits, batch[1])
+
+
+class AuxLater(Aux):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch, batch_idx > 0)
+
+
+class AuxInLargeBatches(Aux):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch, len(batch[1]) >= 8)
+
+
+class OnlyAux(Aux):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch, True)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.aux.parameters(), lr=0.5)
+
+
+class Annealed(Aux):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch, True) * self.factor
+        self.factor = self.factor * 0.9
+        return loss
+
+
+class Skipping(Aux):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if len(batch[1]) < 8 else self.loss(batch, True)
+
+
+class Remembering(Aux):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, before = self.loss(batch, True), getattr(self, "last", None)
+        self.last = loss.detach()
+        return loss if before is None else loss + 0 * before
+
+
+UNUSUAL = (AuxLater, AuxInLargeBatches, OnlyAux, Annealed, Skipping, Remembering)
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_an_unusual_step_ends_as_alone(kind: type[Aux]) -> None:
+    model = kind(PLAIN.backbone, partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1))
+    settings = {"max_epochs": 1, "gradient_clip_val": 0.05, "model": model}
+    alone, stacked = (fitted(engine, **settings) for engine in (InProcess(), Vectorized()))
+    assert distance(alone, stacked) < 1e-5
+
+
 def test_the_same_seed_gives_the_same_bits_and_a_resumed_run_too(tmp_path: Path) -> None:
     def run(folder: str, rounds: int) -> FederatedTrainer:
         drops = Classifier(Dropping(), partial(SGD, lr=0.1, momentum=0.5))
