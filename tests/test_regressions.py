@@ -89,6 +89,9 @@ def test_an_optimizer_that_needs_a_closure_trains_everybody() -> None:
         ({"precision": "bf16-true"}, "bf16-mixed"),
         ({"precision": "16-true"}, "16-mixed"),
         ({"max_time": "00:00:01:00"}, "max_time"),
+        ({"enable_model_summary": True}, "enable_model_summary has no effect"),
+        ({"profiler": "simple"}, "profiler would report every client's fit"),
+        ({"num_nodes": 2}, "num_nodes must be 1"),
     ],
 )
 def test_what_a_federation_cannot_honour_is_refused(arguments: dict[str, Any], words: str) -> None:

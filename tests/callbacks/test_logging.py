@@ -4,15 +4,17 @@ import csv
 import logging
 import re
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
+from rich.console import Console
 
 from flsuite.aggregators import FedBuff
-from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress
+from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress, progress
 from flsuite.data import IID
 from flsuite.schedules import Asynchronous, Stragglers
 from flsuite.trainer import FederatedTrainer
@@ -213,6 +215,20 @@ class Fails(Callback):
         loader: Any = trainer.train_dataloader
         if loader.client:
             raise RuntimeError("unplugged")
+
+
+@pytest.mark.parametrize("made", [trainer, unsynchronised])
+def test_a_terminal_shows_bars_of_rounds_and_clients(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(progress, "Console", lambda **_: terminal)
+    made(rounds=2, callbacks=[RoundProgress()]).fit(classifier(), digits(clients=5))
+    shown = screen.getvalue()
+    assert "rounds" in shown and "clients" in shown and "2/2" in shown and "0:00:00 left" in shown
+    assert re.search(r"test/accuracy 0\.\d{4}", shown)
+    assert ("in flight" in shown) == ("virtual s" in shown) == (made is unsynchronised)
 
 
 def test_clients_that_failed_are_not_counted_as_clients(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,16 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
 
 from flsuite.data import (
     IID,
@@ -189,6 +198,38 @@ def test_numbers_are_binned_for_the_partition_and_stay_targets() -> None:
     assert batches(data)[0][1].is_floating_point()
 
 
+class Weighted(TensorDataset):
+    """Samples of three tensors."""
+
+
+def test_numbers_are_binned_where_the_targets_are() -> None:
+    data = split(slope(60, 0), slope(20, 1), bins=3, partition=Dirichlet(0.3))
+    assert data.spec.num_classes == 3 and data.spec.task == "other"
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_labels_that_are_not_the_targets_are_no_classification(in_memory: bool) -> None:
+    """They split the data, but the model is trained on something else."""
+    x, y = torch.rand(40, 3), torch.arange(40) % 4
+    samples = TensorDataset(x, y)
+    data = split(samples, samples, labels=lambda sample: sample[1] % 2, in_memory=in_memory)
+    assert data.spec.task == "other" and data.spec.num_classes == 2
+
+
+def test_samples_of_three_parts_and_joined_datasets_have_the_labels_of_an_attribute() -> None:
+    def made(size: int) -> Weighted:
+        parts = Weighted(torch.rand(size, 3), torch.arange(size) % 2, torch.ones(size))
+        parts.targets = torch.arange(size) % 2  # type: ignore[attr-defined]
+        return parts
+
+    data = split(ConcatDataset([made(10), made(20)]), made(8), partition=Pathological(1))
+    assert data.spec.num_classes == 2
+    assert [len(batch) for batch in batches(data)] == [3] * len(batches(data))
+    without = ConcatDataset([made(10), slope(20, 0)])
+    with pytest.raises(FlsuiteError, match="have no classes"):
+        split(without, made(8), partition=Dirichlet(1.0))
+
+
 class NoTrain(LightningDataModule):
     """Has loaders without samples."""
 
@@ -196,6 +237,42 @@ class NoTrain(LightningDataModule):
 class NoTest(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(blobs(40, 0), batch_size=4)
+
+
+class Lists(NoTest):
+    """Returns lists of loaders."""
+
+    def val_dataloader(self) -> Any:
+        return []
+
+    def test_dataloader(self) -> Any:
+        return [DataLoader(blobs(12, 1), batch_size=4)]
+
+
+class Two(Lists):
+    def val_dataloader(self) -> Any:
+        return [DataLoader(blobs(12, 1)), DataLoader(blobs(12, 2))]
+
+
+class Batched(Lists):
+    """Has a batch sampler, and so no batch size."""
+
+    def train_dataloader(self) -> DataLoader:
+        data = blobs(40, 0)
+        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 5, True))
+
+
+def test_a_list_of_one_loader_is_that_loader_and_an_empty_one_is_none() -> None:
+    module = FromDataModule(Lists(), clients=2)
+    module.setup()
+    assert module.batch_size == 4 and len(module.federated.test) == 12
+    assert module.federated.val is not None, "from the training samples"
+
+
+def test_a_batch_sampler_of_a_data_module_leaves_the_batch_size_to_us() -> None:
+    module = FromDataModule(Batched(), clients=2, batch_size=7)
+    module.setup()
+    assert module.batch_size == 7
 
 
 class Stream(IterableDataset):
@@ -270,6 +347,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "one bin": (lambda: FromDataset(slope(9, 0), slope(9, 0), bins=1), "bins must be at least 2"),
     "no train loader": (lambda: FromDataModule(NoTrain()), "NoTrain has no train_dataloader"),
     "no test loader": (lambda: FromDataModule(NoTest()), "NoTest has no test_dataloader"),
+    "two loaders": (lambda: FromDataModule(Two()), "must return one torch DataLoader"),
+    "a field of pairs": (
+        lambda: FromDataset(Pairs(9), Pairs(9), labels="theme"),
+        "there is no field 'theme' in a sample, which has tuple",
+    ),
     "a stream": (lambda: FromDataModule(Streams()), "train must be a map-style dataset"),
     "a batch hook": (lambda: FromDataModule(Transfers()), "move it into the model"),
 }

@@ -425,6 +425,26 @@ class Reading(Classifier):
         return super().configure_optimizers()
 
 
+class Lists(Classifier):
+    def configure_optimizers(self) -> Any:
+        return [{"optimizer": super().configure_optimizers()}]
+
+
+def test_an_optimizer_in_a_list_or_a_dictionary_is_that_optimizer(stacks: list[int]) -> None:
+    model = Lists(PLAIN.backbone, PLAIN.optimizer)
+    close(stacks, 1e-5, model=model)
+
+
+class Complex(Classifier):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
+class Warm(Classifier):
+    extra_epochs = 1
+
+
 class Scheduled(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -434,6 +454,8 @@ class Scheduled(Classifier):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "manual": ({"model": Manual(PLAIN.backbone, PLAIN.optimizer)}, "manual optimization"),
     "hooks": ({"model": Watching(PLAIN.backbone, PLAIN.optimizer)}, "on_train_batch_start"),
+    "complex numbers": ({"model": Complex(PLAIN.backbone, PLAIN.optimizer)}, "complex parameters"),
+    "a warm-up": ({"model": Warm(PLAIN.backbone, PLAIN.optimizer)}, "has a warm-up"),
     "a scheduler": ({"model": Scheduled(PLAIN.backbone, PLAIN.optimizer)}, "without a scheduler"),
     "a Trainer": ({"model": Reading(PLAIN.backbone, PLAIN.optimizer)}, "needs a Trainer"),
     "LBFGS": ({"model": Classifier(PLAIN.backbone, LBFGS)}, "one of SGD, Adam"),

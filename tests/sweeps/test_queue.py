@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from io import StringIO
@@ -17,7 +18,7 @@ from flsuite.sweeps.outcome import Outcome, measure, seconds_so_far
 from flsuite.sweeps.plan import Cell
 from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep, Tuning
-from flsuite.sweeps.status import SweepProgress, estimate, failures
+from flsuite.sweeps.status import SweepProgress, estimate, failures, print_cells, print_status
 from flsuite.sweeps.tuning import COLUMNS, draw
 from tests.analysis.made_runs import made_run, settings
 
@@ -169,6 +170,52 @@ def test_the_bar_counts_failed_cells_and_those_that_are_tried_again_anew(
         assert "2/2" in shown and "2 failed" in shown
         assert shown.count(f"failed: {line}") == 2
         screen.truncate(0)
+
+
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what was printed, without the lines and widths of tables."""
+    return " ".join(re.sub("[┃│]", " ", capsys.readouterr().out).split())
+
+
+def test_the_state_of_each_cell_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue = Queue(replace(SWEEP, grid={}), tmp_path)
+    print_status(queue)
+    assert "A waiting waiting" in (text := words(capsys)) and "0 of 4 cells are done" in text
+    first, second, *_ = queue.known()
+    queue.begin(first)
+    queue.finish(first, outcome())
+    queue.begin(second)
+    queue.fail(second, "it diverges")
+    stranger = tmp_path / "C" / "seed-1"
+    stranger.mkdir(parents=True)
+    (stranger / "metrics.csv").write_text("round,wall_s\n")
+    print_status(queue)
+    text = words(capsys)
+    assert "0.4000" in text and "test accuracy, in the round picked on validation data" in text
+    assert "1 of 4 cells are done, 1 failed, 2 waiting" in text and "about 0:00:0" in text
+    assert f"failed: {second.name} seed {second.seed}: it diverges" in text
+    assert "1 runs in the folder do not belong" in text
+    print_cells(queue)
+    assert "done" in (text := words(capsys)) and "failed" in text and "results, with" not in text
+
+
+def test_the_state_of_a_tuned_sweep_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue = Queue(TUNED, tmp_path)
+    print_cells(queue)
+    assert "4 results, with values that the tuning chooses waiting" in words(capsys)
+    print_status(queue)
+    assert "B alpha=0.1 waiting waiting" in words(capsys)
+    for cell in queue.contests[1].cells:
+        queue.begin(cell)
+        queue.fail(cell, "it diverges")
+    print_status(queue)
+    text = words(capsys)
+    assert "B alpha=0.1 failed failed" in text and "B alpha=1.0 waiting waiting" in text
+    assert "failed: trial of" in text and "none of its trials has a score" in text
 
 
 # Tuning

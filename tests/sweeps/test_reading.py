@@ -82,6 +82,10 @@ def test_a_wrong_line_is_named(line: str) -> None:
 
 
 WRONG_FILES = {
+    GOOD.replace("config: base.yaml", "config: [1]"): "config must be the path of a config",
+    GOOD.replace("FedAvg: {}", "FedAvg: {1: 2}"): "1 is not a key of a config",
+    "config: base.yaml\nseeds: [1]\nmethods: {}\n": "methods must map at least one name",
+    GOOD + "tune: 3\n": "tune must be a mapping with trials and seeds",
     "": "must be a mapping",
     "config: base.yaml\nseeds: [1]\n": "methods is missing",
     GOOD.replace("base", "other"): "there is no file other.yaml",
