@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from flsuite.errors import FlsuiteError
-from flsuite.metrics.privacy import RandomDraw
+from flsuite.metrics.privacy import RandomDraw, Release
 from flsuite.state import State, StateLayout
 
 Capability = Literal[
@@ -53,12 +53,15 @@ class Statistic:
         is_psd: Whether the matrices are symmetric positive semidefinite, and must stay so.
         from_steps: Whether they depend only on the trained model and the optimizer's steps. Noise
             on the steps then covers them.
+        release: What one statistic of a client with this many samples reveals about a sample, if
+            it has noise of its own.
     """
 
     template: Any
     is_sum: bool = True
     is_psd: bool = False
     from_steps: bool = False
+    release: Callable[[int], Release] | None = None
 
 
 @dataclass(frozen=True)

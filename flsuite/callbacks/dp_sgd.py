@@ -4,7 +4,7 @@ Deep Learning with Differential Privacy, arXiv:1607.00133.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from flsuite.aggregators.part import Statistic
 from flsuite.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.callbacks.base import FederationCallback
 from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import scaler_of
 from flsuite.messages import ClientResult, Outcome
-from flsuite.metrics.privacy import RandomDraw, epsilon, kept_logging
+from flsuite.metrics.privacy import RandomDraw, Release, epsilon, epsilon_of, kept_logging
 from flsuite.models.modes import kept_modes
 from flsuite.random import torch_generator
 from flsuite.runs.run import Run
@@ -63,6 +64,7 @@ class DPSGD(FederationCallback, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._steps: dict[int, int] = {}  # of each client, over all its rounds
+        self._sent: dict[int, int] = {}  # updates of each client
         self._spent: dict[int, float] = {}
         self._hooks: Any = None
 
@@ -137,7 +139,7 @@ class DPSGD(FederationCallback, Settings):
 
     def on_federation_start(self, run: Run) -> None:
         if run.round == 0:
-            self._steps, self._spent = {}, {}
+            self._steps, self._sent, self._spent = {}, {}, {}
         if run.federation.data.at(run.round).stage is not None:
             raise FlsuiteError(
                 "DPSGD: tasks in sequence change a client's samples, which epsilon takes as fixed; "
@@ -154,8 +156,14 @@ class DPSGD(FederationCallback, Settings):
         client, data = sent.client, run.federation.data
         samples = data.samples(client)
         self._steps[client] = self._steps.get(client, 0) + sent.steps
+        self._sent[client] = self._sent.get(client, 0) + 1
         batches = RandomDraw(samples, float(min(data.batch_size, samples)), is_poisson=True)
-        spent = epsilon(batches, self.noise_multiplier, self._steps[client], self.delta)
+        releases = [Release(batches, self.noise_multiplier, self._steps[client])]
+        for statistic in _statistics(run.federation).values():
+            if statistic.release is not None:
+                own = statistic.release(samples)
+                releases.append(own._replace(times=own.times * self._sent[client]))
+        spent = epsilon_of(releases, self.delta)
         self._spent[client] = spent
         run.log_metric("sample_epsilon", spent, scope=client)
 
@@ -164,10 +172,12 @@ class DPSGD(FederationCallback, Settings):
         run.log_metric("sample_delta", self.delta)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": dict(self._steps), "spent": dict(self._spent)}
+        steps, sent, spent = dict(self._steps), dict(self._sent), dict(self._spent)
+        return {"steps": steps, "sent": sent, "spent": spent}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps, self._spent = dict(state_dict["steps"]), dict(state_dict["spent"])
+        self._sent = dict(state_dict["sent"])
 
 
 def _wide_enough(gradients: Tensor) -> Tensor:
@@ -188,18 +198,24 @@ def _opacus() -> Any:
     return grad_sample_module
 
 
+def _statistics(federation: Federation) -> Mapping[str, Statistic]:
+    return federation.aggregator.statistics(federation.server.layout, federation.state)
+
+
 def _refuse_measured_extras(federation: Federation) -> None:
     """Refuse an algorithm whose clients send measurements of their samples without noise.
 
     Raises:
         FlsuiteError: If they do. The message names it.
     """
-    aggregator = federation.aggregator
-    statistics = aggregator.statistics(federation.server.layout, federation.state)
-    measured = [name for name, statistic in statistics.items() if not statistic.from_steps]
+    measured = [
+        name
+        for name, statistic in _statistics(federation).items()
+        if not statistic.from_steps and statistic.release is None
+    ]
     if measured:
         raise FlsuiteError(
-            f"DPSGD: clients of {aggregator.name} also send {', '.join(measured)} "
+            f"DPSGD: clients of {federation.aggregator.name} also send {', '.join(measured)} "
             "without noise; choose another trainer.aggregator, or leave out DPSGD"
         )
 

@@ -7,7 +7,7 @@ converted to epsilon at a given delta.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,6 +48,21 @@ class RandomDraw(NamedTuple):
         return not self.is_poisson and self.expected < self.population
 
 
+class Release(NamedTuple):
+    """What one client or one round reveals: Gaussian mechanisms on random draws.
+
+    Attributes:
+        sampling: How clients or samples are drawn.
+        noise_multiplier: Standard deviation of the noise, in multiples of the largest share of one
+            client or sample.
+        times: Number of releases.
+    """
+
+    sampling: RandomDraw
+    noise_multiplier: float
+    times: int
+
+
 def default_delta(clients: int) -> float:
     """Return ``clients ** -1.1``, the choice of McMahan et al. 2018, section 4."""
     return float(clients**-1.1)
@@ -66,14 +81,31 @@ def epsilon(sampling: RandomDraw, noise_multiplier: float, rounds: int, delta: f
     Raises:
         FlsuiteError: If ``dp-accounting`` is not installed.
     """
-    if not rounds:
+    return epsilon_of([Release(sampling, noise_multiplier, rounds)], delta)
+
+
+def epsilon_of(releases: Iterable[Release], delta: float) -> float:
+    """Return the epsilon of several kinds of releases together.
+
+    Args:
+        releases: All with the same kind of neighboring datasets, see :class:`RandomDraw`.
+        delta: The delta of the guarantee, in (0, 1).
+
+    Raises:
+        FlsuiteError: If ``dp-accounting`` is not installed.
+    """
+    made = [release for release in releases if release.times]
+    if not made:
         return 0.0
-    if not noise_multiplier:
+    if not all(release.noise_multiplier for release in made):
         return math.inf
     from_rdp = _rdp_package().compute_epsilon
-    orders, of_one_round = _rdp_of_a_round(sampling, noise_multiplier)
+    each = [_rdp_of_a_round(release.sampling, release.noise_multiplier) for release in made]
+    orders = each[0][0]
+    assert all(np.array_equal(orders, own) for own, _ in each), "neighbors of different kinds"
+    total = sum(release.times * rdp for release, (_, rdp) in zip(made, each, strict=True))
     with kept_logging():
-        return float(from_rdp(orders, rounds * of_one_round, delta)[0])
+        return float(from_rdp(orders, total, delta)[0])
 
 
 def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: float) -> float:

@@ -349,7 +349,7 @@ def test_parameters_are_kept_under_their_names() -> None:
     settings = {"fisher": "diag", "solver": "adam", "steps": 3, "samples": 5, "select": False}
     kept = init_args(FedFisher(**settings))
     assert settings.items() <= kept.items()
-    assert kept.keys() == {*settings, "expectation", "epsilon_inside"}
+    assert kept.keys() == {*settings, "expectation", "noise", "epsilon_inside"}
 
 
 # A federation

@@ -88,11 +88,19 @@ class LogitPass(AfterFit):
         # Checked here too, because a fit with known weights has no start.
         self._require_logits(module)
         generator = torch_generator(loader.seed, self.owner, loader.round, loader.client)
-        device = module.device
-        batches = ((x.to(device), y.to(device)) for x, y in loader.plain_batches(self.samples))
-
         with measuring(module):
-            self.client.extras[self.name] = self.statistic(module, batches, generator)
+            self.client.extras[self.name] = self.measured(module, loader, generator)
+
+    def measured(self, module: Any, loader: TrainLoader, generator: torch.Generator) -> Any:
+        """Return the statistic of the client's samples."""
+        return self.statistic(module, self.batches(module, loader, self.samples), generator)
+
+    def batches(
+        self, module: LightningModule, loader: TrainLoader, most: int | None = None
+    ) -> Iterator[Batch]:
+        """Yield the client's samples, or at most so many of them, on the model's device."""
+        for x, y in loader.plain_batches(most):
+            yield x.to(module.device), y.to(module.device)
 
     def _require_logits(self, module: LightningModule) -> None:
         if not isinstance(module, LogitModel):

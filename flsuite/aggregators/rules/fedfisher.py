@@ -18,6 +18,7 @@ from flsuite.aggregators.part import Capability, Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
+from flsuite.aggregators.rules.sample_noise import SampleNoise
 from flsuite.aggregators.rules.solvers.blocks import Block
 from flsuite.aggregators.rules.solvers.selection import (
     Corrections,
@@ -29,10 +30,12 @@ from flsuite.aggregators.rules.solvers.selection import (
     solvers,
 )
 from flsuite.arguments import PositiveInt, Settings
+from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Expectation, measuring
+from flsuite.metrics.privacy import Release
 from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
 
 log = logging.getLogger("flsuite")
@@ -62,7 +65,8 @@ class FedFisher(LinearRule, Settings):
     - ``selected_solver``: 0, or 1 if ``gd`` of ``cg+gd`` is kept;
     - ``selected_score``: its accuracy on the server's samples;
     - ``residual``: the norm of Q's gradient there, relative to the norm at the mean;
-    - ``fisher_zero``: the fraction of parameters that no client's Fisher determines.
+    - ``fisher_zero``: the fraction of parameters that no client's Fisher determines;
+    - ``fisher_epsilon``: what one Fisher with noise reveals about a sample, the mean over clients.
 
     Args:
         fisher: ``kfac`` has two factors per Linear or Conv2d layer. It refuses other layers with
@@ -88,6 +92,9 @@ class FedFisher(LinearRule, Settings):
             (``data.server_samples``). Without these samples or this option, the last model is kept.
             ``cg`` and ``gd`` score the steps 0, 1, 2, 5, 10, 20, 50, 100 and so on, ``adam`` every
             hundredth, and all of them the last one.
+        noise: Noise on each client's Fisher, for differential privacy of its samples. Models have
+            none: add the callback :class:`~flsuite.callbacks.DPSGD`, which also counts the Fishers
+            in its epsilon. Default: no noise.
         epsilon_inside: Whether ``adam`` divides by ``sqrt(v + .01)``, as the public code does for
             K-FAC, instead of ``sqrt(v) + .01``.
     """
@@ -98,6 +105,7 @@ class FedFisher(LinearRule, Settings):
     samples: PositiveInt | None = 2000
     expectation: Expectation = "exact"
     select: bool = True
+    noise: SampleNoise | None = None
     epsilon_inside: bool = False
 
     needs = frozenset({"current models"})
@@ -111,7 +119,7 @@ class FedFisher(LinearRule, Settings):
         template = self._form(layout).template(state)
         # K-FAC factors cannot be summed: the server needs every client's factors.
         is_sum, is_psd = self.fisher != "kfac", self.fisher != "diag"
-        return {"fisher": Statistic(template, is_sum, is_psd)}
+        return {"fisher": Statistic(template, is_sum, is_psd, release=self._release)}
 
     def weight(self, update: ClientUpdate) -> float:
         return float(update.samples)
@@ -120,6 +128,11 @@ class FedFisher(LinearRule, Settings):
         """Return ``n_i``, ``n_i w_i``, ``n_i F_i w_i`` and, except for K-FAC, ``n_i F_i``."""
         own = self._form(layout).terms(update.state, update.extras["fisher"])
         return scaled({"samples": 1.0, "model": update.state, **own}, update.samples)
+
+    @property
+    def _release(self) -> Callable[[int], Release] | None:
+        noise, most = self.noise, self.samples
+        return None if noise is None else lambda samples: noise.release(samples, most)
 
     def _form(self, layout: StateLayout) -> FisherForm:
         return FORMS[self.fisher](layout)
@@ -195,12 +208,27 @@ class _FisherPass(LogitPass):
     """The client half, which refuses a model that the form does not cover."""
 
     def __init__(self, client: ClientContext, rule: FedFisher, form: FisherForm) -> None:
-        self.form = form
+        self.form, self.noise = form, rule.noise
 
         def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> Any:
             return form.measure(module, (batches, rule.expectation, generator))
 
         super().__init__(client, "FedFisher", rule.samples, "fisher", statistic)
+
+    def measured(self, module: Any, loader: TrainLoader, generator: Generator) -> Any:
+        noise = self.noise
+        if noise is None:
+            return super().measured(module, loader, generator)
+
+        def share(one: Batch) -> Any:
+            return self.statistic(module, iter([one]), generator)
+
+        samples = len(loader.data.train_rows(loader.client))
+        drawn = noise.mean(
+            share, lambda: self.batches(module, loader), samples, self.samples, generator
+        )
+        self.client.metrics["fisher_epsilon"] = noise.epsilon(samples, self.samples)
+        return self.form.repaired(drawn)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)

@@ -62,6 +62,10 @@ class FisherForm(ABC):
         """Return a client's Fisher, in float32 and on the CPU."""
 
     @abstractmethod
+    def repaired(self, fisher: Any) -> Any:
+        """Return a noisy Fisher without negative entries or eigenvalues."""
+
+    @abstractmethod
     def terms(self, state: State, fisher: Any) -> Tree:
         """Return ``F_i w_i`` as ``product``, and F_i as ``fisher`` if the server sums it."""
 
@@ -92,6 +96,9 @@ class DiagonalForm(FisherForm):
 
     def measure(self, module: nn.Module, sampled: Sampled) -> State:
         return clone(predictive_diagonal(module, self.layout.parameters, *sampled))
+
+    def repaired(self, fisher: State) -> State:
+        return {name: value.clamp(min=0.0) for name, value in fisher.items()}
 
     def terms(self, state: State, fisher: State) -> Tree:
         own = {name: fisher[name].double() for name in self.layout.parameters}
@@ -135,6 +142,12 @@ class KFACForm(FisherForm):
         factors = kfac_factors(module, self.layout.layers, *sampled)
         return {name: clone(pair) for name, pair in factors.items()}
 
+    def repaired(self, fisher: Mapping[str, State]) -> dict[str, State]:
+        return {
+            name: {kind: _semidefinite(factor) for kind, factor in pair.items()}
+            for name, pair in fisher.items()
+        }
+
     def terms(self, state: State, fisher: Mapping[str, State]) -> Tree:
         products: State = {}
         for layer in self.layout.layers:
@@ -175,6 +188,9 @@ class FullForm(FisherForm):
         fisher = full_fisher(module, self.layout.parameters, *sampled)
         return fisher.to("cpu", torch.float32)
 
+    def repaired(self, fisher: Tensor) -> Tensor:
+        return _semidefinite(fisher)
+
     def terms(self, state: State, fisher: Tensor) -> Tree:
         own = fisher.double()
         return {"fisher": own, "product": own @ self._vector(state)}
@@ -193,6 +209,12 @@ class FullForm(FisherForm):
 
 
 FORMS: Mapping[str, type[FisherForm]] = {"diag": DiagonalForm, "kfac": KFACForm, "full": FullForm}
+
+
+def _semidefinite(matrix: Tensor) -> Tensor:
+    """Return the nearest symmetric positive semidefinite matrix, in the Frobenius norm."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT).double() / 2)
+    return ((vectors * values.clamp(min=0.0)) @ vectors.mT).to(matrix.dtype)
 
 
 def _square(size: int) -> Tensor:
