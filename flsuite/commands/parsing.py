@@ -171,12 +171,13 @@ def plain_errors() -> Iterator[None]:
 def _reading(error: Exception) -> str:
     """Return why a class refused its arguments, for a key that takes several kinds of value.
 
-    The parser lists one reason per kind. All but one only state that the class is of another kind.
-    The result is empty if no other reason is listed.
+    The parser lists one reason per kind, nested for an argument's own kinds. All but one only state
+    that the class is of another kind. The result is empty if no other reason is listed.
     """
-    listed = str(error).partition("\nErrors:\n")[2].partition("\nGiven value type:")[0]
-    reasons = [line.strip()[2:] for line in listed.splitlines() if line.strip().startswith("- ")]
-    specific = [text for text in reasons if not text.startswith(("Import path", "Expected a"))]
+    listed = (line.strip() for line in str(error).splitlines())
+    reasons = [line[2:] for line in listed if line.startswith("- ")]
+    others = ("Import path", "Expected a", "Does not validate")
+    specific = [text for text in reasons if not text.startswith(others)]
     return specific[0] if specific else ""
 
 

@@ -360,6 +360,10 @@ BAD_ARGUMENTS = {
         "plugins: cannot import 'my_missing_package'",
     ),
     "alpha_zero": (("--data.partition.alpha", "0"), "Dirichlet: alpha must be positive"),
+    "a nested argument": (
+        ("--trainer.aggregator", "FedFisher", "--trainer.aggregator.noise.noise_multiplier", "-2"),
+        "SampleNoise: noise_multiplier must be positive, got -2",
+    ),
     "alpha_negative": (("--data.partition.alpha", "-1"), "Dirichlet: alpha must be positive"),
     "more_clients_than_samples": (
         ("--data.clients", "5000"),
